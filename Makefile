@@ -1,0 +1,30 @@
+# Two commands for a newcomer: `make demo` and `make test`. Everything else says what it is for.
+PY := .venv/bin/python
+STAMP := .venv/.installed
+
+.PHONY: demo test lint types unit sweep bench clean
+
+demo: $(STAMP)           ## train, kill, heal, compare; about a minute on a laptop
+	.venv/bin/everstep demo
+
+test: lint types unit    ## what must hold before anything lands
+
+lint: $(STAMP)
+	.venv/bin/ruff check src tests bench examples
+
+types: $(STAMP)
+	.venv/bin/mypy
+
+unit: $(STAMP)
+	$(PY) -m pytest
+
+sweep: $(STAMP)          ## SIGKILL at every kind of moment, with real processes (minutes)
+	$(PY) bench/sweep.py
+
+$(STAMP): pyproject.toml
+	python3 -m venv .venv
+	.venv/bin/pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

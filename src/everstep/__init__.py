@@ -1,0 +1,3 @@
+"""LLM training that heals itself."""
+
+__version__ = "0.1.0"

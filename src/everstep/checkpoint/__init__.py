@@ -1,0 +1,1 @@
+"""The training state on disk, by logical tensor names."""

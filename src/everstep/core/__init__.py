@@ -1,0 +1,1 @@
+"""Decisions. Events in, `handle(event, now)`, actions out. Standard library only."""

@@ -1,0 +1,1 @@
+"""Torch: runs schedules on real workers."""

@@ -1,0 +1,1 @@
+"""Gets a task running: everything on this machine, or agents on many."""

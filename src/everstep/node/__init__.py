@@ -1,0 +1,1 @@
+"""What happens on one machine: starts workers, watches them, reports."""

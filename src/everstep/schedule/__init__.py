@@ -1,0 +1,1 @@
+"""A step as ops on workers: notation, generators, bounds, checker, pictures. Pure."""

@@ -1,0 +1,49 @@
+"""The house has a direction: arrows point up the list, and the pure packages touch nothing but arguments."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src" / "everstep"
+FLOORS = ["core", "schedule", "plan", "layout", "diagnose", "fabric", "engine", "checkpoint",
+          "node", "server", "launch", "sim", "cli"]
+PURE = {"core", "schedule", "plan", "layout", "diagnose", "fabric"}
+NUMPY_ALLOWED = PURE - {"core"}
+IMPURE = {"torch", "asyncio", "socket", "os", "time", "random", "subprocess", "threading", "signal",
+          "selectors", "multiprocessing", "aiohttp", "secrets", "uuid", "tempfile"}
+SHELLS = {"engine", "node", "server"}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            found.add(node.module or "")
+    return found
+
+
+def modules() -> list[tuple[str, Path]]:
+    return [(package, path) for package in FLOORS for path in sorted((SRC / package).rglob("*.py"))]
+
+
+@pytest.mark.parametrize(("package", "path"), modules(), ids=lambda x: x.stem if isinstance(x, Path) else x)
+def test_imports_point_up_and_pure_packages_are_pure(package: str, path: Path) -> None:
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "everstep" and len(parts) > 1 and parts[1] in FLOORS:
+            assert FLOORS.index(parts[1]) <= FLOORS.index(package), f"{path.name} imports {name} from below"
+            if package == "sim":
+                assert parts[1] not in SHELLS, f"{path.name}: sim drives pure code, not {name}"
+        elif package in PURE and parts[0] != "everstep":
+            assert parts[0] not in IMPURE, f"{path.name} imports {name}, but {package} is pure"
+            if package == "core":
+                assert parts[0] != "numpy", f"{path.name}: core is standard library only"
+
+
+def test_every_package_of_the_house_is_on_the_list() -> None:
+    packages = {path.parent.name for path in SRC.glob("*/__init__.py")}
+    assert packages <= set(FLOORS)
