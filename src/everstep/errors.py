@@ -5,7 +5,7 @@
     ├── PeerError       the other side of a connection broke the contract
     └── InternalError   our bug: stop and tell the story
 
-A fault of training (a death, a hang, a lost link) is not an exception: it is a value, an event of `core.events`.
+A fault of training (a death, a hang, a lost link) is not an exception: it is a value, an event.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     op          2F1.0    stage 2, forward of microbatch 1.0
                 2R, 2U   stage 2, gradient reduce and optimizer update
 
-Every package speaks of ops in these words; `schedule` re-exports them. Named tuples, because planners hash and
-compare millions of them.
+Every package speaks of ops in these words; `schedule` re-exports them. Named tuples, because planners hash
+and compare millions of them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Microbatch(NamedTuple):
     """`home` is the replica that runs it when nothing has failed."""
 
     home: int
-    index: int
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.home}.{self.index}"
+        return f"{self.home}.{self.number}"
 
 
 class Op(NamedTuple):
@@ -66,7 +66,7 @@ def parse_op(text: str) -> Op:
     """The inverse of `str(op)`."""
     found = _OP.fullmatch(text)
     if found is None:
-        raise UserError(f"op {text!r} is not of the form 2F1.0 (stage, kind, home.index) or 2R.")
+        raise UserError(f"op {text!r} is not of the form 2F1.0 (stage, kind, home.number) or 2R.")
     stage, kind, home, index = found.groups()
     if (kind in "RU") != (home is None):
         raise UserError(f"op {text!r}: F, I, W and B name a microbatch (2F1.0), R and U do not (2R).")
