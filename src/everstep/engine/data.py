@@ -1,0 +1,76 @@
+"""Data as a function of (step, microbatch): any worker can ask for any batch, and asks again after a death.
+
+A dataset has one method, `batch(step, microbatch) -> (inputs, targets)`. It must be pure: the same arguments give
+the same tensors, on every worker, at any time. `microbatch` counts through the whole step, over all replicas, so
+the batch does not depend on who runs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everstep.engine import keys
+from everstep.errors import UserError
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]: ...
+
+
+class Synthetic:
+    """Text of a made-up language in which a token nearly tells the next one, so that the loss really falls.
+
+    A walk on a ring of symbols: from each symbol eight others can follow, the k-th with probability about 2^-k.
+    A model starts near ln(vocab), soon knows which symbols are used, then which follow which; no model can go
+    below `floor` nats.
+    """
+
+    _ODDS = np.cumsum([2.0**-k for k in range(1, 8)])
+    floor = 1.3756
+
+    def __init__(self, *, vocab: int, sequence: int, rows: int, seed: int = 0) -> None:
+        self.vocab, self.sequence, self.rows, self.seed = vocab, sequence, rows, seed
+        symbols = min(vocab, 256)
+        self._alphabet = np.argsort(keys.draws(keys.key(seed, keys.DATA, 1), vocab))[:symbols].astype(np.int64)
+        self._strides = 1 + np.argsort(keys.draws(keys.key(seed, keys.DATA, 2), max(symbols, 8)))[:8]
+
+    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        count = self.rows * (self.sequence + 1)
+        draw = keys.uniform(keys.key(self.seed, keys.DATA, step, microbatch), count).reshape(self.rows, -1)
+        moves = self._strides[np.searchsorted(self._ODDS, draw, side="right")]
+        moves[:, 0] = (draw[:, 0] * len(self._alphabet)).astype(np.int64)
+        tokens = self._alphabet[np.cumsum(moves, axis=1) % len(self._alphabet)]
+        return _shifted(tokens)
+
+
+class TokenFile:
+    """Windows of a file of tokens, one byte or two each, at places that (seed, step, microbatch, row) choose."""
+
+    def __init__(self, path: str | Path, *, sequence: int, rows: int, seed: int = 0, token: str = "uint8") -> None:
+        if token not in ("uint8", "uint16"):
+            raise UserError(f"data.token is {token!r}; use \"uint8\" or \"uint16\".")
+        self.path, self.sequence, self.rows, self.seed = Path(path), sequence, rows, seed
+        if not self.path.is_file():
+            raise UserError(f"data.path {str(path)!r} is not a file.")
+        size = self.path.stat().st_size // np.dtype(token).itemsize
+        if size < sequence + 1:
+            raise UserError(f"data.path {str(path)!r} holds {size} tokens; a row needs {sequence + 1}.")
+        self._tokens = np.memmap(self.path, dtype=np.dtype(token).newbyteorder("<"), mode="r", shape=(size,))
+
+    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        places = np.uint64(len(self._tokens) - self.sequence)
+        starts = keys.draws(keys.key(self.seed, keys.DATA, step, microbatch), self.rows) % places
+        window = np.arange(self.sequence + 1)
+        return _shifted(self._tokens[starts.astype(np.int64)[:, None] + window].astype(np.int64))
+
+
+def _shifted(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Inputs, and for each the token that follows it."""
+    return (torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])),
+            torch.from_numpy(np.ascontiguousarray(tokens[:, 1:])))

@@ -1,0 +1,66 @@
+"""The one place that knows which device a worker computes on: `cpu` or `cuda`.
+
+Nothing here touches CUDA at import or for a CPU device: workers may be forked after this module is imported,
+and a process that has initialised CUDA cannot be.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from everstep.errors import UserError
+
+
+def pick(name: str, index: int = 0) -> torch.device:
+    """`cpu`, `cuda:1`, or `cuda`, which spreads workers by `index` over the GPUs there are."""
+    kind, _, number = name.partition(":")
+    if kind == "cpu" and not number:
+        return torch.device("cpu")
+    if kind != "cuda" or (number and not number.isdigit()):
+        raise UserError(f"device {name!r} is not known; use cpu, cuda or cuda:0.")
+    there = torch.cuda.device_count()
+    if there == 0:
+        raise UserError(f"device {name!r} asks for a GPU and this machine shows none; use device = \"cpu\".")
+    chosen = int(number) if number else index % there
+    if chosen >= there:
+        raise UserError(f"device {name!r} is not there; the last GPU of this machine is cuda:{there - 1}.")
+    return torch.device("cuda", chosen)
+
+
+def seed(device: torch.device, value: int) -> None:
+    """Seed the generator that layers on `device` draw from, and no other (`torch.manual_seed` wakes CUDA)."""
+    if device.type == "cuda":
+        torch.cuda.init()
+        torch.cuda.default_generators[device.index or 0].manual_seed(value)
+    else:
+        torch.default_generator.manual_seed(value)
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when the device has finished everything it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory to receive into: pinned when it will go on to a GPU."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor in host memory, contiguous, its bytes ready to be sent. A CPU tensor is not copied."""
+    if tensor.device.type == "cpu":
+        return tensor.detach().contiguous()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor.detach(), non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; from pinned memory the copy runs in the stream's order, without waiting.
+
+    The host memory may be dropped at once (the pinned allocator waits for the copy) but not written to.
+    """
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=tensor.is_pinned())

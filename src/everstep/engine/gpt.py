@@ -1,0 +1,126 @@
+"""Our GPT: RMSNorm, rotary positions, SwiGLU, causal attention, grouped heads if asked.
+
+It is a user's model like any other: a table of layers, each built by its own factory on the worker that runs
+it. Query, key and value are separate matrices, so that a checkpoint's names are the plain ones and a later split
+of heads over shards is a slice.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from everstep.engine.model import Model
+from everstep.engine.presets import Shape
+from everstep.engine.presets import shape as named_shape
+
+
+def gpt(preset: str | Shape | None = None, **changes: Any) -> Model:
+    """`gpt("gpt-1m")`, `gpt("gpt-1m", dropout=0.1)`, `gpt(width=96, heads=6)`, or a whole `Shape`."""
+    form = preset if isinstance(preset, Shape) else named_shape(preset, **changes)
+    blocks = {f"blocks.{i}": partial(Block, form) for i in range(form.depth)}
+    tied = (("embed.tokens.weight", "head.logits.weight"),) if form.tied else ()
+    return Model(layers={"embed": partial(Embed, form), **blocks, "head": partial(Head, form)}, tied=tied)
+
+
+class Embed(nn.Module):
+    def __init__(self, form: Shape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(form.vocab, form.width)
+        self.dropout = nn.Dropout(form.dropout)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.dropout(self.tokens(tokens))
+
+
+class Block(nn.Module):
+    def __init__(self, form: Shape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(form.width, eps=1e-6)
+        self.attention = Attention(form)
+        self.mlp_norm = nn.RMSNorm(form.width, eps=1e-6)
+        self.mlp = SwiGLU(form)
+        self.dropout = nn.Dropout(form.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self, form: Shape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = form.heads, form.kv_heads or form.heads
+        size = form.width // form.heads
+        self.q = _linear(form.width, form.width)
+        self.k = _linear(form.width, size * self.kv_heads)
+        self.v = _linear(form.width, size * self.kv_heads)
+        self.out = _linear(form.width, form.width, into_residual=form.depth)
+        self.rotary = Rotary(size, form.rope_base)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q = self.rotary(self.q(x).view(rows, length, self.heads, -1))
+        k = self.rotary(self.k(x).view(rows, length, self.kv_heads, -1))
+        v = self.v(x).view(rows, length, self.kv_heads, -1)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                                           is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        return self.out(y.transpose(1, 2).reshape(rows, length, -1))
+
+
+class Rotary(nn.Module):
+    """Positions as rotations. The tables stay fp32 whatever the precision, so they are no buffer of the module."""
+
+    def __init__(self, size: int, base: float) -> None:
+        super().__init__()
+        self.size, self.base = size, base
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = self._of(x.shape[1], x.device)
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+    def _of(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        tables = self._tables
+        if tables is None or tables[0].shape[0] < length or tables[0].device != device:
+            rates = self.base ** (-torch.arange(0, self.size, 2, dtype=torch.float64) / self.size)
+            angles = torch.outer(torch.arange(length, dtype=torch.float64), rates)[:, None, :]
+            tables = (angles.cos().float().to(device), angles.sin().float().to(device))
+            self._tables = tables
+        return tables[0][:length], tables[1][:length]
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, form: Shape) -> None:
+        super().__init__()
+        self.gate = _linear(form.width, form.hidden)
+        self.up = _linear(form.width, form.hidden)
+        self.down = _linear(form.hidden, form.width, into_residual=form.depth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Head(nn.Module):
+    def __init__(self, form: Shape) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(form.width, eps=1e-6)
+        self.logits = nn.Linear(form.width, form.vocab, bias=False)
+        nn.init.normal_(self.logits.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.norm(x))
+
+
+def _linear(inputs: int, outputs: int, *, into_residual: int = 0) -> nn.Linear:
+    """Unit variance through every matrix; what goes into the residual stream shrinks with the number of adders."""
+    layer = nn.Linear(inputs, outputs, bias=False)
+    scale = (2 * into_residual) ** -0.5 if into_residual else 1.0
+    nn.init.normal_(layer.weight, std=scale * inputs**-0.5)
+    return layer

@@ -1,0 +1,144 @@
+"""The backward of a Linear in two halves: I now, W whenever the schedule says.
+
+    F   y = x Wᵀ + b                     saves x and W
+    I   dx = dy W                        returned to autograd; (W, b, x, dy) goes on a queue
+    W   dW += dyᵀ x,  db += Σ dy         run from the queue, into the gradient buffer
+
+A plain `nn.Linear` in any user's module is taken over by swapping its class, and a plain `nn.Embedding` with
+it (its weight gradient is a dense table, too large to hold from I to W; its indices are not). Every other
+parameter gets its gradient from autograd during I.
+
+Rejected: `torch.distributed.pipelining`'s split of the autograd graph. It walks private graph state, fails on
+outputs that are views, and under activation checkpointing runs the forward once more per parameter group;
+here the recompute happens once, in I, because W needs only tensors that I already has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Into = Callable[[Tensor], Tensor]  # a parameter -> its view in the gradient buffer
+
+
+class LinearGrad(NamedTuple):
+    weight: Tensor | None
+    bias: Tensor | None
+    input: Tensor
+    grad: Tensor
+
+    def run(self, into: Into) -> None:
+        grad = self.grad.reshape(-1, self.grad.shape[-1])
+        if self.weight is not None:
+            add_product(into(self.weight), grad, self.input.reshape(-1, self.input.shape[-1]))
+        if self.bias is not None:
+            target = into(self.bias)
+            target.add_(grad.sum(0) if grad.dtype == torch.float32 else grad.sum(0, dtype=torch.float32))
+
+
+class EmbeddingGrad(NamedTuple):
+    weight: Tensor
+    tokens: Tensor
+    padding: int
+    grad: Tensor
+
+    def run(self, into: Into) -> None:
+        into(self.weight).add_(torch.ops.aten.embedding_dense_backward(
+            self.grad, self.tokens, self.weight.shape[0], self.padding, False))
+
+
+Queue = list[LinearGrad | EmbeddingGrad]
+
+
+def add_product(target: Tensor, grad: Tensor, x: Tensor) -> None:
+    """target += gradᵀ x, in the target's precision, in as few passes over memory as the types allow.
+
+    One fused pass when the product can be accumulated where it is computed. For fp64 the product of a microbatch
+    is rounded to fp32 first, so that it is the same bits whichever buffer it lands in.
+    """
+    if target.dtype == grad.dtype:
+        target.addmm_(grad.t(), x)
+    elif grad.dtype == torch.float32 or not grad.is_cuda:
+        target.add_(torch.mm(grad.t(), x))
+    elif target.dtype == torch.float32:
+        torch.addmm(target, grad.t(), x, out_dtype=torch.float32, out=target)
+    else:
+        target.add_(torch.mm(grad.t(), x, out_dtype=torch.float32))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: Queue) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue  # the very objects; a saved tensor may be an alias
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        grad, = grads
+        x, weight = ctx.saved_tensors
+        need_x, *needed, _ = ctx.needs_input_grad
+        if any(needed):
+            ctx.queue.append(LinearGrad(ctx.weight if needed[0] else None, ctx.bias if needed[1] else None, x, grad))
+        return grad.matmul(weight) if need_x else None, None, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding: int | None, queue: Queue) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.weight, ctx.padding, ctx.queue = weight, -1 if padding is None else padding, queue
+        return nn.functional.embedding(tokens, weight, padding)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        tokens, = ctx.saved_tensors
+        ctx.queue.append(EmbeddingGrad(ctx.weight, tokens, ctx.padding, *grads))
+        return None, None, None, None
+
+
+class QueuedLinear(nn.Linear):
+    queue: Queue  # set by take_over
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _Linear.apply(input, self.weight, self.bias, self.queue)
+
+
+class QueuedEmbedding(nn.Embedding):
+    queue: Queue  # set by take_over
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _Embedding.apply(input, self.weight, self.padding_idx, self.queue)
+
+
+def take_over(module: nn.Module, queue: Queue) -> int:
+    """Every plain Linear and Embedding in `module` puts its weight gradient on `queue` from now on; how many."""
+    taken = 0
+    for part in module.modules():
+        replacement = _replacement(part)
+        if replacement is not None:
+            part.__class__ = _with_forward_of(replacement, type(part))
+            part.queue = queue  # type: ignore[assignment]
+            taken += 1
+    return taken
+
+
+def _replacement(part: nn.Module) -> type[nn.Module] | None:
+    # A parametrized weight is no parameter of the module but computed from one: autograd must see it.
+    if not isinstance(part._parameters.get("weight"), nn.Parameter):
+        return None
+    if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward:
+        return QueuedLinear
+    if isinstance(part, nn.Embedding) and type(part).forward is nn.Embedding.forward:
+        plain = part.max_norm is None and not part.sparse and not part.scale_grad_by_freq
+        return QueuedEmbedding if plain else None
+    return None
+
+
+def _with_forward_of(replacement: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    if original in (nn.Linear, nn.Embedding):
+        return replacement
+    return type(original.__name__, (replacement, original), {})

@@ -1,0 +1,162 @@
+"""A model as a table of layers: what runs where is decided later, so nothing is built here.
+
+A layer is a name and a factory. Each worker calls the factories of its own layers only; a 7B model never
+exists in one place. A tensor's logical name is "<layer>.<parameter>", the same under every shape of pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from everstep.errors import UserError
+
+Factory = Callable[[], nn.Module]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all positions; the last dimension of the output is the vocabulary."""
+    return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), targets.reshape(-1))
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Layers in order, a loss of (output, targets), and pairs of logical names that are one tensor.
+
+    A list of factories is accepted for `layers`: their names are then "0", "1", ...
+    """
+
+    layers: Mapping[str, Factory]
+    loss: Loss = cross_entropy
+    tied: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        layers = self.layers
+        if not isinstance(layers, Mapping):
+            if not isinstance(layers, Sequence) or isinstance(layers, str):
+                raise UserError(f"layers is a {type(layers).__name__}; give a dict of names to factories or a list.")
+            layers = {str(i): factory for i, factory in enumerate(layers)}
+        if not layers:
+            raise UserError("layers is empty; a model has at least one layer.")
+        for name, factory in layers.items():
+            if isinstance(factory, nn.Module):
+                raise UserError(f"layer {name!r} is a module already built; give a factory such as "
+                                f"lambda: {type(factory).__name__}(...), so that only its worker builds it.")
+            if not callable(factory):
+                raise UserError(f"layer {name!r} is a {type(factory).__name__}; give a function that builds it.")
+        object.__setattr__(self, "layers", dict(layers))
+        object.__setattr__(self, "tied", tuple((first, second) for first, second in self.tied))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.layers)
+
+
+class Slot(NamedTuple):
+    """Where a parameter lies in the flat buffers of its stage."""
+
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.offset:self.offset + self.size].view(self.shape)
+
+
+def trained(layer: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a layer that training changes, by logical name."""
+    return {f"{layer}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def skeleton(model: Model, layer: str) -> nn.Module:
+    """The layer on the meta device: its shapes without its memory."""
+    with torch.device("meta"):
+        return built(model, layer)
+
+
+def built(model: Model, layer: str) -> nn.Module:
+    module = model.layers[layer]()
+    if not isinstance(module, nn.Module):
+        raise UserError(f"the factory of layer {layer!r} gave a {type(module).__name__}; return an nn.Module.")
+    return module
+
+
+def slots(model: Model, layers: range, align: int = 64) -> dict[str, Slot]:
+    """A place for every trained parameter of some layers, each start a multiple of `align` elements."""
+    found: dict[str, Slot] = {}
+    offset = 0
+    for layer in model.names[layers.start:layers.stop]:
+        for name, parameter in trained(layer, skeleton(model, layer)).items():
+            found[name] = Slot(offset, tuple(parameter.shape))
+            offset += -(-parameter.numel() // align) * align
+    return found
+
+
+def end(table: Mapping[str, Slot], align: int = 64) -> int:
+    """The length of the flat buffer that a table of slots describes."""
+    return max((slot.offset + -(-slot.size // align) * align for slot in table.values()), default=0)
+
+
+def parameter_count(model: Model) -> int:
+    """Trained parameters; a tied pair counts once."""
+    table = slots(model, range(len(model.layers)))
+    second = {name for _, name in model.tied}
+    return sum(slot.size for name, slot in table.items() if name not in second)
+
+
+def check_tied(model: Model) -> None:
+    """Tied names must exist and have one shape."""
+    table = slots(model, range(len(model.layers))) if model.tied else {}
+    for pair in model.tied:
+        for name in pair:
+            if name not in table:
+                raise UserError(f"tied parameter {name!r} is not in the model; names are layer.parameter.")
+        shapes = [table[name].shape for name in pair]
+        if shapes[0] != shapes[1]:
+            raise UserError(f"tied parameters {pair[0]!r} {shapes[0]} and {pair[1]!r} {shapes[1]} "
+                            "differ in shape; a tied pair is one tensor.")
+
+
+def partition(model: Model, stages: int) -> list[range]:
+    """Contiguous layers for each stage, the costliest stage as cheap as it can be."""
+    count = len(model.layers)
+    if stages < 1:
+        raise UserError(f"stages is {stages}; a pipeline has at least 1.")
+    if stages > count:
+        raise UserError(f"stages is {stages}, more stages than layers; the model has {count} layers.")
+    return _balanced([_cost(skeleton(model, name)) for name in model.layers], stages)
+
+
+def _cost(module: nn.Module) -> float:
+    """A layer's time: multiplications a token. A looked-up table is not multiplied, but it is updated."""
+    tables = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+    looked_up = {id(table) for table in tables}
+    return sum(p.numel() * (0.05 if id(p) in looked_up else 1.0) for p in module.parameters()) + 1e-3
+
+
+def _balanced(costs: Sequence[float], parts: int) -> list[range]:
+    """Least maximum, then least sum of squares, by dynamic programming over the last cut."""
+    count = len(costs)
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+    best = {0: (0.0, 0.0, ())}  # layers placed -> (maximum, squares, cuts)
+    for part in range(parts):
+        then: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for stop in range(part + 1, count - (parts - part - 1) + 1):
+            then[stop] = min(
+                (max(worst, prefix[stop] - prefix[start]), squares + (prefix[stop] - prefix[start]) ** 2,
+                 (*cuts, stop))
+                for start, (worst, squares, cuts) in best.items() if start < stop)
+        best = then
+    cuts = (0, *best[count][2])
+    return [range(start, stop) for start, stop in pairwise(cuts)]

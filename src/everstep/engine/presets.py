@@ -1,0 +1,84 @@
+"""The GPTs we know by name, and what a token costs on them.
+
+Torch-free: a job file is checked before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from everstep.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A GPT in numbers. `hidden` is the width inside SwiGLU; `context` the sequence length of training."""
+
+    vocab: int = 256
+    width: int = 64
+    depth: int = 4
+    heads: int = 4
+    kv_heads: int | None = None  # fewer than heads: grouped-query attention
+    hidden: int = 192
+    context: int = 64
+    dropout: float = 0.0
+    tied: bool = False  # embedding and output head are one tensor
+    rope_base: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "width", "depth", "heads", "hidden", "context"):
+            if getattr(self, name) < 1:
+                raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.width % self.heads or self.width // self.heads % 2:
+            raise UserError(f"model.width {self.width} over {self.heads} heads is no even head size; "
+                            "make width a multiple of 2 x heads.")
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise UserError(f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1.")
+
+
+PRESETS = {
+    "gpt-tiny": Shape(),  # 0.25 M parameters: for tests and demos
+    "gpt-1m": Shape(width=128, heads=4, hidden=384, context=128),
+    "gpt-10m": Shape(width=320, depth=8, heads=5, hidden=896, context=256),
+    "gpt-125m": Shape(vocab=50304, width=768, depth=12, heads=12, hidden=2048, context=1024, tied=True),
+    "gpt-350m": Shape(vocab=50304, width=1024, depth=24, heads=16, hidden=2816, context=1024, tied=True),
+    "gpt-1b": Shape(vocab=32000, width=2048, depth=18, heads=16, hidden=5632, context=2048),
+    "gpt-3b": Shape(vocab=32000, width=3072, depth=24, heads=24, hidden=8192, context=2048),
+    "gpt-7b": Shape(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, context=2048),
+}
+
+
+def shape(preset: str | None = None, **changes: Any) -> Shape:
+    """A preset, or our smallest GPT, with some of its numbers changed."""
+    if preset is not None and preset not in PRESETS:
+        raise UserError(f"model preset {preset!r} is not known; {closest(preset, PRESETS)}.")
+    known = {field.name for field in fields(Shape)}
+    for name in changes:
+        if name not in known:
+            raise UserError(f"model.{name} is not a field of a GPT; {closest(name, known)}.")
+    return replace(PRESETS[preset or "gpt-tiny"], **changes)
+
+
+def closest(word: str, known: Any) -> str:
+    """How a message about an unknown word ends."""
+    near = get_close_matches(word, list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else "use one of " + ", ".join(sorted(known))
+
+
+def matmul_parameters(shape: Shape) -> int:
+    """The parameters a token is multiplied with: all Linear weights, the head's too, the embedding's not."""
+    kv_width = shape.width // shape.heads * (shape.kv_heads or shape.heads)
+    attention = 2 * shape.width**2 + 2 * shape.width * kv_width
+    return shape.depth * (attention + 3 * shape.width * shape.hidden) + shape.vocab * shape.width
+
+
+def flops_per_token(shape: Shape, sequence: int | None = None) -> int:
+    """Forward and backward of one token: 6 per matmul parameter, and causal attention over half the sequence.
+
+    Recomputed activations are not counted: this is model FLOPs, what MFU figures are made of.
+    """
+    return 6 * matmul_parameters(shape) + 6 * shape.depth * shape.width * (sequence or shape.context)

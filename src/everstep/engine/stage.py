@@ -1,0 +1,269 @@
+"""What one worker computes: some layers of the model, forward, input gradient and weight gradient of a microbatch.
+
+The three ops of a (step, microbatch), and what is held between them:
+
+    forward       F   activations of the graph                      held until I
+    input_grad    I   inputs and output gradients of the Linears    held until W
+    weight_grad   W   sums into one flat gradient buffer            held until the caller takes the buffer
+
+W alone writes to the buffer: a microbatch whose W has not run has left no trace in it. Nothing here depends on
+which worker runs it or on what it ran before: weights are a function of (seed, layer), dropout of (seed, step,
+microbatch, layer), data of (step, microbatch). So any host computes the same bits.
+
+Sums depend on their order, and re-routing changes the order. With `accumulate="fp64"` the fp32 gradients of the
+microbatches are summed in fp64: the error of the sum is some 2^-29 of fp32's last bit, so that the sum rounded to
+fp32 is, practically always, the same bits in any order and under any split over buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from everstep.engine import device as devices
+from everstep.engine import keys
+from everstep.engine.data import Dataset
+from everstep.engine.linear import Queue, take_over
+from everstep.engine.model import Model, Slot, built, end, slots, trained
+from everstep.errors import InternalError
+
+Precision = Literal["fp32", "bf16"]
+Accumulate = Literal["fp32", "fp64"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(slots=True)
+class Stash:
+    """What is held of one microbatch between its ops."""
+
+    input: Tensor | None
+    output: Tensor | None  # the loss, on the last stage
+    queue: Queue = field(default_factory=list)
+    others: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (gradient view's parameter, gradient)
+
+    @property
+    def open(self) -> bool:
+        """Between F and I."""
+        return self.output is not None
+
+
+class Stage:
+    def __init__(self, model: Model, layers: range, *, data: Dataset, device: torch.device, seed: int = 0,
+                 precision: Precision = "fp32", accumulate: Accumulate = "fp64", recompute: bool = False) -> None:
+        self.model, self.layers, self.data, self.device, self.seed = model, layers, data, device, seed
+        self.precision, self.accumulate, self.recompute = precision, accumulate, recompute
+        self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.layers)
+        self.slots: dict[str, Slot] = slots(model, layers)
+        self.size = end(self.slots)
+        tied = {name for pair in model.tied for name in pair}
+        self.tied_names = tuple(name for name in self.slots if name in tied)
+        # Masters are what the optimizer changes; working is what the layers compute with. One tensor for fp32.
+        self.masters = torch.zeros(self.size, dtype=torch.float32, device=device)
+        self.working = self.masters if precision == "fp32" else torch.zeros(
+            self.size, dtype=DTYPES[precision], device=device)
+        self._queue: Queue = []
+        self._modules = _build(self)
+        self._gradients, self._views = self._buffer(None)
+        self._spare: list[Tensor] = []
+        self._stashes: dict[tuple[int, int], Stash] = {}
+        self._losses: dict[tuple[int, int], Tensor] = {}
+        self._forward_bytes = -1  # not measured yet
+        self._kept: list[Tensor] = []
+
+    # The ops.
+
+    def forward(self, step: int, microbatch: int, x: Tensor | None = None) -> Tensor | None:
+        """F. The boundary tensor for the next stage; None on the last stage, which keeps the loss instead."""
+        if (step, microbatch) in self._stashes:
+            raise InternalError(f"forward of step {step}, microbatch {microbatch} was run twice on this stage.")
+        inputs, targets = self.data.batch(step, microbatch) if self.is_first or self.is_last else (None, None)
+        given = self._enter(inputs if self.is_first else x)
+        with _Measured(self) if self._forward_bytes < 0 else nullcontext():
+            output = given
+            for index, module in zip(self.layers, self._modules, strict=True):
+                output = self._layer(module, keys.key(self.seed, keys.DROPOUT, step, microbatch, index), output)
+            if self.is_last:
+                assert targets is not None
+                devices.seed(self.device, keys.key(self.seed, keys.DROPOUT, step, microbatch, self.layers.stop))
+                output = self.model.loss(output.float(), devices.to_device(targets, self.device))
+        self._stashes[step, microbatch] = Stash(given if given.requires_grad else None, output)
+        if not self.is_last:
+            return output.detach()
+        self._losses = {key: loss for key, loss in self._losses.items() if key[0] >= step - 1}
+        self._losses[step, microbatch] = output.detach().float()
+        return None
+
+    def input_grad(self, step: int, microbatch: int, grad: Tensor | None = None) -> Tensor | None:
+        """I. The gradient for the previous stage; None on the first."""
+        stash = self._stashes.get((step, microbatch))
+        if stash is None or stash.output is None:
+            raise InternalError(f"input gradient of step {step}, microbatch {microbatch} has no forward here.")
+        self._queue.clear()
+        if grad is not None:
+            grad = devices.to_device(grad, self.device)
+        torch.autograd.backward(stash.output, grad)
+        stash.queue, stash.output = self._queue.copy(), None
+        self._queue.clear()
+        for parameter in self._views:
+            if parameter.grad is not None:
+                stash.others.append((parameter, parameter.grad))
+                parameter.grad = None
+        given, stash.input = stash.input, None
+        return None if self.is_first or given is None else given.grad
+
+    def weight_grad(self, step: int, microbatch: int) -> None:
+        """W. Adds the microbatch's gradients to the buffer, and lets go of everything held for it."""
+        stash = self._stashes.get((step, microbatch))
+        if stash is None or stash.open:
+            raise InternalError(f"weight gradient of step {step}, microbatch {microbatch} has no input gradient here.")
+        with torch.no_grad():
+            for queued in stash.queue:
+                queued.run(self._views.__getitem__)
+            for parameter, grad in stash.others:
+                self._views[parameter].add_(grad)
+        del self._stashes[step, microbatch]
+
+    def loss(self, step: int, microbatch: int) -> Tensor:
+        """The loss of a microbatch of this step or the one before: 0-dim, fp32, last stage only."""
+        return self._losses[step, microbatch]
+
+    # The gradient buffers.
+
+    def take_gradients(self) -> Tensor:
+        """The flat sum of all W since the last taking, now the caller's; a zeroed buffer takes its place."""
+        taken = self._gradients
+        self._gradients, self._views = self._buffer(self._spare.pop() if self._spare else None)
+        return taken
+
+    def recycle(self, buffer: Tensor) -> None:
+        """A buffer that was taken and is not needed any more, for reuse."""
+        if buffer.shape == self._gradients.shape and buffer.dtype == self._gradients.dtype and len(self._spare) < 2:
+            self._spare.append(buffer)
+
+    def discard(self, step: int | None = None) -> None:
+        """Throw work away: the stashes and losses of a step, or of all, and everything in the gradient buffer."""
+        for table in (self._stashes, self._losses):
+            for key in [key for key in table if step is None or key[0] == step]:
+                del table[key]
+        self._gradients.zero_()
+
+    def join_tied(self, flat: Tensor) -> None:
+        """Both halves of a tied pair that this stage holds get the sum of the two."""
+        for first, second in self.model.tied:
+            if first in self.slots and second in self.slots:
+                a, b = self.slots[first].of(flat), self.slots[second].of(flat)
+                b.copy_(a.add_(b))
+
+    # What is here.
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """A flat buffer of this stage by logical name."""
+        return {name: slot.of(flat) for name, slot in self.slots.items()}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters the layers compute with, by logical name."""
+        return dict(zip(self.slots, self._views, strict=True))
+
+    def held(self) -> list[tuple[int, int]]:
+        """The (step, microbatch) that have had F and not yet W."""
+        return list(self._stashes)
+
+    def stash_bytes(self) -> int:
+        """Memory held for microbatches under way: exact after I, after F as measured on the first forward."""
+        total = 0
+        for stash in self._stashes.values():
+            if stash.open:
+                total += max(self._forward_bytes, 0)
+            else:
+                queued = (t for entry in stash.queue for t in entry if isinstance(t, Tensor))
+                total += self._bytes([*queued, *(grad for _, grad in stash.others)])
+        return total
+
+    # How.
+
+    def _enter(self, x: Tensor | None) -> Tensor:
+        if x is None:
+            raise InternalError("a stage that is not the first was given no boundary tensor.")
+        x = devices.to_device(x.detach(), self.device)
+        if not x.is_floating_point():
+            return x
+        return x.to(DTYPES[self.precision]).requires_grad_(not self.is_first)
+
+    def _layer(self, module: nn.Module, seed: int, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            devices.seed(self.device, seed)  # inside, so that a recompute draws the same dropout
+            return module(x)
+
+        # The model's last layer is not recomputed: its backward follows its forward at once.
+        if self.recompute and not (self.is_last and module is self._modules[-1]):
+            if self._forward_bytes < 0:
+                self._kept.append(x)
+            return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+        return run(x)
+
+    def _bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Memory of the storages behind some tensors, the weights' own left out."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        storages.pop(self.working.untyped_storage().data_ptr(), None)
+        return sum(storages.values())
+
+    def _buffer(self, old: Tensor | None) -> tuple[Tensor, dict[Tensor, Tensor]]:
+        if old is None:
+            flat = torch.zeros(self.size, dtype=DTYPES[self.accumulate], device=self.device)
+        else:
+            flat = old.zero_()
+        parameters = [p for module in self._modules for p in trained("", module).values()]
+        return flat, {p: slot.of(flat) for p, slot in zip(parameters, self.slots.values(), strict=True)}
+
+
+class _Measured(saved_tensors_hooks):
+    """What the first forward keeps for its backward."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.stage._kept.append(tensor := tensor.detach())
+        return tensor
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        self.stage._forward_bytes = self.stage._bytes(self.stage._kept)
+        self.stage._kept.clear()
+
+
+def _build(stage: Stage) -> list[nn.Module]:
+    """This stage's layers and no others: weights drawn on the CPU from (seed, layer), equal on every worker."""
+    modules = []
+    index_of = {name: index for index, name in enumerate(stage.model.layers)}
+    for index in stage.layers:
+        layer = stage.model.names[index]
+        module = _drawn(stage, index)
+        parameters = trained(layer, module)
+        for first, second in stage.model.tied:  # the second of a pair starts with the values of the first
+            if second in parameters:
+                owner = max((name for name in index_of if first.startswith(name + ".")), key=len)
+                source = parameters if owner == layer else trained(owner, _drawn(stage, index_of[owner]))
+                parameters[second].data.copy_(source[first].data)
+        for name, parameter in parameters.items():
+            master, working = stage.slots[name].of(stage.masters), stage.slots[name].of(stage.working)
+            working.copy_(master.copy_(parameter.data))
+            parameter.data = working
+        module.to(stage.device, DTYPES[stage.precision])  # buffers, and parameters that are not trained
+        take_over(module, stage._queue)
+        modules.append(module.train())
+    return modules
+
+
+def _drawn(stage: Stage, index: int) -> nn.Module:
+    torch.default_generator.manual_seed(keys.key(stage.seed, keys.INIT, index))
+    with torch.device("cpu"):
+        return built(stage.model, stage.model.names[index])

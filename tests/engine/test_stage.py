@@ -1,0 +1,214 @@
+"""A pipeline of stages computes what the plain model computes, in any order of W, on any host."""
+
+import itertools
+
+import pytest
+import torch
+from pipeline import CPU, by_name, forward, input_grad, plain, run_step, stages
+from torch import nn
+
+from everstep.engine.data import Synthetic
+from everstep.engine.gpt import gpt
+from everstep.engine.model import Model
+from everstep.engine.stage import Stage
+from everstep.errors import InternalError
+
+DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
+SMALL = {"vocab": 64, "width": 32, "heads": 4, "hidden": 48, "depth": 3}
+
+
+def weights(pipeline: list[Stage]) -> dict[str, torch.Tensor]:
+    return by_name(pipeline, [stage.masters for stage in pipeline])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_and_losses_are_those_of_the_plain_model(count: int, recompute: bool, tied: bool) -> None:
+    model = gpt(**SMALL, dropout=0.2, tied=tied, kv_heads=2)
+    pipeline = stages(model, count, DATA, recompute=recompute, accumulate="fp64", seed=5)
+    losses = run_step(pipeline, 7, 4)
+    expected, expected_losses = plain(model, weights(pipeline), DATA, 7, 4, seed=5)
+    assert torch.equal(losses, expected_losses)
+    gradients = by_name(pipeline, [stage.take_gradients() for stage in pipeline])
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        # The products are the same bits; only the sum over microbatches is better here, in fp64.
+        assert relative(gradient, expected[name]) < 2e-7, name
+
+
+def test_one_microbatch_gives_the_bits_of_the_plain_model() -> None:
+    model = gpt(**SMALL, dropout=0.2)
+    pipeline = stages(model, 3, DATA, accumulate="fp64")
+    run_step(pipeline, 0, 1)
+    expected, _ = plain(model, weights(pipeline), DATA, 0, 1)
+    for name, gradient in by_name(pipeline, [stage.take_gradients() for stage in pipeline]).items():
+        assert torch.equal(gradient.float(), expected[name]), name
+
+
+def test_fp32_accumulation_is_within_rounding_of_the_plain_sum() -> None:
+    model = gpt(**SMALL)
+    pipeline = stages(model, 2, DATA, accumulate="fp32")
+    run_step(pipeline, 0, 8)
+    expected, _ = plain(model, weights(pipeline), DATA, 0, 8)
+    for name, gradient in by_name(pipeline, [stage.take_gradients() for stage in pipeline]).items():
+        assert gradient.dtype == torch.float32
+        assert relative(gradient, expected[name]) < 5e-7, name
+
+
+def test_fp64_sums_are_the_same_bits_in_any_order_and_under_any_split() -> None:
+    """A re-routed step sums in another order, over other hosts' buffers; the curve must not show it."""
+    model = gpt(**SMALL, dropout=0.1)
+    sums = []
+    for order in [range(6), (5, 3, 1, 0, 2, 4)]:
+        pipeline = stages(model, 2, DATA)
+        run_step(pipeline, 1, 6, order)
+        sums.append([stage.take_gradients().float() for stage in pipeline])
+    hosts = [stages(model, 2, DATA) for _ in range(3)]
+    parts = [[0, 4], [5], [3, 1, 2]]
+    for host, part in zip(hosts, parts, strict=True):
+        for microbatch in part:
+            forward(host, 1, microbatch)
+            input_grad(host, 1, microbatch)
+            for stage in host:
+                stage.weight_grad(1, microbatch)
+    flats = [[stage.take_gradients() for stage in host] for host in hosts]
+    sums.append([(flats[2][s] + flats[0][s] + flats[1][s]).float() for s in range(2)])
+    for a, b in itertools.combinations(sums, 2):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_any_worker_builds_the_same_weights_and_only_its_own() -> None:
+    model = gpt(**SMALL, tied=True)
+    whole = weights(stages(model, 1, DATA, seed=2))
+    torch.manual_seed(99)
+    parts = stages(model, 4, DATA, seed=2)
+    assert all(torch.equal(value, whole[name]) for name, value in weights(parts).items())
+    assert torch.equal(whole["embed.tokens.weight"], whole["head.logits.weight"])
+    assert [name.split(".")[0] for name in parts[0].slots if "head" in name] == []
+    assert parts[0].tied_names == ("embed.tokens.weight",)
+    assert parts[-1].tied_names == ("head.logits.weight",)
+
+
+def test_a_redone_forward_is_the_same_whatever_the_host_did_before() -> None:
+    model = gpt(**SMALL, dropout=0.5)
+    one, other = stages(model, 1, DATA)[0], stages(model, 1, DATA)[0]
+    one.forward(4, 2)
+    for microbatch in (0, 3, 2):
+        torch.rand(5)
+        other.forward(4, microbatch)
+    assert torch.equal(one.loss(4, 2), other.loss(4, 2))
+    assert not torch.equal(other.loss(4, 3), other.loss(4, 2))
+
+
+def test_discarded_work_leaves_no_trace() -> None:
+    model = gpt(**SMALL)
+    clean, dirty = stages(model, 1, DATA)[0], stages(model, 1, DATA)[0]
+    for stage in (clean, dirty):
+        if stage is dirty:
+            for microbatch in range(3):
+                stage.forward(0, microbatch)
+            stage.input_grad(0, 0)
+            stage.input_grad(0, 1)
+            stage.weight_grad(0, 0)
+            assert stage.stash_bytes() > 0
+            stage.discard(0)
+            assert stage.stash_bytes() == 0
+        run_step([stage], 0, 2)
+    assert torch.equal(clean.take_gradients(), dirty.take_gradients())
+
+
+def test_before_w_a_microbatch_has_left_no_trace_in_the_buffer() -> None:
+    stage = stages(gpt(**SMALL), 1, DATA)[0]
+    stage.forward(0, 0)
+    stage.input_grad(0, 0)
+    assert not stage.take_gradients().any()
+    stage.weight_grad(0, 0)
+    gradients = stage.take_gradients()
+    assert all(view.any() for view in stage.views(gradients).values())
+
+
+def test_a_taken_buffer_is_the_callers_and_a_recycled_one_comes_back_empty() -> None:
+    stage = stages(gpt(**SMALL), 1, DATA)[0]
+    run_step([stage], 0, 1)
+    taken = stage.take_gradients()
+    before = taken.clone()
+    run_step([stage], 1, 1)
+    assert torch.equal(taken, before)
+    stage.recycle(taken)
+    stage.take_gradients()
+    assert stage.take_gradients().data_ptr() != before.data_ptr()
+    assert not taken.any()
+
+
+def test_recompute_holds_less_between_f_and_i() -> None:
+    held = {}
+    for recompute in (False, True):
+        stage = stages(gpt(**SMALL), 1, DATA, recompute=recompute)[0]
+        stage.forward(0, 0)
+        held[recompute] = stage.stash_bytes()
+    assert 0 < held[True] < held[False] / 2
+
+
+def test_ops_out_of_turn_are_refused() -> None:
+    stage = stages(gpt(**SMALL), 1, DATA)[0]
+    with pytest.raises(InternalError, match="no forward"):
+        stage.input_grad(0, 0)
+    stage.forward(0, 0)
+    with pytest.raises(InternalError, match="twice"):
+        stage.forward(0, 0)
+    with pytest.raises(InternalError, match="no input gradient"):
+        stage.weight_grad(0, 0)
+
+
+def test_bf16_computes_in_bf16_and_sums_in_full() -> None:
+    model = gpt(**SMALL)
+    pipeline = stages(model, 2, DATA, precision="bf16", accumulate="fp32")
+    losses = run_step(pipeline, 0, 4)
+    assert losses.dtype == torch.float32
+    boundary = pipeline[0].forward(1, 0)
+    assert boundary is not None
+    assert boundary.dtype == torch.bfloat16
+    expected, expected_losses = plain(model, weights(pipeline), DATA, 0, 4)
+    assert relative(losses, expected_losses) < 1e-2
+    for name, gradient in by_name(pipeline, [stage.take_gradients() for stage in pipeline]).items():
+        assert gradient.dtype == torch.float32
+        assert relative(gradient, expected[name]) < 5e-2, name
+
+
+class Regression:
+    def batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.sin(torch.arange(12.0).reshape(3, 4) + 7 * step + microbatch)
+        return x, x.sum(1, keepdim=True)
+
+
+class Odd(nn.Module):
+    """A user's layer with everything we do not take over: a bare parameter, a buffer, a frozen weight, a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.register_buffer("shift", torch.full((4,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.frozen(x * self.scale) + self.shift
+        return self.attend(y[None], y[None], y[None], need_weights=False)[0].view_as(x)
+
+
+def test_a_users_own_layers_train_too() -> None:
+    model = Model(layers=[lambda: nn.Linear(4, 4), Odd, nn.Tanh, lambda: nn.Linear(4, 1)], loss=nn.functional.mse_loss)
+    for precision in ("fp32", "bf16"):
+        pipeline = stages(model, 3, Regression(), precision=precision)
+        run_step(pipeline, 0, 3)
+        gradients = by_name(pipeline, [stage.take_gradients() for stage in pipeline])
+        assert "1.frozen.weight" not in gradients
+        assert "1.attend.out_proj.weight" in gradients
+        for name, gradient in gradients.items():
+            assert gradient.any(), name
+    assert not any(p.is_meta or p.device != CPU for stage in pipeline for p in stage.parameters().values())
