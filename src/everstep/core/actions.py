@@ -1,0 +1,116 @@
+"""What shall happen. Imperative, frozen; each says why, in the sentence that logs and people read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from everstep.core.messages import Place, Resume
+from everstep.core.ops import Microbatch, Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWorker:
+    worker: Worker
+    incarnation: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterruptWorkers:
+    """Finish the op in hand, report a ledger, wait."""
+
+    workers: tuple[Worker, ...]
+    epoch: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenStep:
+    """A step that some worker is in: who takes no part, and what is done, as (host, kinds) per place."""
+
+    dead: frozenset[Worker]
+    done: Mapping[Place, tuple[int, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputePlan:
+    """Order the ops that are owed in each broken step, and find the schedule that repeats after them."""
+
+    epoch: int
+    broken: Mapping[int, BrokenStep]
+    dead: frozenset[Worker]  # from the first whole step on
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeStep:
+    worker: Worker
+    order: Resume
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyState:
+    source: Worker
+    joiner: Worker
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopFeeding:
+    source: Worker
+    joiner: Worker
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordStep:
+    """All stages have sealed this step: it is part of the run for good."""
+
+    step: int
+    epoch: int
+    attempt: int
+    losses: tuple[tuple[Microbatch, float], ...]
+    norm: float
+    microbatches_committed: int
+    replayed_elsewhere: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseIncident:
+    incident: Incident
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishTask:
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailTask:
+    because: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Incident:
+    """One disturbance, from its evidence to the resumed step. Times are those given to `handle`."""
+
+    number: int
+    workers: list[Worker]
+    what: str
+    step: int
+    evidence_at: float
+    planned_at: float | None = None
+    resumed_at: float | None = None
+    replayed_ops: int = 0
+    replayed_elsewhere: int = 0
+    epoch: int = 0
+    restored_from: int | None = None
+    story: list[str] = field(default_factory=list)
+
+
+Action = (StartWorker | InterruptWorkers | ComputePlan | ResumeStep | CopyState | StopFeeding | RecordStep
+          | CloseIncident | FinishTask | FailTask)

@@ -1,0 +1,542 @@
+"""How a task heals: survivors' ledgers in, the rest of the step out.
+
+One machine per task, off the data path. Workers train without it; it speaks when membership changes.
+
+                 ┌────────────────────────────── a member dies, a joiner has caught up, an update is invalid
+                 ▼                                                                        │
+    Assembling ──► Planning ──► Running ──► Gathering ──► Planning ──► Running ───────────┘
+        ▲                                      │
+        └──────── a stage has nobody left ─────┘   (then: the newest checkpoint, and on from there)
+
+Every change of membership is a new epoch. In it the live members finish the op in hand and tell their ledgers
+(Gathering); what is owed is given to the scheduler (Planning, whose answer may come late: a death meanwhile raises the
+epoch and the answer is ignored); then each worker gets the rest of its step and goes on (Running).
+
+A replacement copies its state from a live peer while training goes on, and is let in at a step nobody has entered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from everstep.core.actions import (
+    Action,
+    CloseIncident,
+    ComputePlan,
+    CopyState,
+    FailTask,
+    FinishTask,
+    Incident,
+    InterruptWorkers,
+    RecordStep,
+    ResumeStep,
+    StartWorker,
+    StopFeeding,
+)
+from everstep.core.events import (
+    CheckpointCommitted,
+    Event,
+    LedgerReported,
+    PlanComputed,
+    StateCopied,
+    StepSealed,
+    UpdateInvalidated,
+    WorkerExited,
+    WorkerRaised,
+    WorkerResumed,
+    WorkerStarted,
+)
+from everstep.core.messages import Ledger, Members, Resume
+from everstep.core.ops import Kind, Op, Worker
+from everstep.core.survey import Shape, Survey, survey
+
+# ------------------------------------------------------------------ where a place (replica, stage) stands
+
+
+@dataclass(slots=True)
+class Starting:
+    incarnation: int
+
+
+@dataclass(slots=True)
+class Joining:
+    """Up, not yet a member. `source` feeds it; `copied`: its state is whole; `enter_at`: let in from there."""
+
+    incarnation: int
+    source: Worker | None = None
+    copied: bool = False
+    enter_at: int | None = None
+
+
+@dataclass(slots=True)
+class Member:
+    incarnation: int
+
+
+@dataclass(slots=True)
+class Absent:
+    """Dead. Started again once `due_step` is on record, if the budget allows."""
+
+    due_step: int
+    because: str
+
+
+Standing = Starting | Joining | Member | Absent
+
+# ------------------------------------------------------------------ what the task is doing
+
+
+@dataclass(slots=True)
+class Assembling:
+    """Waiting until every stage has a worker; then everyone loads the checkpoint of `restore`."""
+
+    restore: int
+    wait_for_all: bool
+
+
+@dataclass(slots=True)
+class Gathering:
+    epoch: int
+    awaited: set[Worker]
+    because: str
+    ledgers: dict[Worker, Ledger] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Planning:
+    epoch: int
+    because: str
+    restore: int | None
+    survey: Survey | None
+    ledgers: dict[Worker, Ledger]
+
+
+@dataclass(slots=True)
+class Running:
+    epoch: int
+
+
+@dataclass(slots=True)
+class Over:
+    because: str
+
+
+Phase = Assembling | Gathering | Planning | Running | Over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How patient to be with a place that keeps dying, and when to bring it back."""
+
+    rejoin_after_steps: int = 0
+    max_restarts: int = 3  # per place
+
+
+class Recovery:
+    """The state machine. `handle` is its only way to change."""
+
+    def __init__(self, shape: Shape, *, steps: int, policy: Policy, first_step: int = 1) -> None:
+        self.shape = shape
+        self.steps = steps
+        self.policy = policy
+        self.epoch = 0
+        self.attempt = 0
+        self.recorded = first_step - 1
+        self.checkpoint = first_step - 1
+        self.places: dict[Worker, Standing] = {w: Absent(0, "not started yet") for w in shape.workers()}
+        self.restarts = dict.fromkeys(shape.workers(), 0)
+        self.phase: Phase = Assembling(restore=first_step - 1, wait_for_all=True)
+        self.members: tuple[Members, ...] = ()
+        self.rewind: int | None = None
+        self.sealed: dict[int, dict[int, StepSealed]] = {}
+        self.incidents: list[Incident] = []
+        self.raised: dict[str, tuple[Worker, int]] = {}  # where -> who raised there first
+
+    def begin(self) -> list[Action]:
+        """The first actions: a process for every place."""
+        actions: list[Action] = []
+        for worker in self.shape.workers():
+            actions += self._start(worker, "the task begins")
+        return actions
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event; say what follows from it."""
+        if isinstance(self.phase, Over):
+            return []
+        match event:
+            case WorkerStarted():
+                return self._started(event)
+            case WorkerExited():
+                return self._exited(event, now)
+            case WorkerRaised():
+                return self._raised(event)
+            case LedgerReported():
+                return self._ledger(event)
+            case PlanComputed():
+                return self._planned(event, now)
+            case StepSealed():
+                return self._sealed(event)
+            case UpdateInvalidated():
+                return self._invalidated(event, now)
+            case StateCopied():
+                return self._copied(event)
+            case WorkerResumed():
+                return self._resumed(event)
+            case CheckpointCommitted():
+                self.checkpoint = max(self.checkpoint, event.step)
+                return []
+            case _:
+                assert_never(event)
+
+    def validate(self) -> None:
+        """What must hold between events."""
+        if isinstance(self.phase, Running | Gathering | Planning) and self.members:
+            for worker in self._having(Member):
+                assert worker.replica in self.members[-1].live[worker.stage] or not isinstance(
+                    self.phase, Running), f"{worker} is a member nobody knows of"
+        assert all(count <= self.policy.max_restarts + 1 for count in self.restarts.values())
+        if isinstance(self.phase, Gathering):
+            assert self.phase.awaited, "gathering, but nobody is awaited"
+        for incident in self.incidents:
+            assert incident.planned_at is None or incident.planned_at >= incident.evidence_at
+
+    # -------------------------------------------------------------- processes come and go
+
+    def _start(self, worker: Worker, because: str) -> list[Action]:
+        self.restarts[worker] += 1
+        self.places[worker] = Starting(self.restarts[worker])
+        return [StartWorker(worker=worker, incarnation=self.restarts[worker], because=because)]
+
+    def _started(self, event: WorkerStarted) -> list[Action]:
+        place = self.places[event.worker]
+        if not isinstance(place, Starting) or place.incarnation != event.incarnation:
+            return []
+        self.places[event.worker] = Joining(event.incarnation)
+        match self.phase:
+            case Assembling():
+                return self._plan_if_assembled()
+            case Running():
+                return self._feed_joiners()
+            case _:
+                return []
+
+    def _exited(self, event: WorkerExited, now: float) -> list[Action]:
+        worker, place = event.worker, self.places[event.worker]
+        if isinstance(place, Absent) or place.incarnation != event.incarnation:
+            return []
+        was_member = isinstance(place, Member) or (isinstance(place, Joining) and place.enter_at is not None)
+        self.places[worker] = Absent(self.recorded + self.policy.rejoin_after_steps, event.reason)
+        actions: list[Action] = []
+        if isinstance(place, Joining) and place.source is not None:
+            actions.append(StopFeeding(source=place.source, joiner=worker, because=f"{worker} died while joining"))
+        if isinstance(self.phase, Planning) and self.phase.restore is not None:
+            return actions + self._assemble()  # nobody has moved yet
+        if was_member:
+            self._open_incident(worker, event.reason, now, event.done_ops)
+            actions += self._gather(f"worker {worker} is gone: {event.reason}")
+        elif isinstance(self.phase, Running):
+            actions += self._feed_joiners()
+        actions += self._bring_back_the_due()
+        if isinstance(self.phase, Assembling):
+            actions += self._bring_back_for_assembly()
+        return actions
+
+    def _raised(self, event: WorkerRaised) -> list[Action]:
+        """Twice the same exception at the same op, from two processes: the input is at fault, not a machine."""
+        first = self.raised.setdefault(event.where, (event.worker, event.incarnation))
+        if first == (event.worker, event.incarnation):
+            return []
+        return self._fail(f"two workers raised at {event.where}, so another would too: {event.error}")
+
+    def _bring_back_the_due(self) -> list[Action]:
+        actions: list[Action] = []
+        for worker, place in self.places.items():
+            if (isinstance(place, Absent) and place.due_step <= self.recorded
+                    and self.restarts[worker] <= self.policy.max_restarts):
+                actions += self._start(worker, f"worker {worker} was lost ({place.because}); "
+                                               f"start number {self.restarts[worker] + 1}")
+        return actions
+
+    # -------------------------------------------------------------- a new epoch
+
+    def _gather(self, because: str) -> list[Action]:
+        """Ask the live members for their ledgers. A second death meanwhile asks again, in the next epoch."""
+        self.epoch += 1
+        asked = {w for w, place in self.places.items()
+                 if isinstance(place, Member) or (isinstance(place, Joining) and place.enter_at is not None)}
+        if isinstance(self.phase, Assembling) and not asked:
+            return []
+        if not asked:
+            return self._assemble()
+        self.phase = Gathering(self.epoch, set(asked), because)
+        return [InterruptWorkers(workers=tuple(sorted(asked)), epoch=self.epoch, because=because)]
+
+    def _ledger(self, event: LedgerReported) -> list[Action]:
+        phase = self.phase
+        if not isinstance(phase, Gathering) or event.epoch != phase.epoch or event.worker not in phase.awaited:
+            return []
+        phase.ledgers[event.worker] = event.ledger
+        phase.awaited.discard(event.worker)
+        return [] if phase.awaited else self._survey(phase)
+
+    def _survey(self, phase: Gathering) -> list[Action]:
+        ledgers = self._settle_joiners(phase.ledgers)
+        if any(not any(w.stage == s for w in ledgers) for s in range(self.shape.stages)):
+            return self._assemble()
+        found = survey(self.shape, ledgers, steps=self.steps, entering=self._entering())
+        for place in self.places.values():
+            if isinstance(place, Joining) and place.copied and place.enter_at is None and found.high < self.steps:
+                place.enter_at = found.high + 1
+        self._regroup(found.low)
+        broken = {} if self.rewind is not None else found.broken
+        self.phase = Planning(phase.epoch, phase.because, None, found, ledgers)
+        return [ComputePlan(epoch=phase.epoch, broken=broken, dead=self._not_among(self.members[-1]),
+                            because=phase.because)]
+
+    def _settle_joiners(self, told: Mapping[Worker, Ledger]) -> dict[Worker, Ledger]:
+        """A joiner that was let in is a member once its state is there; without its source it must copy anew."""
+        ledgers: dict[Worker, Ledger] = {}
+        for worker, ledger in told.items():
+            place = self.places[worker]
+            if isinstance(place, Joining):
+                assert place.enter_at is not None
+                if not ledger.joining or ledger.step == place.enter_at:
+                    self.places[worker] = Member(place.incarnation)
+                    ledgers[worker] = ledger
+                elif place.source is None or not isinstance(self.places[place.source], Member):
+                    self.places[worker] = Joining(place.incarnation)
+            else:
+                ledgers[worker] = ledger
+        return ledgers
+
+    def _regroup(self, low: int, *, afresh: bool = False) -> None:
+        """Who makes up each stage from `low` on, and in which epoch each group was formed."""
+        if afresh:
+            self.members = ()
+        entering = self._entering()
+        members = set(self._having(Member))
+        table = []
+        for first in sorted({low, *(step for step in entering.values() if step > low)}):
+            live = tuple(
+                tuple(sorted(w.replica for w in {*members, *(j for j, e in entering.items() if e <= first)}
+                             if w.stage == stage))
+                for stage in range(self.shape.stages))
+            rounds = tuple(self._round(stage, first, live[stage]) for stage in range(self.shape.stages))
+            table.append(Members(first, live, rounds))
+        self.members = tuple(table)
+
+    def _round(self, stage: int, step: int, live: tuple[int, ...]) -> int:
+        fitting = [m for m in self.members if m.from_step <= step]
+        if fitting and fitting[-1].live[stage] == live:
+            return fitting[-1].rounds[stage]
+        return self.epoch
+
+    def _planned(self, event: PlanComputed, now: float) -> list[Action]:
+        phase = self.phase
+        if not isinstance(phase, Planning) or event.epoch != phase.epoch:
+            return []
+        for incident in self._unresumed():
+            incident.planned_at = incident.planned_at or now
+            incident.epoch = phase.epoch
+        self.phase = Running(phase.epoch)
+        if phase.restore is not None:
+            actions = self._resume_from_checkpoint(event, phase.restore, phase.because)
+        else:
+            actions = self._resume_members(event, phase)
+        self.rewind = None
+        return actions + self._feed_joiners()
+
+    def _resume_members(self, event: PlanComputed, phase: Planning) -> list[Action]:
+        assert phase.survey is not None
+        if self.rewind is not None:
+            self.attempt += 1
+        actions: list[Action] = []
+        admitted = self._entering()
+        for worker in sorted({*phase.ledgers, *admitted}):
+            ledger = phase.ledgers.get(worker)
+            at = ledger.step if ledger is not None else admitted[worker]
+            lists = {step: _without(ops[worker], ledger if step == at else None)
+                     for step, ops in event.lists.items() if step >= at and worker in ops}
+            order = Resume(
+                epoch=phase.epoch, attempt=self.attempt, step=at, lists=lists, steady=event.steady[worker],
+                hosts=event.hosts, steady_hosts=event.steady_hosts, members=self.members,
+                give=phase.survey.give.get(worker, {}), rewind=self.rewind,
+                feeds={joiner.replica: None if place.enter_at is None else place.enter_at - 1
+                       for joiner, place in self._joiners() if place.source == worker})
+            actions.append(ResumeStep(worker=worker, order=order, because=phase.because))
+        return actions
+
+    # -------------------------------------------------------------- from a checkpoint
+
+    def _assemble(self) -> list[Action]:
+        """Some stage has nobody left, so its state is on disk only."""
+        for worker, place in list(self.places.items()):
+            if isinstance(place, Member | Joining):
+                self.places[worker] = Joining(place.incarnation)
+        self.phase = Assembling(restore=self.checkpoint, wait_for_all=False)
+        self.rewind = None
+        for incident in self._unresumed():
+            incident.restored_from = self.checkpoint
+        return self._bring_back_for_assembly() + self._plan_if_assembled()
+
+    def _bring_back_for_assembly(self) -> list[Action]:
+        assert isinstance(self.phase, Assembling)
+        actions: list[Action] = []
+        for worker, place in self.places.items():
+            if isinstance(place, Absent) and self.restarts[worker] <= self.policy.max_restarts:
+                actions += self._start(worker, f"stage {worker.stage} needs a worker ({place.because})")
+        for stage in range(self.shape.stages):
+            if all(isinstance(place, Absent) for w, place in self.places.items() if w.stage == stage):
+                last = next(p.because for w, p in self.places.items()
+                            if w.stage == stage and isinstance(p, Absent))
+                return self._fail(f"stage {stage} has no worker left and its restarts are used up "
+                                  f"({self.policy.max_restarts} a place); the last one: {last}")
+        return actions
+
+    def _plan_if_assembled(self) -> list[Action]:
+        phase = self.phase
+        assert isinstance(phase, Assembling)
+        ready = self._having(Joining)
+        if phase.wait_for_all and any(isinstance(place, Starting) for place in self.places.values()):
+            return []
+        if any(not any(w.stage == s for w in ready) for s in range(self.shape.stages)):
+            return []
+        self.epoch += 1
+        for worker in ready:
+            place = self.places[worker]
+            assert isinstance(place, Joining)
+            self.places[worker] = Member(place.incarnation)
+        self._regroup(phase.restore + 1, afresh=True)
+        first = not self.incidents and phase.wait_for_all
+        because = "every worker is up" if first else (
+            f"every stage has a worker again; the nearest state is the checkpoint of step {phase.restore}")
+        self.phase = Planning(self.epoch, because, phase.restore, None, {})
+        return [ComputePlan(epoch=self.epoch, broken={}, dead=self._not_among(self.members[-1]), because=because)]
+
+    def _resume_from_checkpoint(self, event: PlanComputed, restore: int, because: str) -> list[Action]:
+        self.attempt += 1
+        self.recorded = restore
+        self.sealed.clear()
+        return [ResumeStep(worker=worker, because=because, order=Resume(
+                    epoch=event.epoch, attempt=self.attempt, step=restore + 1, steady=event.steady[worker],
+                    steady_hosts=event.steady_hosts, members=self.members, restore=restore))
+                for worker in self._having(Member)]
+
+    # -------------------------------------------------------------- joining
+
+    def _feed_joiners(self) -> list[Action]:
+        """Every joiner without a living source gets one: the live peer of its stage that feeds the fewest."""
+        actions: list[Action] = []
+        sources = [place.source for _, place in self._joiners()]
+        for joiner, place in self._joiners():
+            if place.source is not None and isinstance(self.places[place.source], Member):
+                continue
+            peers = [w for w in self._having(Member) if w.stage == joiner.stage]
+            if not peers:
+                continue
+            source = min(peers, key=lambda w: (sources.count(w), w))
+            sources.append(source)
+            self.places[joiner] = Joining(place.incarnation, source)
+            actions.append(CopyState(source=source, joiner=joiner,
+                                     because=f"{joiner} takes its state from {source} while training goes on"))
+        return actions
+
+    def _copied(self, event: StateCopied) -> list[Action]:
+        place = self.places[event.worker]
+        if not isinstance(place, Joining) or place.incarnation != event.incarnation or place.source is None:
+            return []
+        place.copied = True
+        if not isinstance(self.phase, Running):
+            return []
+        return self._gather(f"worker {event.worker} has caught up and joins")
+
+    # -------------------------------------------------------------- steps
+
+    def _sealed(self, event: StepSealed) -> list[Action]:
+        if event.step <= self.recorded:
+            return []
+        self.sealed.setdefault(event.step, {})[event.stage] = event
+        actions: list[Action] = []
+        while len(self.sealed.get(self.recorded + 1, {})) == self.shape.stages:
+            actions.append(self._record(self.sealed.pop(self.recorded + 1)))
+        if actions:
+            actions += self._bring_back_the_due()
+        if self.recorded >= self.steps:
+            self.phase = Over("the last step is sealed")
+            actions.append(FinishTask(because=f"step {self.steps} is sealed at every stage"))
+        return actions
+
+    def _record(self, stages: dict[int, StepSealed]) -> RecordStep:
+        self.recorded += 1
+        total = self.shape.replicas * self.shape.microbatches
+        once = all(sealed.microbatches == total for sealed in stages.values())
+        elsewhere = sum(sealed.executed - 3 * total for sealed in stages.values())
+        for incident in self.incidents:
+            if incident.step == self.recorded:
+                incident.replayed_elsewhere += elsewhere
+        squares = [sealed.sum_of_squares for sealed in stages.values()]
+        norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+        return RecordStep(step=self.recorded, epoch=self.epoch, attempt=self.attempt,
+                          losses=stages[self.shape.stages - 1].losses, norm=norm,
+                          microbatches_committed=total if once else 0, replayed_elsewhere=elsewhere,
+                          because="every stage has sealed it")
+
+    def _invalidated(self, event: UpdateInvalidated, now: float) -> list[Action]:
+        if self.rewind == event.step or not isinstance(self.phase, Running):
+            return []
+        self.rewind = event.step
+        because = f"step {event.step} was updated eagerly, and its norm {event.norm:.4g} forbids that"
+        self._open_incident(event.worker, because, now, 0)
+        return self._gather(because)
+
+    # -------------------------------------------------------------- incidents
+
+    def _open_incident(self, worker: Worker, what: str, now: float, lost_ops: int) -> None:
+        waiting = self._unresumed()
+        if waiting and waiting[-1].planned_at is None:
+            waiting[-1].workers.append(worker)
+            waiting[-1].replayed_ops += lost_ops
+            return
+        self.incidents.append(Incident(number=len(self.incidents) + 1, workers=[worker], what=what,
+                                       step=self.recorded + 1, evidence_at=now, replayed_ops=lost_ops))
+
+    def _unresumed(self) -> list[Incident]:
+        return [incident for incident in self.incidents if incident.resumed_at is None]
+
+    def _resumed(self, event: WorkerResumed) -> list[Action]:
+        if event.epoch != self.epoch:
+            return []
+        actions: list[Action] = []
+        for incident in self._unresumed():
+            if incident.planned_at is not None:
+                incident.resumed_at = event.at
+                actions.append(CloseIncident(incident=incident, because=f"{event.worker} runs ops again"))
+        return actions
+
+    def _fail(self, because: str) -> list[Action]:
+        self.phase = Over(because)
+        return [FailTask(because=because)]
+
+    # -------------------------------------------------------------- looking things up
+
+    def _having(self, standing: type[Standing]) -> list[Worker]:
+        return [worker for worker, place in self.places.items() if isinstance(place, standing)]
+
+    def _joiners(self) -> list[tuple[Worker, Joining]]:
+        return [(worker, place) for worker, place in self.places.items() if isinstance(place, Joining)]
+
+    def _entering(self) -> dict[Worker, int]:
+        return {w: place.enter_at for w, place in self._joiners() if place.enter_at is not None}
+
+    def _not_among(self, members: Members) -> frozenset[Worker]:
+        return frozenset(w for w in self.shape.workers() if w.replica not in members.live[w.stage])
+
+
+def _without(ops: tuple[Op, ...], ledger: Ledger | None) -> tuple[Op, ...]:
+    """A worker that holds its step's sum has no reduce left."""
+    if ledger is not None and any(op.kind is Kind.R for op in ledger.done):
+        return tuple(op for op in ops if op.kind is not Kind.R)
+    return ops
