@@ -1,8 +1,8 @@
 """Data as a function of (step, microbatch): any worker can ask for any batch, and asks again after a death.
 
-A dataset has one method, `batch(step, microbatch) -> (inputs, targets)`. It must be pure: the same arguments give
-the same tensors, on every worker, at any time. `microbatch` counts through the whole step, over all replicas, so
-the batch does not depend on who runs it.
+A dataset has one method, `batch(step, microbatch) -> (inputs, targets)`. It must be pure: the same arguments
+give the same tensors, on every worker, at any time. `microbatch` counts through the whole step, over all
+replicas, so the batch does not depend on who runs it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Dataset(Protocol):
 class Synthetic:
     """Text of a made-up language in which a token nearly tells the next one, so that the loss really falls.
 
-    A walk on a ring of symbols: from each symbol eight others can follow, the k-th with probability about 2^-k.
-    A model starts near ln(vocab), soon knows which symbols are used, then which follow which; no model can go
-    below `floor` nats.
+    A walk on a ring of symbols: from each symbol eight others can follow, the k-th with probability about
+    2^-k. A model starts near ln(vocab), soon knows which symbols are used, then which follow which; no model
+    can go below `floor` nats.
     """
 
     _ODDS = np.cumsum([2.0**-k for k in range(1, 8)])
@@ -37,7 +37,7 @@ class Synthetic:
     def __init__(self, *, vocab: int, sequence: int, rows: int, seed: int = 0) -> None:
         self.vocab, self.sequence, self.rows, self.seed = vocab, sequence, rows, seed
         symbols = min(vocab, 256)
-        self._alphabet = np.argsort(keys.draws(keys.key(seed, keys.DATA, 1), vocab))[:symbols].astype(np.int64)
+        self._alphabet = np.argsort(keys.draws(keys.key(seed, keys.DATA, 1), vocab))[:symbols]
         self._strides = 1 + np.argsort(keys.draws(keys.key(seed, keys.DATA, 2), max(symbols, 8)))[:8]
 
     def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -50,9 +50,10 @@ class Synthetic:
 
 
 class TokenFile:
-    """Windows of a file of tokens, one byte or two each, at places that (seed, step, microbatch, row) choose."""
+    """Windows of a file of tokens, one or two bytes each; (seed, step, microbatch, row) says where one starts."""
 
-    def __init__(self, path: str | Path, *, sequence: int, rows: int, seed: int = 0, token: str = "uint8") -> None:
+    def __init__(self, path: str | Path, *, sequence: int, rows: int, seed: int = 0,
+                 token: str = "uint8") -> None:
         if token not in ("uint8", "uint16"):
             raise UserError(f"data.token is {token!r}; use \"uint8\" or \"uint16\".")
         self.path, self.sequence, self.rows, self.seed = Path(path), sequence, rows, seed

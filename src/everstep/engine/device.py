@@ -31,7 +31,7 @@ def pick(name: str, index: int = 0) -> torch.device:
 def seed(device: torch.device, value: int) -> None:
     """Seed the generator that layers on `device` draw from, and no other (`torch.manual_seed` wakes CUDA)."""
     if device.type == "cuda":
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.default_generators[device.index or 0].manual_seed(value)
     else:
         torch.default_generator.manual_seed(value)

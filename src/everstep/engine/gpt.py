@@ -1,8 +1,8 @@
 """Our GPT: RMSNorm, rotary positions, SwiGLU, causal attention, grouped heads if asked.
 
 It is a user's model like any other: a table of layers, each built by its own factory on the worker that runs
-it. Query, key and value are separate matrices, so that a checkpoint's names are the plain ones and a later split
-of heads over shards is a slice.
+it. Query, key and value are separate matrices, so that a checkpoint's names are the plain ones and a later
+split of heads over shards is a slice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Embed(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.dropout(self.tokens(tokens))
+        x: Tensor = self.dropout(self.tokens(tokens))
+        return x
 
 
 class Block(nn.Module):
@@ -49,7 +50,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return x
 
 
 class Attention(nn.Module):
@@ -70,11 +72,12 @@ class Attention(nn.Module):
         v = self.v(x).view(rows, length, self.kv_heads, -1)
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
                                            is_causal=True, enable_gqa=self.kv_heads != self.heads)
-        return self.out(y.transpose(1, 2).reshape(rows, length, -1))
+        out: Tensor = self.out(y.transpose(1, 2).reshape(rows, length, -1))
+        return out
 
 
 class Rotary(nn.Module):
-    """Positions as rotations. The tables stay fp32 whatever the precision, so they are no buffer of the module."""
+    """Positions as rotations. The tables stay fp32 in any precision, so they are no buffer of the module."""
 
     def __init__(self, size: int, base: float) -> None:
         super().__init__()
@@ -104,7 +107,8 @@ class SwiGLU(nn.Module):
         self.down = _linear(form.hidden, form.width, into_residual=form.depth)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
 
 
 class Head(nn.Module):
@@ -115,11 +119,12 @@ class Head(nn.Module):
         nn.init.normal_(self.logits.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.logits(self.norm(x))
+        logits: Tensor = self.logits(self.norm(x))
+        return logits
 
 
 def _linear(inputs: int, outputs: int, *, into_residual: int = 0) -> nn.Linear:
-    """Unit variance through every matrix; what goes into the residual stream shrinks with the number of adders."""
+    """Unit variance through a matrix; what is added to the residual stream shrinks as the adders grow."""
     layer = nn.Linear(inputs, outputs, bias=False)
     scale = (2 * into_residual) ** -0.5 if into_residual else 1.0
     nn.init.normal_(layer.weight, std=scale * inputs**-0.5)

@@ -2,8 +2,8 @@
 
 A draw that depended on the worker, or on what the worker did before, could not be repeated by another host
 after a death. So nothing here has state: a key goes in, 64 well-mixed bits come out. The mixing is that of
-splitmix64, written out here because the streams of numpy's and torch's generators may change between versions,
-and a dataset must not.
+splitmix64, written out here because the streams of numpy's and torch's generators may change between
+versions, and a dataset must not.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ Queue = list[LinearGrad | EmbeddingGrad]
 def add_product(target: Tensor, grad: Tensor, x: Tensor) -> None:
     """target += gradᵀ x, in the target's precision, in as few passes over memory as the types allow.
 
-    One fused pass when the product can be accumulated where it is computed. For fp64 the product of a microbatch
-    is rounded to fp32 first, so that it is the same bits whichever buffer it lands in.
+    One fused pass when the product can be accumulated where it is computed. For fp64 the product of a
+    microbatch is rounded to fp32 first, so that it is the same bits whichever buffer it lands in.
     """
     if target.dtype == grad.dtype:
         target.addmm_(grad.t(), x)
@@ -73,7 +73,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: Queue) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue  # the very objects; a saved tensor may be an alias
+        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue  # the objects: a saved tensor may be an alias
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
@@ -82,7 +82,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, *needed, _ = ctx.needs_input_grad
         if any(needed):
-            ctx.queue.append(LinearGrad(ctx.weight if needed[0] else None, ctx.bias if needed[1] else None, x, grad))
+            ours = [p if need else None for p, need in zip((ctx.weight, ctx.bias), needed, strict=True)]
+            ctx.queue.append(LinearGrad(weight=ours[0], bias=ours[1], input=x, grad=grad))
         return grad.matmul(weight) if need_x else None, None, None, None
 
 
@@ -104,18 +105,21 @@ class QueuedLinear(nn.Linear):
     queue: Queue  # set by take_over
 
     def forward(self, input: Tensor) -> Tensor:
-        return _Linear.apply(input, self.weight, self.bias, self.queue)
+        output: Tensor = _Linear.apply(input, self.weight, self.bias, self.queue)  # type: ignore[no-untyped-call]
+        return output
 
 
 class QueuedEmbedding(nn.Embedding):
     queue: Queue  # set by take_over
 
     def forward(self, input: Tensor) -> Tensor:
-        return _Embedding.apply(input, self.weight, self.padding_idx, self.queue)
+        output: Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.padding_idx, self.queue)
+        return output
 
 
 def take_over(module: nn.Module, queue: Queue) -> int:
-    """Every plain Linear and Embedding in `module` puts its weight gradient on `queue` from now on; how many."""
+    """Every plain Linear and Embedding in `module` queues its weight gradient from now on; how many."""
     taken = 0
     for part in module.modules():
         replacement = _replacement(part)

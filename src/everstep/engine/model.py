@@ -40,7 +40,7 @@ class Model:
         layers = self.layers
         if not isinstance(layers, Mapping):
             if not isinstance(layers, Sequence) or isinstance(layers, str):
-                raise UserError(f"layers is a {type(layers).__name__}; give a dict of names to factories or a list.")
+                raise UserError(f"layers is a {type(layers).__name__}; give a dict of factories, or a list.")
             layers = {str(i): factory for i, factory in enumerate(layers)}
         if not layers:
             raise UserError("layers is empty; a model has at least one layer.")
@@ -49,7 +49,7 @@ class Model:
                 raise UserError(f"layer {name!r} is a module already built; give a factory such as "
                                 f"lambda: {type(factory).__name__}(...), so that only its worker builds it.")
             if not callable(factory):
-                raise UserError(f"layer {name!r} is a {type(factory).__name__}; give a function that builds it.")
+                raise UserError(f"layer {name!r} is a {type(factory).__name__}; give a function to build it.")
         object.__setattr__(self, "layers", dict(layers))
         object.__setattr__(self, "tied", tuple((first, second) for first, second in self.tied))
 
@@ -86,7 +86,7 @@ def skeleton(model: Model, layer: str) -> nn.Module:
 def built(model: Model, layer: str) -> nn.Module:
     module = model.layers[layer]()
     if not isinstance(module, nn.Module):
-        raise UserError(f"the factory of layer {layer!r} gave a {type(module).__name__}; return an nn.Module.")
+        raise UserError(f"the factory of layer {layer!r} gave a {type(module).__name__}; give an nn.Module.")
     return module
 
 
@@ -149,9 +149,9 @@ def _balanced(costs: Sequence[float], parts: int) -> list[range]:
     prefix = [0.0]
     for cost in costs:
         prefix.append(prefix[-1] + cost)
-    best = {0: (0.0, 0.0, ())}  # layers placed -> (maximum, squares, cuts)
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for part in range(parts):
-        then: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        then: dict[int, tuple[float, float, tuple[int, ...]]] = {}  # layers placed: maximum, squares, cuts
         for stop in range(part + 1, count - (parts - part - 1) + 1):
             then[stop] = min(
                 (max(worst, prefix[stop] - prefix[start]), squares + (prefix[stop] - prefix[start]) ** 2,

@@ -1,9 +1,9 @@
 """The update of a stage: master weights, any torch optimizer, and an exact way back.
 
-The optimizer works on fp32 masters, views of one flat buffer of the stage; for fp32 they are the weights the layers
-compute with, for bf16 those follow by one copy. A staggered optimizer steps before the whole model's gradient norm
-is known, so a step can turn out wrong: `keep` copies all that a step changes, `undo` puts the copy back, bit for bit.
-Inverse arithmetic would be cheaper and is not exact.
+The optimizer works on fp32 masters, views of one flat buffer of the stage; for fp32 they are the weights the
+layers compute with, for bf16 those follow by one copy. A staggered optimizer steps before the whole model's
+gradient norm is known, so a step can turn out wrong: `keep` copies all that a step changes, `undo` puts the
+copy back, bit for bit. Inverse arithmetic would be cheaper and is not exact.
 
     keep(); apply(step, mean, 1.0)            the norm arrives and is within the clip: done
     undo(); apply(step, mean, clip / norm)    it was not
@@ -44,14 +44,16 @@ def adamw(*, lr: float = 3e-4, betas: tuple[float, float] = (0.9, 0.95), eps: fl
 
 
 class Updater:
-    """The optimizer of one stage. `optimizer` is called with the named masters, as `named_parameters()` gives them."""
+    """The optimizer of one stage. The factory gets the masters as `named_parameters()` would give them."""
 
-    def __init__(self, stage: Stage, optimizer: OptimizerFactory | None = None, rate: Rate = lambda step: 1.0) -> None:
+    def __init__(self, stage: Stage, optimizer: OptimizerFactory | None = None,
+                 rate: Rate = lambda step: 1.0) -> None:
         self.stage, self.rate = stage, rate
         self.named: Named = [(name, nn.Parameter(view)) for name, view in stage.views(stage.masters).items()]
         self.optimizer = (optimizer or adamw())(self.named) if self.named else None
         self._base_rates = [group["lr"] for group in self._groups]
-        self._counted = _outside([stage.slots[b] for _, b in stage.model.tied if b in stage.slots], stage.size)
+        seconds = [stage.slots[b] for _, b in stage.model.tied if b in stage.slots]
+        self._counted = _outside(seconds, stage.size)
         self._gradient: Tensor | None = None  # the flat tensor the parameters' .grad are views of
         self._scaled: Tensor | None = None
         self._mean: Tensor | None = None
@@ -61,7 +63,7 @@ class Updater:
     # Gradients.
 
     def mean(self, total: Tensor, count: int) -> Tensor:
-        """The fp32 mean of `count` microbatches from their flat sum, in a buffer that the next call reuses."""
+        """The fp32 mean of `count` microbatches from their flat sum, in a buffer the next call reuses."""
         if self._mean is None:
             self._mean = torch.empty(self.stage.size, dtype=torch.float32, device=self.stage.device)
         return torch.div(total, count, out=self._mean)
@@ -89,7 +91,7 @@ class Updater:
         self._follow()
 
     def skip(self, step: int) -> None:
-        """A step whose gradient is not finite: nothing changes, not even the optimizer's own count of steps."""
+        """A step whose gradient is not finite: nothing changes, not even the optimizer's count of steps."""
 
     def keep(self) -> None:
         """Copy everything a step changes. From the second step on this allocates nothing."""
@@ -124,7 +126,12 @@ class Updater:
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state that `state` gave, here or on another worker. What it does not name is left out."""
+        """Take over a state that `state` gave, here or on another worker, optimizer and all."""
+        keyed: dict[str, list[tuple[str, Tensor]]] = {}
+        for full, value in state.items():
+            if full.startswith("optimizer/"):
+                name, _, key = full.removeprefix("optimizer/").rpartition("/")
+                keyed.setdefault(name, []).append((key, value))
         for name, p in self.named:
             given = state.get(f"model/{name}")
             if given is None:
@@ -133,9 +140,7 @@ class Updater:
                 raise UserError(f"tensor model/{name} has shape {tuple(given.shape)} in the state and "
                                 f"{tuple(p.shape)} in the model; was it saved from another model?")
             p.detach().copy_(given)
-            prefix = f"optimizer/{name}/"
-            found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            self._set_state(p, dict(self._loaded(p, key, value) for key, value in found.items()))
+            self._set_state(p, dict(self._loaded(p, key, value) for key, value in keyed.get(name, ())))
         self._follow()
 
     # How.

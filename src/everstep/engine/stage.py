@@ -1,4 +1,4 @@
-"""What one worker computes: some layers of the model, forward, input gradient and weight gradient of a microbatch.
+"""What one worker computes: its layers' forward, input gradient and weight gradient of a microbatch.
 
 The three ops of a (step, microbatch), and what is held between them:
 
@@ -6,13 +6,13 @@ The three ops of a (step, microbatch), and what is held between them:
     input_grad    I   inputs and output gradients of the Linears    held until W
     weight_grad   W   sums into one flat gradient buffer            held until the caller takes the buffer
 
-W alone writes to the buffer: a microbatch whose W has not run has left no trace in it. Nothing here depends on
-which worker runs it or on what it ran before: weights are a function of (seed, layer), dropout of (seed, step,
-microbatch, layer), data of (step, microbatch). So any host computes the same bits.
+W alone writes to the buffer: a microbatch whose W has not run has left no trace in it. Nothing here depends
+on which worker runs it or on what it ran before: weights are a function of (seed, layer), dropout of (seed,
+step, microbatch, layer), data of (step, microbatch). So any host computes the same bits.
 
-Sums depend on their order, and re-routing changes the order. With `accumulate="fp64"` the fp32 gradients of the
-microbatches are summed in fp64: the error of the sum is some 2^-29 of fp32's last bit, so that the sum rounded to
-fp32 is, practically always, the same bits in any order and under any split over buffers.
+Sums depend on their order, and re-routing changes the order. With `accumulate="fp64"` the fp32 gradients of
+the microbatches are summed in fp64: the error of the sum is some 2^-29 of fp32's last bit, so that the sum
+rounded to fp32 is, practically always, the same bits in any order and under any split over buffers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Stash:
 
 class Stage:
     def __init__(self, model: Model, layers: range, *, data: Dataset, device: torch.device, seed: int = 0,
-                 precision: Precision = "fp32", accumulate: Accumulate = "fp64", recompute: bool = False) -> None:
+                 precision: Precision = "fp32", accumulate: Accumulate = "fp64",
+                 recompute: bool = False) -> None:
         self.model, self.layers, self.data, self.device, self.seed = model, layers, data, device, seed
         self.precision, self.accumulate, self.recompute = precision, accumulate, recompute
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.layers)
@@ -64,11 +65,12 @@ class Stage:
         self.size = end(self.slots)
         tied = {name for pair in model.tied for name in pair}
         self.tied_names = tuple(name for name in self.slots if name in tied)
-        # Masters are what the optimizer changes; working is what the layers compute with. One tensor for fp32.
+        # Masters are what the optimizer changes, working what the layers compute with; for fp32 one tensor.
         self.masters = torch.zeros(self.size, dtype=torch.float32, device=device)
         self.working = self.masters if precision == "fp32" else torch.zeros(
             self.size, dtype=DTYPES[precision], device=device)
         self._queue: Queue = []
+        self.parameters: dict[str, nn.Parameter] = {}  # what the layers compute with, by logical name
         self._modules = _build(self)
         self._gradients, self._views = self._buffer(None)
         self._spare: list[Tensor] = []
@@ -82,16 +84,16 @@ class Stage:
     def forward(self, step: int, microbatch: int, x: Tensor | None = None) -> Tensor | None:
         """F. The boundary tensor for the next stage; None on the last stage, which keeps the loss instead."""
         if (step, microbatch) in self._stashes:
-            raise InternalError(f"forward of step {step}, microbatch {microbatch} was run twice on this stage.")
+            raise InternalError(f"forward of step {step}, microbatch {microbatch} was run twice here.")
         inputs, targets = self.data.batch(step, microbatch) if self.is_first or self.is_last else (None, None)
         given = self._enter(inputs if self.is_first else x)
         with _Measured(self) if self._forward_bytes < 0 else nullcontext():
             output = given
             for index, module in zip(self.layers, self._modules, strict=True):
-                output = self._layer(module, keys.key(self.seed, keys.DROPOUT, step, microbatch, index), output)
+                output = self._layer(module, self._key(step, microbatch, index), output)
             if self.is_last:
                 assert targets is not None
-                devices.seed(self.device, keys.key(self.seed, keys.DROPOUT, step, microbatch, self.layers.stop))
+                devices.seed(self.device, self._key(step, microbatch, self.layers.stop))
                 output = self.model.loss(output.float(), devices.to_device(targets, self.device))
         self._stashes[step, microbatch] = Stash(given if given.requires_grad else None, output)
         if not self.is_last:
@@ -104,7 +106,7 @@ class Stage:
         """I. The gradient for the previous stage; None on the first."""
         stash = self._stashes.get((step, microbatch))
         if stash is None or stash.output is None:
-            raise InternalError(f"input gradient of step {step}, microbatch {microbatch} has no forward here.")
+            raise InternalError(f"step {step}, microbatch {microbatch}: input gradient with no forward here.")
         self._queue.clear()
         if grad is not None:
             grad = devices.to_device(grad, self.device)
@@ -122,7 +124,7 @@ class Stage:
         """W. Adds the microbatch's gradients to the buffer, and lets go of everything held for it."""
         stash = self._stashes.get((step, microbatch))
         if stash is None or stash.open:
-            raise InternalError(f"weight gradient of step {step}, microbatch {microbatch} has no input gradient here.")
+            raise InternalError(f"step {step}, microbatch {microbatch}: weight gradient before the input's.")
         with torch.no_grad():
             for queued in stash.queue:
                 queued.run(self._views.__getitem__)
@@ -144,11 +146,12 @@ class Stage:
 
     def recycle(self, buffer: Tensor) -> None:
         """A buffer that was taken and is not needed any more, for reuse."""
-        if buffer.shape == self._gradients.shape and buffer.dtype == self._gradients.dtype and len(self._spare) < 2:
+        fits = buffer.shape == self._gradients.shape and buffer.dtype == self._gradients.dtype
+        if fits and len(self._spare) < 2:
             self._spare.append(buffer)
 
     def discard(self, step: int | None = None) -> None:
-        """Throw work away: the stashes and losses of a step, or of all, and everything in the gradient buffer."""
+        """Throw work away: the stashes and losses of a step, or of all, and all of the gradient buffer."""
         for table in (self._stashes, self._losses):
             for key in [key for key in table if step is None or key[0] == step]:
                 del table[key]
@@ -166,10 +169,6 @@ class Stage:
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat buffer of this stage by logical name."""
         return {name: slot.of(flat) for name, slot in self.slots.items()}
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters the layers compute with, by logical name."""
-        return dict(zip(self.slots, self._views, strict=True))
 
     def held(self) -> list[tuple[int, int]]:
         """The (step, microbatch) that have had F and not yet W."""
@@ -199,13 +198,15 @@ class Stage:
     def _layer(self, module: nn.Module, seed: int, x: Tensor) -> Tensor:
         def run(x: Tensor) -> Tensor:
             devices.seed(self.device, seed)  # inside, so that a recompute draws the same dropout
-            return module(x)
+            output: Tensor = module(x)
+            return output
 
         # The model's last layer is not recomputed: its backward follows its forward at once.
         if self.recompute and not (self.is_last and module is self._modules[-1]):
             if self._forward_bytes < 0:
                 self._kept.append(x)
-            return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+            kept: Tensor = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+            return kept
         return run(x)
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
@@ -214,13 +215,15 @@ class Stage:
         storages.pop(self.working.untyped_storage().data_ptr(), None)
         return sum(storages.values())
 
+    def _key(self, step: int, microbatch: int, layer: int) -> int:
+        return keys.key(self.seed, keys.DROPOUT, step, microbatch, layer)
+
     def _buffer(self, old: Tensor | None) -> tuple[Tensor, dict[Tensor, Tensor]]:
         if old is None:
             flat = torch.zeros(self.size, dtype=DTYPES[self.accumulate], device=self.device)
         else:
             flat = old.zero_()
-        parameters = [p for module in self._modules for p in trained("", module).values()]
-        return flat, {p: slot.of(flat) for p, slot in zip(parameters, self.slots.values(), strict=True)}
+        return flat, {p: self.slots[name].of(flat) for name, p in self.parameters.items()}
 
 
 class _Measured(saved_tensors_hooks):
@@ -241,7 +244,7 @@ class _Measured(saved_tensors_hooks):
 
 
 def _build(stage: Stage) -> list[nn.Module]:
-    """This stage's layers and no others: weights drawn on the CPU from (seed, layer), equal on every worker."""
+    """This stage's layers and no others; weights drawn on the CPU from (seed, layer), equal everywhere."""
     modules = []
     index_of = {name: index for index, name in enumerate(stage.model.layers)}
     for index in stage.layers:
@@ -257,6 +260,7 @@ def _build(stage: Stage) -> list[nn.Module]:
             master, working = stage.slots[name].of(stage.masters), stage.slots[name].of(stage.working)
             working.copy_(master.copy_(parameter.data))
             parameter.data = working
+        stage.parameters.update(parameters)
         module.to(stage.device, DTYPES[stage.precision])  # buffers, and parameters that are not trained
         take_over(module, stage._queue)
         modules.append(module.train())
