@@ -50,7 +50,7 @@ class Synthetic:
 
 
 class TokenFile:
-    """Windows of a file of tokens, one or two bytes each; (seed, step, microbatch, row) says where one starts."""
+    """Windows of a file of tokens, a byte or two each; (seed, step, microbatch, row) say where one starts."""
 
     def __init__(self, path: str | Path, *, sequence: int, rows: int, seed: int = 0,
                  token: str = "uint8") -> None:

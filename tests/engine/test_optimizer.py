@@ -1,0 +1,217 @@
+"""An update, its exact undoing, and a state that another worker can take over."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from pipeline import CPU, plain, run_step, stages
+
+from everstep.engine.data import Synthetic
+from everstep.engine.gpt import gpt
+from everstep.engine.model import Model
+from everstep.engine.optimizer import Named, Updater, adamw
+from everstep.engine.stage import Stage
+from everstep.errors import InternalError, UserError
+
+DATA = Synthetic(vocab=32, sequence=8, rows=2)
+SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 2}
+
+
+class Counted(torch.optim.Optimizer):
+    """A user's own optimizer: momentum, and a step count that is a plain int."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state.setdefault("speed", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                p.sub_(state["speed"] * group["lr"] / state["count"])
+
+
+FACTORIES: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
+    "adamw": adamw(lr=1e-2),
+    "adam, not fused": lambda named: torch.optim.Adam(named, lr=1e-2, amsgrad=True),
+    "sgd": lambda named: torch.optim.SGD(named, lr=1e-1, momentum=0.9, dampening=0.1),
+    "plain sgd": lambda named: torch.optim.SGD(named, lr=1e-1),
+    "rmsprop": lambda named: torch.optim.RMSprop(named, lr=1e-3, momentum=0.5),
+    "user's own": lambda named: Counted([p for _, p in named], lr=1e-2),
+}
+
+
+def stage(**options) -> Stage:
+    return stages(gpt(**SMALL), 1, DATA, **options)[0]
+
+
+def snapshot(updater: Updater) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in updater.state().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def gradient(of: Stage, step: int) -> torch.Tensor:
+    return torch.randn(of.size, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_undo_is_exact_and_replaying_gives_the_same_bits(name: str, precision: str) -> None:
+    here = stage(precision=precision)
+    updater = Updater(here, FACTORIES[name])
+    for step in range(4):
+        updater.keep()
+        before, working = snapshot(updater), here.working.clone()
+        updater.apply(step, gradient(here, step))
+        after = snapshot(updater)
+        assert not torch.equal(working, here.working)
+        updater.undo()
+        assert same(snapshot(updater), before)
+        assert torch.equal(working, here.working)
+        updater.apply(step, gradient(here, 100 + step), 0.5)
+        updater.undo()
+        assert same(snapshot(updater), before)
+        updater.apply(step, gradient(here, step))
+        assert same(snapshot(updater), after)
+        assert torch.equal(here.working, here.masters.to(here.working.dtype))
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_state_taken_over_by_another_worker_goes_on_with_the_same_bits(name: str) -> None:
+    one, other = stage(), stage(seed=1)
+    updaters = [Updater(one, FACTORIES[name]), Updater(other, FACTORIES[name])]
+    for step in range(3):
+        updaters[0].apply(step, gradient(one, step))
+    updaters[1].apply(0, gradient(other, 9))
+    updaters[1].load(snapshot(updaters[0]))
+    assert same(snapshot(updaters[0]), snapshot(updaters[1]))
+    for updater in updaters:
+        updater.apply(3, gradient(one, 3))
+    assert same(snapshot(updaters[0]), snapshot(updaters[1]))
+    assert torch.equal(one.working, other.working)
+
+
+def test_a_state_from_before_the_first_step_empties_the_optimizer() -> None:
+    fresh, used = Updater(stage()), Updater(stage())
+    used.apply(0, gradient(used.stage, 0))
+    used.load(snapshot(fresh))
+    assert not used.optimizer.state
+    assert same(snapshot(fresh), snapshot(used))
+
+
+def test_state_is_named_logically() -> None:
+    updater = Updater(stage())
+    updater.apply(0, gradient(updater.stage, 0))
+    state = updater.state()
+    assert {"model/embed.tokens.weight", "optimizer/embed.tokens.weight/exp_avg",
+            "optimizer/blocks.0.mlp.up.weight/step"} <= state.keys()
+    assert state["optimizer/head.norm.weight/step"].shape == ()
+    assert state["model/embed.tokens.weight"].dtype == torch.float32
+
+
+def test_the_update_is_that_of_torch_on_the_plain_model() -> None:
+    model = gpt(**SMALL)
+    ours, = stages(model, 1, DATA)
+    updater = Updater(ours, adamw(lr=1e-2), rate=lambda step: 1 / (1 + step))
+    start = {name: p.clone() for name, p in ours.views(ours.masters).items()}
+    reference = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
+    matrices = {"params": [p for p in reference.values() if p.ndim > 1], "weight_decay": 0.1}
+    vectors = {"params": [p for p in reference.values() if p.ndim == 1], "weight_decay": 0.0}
+    theirs = torch.optim.AdamW([matrices, vectors], lr=1e-2, betas=(0.9, 0.95), fused=True)
+    for step in range(3):
+        gradients, _ = plain(model, reference, DATA, step, 4)
+        for name, p in reference.items():
+            p.grad = gradients[name] / 4
+        norm = torch.nn.utils.clip_grad_norm_(list(reference.values()), 0.5)
+        for group in theirs.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        theirs.step()
+        run_step([ours], step, 4)
+        mean = updater.mean(ours.take_gradients(), 4)
+        assert updater.sum_of_squares(mean) ** 0.5 == pytest.approx(float(norm), rel=1e-6)
+        updater.apply(step, mean, min(1.0, 0.5 / updater.sum_of_squares(mean) ** 0.5))
+        for name, p in ours.views(ours.masters).items():
+            # Adam divides by the root of a square: a last bit in the gradient is that bit in the update.
+            assert torch.allclose(p, reference[name], rtol=1e-5, atol=1e-6), (step, name)
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    updater = Updater(stage())
+    updater.apply(0, gradient(updater.stage, 0))
+    before = snapshot(updater)
+    updater.skip(1)
+    assert same(before, snapshot(updater))
+
+
+def test_apply_leaves_the_mean_gradient_as_it_was() -> None:
+    updater = Updater(stage())
+    mean = gradient(updater.stage, 0)
+    before = mean.clone()
+    updater.apply(0, mean, 0.25)
+    updater.apply(1, mean)
+    assert torch.equal(mean, before)
+
+
+def test_keep_allocates_nothing_in_the_steady_state() -> None:
+    updater = Updater(stage())
+    updater.apply(0, gradient(updater.stage, 0))
+    updater.keep()
+    places = [t.data_ptr() for t in updater._kept]
+    updater.apply(1, gradient(updater.stage, 1))
+    updater.keep()
+    assert places == [t.data_ptr() for t in updater._kept]
+
+
+def test_a_tied_pair_counts_once_in_the_norm_and_stays_one_tensor() -> None:
+    model = gpt(**SMALL, tied=True)
+    ours, = stages(model, 1, DATA)
+    updater = Updater(ours, adamw(lr=1e-2))
+    for step in range(2):
+        run_step([ours], step, 2)
+        total = ours.take_gradients()
+        halves = [ours.slots[name].of(total).clone() for name in model.tied[0]]
+        ours.join_tied(total)
+        mean = updater.mean(total, 2)
+        views = ours.views(mean)
+        assert torch.equal(views["embed.tokens.weight"], ((halves[0] + halves[1]) / 2).float())
+        once = sum(float(view.double().square().sum()) for name, view in views.items()
+                   if name != model.tied[0][1])
+        assert updater.sum_of_squares(mean) == pytest.approx(once, rel=1e-12)
+        updater.apply(step, mean)
+        weights = ours.views(ours.masters)
+        assert torch.equal(weights["embed.tokens.weight"], weights["head.logits.weight"])
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_norm() -> None:
+    updater = Updater(stage())
+    for bad in (float("nan"), float("inf")):
+        mean = gradient(updater.stage, 0)
+        mean[3] = bad
+        assert not torch.isfinite(torch.tensor(updater.sum_of_squares(mean)))
+
+
+def test_a_stage_without_parameters_has_nothing_to_update() -> None:
+    model = Model(layers=[torch.nn.Tanh])
+    updater = Updater(Stage(model, range(1), data=DATA, device=CPU))
+    updater.keep()
+    updater.apply(0, torch.zeros(0))
+    updater.undo()
+    assert updater.sum_of_squares(torch.zeros(0)) == 0
+    assert updater.state() == {}
+
+
+def test_a_state_of_another_model_is_refused_by_name() -> None:
+    updater = Updater(stage())
+    state = snapshot(updater)
+    with pytest.raises(UserError, match=r"model/head.norm.weight has shape"):
+        updater.load({**state, "model/head.norm.weight": torch.zeros(3)})
+    del state["model/head.norm.weight"]
+    with pytest.raises(UserError, match=r"no tensor model/head.norm.weight"):
+        updater.load(state)
+    with pytest.raises(InternalError, match="without a keep"):
+        updater.undo()
