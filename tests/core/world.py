@@ -64,6 +64,7 @@ class World:
         self.raises = raises
         self.recorded: list[act.RecordStep] = []
         self.executions: Counter = Counter()
+        self.ghosts = 0
         self.outcome: str | None = None
         self.clock = 0.0
         self.ticks = 0
@@ -245,7 +246,8 @@ class World:
                         step=command.step, stage=worker.stage, microbatches=command.microbatches,
                         executed=command.executed, losses=command.losses, sum_of_squares=command.sum_of_squares))
                 case msg.TellInvalid():
-                    self.report(worker, ev.UpdateInvalidated(worker=worker, step=command.step, norm=command.norm))
+                    self.report(worker, ev.UpdateInvalidated(worker=worker, step=command.step, norm=command.norm,
+                                                             attempt=command.attempt))
                 case msg.TellCopied():
                     self.report(worker, ev.StateCopied(worker=worker, incarnation=virtual.incarnation,
                                                        state_step=command.state_step))
@@ -321,7 +323,8 @@ class World:
 
     def compute(self, worker: Worker, virtual: Virtual, task: msg.Compute) -> None:
         op, right = task.op, virtual.state == self.right_state(task.step - 1)
-        self.executions[(task.step, op, virtual.walker.attempt)] += 1
+        self.executions[(task.step, op)] += 1
+        self.ghosts += task.ghost
         key = (task.step, op.microbatch)
         kinds = (Kind.I, Kind.W) if op.kind is Kind.B else (op.kind,)
         for kind in kinds:
@@ -335,6 +338,8 @@ class World:
                 bag[(op.microbatch, virtual.inputs.pop(key))] += 1
         if task.output is not None:
             virtual.payloads[task.output] = virtual.inputs.get(key, True) if op.kind is not Kind.B else right
+        if task.ghost and op.kind is Kind.I:
+            del virtual.inputs[key]
 
     def check_sum(self, bag: Counter, step: int, stage: int) -> None:
         expected = Counter({(m, True): 1 for m in self.shape.all_microbatches()})

@@ -74,6 +74,7 @@ class UpdateInvalidated:
     worker: Worker
     step: int
     norm: float
+    attempt: int  # of the step after it, so that a late report is known as such
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 A parcel is named by what it is, never by its place in a stream: two parcels of one name hold the same thing, so a
 receiver drops the second, any live holder can send it again, and no sender has to know what a dead one had sent.
 
-`attempt` counts how often a task was taken back (a restored checkpoint, an undone update); a parcel of an earlier
-attempt was computed from weights that no longer count. `round` is the epoch in which a stage's reduce group was
+`attempt` counts how often a step was taken back (a restored checkpoint, an undone update before it); a parcel of an
+earlier attempt was computed from weights that no longer count. `round` is the epoch in which a stage's reduce group was
 formed: parts of different rounds are never added up.
 """
 
@@ -72,6 +72,8 @@ class Ledger:
 
     step: int  # the step it is in; all earlier ones are updated
     done: tuple[Op, ...] = ()  # its ops of that step; R once it holds the sum
+    done_before: tuple[Op, ...] = ()  # its ops of the step before, while that one is open somewhere
+    holding: tuple[Parcel, ...] = ()  # activations and gradients it has received and not used
     joining: bool = False  # not yet a member: its state is that after `step - 1`
 
 
@@ -80,13 +82,14 @@ class Resume:
     """Everything a worker needs to go on: the rest of the broken steps, and the step that repeats after them."""
 
     epoch: int
-    attempt: int
+    attempts: tuple[tuple[int, int], ...]  # (from this step on, attempt), ascending
     step: int  # the step the worker is in when it goes on
     lists: Mapping[int, tuple[Op, ...]] = field(default_factory=dict)  # for these steps
     steady: tuple[Op, ...] = ()  # for all later ones
     hosts: Mapping[int, Mapping[Place, int]] = field(default_factory=dict)  # where it is not the home
     steady_hosts: Mapping[Place, int] = field(default_factory=dict)
     members: tuple[Members, ...] = ()
+    ghosts: frozenset[tuple[int, Microbatch]] = frozenset()  # (step, microbatch) to run for their outputs only
     give: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # step -> peers that lack a sum you hold
     feeds: Mapping[int, int | None] = field(default_factory=dict)  # joining replica -> last step to feed it
     rewind: int | None = None  # undo this step's eager update, and decide it anew
@@ -98,12 +101,16 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run F, I, W or B of one microbatch. Its input is the parcel in hand, if any; its output is `output`."""
+    """Run F, I, W or B of one microbatch. Its input is the parcel in hand, if any; its output is `output`.
+
+    A ghost is run for its output alone, which died with its holder; its gradients are in the sum already.
+    """
 
     op: Op
     step: int
     input: Parcel | None
     output: Parcel | None
+    ghost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +272,7 @@ class TellInvalid:
 
     step: int
     norm: float
+    attempt: int  # of the step after it, which is in vain
 
 
 @dataclass(frozen=True, slots=True)

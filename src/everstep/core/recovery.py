@@ -24,6 +24,7 @@ from typing import assert_never
 
 from everstep.core.actions import (
     Action,
+    BrokenStep,
     CloseIncident,
     ComputePlan,
     CopyState,
@@ -143,7 +144,7 @@ class Recovery:
         self.steps = steps
         self.policy = policy
         self.epoch = 0
-        self.attempt = 0
+        self.attempts: tuple[tuple[int, int], ...] = ((0, 0),)
         self.recorded = first_step - 1
         self.checkpoint = first_step - 1
         self.places: dict[Worker, Standing] = {w: Absent(0, "not started yet") for w in shape.workers()}
@@ -290,8 +291,11 @@ class Recovery:
         for place in self.places.values():
             if isinstance(place, Joining) and place.copied and place.enter_at is None and found.high < self.steps:
                 place.enter_at = found.high + 1
-        self._regroup(found.low)
-        broken = {} if self.rewind is not None else found.broken
+        if self.rewind is None:
+            self.rewind = found.rewind
+        self._regroup(found.low if self.rewind is None else min(found.low, self.rewind), restarting=found.owing)
+        broken = {step: rest if self.rewind is None or step <= self.rewind else BrokenStep(rest.dead, {})
+                  for step, rest in found.broken.items()}
         self.phase = Planning(phase.epoch, phase.because, None, found, ledgers)
         return [ComputePlan(epoch=phase.epoch, broken=broken, dead=self._not_among(self.members[-1]),
                             because=phase.because)]
@@ -312,10 +316,12 @@ class Recovery:
                 ledgers[worker] = ledger
         return ledgers
 
-    def _regroup(self, low: int, *, afresh: bool = False) -> None:
-        """Who makes up each stage from `low` on, and in which epoch each group was formed."""
-        if afresh:
-            self.members = ()
+    def _regroup(self, low: int, *, restarting: frozenset[int]) -> None:
+        """Who makes up each stage from `low` on, and in which epoch each group was formed.
+
+        A stage that still owes ops forms its group anew even with the same members: the new plan may give an op to
+        a worker that has contributed already, and its part must not count without that op.
+        """
         entering = self._entering()
         members = set(self._having(Member))
         table = []
@@ -324,7 +330,8 @@ class Recovery:
                 tuple(sorted(w.replica for w in {*members, *(j for j, e in entering.items() if e <= first)}
                              if w.stage == stage))
                 for stage in range(self.shape.stages))
-            rounds = tuple(self._round(stage, first, live[stage]) for stage in range(self.shape.stages))
+            rounds = tuple(self.epoch if stage in restarting else self._round(stage, first, live[stage])
+                           for stage in range(self.shape.stages))
             table.append(Members(first, live, rounds))
         self.members = tuple(table)
 
@@ -352,17 +359,22 @@ class Recovery:
     def _resume_members(self, event: PlanComputed, phase: Planning) -> list[Action]:
         assert phase.survey is not None
         if self.rewind is not None:
-            self.attempt += 1
+            self._void_from(self.rewind + 1)
         actions: list[Action] = []
         admitted = self._entering()
         for worker in sorted({*phase.ledgers, *admitted}):
             ledger = phase.ledgers.get(worker)
             at = ledger.step if ledger is not None else admitted[worker]
-            lists = {step: _without(ops[worker], ledger if step == at else None)
+            if self.rewind is not None and ledger is not None:
+                at = min(at, self.rewind)
+            lists = {step: ops[worker] if ledger is None else _without_reduce(ops[worker], ledger, step)
                      for step, ops in event.lists.items() if step >= at and worker in ops}
+            if self.rewind is not None and self.rewind < phase.survey.low:
+                lists[self.rewind] = (Op(Kind.U, None, worker.stage),)
             order = Resume(
-                epoch=phase.epoch, attempt=self.attempt, step=at, lists=lists, steady=event.steady[worker],
+                epoch=phase.epoch, attempts=self.attempts, step=at, lists=lists, steady=event.steady[worker],
                 hosts=event.hosts, steady_hosts=event.steady_hosts, members=self.members,
+                ghosts=phase.survey.ghosts.get(worker, frozenset()),
                 give=phase.survey.give.get(worker, {}), rewind=self.rewind,
                 feeds={joiner.replica: None if place.enter_at is None else place.enter_at - 1
                        for joiner, place in self._joiners() if place.source == worker})
@@ -409,7 +421,7 @@ class Recovery:
             place = self.places[worker]
             assert isinstance(place, Joining)
             self.places[worker] = Member(place.incarnation)
-        self._regroup(phase.restore + 1, afresh=True)
+        self._regroup(phase.restore + 1, restarting=frozenset(range(self.shape.stages)))
         first = not self.incidents and phase.wait_for_all
         because = "every worker is up" if first else (
             f"every stage has a worker again; the nearest state is the checkpoint of step {phase.restore}")
@@ -417,11 +429,11 @@ class Recovery:
         return [ComputePlan(epoch=self.epoch, broken={}, dead=self._not_among(self.members[-1]), because=because)]
 
     def _resume_from_checkpoint(self, event: PlanComputed, restore: int, because: str) -> list[Action]:
-        self.attempt += 1
+        self._void_from(restore + 1)
         self.recorded = restore
         self.sealed.clear()
         return [ResumeStep(worker=worker, because=because, order=Resume(
-                    epoch=event.epoch, attempt=self.attempt, step=restore + 1, steady=event.steady[worker],
+                    epoch=event.epoch, attempts=self.attempts, step=restore + 1, steady=event.steady[worker],
                     steady_hosts=event.steady_hosts, members=self.members, restore=restore))
                 for worker in self._having(Member)]
 
@@ -479,13 +491,15 @@ class Recovery:
                 incident.replayed_elsewhere += elsewhere
         squares = [sealed.sum_of_squares for sealed in stages.values()]
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
-        return RecordStep(step=self.recorded, epoch=self.epoch, attempt=self.attempt,
+        return RecordStep(step=self.recorded, epoch=self.epoch, attempt=self.attempts[-1][1],
                           losses=stages[self.shape.stages - 1].losses, norm=norm,
                           microbatches_committed=total if once else 0, replayed_elsewhere=elsewhere,
                           because="every stage has sealed it")
 
     def _invalidated(self, event: UpdateInvalidated, now: float) -> list[Action]:
-        if self.rewind == event.step or not isinstance(self.phase, Running):
+        if event.attempt != self._attempt(event.step + 1) or isinstance(self.phase, Assembling):
+            return []
+        if self.rewind is not None and isinstance(self.phase, Gathering):
             return []
         self.rewind = event.step
         because = f"step {event.step} was updated eagerly, and its norm {event.norm:.4g} forbids that"
@@ -522,6 +536,17 @@ class Recovery:
 
     # -------------------------------------------------------------- looking things up
 
+    def _attempt(self, step: int) -> int:
+        return [attempt for first, attempt in self.attempts if first <= step][-1]
+
+    def _void_from(self, step: int) -> None:
+        """What was computed of this step and later ones does not count: they are attempted anew."""
+        attempt = self.attempts[-1][1] + 1
+        earlier = [(first, number) for first, number in self.attempts if first < step]
+        settled = [number for first, number in earlier if first <= self.recorded][-1:]
+        open_still = [(first, number) for first, number in earlier if first > self.recorded]
+        self.attempts = ((0, settled[0] if settled else 0), *open_still, (step, attempt))
+
     def _having(self, standing: type[Standing]) -> list[Worker]:
         return [worker for worker, place in self.places.items() if isinstance(place, standing)]
 
@@ -535,8 +560,8 @@ class Recovery:
         return frozenset(w for w in self.shape.workers() if w.replica not in members.live[w.stage])
 
 
-def _without(ops: tuple[Op, ...], ledger: Ledger | None) -> tuple[Op, ...]:
-    """A worker that holds its step's sum has no reduce left."""
-    if ledger is not None and any(op.kind is Kind.R for op in ledger.done):
+def _without_reduce(ops: tuple[Op, ...], ledger: Ledger, step: int) -> tuple[Op, ...]:
+    """A worker that holds a step's sum has no reduce left in it."""
+    if ledger.step > step or (ledger.step == step and any(op.kind is Kind.R for op in ledger.done)):
         return tuple(op for op in ops if op.kind is not Kind.R)
     return ops

@@ -24,6 +24,7 @@ class StepState:
     round: int
     todo: list[Op] = field(default_factory=list)  # reversed: the next op is the last element
     done: dict[Op, None] = field(default_factory=dict)
+    ghosts: dict[Op, None] = field(default_factory=dict)  # run again for their outputs only
     executed: int = 0
     own_part: Part | None = None  # set when this worker has contributed
     own_chunk_squares: float | None = None  # set when the chunk it owns is summed
@@ -42,15 +43,19 @@ class StepState:
     saved: bool = False
     must_wait: bool = False  # a failed validation forbids another eager update of this step
 
-    def record(self, op: Op) -> None:
+    def record(self, op: Op, *, ghost: bool) -> None:
         """An op has run. A fused backward counts as its two halves."""
+        if ghost:
+            self.ghosts[op] = None
+            return
         halves = (Kind.I, Kind.W) if op.kind is Kind.B else (op.kind,)
         for kind in halves:
             self.done[Op(kind, op.microbatch, op.stage)] = None
         self.executed += len(halves)
 
     def has_run(self, kind: Kind, microbatch: Microbatch | None, stage: int) -> bool:
-        return Op(kind, microbatch, stage) in self.done
+        op = Op(kind, microbatch, stage)
+        return op in self.done or op in self.ghosts
 
     def accumulated(self) -> tuple[Microbatch, ...]:
         """The microbatches whose weight gradients are in this worker's gradients."""

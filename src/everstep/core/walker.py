@@ -83,7 +83,8 @@ class Walker:
         self.me = me
         self.rules = rules
         self.epoch = 0
-        self.attempt = 0
+        self.attempts: tuple[tuple[int, int], ...] = ((0, 0),)
+        self.ghosts: frozenset[tuple[int, Microbatch]] = frozenset()
         self.paused = True
         self.joining = True
         self.state_step: int | None = None  # while joining: the step the copied state has reached
@@ -119,7 +120,9 @@ class Walker:
         self.epoch = max(epoch, self.epoch)
         if self.joining:
             return Ledger(step=(self.state_step or 0) + 1, joining=True)
-        return Ledger(step=self.now.step, done=tuple(self.now.done))
+        return Ledger(step=self.now.step, done=(*self.now.done, *self.now.ghosts),
+                      done_before=() if self.before is None else (*self.before.done, *self.before.ghosts),
+                      holding=tuple(p for p in self.box if p.what in (What.ACTIVATION, What.GRADIENT)))
 
     def resume(self, order: Resume) -> None:
         """Take over a new epoch's membership and lists, and make good what the change may have lost."""
@@ -127,8 +130,9 @@ class Walker:
             return
         self.epoch = order.epoch
         self.paused = False
+        assert order.attempts[0][0] == 0
         self.members, self.lists, self.steady = order.members, order.lists, order.steady
-        self.hosts, self.steady_hosts = order.hosts, order.steady_hosts
+        self.hosts, self.steady_hosts, self.ghosts = order.hosts, order.steady_hosts, order.ghosts
         if order.restore is not None:
             self._start_over(order)
         elif self.joining:
@@ -137,12 +141,13 @@ class Walker:
         elif order.rewind is not None:
             self._rewind(order)
         else:
+            self.attempts = order.attempts
             self._continue(order)
         self.snapshots_due = [replica for replica in self.snapshots_due if replica in order.feeds]
         self.feeds = {k: last for k, last in order.feeds.items() if k not in self.snapshots_due}
         for step, peers in order.give.items():
             for peer in peers:
-                self._send(Parcel(What.COPY, self.attempt, step, self.me.stage), Worker(peer, self.me.stage),
+                self._send(Parcel(What.COPY, self._attempt(step), step, self.me.stage), Worker(peer, self.me.stage),
                            self._whole(step))
 
     def copy_to(self, joiner: int) -> None:
@@ -252,23 +257,23 @@ class Walker:
         makes: Parcel | None = None
         if op.kind is Kind.F:
             if op.stage > 0:
-                needs = Parcel(What.ACTIVATION, self.attempt, now.step, op.stage, microbatch)
+                needs = Parcel(What.ACTIVATION, self._attempt(now.step), now.step, op.stage, microbatch)
             if op.stage + 1 < self.rules.stages:
-                makes = Parcel(What.ACTIVATION, self.attempt, now.step, op.stage + 1, microbatch)
+                makes = Parcel(What.ACTIVATION, self._attempt(now.step), now.step, op.stage + 1, microbatch)
         elif op.kind is not Kind.W:
             if op.stage + 1 < self.rules.stages:
-                needs = Parcel(What.GRADIENT, self.attempt, now.step, op.stage, microbatch)
+                needs = Parcel(What.GRADIENT, self._attempt(now.step), now.step, op.stage, microbatch)
             if op.stage > 0:
-                makes = Parcel(What.GRADIENT, self.attempt, now.step, op.stage - 1, microbatch)
+                makes = Parcel(What.GRADIENT, self._attempt(now.step), now.step, op.stage - 1, microbatch)
         if needs is not None and needs not in self.box:
             return Wait(str(needs))
-        return Compute(op, now.step, needs, makes)
+        return Compute(op, now.step, needs, makes, ghost=(now.step, microbatch) in self.ghosts)
 
     def _computed(self, task: Compute) -> None:
         now = self.now
         assert now.todo and now.todo[-1] == task.op
         now.todo.pop()
-        now.record(task.op)
+        now.record(task.op, ghost=task.ghost)
         if task.input is not None:
             self._use(task.input)
         if task.output is not None:
@@ -281,7 +286,7 @@ class Walker:
 
     def _next_of_reduce(self) -> Task:
         now = self.now
-        copy = Parcel(What.COPY, self.attempt, now.step, self.me.stage)
+        copy = Parcel(What.COPY, self._attempt(now.step), now.step, self.me.stage)
         if copy in self.box:
             return AssembleSum(now.step, self._peers(now.step), (copy,))
         if now.own_part is None:
@@ -343,21 +348,25 @@ class Walker:
     # -------------------------------------------------------------- seal, validate, update
 
     def _settle(self, state: StepState) -> bool:
-        """Draw the consequences of what is in the box. True: an eager update turned out invalid."""
+        """Draw the consequences of what is in the box. True: an eager update turned out invalid.
+
+        A step that was computed on an update not yet valid is not announced: else another stage could make its own
+        update of it final, and would have no way back.
+        """
         if state.holds_sum and not state.sealed and self._all_hold(state):
             self._seal(state)
-        if state.sealed and not state.news_sent and state.sum_of_squares is not None:
+        trusted = state is self.before or self.before is None or self.before.valid
+        if state.sealed and trusted and not state.news_sent and state.sum_of_squares is not None:
             state.news_sent = True
             self._announce(state)
-        if state.news_sent:
-            self._empty_outbox(state.step)
-        if state.updated and not state.valid:
-            norm = self._norm(state)
-            if norm is not None:
+        norm = self._norm(state) if state.news_sent else None
+        if norm is not None:  # every stage has sealed: nothing of this step can be asked for again
+            self._drop_sent(state.step)
+            if state.updated and not state.valid:
                 if self._scale(norm) != 1.0:
                     if not state.must_wait:
                         state.must_wait = True
-                        self._commands.append(TellInvalid(state.step, norm))
+                        self._commands.append(TellInvalid(state.step, norm, self._attempt(state.step + 1)))
                     return True
                 state.valid = True
                 self.last_norm = norm
@@ -380,7 +389,7 @@ class Walker:
                 return Wait(f"the seal of step {now.step}")
             assert self.rules.tied is not None
             lower, higher = self.rules.tied
-            other = Parcel(What.TIED, self.attempt, now.step, higher if self.me.stage == lower else lower)
+            other = Parcel(What.TIED, self._attempt(now.step), now.step, higher if self.me.stage == lower else lower)
             return CombineTied(now.step, other) if other in self.box else Wait(str(other))
         norm = self._norm(now)
         if norm is not None:
@@ -421,7 +430,7 @@ class Walker:
             if stage == self.me.stage:
                 squares.append(state.sum_of_squares)
                 continue
-            news = self.box.get(Parcel(What.NEWS, self.attempt, state.step, stage))
+            news = self.box.get(Parcel(What.NEWS, self._attempt(state.step), state.step, stage))
             if news is None:
                 return None
             squares.append(float(news))
@@ -478,7 +487,7 @@ class Walker:
             entered = self.enter_at
             for parcel in [p for p in self.box if p.what is What.FEED]:
                 self._use(parcel)
-            self._drop(lambda parcel: parcel.step < entered or parcel.attempt < self.attempt)
+            self._drop(lambda parcel: parcel.step < entered or parcel.attempt < self._attempt(parcel.step))
             self._enter(entered)
             return self.next()
         if feed in self.box:
@@ -486,7 +495,7 @@ class Walker:
         return Wait(str(feed))
 
     def _be_admitted(self, order: Resume) -> None:
-        self.attempt = order.attempt
+        self.attempts = order.attempts
         live_from = [m.from_step for m in order.members if self.me.replica in m.live[self.me.stage]]
         self.enter_at = live_from[0] if live_from else None
 
@@ -508,29 +517,28 @@ class Walker:
         self._repeat_news()
 
     def _rewind(self, order: Resume) -> None:
-        """An eager update of step t was wrong: undo it, and throw away what was done of step t + 1."""
+        """An eager update of step t does not hold: undo it, and throw away what was done of step t + 1."""
         step = order.rewind
         assert step is not None
-        self.attempt = order.attempt
+        self.attempts = order.attempts
         if self.now.step > step:
-            assert self.before is not None and self.before.step == step
             self._commands.append(DiscardWork(step + 1))
             self._clear(step + 1)
-            if self.before.eager and not self.before.valid:
-                self._first.append(Undo(step))
-                self.now, self.before = self.before, None
-                self.now.updated = self.now.eager = False
-                self.now.todo = [Op(Kind.U, None, self.me.stage)]
-            else:
+            before = self.before
+            if before is not None and before.eager and not before.valid:
+                self._first.append(Undo(before.step))
+                self.before = None
+                if before.step == step:
+                    self.now = before
+                    before.updated = before.eager = False
+            if self.now.step > step:
                 self._enter(step + 1)
         self.now.must_wait = self.now.step == step
-        for state in self._open_states():
-            state.round = self._round(state.step)
-        self._repeat_news()
+        self._continue(order)
 
     def _start_over(self, order: Resume) -> None:
         assert order.restore is not None
-        self.attempt = order.attempt
+        self.attempts = order.attempts
         self.joining, self.enter_at, self.state_step = False, None, None
         self._commands.append(DiscardWork(None))
         self._clear(0)
@@ -542,7 +550,7 @@ class Walker:
 
     def _clear(self, from_step: int) -> None:
         """Forget every parcel of these steps that belongs to an attempt before this one."""
-        self._drop(lambda parcel: parcel.step >= from_step and parcel.attempt < self.attempt)
+        self._drop(lambda parcel: parcel.step >= from_step and parcel.attempt < self._attempt(parcel.step))
 
     def _repeat_news(self) -> None:
         """A dead worker may have owed these to someone; duplicates are dropped where they arrive."""
@@ -566,13 +574,13 @@ class Walker:
     # -------------------------------------------------------------- telling
 
     def _tell_held(self, state: StepState, peer: Worker) -> None:
-        self._send(Parcel(What.HELD, self.attempt, state.step, self.me.stage, sender=self.me.replica), peer)
+        self._send(Parcel(What.HELD, self._attempt(state.step), state.step, self.me.stage, sender=self.me.replica), peer)
 
     def _tell_tied(self, state: StepState) -> None:
         assert self.rules.tied is not None
         for target in self._wards(state.step):
             if target.stage in self.rules.tied:
-                self._send(Parcel(What.TIED, self.attempt, state.step, self.me.stage), target)
+                self._send(Parcel(What.TIED, self._attempt(state.step), state.step, self.me.stage), target)
 
     def _announce(self, state: StepState) -> None:
         assert state.everyone is not None and state.sum_of_squares is not None
@@ -586,7 +594,7 @@ class Walker:
         if self._peers(step)[0] == self.me.replica:
             self._commands.append(sealed)
         for target in self._wards(step):
-            self._send(Parcel(What.NEWS, self.attempt, step, self.me.stage), target, sealed.sum_of_squares)
+            self._send(Parcel(What.NEWS, self._attempt(step), step, self.me.stage), target, sealed.sum_of_squares)
 
     def _wards(self, step: int) -> Iterator[Worker]:
         """The workers of other stages that hear from this one: its own replica's, and those whose peer is dead."""
@@ -605,10 +613,8 @@ class Walker:
     def _is_wanted(self, parcel: Parcel) -> bool:
         if parcel.what is What.FEED:
             return self.joining
-        if parcel.attempt < self.attempt:
-            return False
-        if parcel.attempt > self.attempt:
-            return True
+        if parcel.attempt != self._attempt(parcel.step):
+            return parcel.attempt > self._attempt(parcel.step)
         oldest = self.before.step if self.before is not None else self.now.step
         if parcel.step < oldest:
             return False
@@ -627,6 +633,9 @@ class Walker:
                 return parcel.step > self.now.step or (state is not None and not state.holds_sum)
             case _:
                 return True
+
+    def _attempt(self, step: int) -> int:
+        return [attempt for first, attempt in self.attempts if first <= step][-1]
 
     def _open_states(self) -> list[StepState]:
         return [self.now] if self.before is None else [self.before, self.now]
@@ -648,13 +657,13 @@ class Walker:
         return self.hosts.get(step, self.steady_hosts).get((microbatch, stage), microbatch.home)
 
     def _part(self, state: StepState, *, sender: int, owner: int) -> Parcel:
-        return Parcel(What.PART, self.attempt, state.step, self.me.stage, None, state.round, sender, owner)
+        return Parcel(What.PART, self._attempt(state.step), state.step, self.me.stage, None, state.round, sender, owner)
 
     def _chunk(self, state: StepState, *, owner: int) -> Parcel:
-        return Parcel(What.SUM, self.attempt, state.step, self.me.stage, None, state.round, owner)
+        return Parcel(What.SUM, self._attempt(state.step), state.step, self.me.stage, None, state.round, owner)
 
     def _all_hold(self, state: StepState) -> bool:
-        held = (Parcel(What.HELD, self.attempt, state.step, self.me.stage, sender=peer.replica)
+        held = (Parcel(What.HELD, self._attempt(state.step), state.step, self.me.stage, sender=peer.replica)
                 for peer in self._other_peers(state.step))
         return all(parcel in self.box for parcel in held)
 
@@ -666,14 +675,12 @@ class Walker:
     def _is_tied(self) -> bool:
         return self.rules.tied is not None and self.me.stage in self.rules.tied
 
-    def _empty_outbox(self, step: int) -> None:
-        """What went to a neighbour stage is not needed again once that stage has sealed the step."""
-        over = [parcel for parcel in self.outbox if parcel.step == step
-                and Parcel(What.NEWS, self.attempt, step, parcel.stage) in self.box]
+    def _drop_sent(self, step: int) -> None:
+        over = tuple(parcel for parcel in self.outbox if parcel.step == step)
         for parcel in over:
             del self.outbox[parcel]
         if over:
-            self._commands.append(Forget(tuple(over)))
+            self._commands.append(Forget(over))
 
     def _drop(self, is_over: Callable[[Parcel], bool]) -> None:
         """Forget parcels, received or sent. A feed is final whatever the attempt; it is only ever used up."""
