@@ -78,4 +78,5 @@ def test_keys_are_spread_and_ordered() -> None:
 def test_the_stream_never_changes() -> None:
     """A dataset of last year must be the dataset of today."""
     assert keys.key(1, 2, 3) == 15020427595393229491
-    assert Synthetic(vocab=256, sequence=6, rows=1, seed=0).batch(3, 1)[0].tolist() == [[176, 212, 178, 135, 182, 14]]
+    data = Synthetic(vocab=256, sequence=6, rows=1, seed=0)
+    assert data.batch(3, 1)[0].tolist() == [[176, 212, 178, 135, 182, 14]]

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from everstep.errors import UserError
 
@@ -79,15 +80,36 @@ def trained(layer: str, module: nn.Module) -> dict[str, nn.Parameter]:
 
 def skeleton(model: Model, layer: str) -> nn.Module:
     """The layer on the meta device: its shapes without its memory."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NoDraws():
         return built(model, layer)
 
 
+class _NoDraws(TorchFunctionMode):
+    """Weights that are not there need no values; to draw them, torch would import its compiler, for 2 s."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.normal_, nn.init.normal_):
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
 def built(model: Model, layer: str) -> nn.Module:
-    module = model.layers[layer]()
+    try:
+        module = model.layers[layer]()
+    except Exception as error:  # the user's factory
+        raise UserError(f"layer {layer!r} cannot be built: {told(error)}.") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"the factory of layer {layer!r} gave a {type(module).__name__}; give an nn.Module.")
     return module
+
+
+def told(error: BaseException) -> str:
+    """An exception in a few words, for the middle of a sentence."""
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def slots(model: Model, layers: range, align: int = 64) -> dict[str, Slot]:

@@ -1,0 +1,182 @@
+"""A training job in words: what a person writes in job.toml, checked before anything is started.
+
+The file's tables are these dataclasses, key by key. A mistake is one sentence that names the key and says
+what to write instead. No torch here: the launcher reads a job, and the workers get it back from JSON.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Self, get_type_hints
+
+from everstep.engine import presets
+from everstep.engine.tables import at_least, checked, one_of, positive, read, refuse_unknown
+from everstep.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One of our GPTs by `preset`, or `build = "module:function"` that returns a Model or its layers.
+
+    Every other key goes to it: fields of the GPT (`dropout = 0.1`), or arguments of the function.
+    """
+
+    preset: str | None = None
+    build: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("model", preset=self.preset, build=self.build)
+        if self.build is None:
+            self.gpt()
+
+    def gpt(self) -> presets.Shape | None:
+        """The shape of the preset, as changed by the options; None for a user's own model."""
+        if self.build is not None:
+            return None
+        hints = get_type_hints(presets.Shape)
+        known = {name: checked(hints[name], value, f"model.{name}") for name, value in self.options.items()
+                 if name in hints}
+        return presets.shape(self.preset, **{**self.options, **known})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """A microbatch is `rows` of `sequence` tokens: synthetic text, windows of a file, or a user's own.
+
+    `build = "module:function"` is called with the other keys, and returns an object with
+    `batch(step, microbatch) -> (inputs, targets)`.
+    """
+
+    kind: Literal["synthetic", "file"] | None = None
+    build: str | None = None
+    rows: int = 4
+    sequence: int | None = None  # None: the model's context
+    path: str | None = None
+    token: Literal["uint8", "uint16"] = "uint8"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("data", kind=self.kind, build=self.build)
+        at_least("data.rows", self.rows, 1)
+        at_least("data.sequence", self.sequence, 1)
+        if self.kind == "file" and self.path is None:
+            raise UserError('data.path is missing; data.kind = "file" needs the file\'s path.')
+        if self.build is None and self.options:
+            refuse_unknown("data", self.options, [f.name for f in fields(DataSpec)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW, or `build = "module:function"` called with named parameters; the rate; what bounds a step."""
+
+    build: str | None = None
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup: int = 0  # steps over which the rate rises from 0
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    floor: float = 0.1  # what the rate falls to by the last step, as a part of lr
+    clip: float | None = 1.0  # global gradient norm; `clip = false` for none
+    stagger: Literal["auto", "always", "never"] = "auto"  # step a stage before the global norm is known
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        positive("optimizer.lr", self.lr)
+        positive("optimizer.eps", self.eps)
+        if self.clip is not None:
+            positive("optimizer.clip", self.clip)
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
+        at_least("optimizer.warmup", self.warmup, 0)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optimizer.betas is {list(self.betas)}; each must be at least 0 and below 1.")
+        if not 0 <= self.floor <= 1:
+            raise UserError(f"optimizer.floor is {self.floor}; it is a part of lr, from 0 to 1.")
+        if self.build is None and self.options:
+            refuse_unknown("optimizer", self.options, [f.name for f in fields(OptimizerSpec)])
+
+    def rate(self, step: int, steps: int) -> float:
+        """What lr is multiplied with at a step; of the step alone, so that a resumed run agrees."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.decay == "constant":
+            return 1.0
+        done = min(1.0, (step - self.warmup) / max(1, steps - 1 - self.warmup))
+        left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.floor + (1 - self.floor) * left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    folder: str
+    interval: int = 100  # steps
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.interval", self.interval, 1)
+        at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """`replicas` x `stages` workers; each replica brings `microbatches` to every step."""
+
+    model: ModelSpec
+    data: DataSpec = DataSpec(kind="synthetic")
+    optimizer: OptimizerSpec = OptimizerSpec()
+    checkpoint: CheckpointSpec | None = None
+    steps: int = 100
+    replicas: int = 1
+    stages: int = 1
+    microbatches: int = 4
+    precision: Literal["fp32", "bf16"] = "fp32"
+    accumulate: Literal["fp32", "fp64"] = "fp64"  # fp64: a healed run has the bits of a clean one
+    recompute: bool = False  # keep a layer's input only, and run the layer again in the backward
+    seed: int = 0
+    device: str = "cpu"
+    threads: int = 1  # of each worker
+    log: str | None = None  # folder of the step log
+    base: str = "."  # the job file's folder: paths and modules are looked up from here
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "replicas", "stages", "microbatches", "threads"):
+            at_least(name, getattr(self, name), 1)
+        at_least("seed", self.seed, 0)
+
+    @property
+    def microbatches_in_step(self) -> int:
+        return self.replicas * self.microbatches
+
+    def rate(self, step: int) -> float:
+        return self.optimizer.rate(step, self.steps)
+
+    def path(self, name: str) -> Path:
+        """A path of the job file, seen from the job file's folder."""
+        return Path(self.base, name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON, with an exact inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Self:
+        return read(cls, table, "")
+
+
+def load_job(path: str | Path) -> Job:
+    """Read a job file."""
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"job file {str(path)!r} is not there.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"job file {str(path)!r} cannot be read: {error}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"job file {str(path)!r} is not TOML: {error}.") from None
+    return Job.from_dict({**table, "base": str(path.resolve().parent)})

@@ -1,0 +1,88 @@
+"""From a table of a TOML or JSON file to a dataclass: types checked, and one sentence per mistake."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from everstep.engine.presets import closest
+from everstep.errors import UserError
+
+T = TypeVar("T")
+
+
+def read(cls: type[T], table: Mapping[str, Any], where: str) -> T:
+    if not isinstance(table, Mapping):
+        raise UserError(f"{where} is {table!r}; it is a table: write [{where}] and its keys below.")
+    hints = get_type_hints(cls)
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    given = dict(table)
+    if "options" in known:  # keys we do not know are somebody's arguments
+        extra = {key: given.pop(key) for key in list(given) if key not in known}
+        given["options"] = {**given.get("options", {}), **extra}
+    else:
+        refuse_unknown(where, given, known)
+    for f in fields(cls):  # type: ignore[arg-type]
+        if f.name not in given and f.default is MISSING and f.default_factory is MISSING:
+            raise UserError(f"{_name(where, f.name)} is missing; the job needs it.")
+    return cls(**{key: checked(hints[key], value, _name(where, key)) for key, value in given.items()})
+
+
+def checked(kind: Any, value: Any, where: str) -> Any:
+    """`value` as the type `kind`, or a sentence."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        if value is None or (value is False and bool not in args):
+            return None
+        return checked(next(arg for arg in args if arg is not NoneType), value, where)
+    if is_dataclass(kind):
+        return read(kind, value, where)  # type: ignore[arg-type]
+    if origin is Literal:
+        if value not in args:
+            raise UserError(f"{where} is {value!r}; {closest(str(value), args)}.")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple) or len(value) != len(args):
+            raise UserError(f"{where} is {value!r}; it is a list of {len(args)} numbers.")
+        return tuple(checked(arg, item, where) for arg, item in zip(args, value, strict=True))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    wanted = origin or kind
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        words = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
+        raise UserError(f"{where} is {value!r}; it must be {words.get(wanted, 'a table')}.")
+    if kind is float and not math.isfinite(value):
+        raise UserError(f"{where} is {value}; it must be a finite number.")
+    return value
+
+
+def _name(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def refuse_unknown(where: str, given: Mapping[str, Any], known: list[str]) -> None:
+    for key in given:
+        if key not in known:
+            raise UserError(f"{_name(where, key)} is not a key of a job; {closest(key, known)}.")
+
+
+def one_of(where: str, **given: str | None) -> None:
+    names = [f"{where}.{name}" for name in given]
+    count = sum(value is not None for value in given.values())
+    if count > 1:
+        raise UserError(f"{' and '.join(names)} are both given; give one.")
+    if count == 0:
+        raise UserError(f"{' or '.join(names)} is missing; give one.")
+
+
+def at_least(where: str, value: float | None, least: int) -> None:
+    if value is not None and value < least:
+        raise UserError(f"{where} is {value}; it must be at least {least}.")
+
+
+def positive(where: str, value: float) -> None:
+    if value <= 0:
+        raise UserError(f"{where} is {value}; it must be more than 0.")
