@@ -74,7 +74,10 @@ class Joining:
 
 @dataclass(slots=True)
 class Member:
+    """Takes part from step `since` on."""
+
     incarnation: int
+    since: int
 
 
 @dataclass(slots=True)
@@ -308,7 +311,7 @@ class Recovery:
             if isinstance(place, Joining):
                 assert place.enter_at is not None
                 if not ledger.joining or ledger.step == place.enter_at:
-                    self.places[worker] = Member(place.incarnation)
+                    self.places[worker] = Member(place.incarnation, place.enter_at)
                     ledgers[worker] = ledger
                 elif place.source is None or not isinstance(self.places[place.source], Member):
                     self.places[worker] = Joining(place.incarnation)
@@ -317,19 +320,19 @@ class Recovery:
         return ledgers
 
     def _regroup(self, low: int, *, restarting: frozenset[int]) -> None:
-        """Who makes up each stage from `low` on, and in which epoch each group was formed.
+        """Who makes up each stage, and in which epoch each group was formed: from the step before `low` on, which
+        may not be sealed everywhere yet.
 
         A stage that still owes ops forms its group anew even with the same members: the new plan may give an op to
         a worker that has contributed already, and its part must not count without that op.
         """
-        entering = self._entering()
-        members = set(self._having(Member))
+        since = {w: p.since for w, p in self.places.items() if isinstance(p, Member)} | self._entering()
         table = []
-        for first in sorted({low, *(step for step in entering.values() if step > low)}):
-            live = tuple(
-                tuple(sorted(w.replica for w in {*members, *(j for j, e in entering.items() if e <= first)}
-                             if w.stage == stage))
-                for stage in range(self.shape.stages))
+        for first in sorted({low - 1, *(step for step in since.values() if step >= low)}):
+            live = tuple(tuple(sorted(w.replica for w, s in since.items() if w.stage == stage and s <= first))
+                         for stage in range(self.shape.stages))
+            if not all(live):
+                continue
             rounds = tuple(self.epoch if stage in restarting else self._round(stage, first, live[stage])
                            for stage in range(self.shape.stages))
             table.append(Members(first, live, rounds))
@@ -367,7 +370,9 @@ class Recovery:
             at = ledger.step if ledger is not None else admitted[worker]
             if self.rewind is not None and ledger is not None:
                 at = min(at, self.rewind)
-            lists = {step: ops[worker] if ledger is None else _without_reduce(ops[worker], ledger, step)
+            void = self.steps if self.rewind is None else self.rewind  # nothing done after this step counts
+            lists = {step: ops[worker] if ledger is None or step > void else _without_reduce(
+                        ops[worker], ledger, step)
                      for step, ops in event.lists.items() if step >= at and worker in ops}
             if self.rewind is not None and self.rewind < phase.survey.low:
                 lists[self.rewind] = (Op(Kind.U, None, worker.stage),)
@@ -375,7 +380,8 @@ class Recovery:
                 epoch=phase.epoch, attempts=self.attempts, step=at, lists=lists, steady=event.steady[worker],
                 hosts=event.hosts, steady_hosts=event.steady_hosts, members=self.members,
                 ghosts=phase.survey.ghosts.get(worker, frozenset()),
-                give=phase.survey.give.get(worker, {}), rewind=self.rewind,
+                give={step: peers for step, peers in phase.survey.give.get(worker, {}).items()
+                      if self.rewind is None or step <= self.rewind}, rewind=self.rewind,
                 feeds={joiner.replica: None if place.enter_at is None else place.enter_at - 1
                        for joiner, place in self._joiners() if place.source == worker})
             actions.append(ResumeStep(worker=worker, order=order, because=phase.because))
@@ -420,7 +426,7 @@ class Recovery:
         for worker in ready:
             place = self.places[worker]
             assert isinstance(place, Joining)
-            self.places[worker] = Member(place.incarnation)
+            self.places[worker] = Member(place.incarnation, phase.restore + 1)
         self._regroup(phase.restore + 1, restarting=frozenset(range(self.shape.stages)))
         first = not self.incidents and phase.wait_for_all
         because = "every worker is up" if first else (

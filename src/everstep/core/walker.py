@@ -543,6 +543,7 @@ class Walker:
         self._commands.append(DiscardWork(None))
         self._clear(0)
         self.before = None
+        self._told.clear()
         self.last_norm = None
         self.snapshots_due.clear()
         self._first = [Restore(order.restore)]
