@@ -1,8 +1,9 @@
 """A step as ops on workers: notation, generators, bounds, checker, pictures. Pure."""
 
 from everstep.core.ops import Kind, Microbatch, Op, Worker
-from everstep.schedule.instance import Done, Instance, uniform
-from everstep.schedule.schedule import Planned, Schedule
-from everstep.schedule.simple import plan
+from everstep.schedule.instance import Done, Instance, per_stage, same_cap, uniform
+from everstep.schedule.planner import plan
+from everstep.schedule.schedule import MODES, Planned, Schedule
 
-__all__ = ["Done", "Instance", "Kind", "Microbatch", "Op", "Planned", "Schedule", "Worker", "plan", "uniform"]
+__all__ = ["MODES", "Done", "Instance", "Kind", "Microbatch", "Op", "Planned", "Schedule", "Worker",
+           "per_stage", "plan", "same_cap", "uniform"]

@@ -1,12 +1,18 @@
-"""What a planner is asked: who lives, how long each op takes, what is done already.
+"""What a planner is asked: who lives, how long each op takes, how much fits in memory, what is done already.
 
-Times are in any one unit (the engine uses seconds). They are per worker, because a slow worker is heavier, not dead.
+Times are in any one unit (the engine uses seconds) and per worker, because a slow worker is heavier, not
+dead.
+
+Memory has two forms. `stash_cap` counts microbatches between the start of their F and the end of their W
+(or B). `memory` is bytes a worker can spend on activations; a microbatch then costs `held_forward` bytes
+from F to I and `held_weight` bytes from I to W. With both given, the count is lowered to what the bytes
+allow, which is safe and simple; a planner that juggles two resources at once was not worth its branches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from everstep.core.ops import Kind, Microbatch, Worker
@@ -16,7 +22,7 @@ Grid = tuple[tuple[float, ...], ...]  # [replica][stage]
 
 
 class Done(NamedTuple):
-    """What a live worker has run of one (microbatch, stage) of a broken step. It pins the host: the stash is there."""
+    """What a live worker has run of one (microbatch, stage) of a broken step. It pins the host."""
 
     host: int
     kinds: str  # "F", "FI" or "FIW"
@@ -33,16 +39,51 @@ class Instance:
     input_grad: Grid
     weight_grad: Grid
     hop: float = 0.0
-    reduce: tuple[float, ...] = ()
-    update: tuple[float, ...] = ()
-    stash_cap: Mapping[Worker, int] | None = None  # most microbatches a worker may hold from F to W; None: no cap
+    reduce: tuple[float, ...] = ()  # per stage
+    update: tuple[float, ...] = ()  # per stage
+    stash_cap: Mapping[Worker, int] | None = None  # most microbatches a worker may hold from F to W
+    memory: Mapping[Worker, float] | None = None  # bytes a worker has for activations; None: no limit
+    held_forward: tuple[float, ...] = ()  # per stage: bytes a microbatch holds from F to I
+    held_weight: tuple[float, ...] = ()  # per stage: bytes it holds from I to W
+    boundary: tuple[float, ...] = ()  # per stage: bytes of what it sends to the next stage, and gets back
     dead: frozenset[Worker] = frozenset()
     done: Mapping[tuple[Microbatch, int], Done] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("replicas", "stages", "microbatches"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; make it at least 1.")
+        for name in ("forward", "input_grad", "weight_grad"):
+            grid: Grid = getattr(self, name)
+            if len(grid) != self.replicas or any(len(row) != self.stages for row in grid):
+                raise UserError(f"{name} must have one row per replica and one time per stage in each "
+                                f"({self.replicas} x {self.stages}).")
+        for name in ("reduce", "update", "held_forward", "held_weight", "boundary"):
+            if len(getattr(self, name)) not in (0, self.stages):
+                raise UserError(f"{name} must be empty or give one number per stage ({self.stages}).")
+        for worker in self.dead:
+            if not (0 <= worker.replica < self.replicas and 0 <= worker.stage < self.stages):
+                raise UserError(f"dead worker {worker} is outside the {self.replicas} replicas x "
+                                f"{self.stages} stages.")
         for stage in range(self.stages):
             if not self.live(stage):
-                raise UserError(f"stage {stage} has no live worker; give it one, or restore from a checkpoint.")
+                raise UserError(f"stage {stage} has no live worker; give it one, or restore a checkpoint.")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        if self.stash_cap is not None and min(self.stash_cap.values(), default=1) < 1:
+            raise UserError("stash_cap must let every worker hold at least 1 microbatch.")
+        if self.memory is not None:
+            for worker in self.workers():
+                need = self.bytes_per_microbatch(worker.stage)
+                if self.memory.get(worker, need) < need:
+                    raise UserError(f"memory of worker {worker} is {self.memory[worker]:g} bytes; one "
+                                    f"microbatch of stage {worker.stage} needs {need:g}.")
+
+    def bytes_per_microbatch(self, stage: int) -> float:
+        """The most bytes one microbatch holds at a stage."""
+        return max(self.held_forward[stage] if self.held_forward else 0.0,
+                   self.held_weight[stage] if self.held_weight else 0.0)
 
     def live(self, stage: int) -> list[int]:
         """The replicas that live at a stage."""
@@ -72,7 +113,29 @@ class Instance:
             case Kind.U:
                 return self.update[stage] if self.update else 0.0
 
+    def closing(self, stage: int) -> float:
+        """The time of a stage's reduce and update."""
+        return (self.reduce[stage] if self.reduce else 0.0) + (self.update[stage] if self.update else 0.0)
+
+    def kinds_done(self, microbatch: Microbatch, stage: int) -> str:
+        done = self.done.get((microbatch, stage))
+        return done.kinds if done else ""
+
+    def fault_free(self) -> Instance:
+        """The same step with everybody alive and nothing done: what references are measured on."""
+        return replace(self, dead=frozenset(), done={})
+
 
 def uniform(*, replicas: int, stages: int, value: float) -> Grid:
     """The same time for every worker."""
     return tuple((value,) * stages for _ in range(replicas))
+
+
+def per_stage(*, replicas: int, values: tuple[float, ...]) -> Grid:
+    """A time per stage, the same for all replicas."""
+    return tuple(values for _ in range(replicas))
+
+
+def same_cap(*, replicas: int, stages: int, cap: int) -> dict[Worker, int]:
+    """The same stash cap for every worker."""
+    return {Worker(k, s): cap for k in range(replicas) for s in range(stages)}

@@ -1,11 +1,44 @@
-"""What a planner answers: the ordered ops of every worker for one step."""
+"""What a planner answers: the ordered ops of every worker for one step, and how far from the best they can
+be.
+
+Replicas that do the same work have the same plan, so a plan keeps one list of op codes per *kind* of worker
+and writes out the ops of a worker when somebody asks for them. To the reader it is an ordinary mapping.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 from everstep.core.ops import Kind, Microbatch, Op, Worker
+
+V = TypeVar("V")
+
+
+class LazyByWorker(Mapping[Worker, V]):
+    """A mapping over workers whose values are made when first read."""
+
+    def __init__(self, workers: tuple[Worker, ...], make: Callable[[Worker], V]) -> None:
+        self._workers = dict.fromkeys(workers)
+        self._make = make
+        self._made: dict[Worker, V] = {}
+
+    def __getitem__(self, worker: Worker) -> V:
+        if worker not in self._workers:
+            raise KeyError(worker)
+        if worker not in self._made:
+            self._made[worker] = self._make(worker)
+        return self._made[worker]
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers)
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} workers>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,25 +53,59 @@ class Schedule:
                 for worker, ops in self.ops.items() for op in ops if op.microbatch is not None}
 
     def text(self) -> str:
-        """One line a worker: `1:2 = 2F1.0 2I1.0 2W1.0 2R 2U`."""
-        return "\n".join(f"{worker} = {' '.join(map(str, ops))}" for worker, ops in sorted(self.ops.items()))
+        """One line a worker: `1:2 = 2F1.0 2I1.0 2W1.0 2R 2U`; `notation.parse_schedule` is the inverse."""
+        return "\n".join(f"{worker} = {' '.join(map(str, ops))}".rstrip()
+                         for worker, ops in sorted(self.ops.items()))
+
+
+class Timed(NamedTuple):
+    """An op with its place in time."""
+
+    worker: Worker
+    op: Op
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A schedule, and how far from the best it can be."""
+    """A schedule, and how far from the best it can be.
+
+    `starts` aligns with `schedule.ops`. `period` is the time from one step to the next when the schedule
+    repeats; with a barrier between steps it equals `makespan`.
+    """
 
     mode: str
     schedule: Schedule
     period: float
     makespan: float
     lower_bound: float
+    starts: Mapping[Worker, tuple[float, ...]] = field(default_factory=dict)
+    peak_stash: Mapping[Worker, int] = field(default_factory=dict)
+    rerouted: int = 0  # (microbatch, stage) pairs that do not run at home
+    rerouted_bytes: float = 0.0  # boundary tensors that cross from one replica to another
+    because: str = ""
+
+    @property
+    def value(self) -> float:
+        """What the mode minimises."""
+        return self.period if self.mode in STAGGERED_MODES else self.makespan
 
     @property
     def gap(self) -> float:
         """How much longer than the lower bound, as a fraction."""
-        value = self.period if self.mode == "staggered" else self.makespan
-        return value / self.lower_bound - 1 if self.lower_bound else 0.0
+        return max(0.0, self.value / self.lower_bound - 1) if self.lower_bound else 0.0
+
+    def timeline(self, time: Callable[[Kind, Worker], float]) -> Iterator[Timed]:
+        """Every op with its start and end; `time` is the instance's."""
+        for worker, ops in self.schedule.ops.items():
+            for op, start in zip(ops, self.starts[worker], strict=True):
+                yield Timed(worker, op, start, start + time(op.kind, worker))
+
+
+MODES = ("1f1b", "zero-bubble", "reroute", "decoupled", "staggered")
+FUSED_MODES = frozenset({"1f1b", "reroute"})
+STAGGERED_MODES = frozenset({"staggered", "zero-bubble"})
 
 
 def closing_ops(stage: int) -> tuple[Op, Op]:

@@ -1,0 +1,189 @@
+"""List scheduling: run the step in virtual time, and whenever a worker is free give it the best op that is
+ready.
+
+The order of preference, and why:
+
+    I before F     someone upstream waits for the gradient
+    F before W     someone downstream waits for the activation; nobody waits for a weight gradient
+    F is barred    while the stash is full; only W (or B) makes room
+
+Four habits refine it; each helps some shapes and hurts others, so a `Habit` switches them and the planner
+keeps the best of a few:
+
+    alternate         after an I, an F goes before the next I: one forward, one backward, or the stages
+    below starve clear_a_place     after an I, with an F barred by a full stash, a W goes before the next I,
+    so that the F can go await_first       before the first gradient has come, rather idle than start an F
+    that would delay it await_last        when no F is left, rather idle than start a W that would delay a
+    gradient about to arrive
+
+            0  F F F F . . . I W F I W F I W I W      "." is the wait for the first gradient: what the
+            1    F F F . . I F I W F I W I W W        stash cannot fill, and the bound counts as idle
+            2      F F . I F I W F I W I W W
+            3        F I F I F I W F I W W W
+
+Events are ends of ops (a heap) and arrivals after a hop (a queue: the hop is the same for all, so they come
+in order). Everything is an index into flat lists: this loop is the planner's whole cost, about 2
+microseconds an op.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from everstep.schedule.compact import Compact
+
+
+class Habit(NamedTuple):
+    alternate: bool = True
+    clear_a_place: bool = True
+    await_first: bool = True
+    await_last: bool = True
+
+
+PLAIN = Habit(False, False, False, False)
+# In the order in which they did best over the suite of bench/schedule.py.
+HABITS = (Habit(), Habit(await_first=False, await_last=False), Habit(await_first=False),
+          Habit(await_last=False), Habit(clear_a_place=False, await_first=False),
+          Habit(alternate=False, clear_a_place=False), PLAIN, Habit(clear_a_place=False))
+
+
+def dispatch(problem: Compact, habit: Habit) -> list[list[int]]:
+    """The op codes of every folded worker, in order. Cannot deadlock: see `docs/schedules.md`."""
+    stages, hop, host, key = problem.stages, problem.hop, problem.host, problem.key
+    forward, backward, weight, fused = problem.forward, problem.backward, problem.weight, problem.fused
+    room, takes = problem.room, problem.takes
+    frees_early, frees_late = problem.frees_early, problem.frees_late
+    alternate, clear_a_place, await_first, await_last = habit
+    size, num_workers, last_stage = len(host), len(forward), stages - 1
+    stage_of = [w % stages for w in range(num_workers)]
+    forwards: list[list[int]] = [[] for _ in range(num_workers)]  # heaps of keys
+    inputs: list[list[int]] = [[] for _ in range(num_workers)]
+    weights: list[deque[int]] = [deque() for _ in range(num_workers)]  # units
+    order: list[list[int]] = [[] for _ in range(num_workers)]
+    held = [0.0] * num_workers
+    forwards_left = [0] * num_workers
+    gradient_due = [-1.0] * num_workers  # when the next gradient known to be under way arrives
+    last_was_backward = bytearray(num_workers)
+    had_backward = bytearray(num_workers)
+    busy = bytearray(num_workers)
+    running = [0] * num_workers
+    ends: list[tuple[float, int]] = []
+    arrivals: deque[tuple[float, int]] = deque()  # (time, unit): an activation; (time, ~unit): a gradient
+    done_f, done_i, done_w = bytearray(problem.have_forward), problem.have_input, problem.have_weight
+    gradient_here = bytearray(size)
+
+    for unit in range(size):
+        worker, stage = host[unit], unit % stages
+        if not done_f[unit]:
+            forwards_left[worker] += 1
+            if stage == 0 or done_f[unit - 1]:
+                heappush(forwards[worker], key[unit])
+        if not done_i[unit]:
+            gradient_here[unit] = stage == last_stage or done_i[unit + 1]
+            if done_f[unit]:
+                held[worker] += takes[worker]
+                if gradient_here[unit]:
+                    heappush(inputs[worker], key[unit])
+        elif not done_w[unit]:
+            held[worker] += frees_late[worker]
+            weights[worker].append(unit)
+
+    now = 0.0
+    free = list(range(num_workers))
+    while True:
+        for worker in free:
+            if busy[worker]:
+                continue
+            fs = forwards[worker]
+            may_forward = fs and held[worker] + takes[worker] <= room[worker]
+            if inputs[worker]:
+                if may_forward:
+                    kind = 0 if alternate and last_was_backward[worker] else 1
+                elif clear_a_place and fs and weights[worker] and last_was_backward[worker]:
+                    kind = 2
+                else:
+                    kind = 1
+            elif may_forward:
+                if await_first and not had_backward[worker]:
+                    due = gradient_due[worker]
+                    if now < due < now + forward[worker]:
+                        continue
+                kind = 0
+            elif weights[worker]:
+                if await_last and not forwards_left[worker]:
+                    due = gradient_due[worker]
+                    if now < due and 3 * (due - now) < 2 * weight[worker]:
+                        continue
+                kind = 2
+            else:
+                continue
+            if kind == 1:
+                unit = heappop(inputs[worker]) % size
+                end = now + backward[worker] - (weight[worker] if fused and done_w[unit] else 0.0)
+                last_was_backward[worker] = had_backward[worker] = 1
+                if stage_of[worker] and not done_i[unit - 1]:
+                    above = host[unit - 1]
+                    due = end + hop
+                    if gradient_due[above] <= now or due < gradient_due[above]:
+                        gradient_due[above] = due
+            elif kind == 0:
+                unit = heappop(fs) % size
+                end = now + forward[worker]
+                held[worker] += takes[worker]
+                forwards_left[worker] -= 1
+                last_was_backward[worker] = 0
+            else:
+                unit = weights[worker].popleft()
+                end = now + weight[worker]
+            busy[worker] = 1
+            running[worker] = code = 3 * unit + kind
+            order[worker].append(code)
+            heappush(ends, (end, worker))
+
+        if ends:
+            now = ends[0][0]
+            if arrivals and arrivals[0][0] < now:
+                now = arrivals[0][0]
+        elif arrivals:
+            now = arrivals[0][0]
+        else:
+            return order
+        free = []
+        while ends and ends[0][0] == now:
+            worker = heappop(ends)[1]
+            busy[worker] = 0
+            free.append(worker)
+            unit, kind = divmod(running[worker], 3)
+            if kind == 0:
+                done_f[unit] = 1
+                if gradient_here[unit]:
+                    heappush(inputs[worker], key[unit])
+                elif done_i[unit]:
+                    held[worker] -= takes[worker]  # run again for its output alone
+                if stage_of[worker] != last_stage and not done_f[unit + 1]:
+                    arrivals.append((now + hop, unit + 1))
+            elif kind == 1:
+                if fused or done_w[unit]:
+                    held[worker] -= takes[worker]
+                else:
+                    held[worker] -= frees_early[worker]
+                    weights[worker].append(unit)
+                if stage_of[worker] and not done_i[unit - 1]:
+                    arrivals.append((now + hop, ~(unit - 1)))
+            else:
+                held[worker] -= frees_late[worker]
+        while arrivals and arrivals[0][0] == now:
+            unit = arrivals.popleft()[1]
+            if unit >= 0:
+                worker = host[unit]
+                heappush(forwards[worker], key[unit])
+            else:
+                unit = ~unit
+                worker = host[unit]
+                if done_f[unit]:
+                    heappush(inputs[worker], key[unit])
+                else:
+                    gradient_here[unit] = 1
+            free.append(worker)

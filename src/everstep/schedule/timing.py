@@ -1,0 +1,108 @@
+"""When each op of a fixed order runs, and how fast the order repeats.
+
+Every op starts as early as its worker, its input and its stage's release allow. With a barrier, all stages
+are released at 0 and the answer is the makespan. Without one, a stage is released when its own update of
+the step before is done: run the order again with the ends of the last run as releases, and the ends move on
+by the period. That is the power iteration of max-plus algebra: any round's largest advance is a period the
+order can keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from everstep.schedule.compact import Compact
+
+ROUNDS = 3
+
+
+@dataclass(slots=True)
+class Timing:
+    starts: list[list[float]]  # aligned with the order
+    ends: list[float]  # per stage: end of its last op, reduce and update included
+    released: list[float]  # per stage
+
+    def period(self) -> float:
+        return max(end - released for end, released in zip(self.ends, self.released, strict=True))
+
+    def makespan(self) -> float:
+        """From the first start to the last end."""
+        return max(self.ends) - min((s[0] for s in self.starts if s), default=min(self.released))
+
+
+def steady(problem: Compact, order: Sequence[Sequence[int]], first: Timing) -> Timing:
+    """The best round found of a repeating order."""
+    best = shifted = first
+    # The first round knows no earlier one: a stage's window opens with its first op.
+    opens = [min((s[0] for s in first.starts[stage::problem.stages] if s), default=first.ends[stage] -
+                 problem.closing[stage]) for stage in range(problem.stages)]
+    best = Timing(first.starts, first.ends, opens)
+    for _ in range(ROUNDS):
+        shifted = run(problem, order, shifted.ends)
+        if shifted.period() < best.period() - 1e-12:
+            best = shifted
+        elif shifted.period() > best.period() * 1.2:
+            break
+    return best
+
+
+def run(problem: Compact, order: Sequence[Sequence[int]], released: Sequence[float]) -> Timing:
+    """Start times of a fixed order. The order must be free of deadlock, as every generator's is."""
+    stages, hop, last_stage, num_workers = problem.stages, problem.hop, problem.stages - 1, len(order)
+    past = min(released)
+    # An end of +inf means "not yet"; what was done before we started ended long ago.
+    never, long_ago = float("inf"), past - hop
+    forward_end = [long_ago if have else never for have in problem.have_forward]
+    input_end = [long_ago if have else never for have in problem.have_input]
+    have_weight = problem.have_weight
+    at = [0] * num_workers
+    clock = [released[w % stages] for w in range(num_workers)]
+    starts: list[list[float]] = [[] for _ in range(num_workers)]
+    waits_f: dict[int, int] = {}
+    waits_i: dict[int, int] = {}
+    ready = list(range(num_workers))
+    while ready:
+        worker = ready.pop()
+        codes, position, now, mine = order[worker], at[worker], clock[worker], starts[worker]
+        stage, num_codes = worker % stages, len(order[worker])
+        f, b, w = problem.forward[worker], problem.backward[worker], problem.weight[worker]
+        b_again = b - w if problem.fused else b  # its weight gradient is in the sum already
+        while position < num_codes:
+            unit, kind = divmod(codes[position], 3)
+            if kind == 0:
+                if stage:
+                    came = forward_end[unit - 1] + hop
+                    if came > now:
+                        if came == never:
+                            waits_f[unit - 1] = worker
+                            break
+                        now = came
+                mine.append(now)
+                now += f
+                forward_end[unit] = now
+                if unit in waits_f:
+                    ready.append(waits_f.pop(unit))
+            elif kind == 1:
+                if stage != last_stage:
+                    came = input_end[unit + 1] + hop
+                    if came > now:
+                        if came == never:
+                            waits_i[unit + 1] = worker
+                            break
+                        now = came
+                mine.append(now)
+                now += b_again if have_weight[unit] else b
+                input_end[unit] = now
+                if unit in waits_i:
+                    ready.append(waits_i.pop(unit))
+            else:
+                mine.append(now)
+                now += w
+            position += 1
+        at[worker] = position
+        clock[worker] = now
+    assert all(len(s) == len(o) for s, o in zip(starts, order, strict=True)), "the order deadlocks"
+    ends = [max((clock[w] for w in range(stage, num_workers, stages) if order[w]), default=released[stage])
+            + problem.closing[stage] for stage in range(stages)]
+    return Timing(starts, ends, list(released))
