@@ -78,7 +78,7 @@ def time_order(problem: Compact, order: list[list[int]], mode: str) -> Timing:
 def answer(instance: Instance, mode: str, problem: Compact, order: list[list[int]], timing: Timing,
            bound: float) -> Planned:
     """Unfold a compact order into a plan; ops and start times are written out when they are read."""
-    workers = tuple(instance.workers())
+    workers = instance.workers
     stages = problem.stages
     origin = min((s[0] for s in timing.starts if s), default=min(timing.released))
 

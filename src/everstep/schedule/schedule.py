@@ -7,7 +7,7 @@ and writes out the ops of a worker when somebody asks for them. To the reader it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -17,25 +17,31 @@ V = TypeVar("V")
 
 
 class LazyByWorker(Mapping[Worker, V]):
-    """A mapping over workers whose values are made when first read."""
+    """A mapping over workers; who they are is asked, and values are made, when first read."""
 
-    def __init__(self, workers: tuple[Worker, ...], make: Callable[[Worker], V]) -> None:
-        self._workers = dict.fromkeys(workers)
+    def __init__(self, who: Callable[[], Iterable[Worker]], make: Callable[[Worker], V]) -> None:
+        self._who = who
         self._make = make
+        self._known: dict[Worker, None] | None = None
         self._made: dict[Worker, V] = {}
 
     def __getitem__(self, worker: Worker) -> V:
-        if worker not in self._workers:
+        if worker not in self._workers():
             raise KeyError(worker)
         if worker not in self._made:
             self._made[worker] = self._make(worker)
         return self._made[worker]
 
     def __iter__(self) -> Iterator[Worker]:
-        return iter(self._workers)
+        return iter(self._workers())
 
     def __len__(self) -> int:
-        return len(self._workers)
+        return len(self._workers())
+
+    def _workers(self) -> dict[Worker, None]:
+        if self._known is None:
+            self._known = dict.fromkeys(self._who())
+        return self._known
 
     def __repr__(self) -> str:
         return f"<{len(self)} workers>"

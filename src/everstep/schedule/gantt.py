@@ -1,0 +1,217 @@
+"""A schedule as a Gantt chart: SVG written here, PNG through matplotlib (extra `plot`).
+
+Both are drawn from one `Picture`, a list of boxes and words, so they cannot differ. A row is a worker, a
+band of rows a replica. Colour says the kind of op; re-routed work is darker, with a bold frame, and names
+its home; what shows through between the boxes is idle time, which is what the planner fights. Dead workers
+keep their row, crossed out: an empty row says more than a missing one. The lower bound is a dashed line,
+right or left of the last op.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from xml.sax.saxutils import escape
+
+from everstep.core.ops import Kind, Worker
+from everstep.errors import UserError
+from everstep.schedule.instance import Instance
+from everstep.schedule.schedule import STAGGERED_MODES, Planned
+
+COLOURS = {Kind.F: "#8ecae6", Kind.I: "#ffb703", Kind.W: "#95d5b2", Kind.B: "#fb8500", Kind.R: "#b8a9c9",
+           Kind.U: "#7d6b91"}
+REROUTED = {Kind.F: "#1d6fa3", Kind.I: "#c26a00", Kind.W: "#2d7a4f", Kind.B: "#b04a00"}
+NAMES = {Kind.F: "forward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.B: "backward",
+         Kind.R: "reduce", Kind.U: "update"}
+INK, PALE, IDLE, FRAME = "#22223b", "#6c757d", "#f1f3f5", "#11111f"
+WIDTH, LEFT, TOP, ROW, GAP, FOOT = 1280.0, 74.0, 92.0, 22.0, 10.0, 46.0
+MOST_ROWS = 48
+
+
+@dataclass(slots=True)
+class Box:
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    stroke: str = "#ffffff"
+    stroke_width: float = 0.7
+    tip: str = ""
+
+
+@dataclass(slots=True)
+class Word:
+    x: float
+    y: float
+    text: str
+    size: float = 11.0
+    fill: str = INK
+    anchor: str = "start"
+    bold: bool = False
+
+
+@dataclass(slots=True)
+class Line:
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+    stroke: str
+    dashed: bool = False
+
+
+@dataclass(slots=True)
+class Picture:
+    width: float
+    height: float
+    boxes: list[Box] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+    words: list[Word] = field(default_factory=list)
+
+
+def picture(instance: Instance, planned: Planned, *, title: str = "", most_rows: int = MOST_ROWS) -> Picture:
+    """Lay the chart out. Beyond `most_rows` workers the broken replicas come first: they are of interest."""
+    rows = _rows(instance, most_rows)
+    span = max(planned.makespan, planned.lower_bound)
+    scale = (WIDTH - LEFT - 24) / span if span else 1.0
+    bottom = max(rows.values()) + ROW
+    drawing = Picture(WIDTH, bottom + FOOT)
+    for worker, y in rows.items():
+        drawing.words.append(Word(LEFT - 8, y + ROW * 0.7, str(worker), 10.5, PALE, "end"))
+        dead = worker in instance.dead
+        drawing.boxes.append(Box(LEFT, y, span * scale, ROW - 2, "#fbe9e7" if dead else IDLE, "none", 0.0))
+        if dead:
+            drawing.lines.append(Line(LEFT + 44, y + ROW / 2 - 1, LEFT + span * scale, y + ROW / 2 - 1, "#e5989b"))
+            drawing.words.append(Word(LEFT + 8, y + ROW * 0.68, "dead", 10.5, "#c1121f", bold=True))
+    for timed in planned.timeline(instance.time):
+        if timed.worker not in rows or timed.end <= timed.start:
+            continue
+        op, y = timed.op, rows[timed.worker]
+        away = op.microbatch is not None and op.microbatch.home != timed.worker.replica
+        width = (timed.end - timed.start) * scale
+        box = Box(LEFT + timed.start * scale, y, width, ROW - 2, (REROUTED if away else COLOURS)[op.kind],
+                  FRAME if away else "#ffffff", 1.3 if away else 0.7,
+                  f"{op} on {timed.worker}, {timed.start:g} to {timed.end:g}")
+        drawing.boxes.append(box)
+        label = "" if op.microbatch is None else str(op.microbatch) if away else str(op.microbatch.number)
+        if width > 6.2 * len(label) + 2:
+            drawing.words.append(Word(box.x + width / 2, y + ROW * 0.66, label, 9.5,
+                                      "#ffffff" if away else INK, "middle", away))
+    _furniture(instance, planned, drawing, title, bottom, scale)
+    return drawing
+
+
+def _rows(instance: Instance, most_rows: int) -> dict[Worker, float]:
+    rows: dict[Worker, float] = {}
+    y = TOP
+    broken = {w.replica for w in instance.dead}
+    order = sorted(range(instance.replicas), key=lambda k: (k not in broken, k))
+    shown = sorted(order[:max(1, most_rows // instance.stages)])
+    for replica in shown:
+        for stage in range(instance.stages):
+            rows[Worker(replica, stage)] = y
+            y += ROW
+        y += GAP
+    return rows
+
+
+def _furniture(instance: Instance, planned: Planned, drawing: Picture, title: str, bottom: float,
+               scale: float) -> None:
+    """Title, legend, axis, bound."""
+    staggered = planned.mode in STAGGERED_MODES
+    distance = "the best possible" if planned.gap < 1e-9 else f"at most {planned.gap:.1%} above the best possible"
+    heading = title or f"{planned.mode}: {'period' if staggered else 'makespan'} {planned.value:g}, {distance}"
+    drawing.words.append(Word(LEFT, 30, heading, 18, INK, bold=True))
+    shape = (f"{instance.replicas} replicas x {instance.stages} stages x "
+             f"{instance.microbatches} microbatches, {len(instance.dead)} dead, {planned.rerouted} re-routed")
+    drawing.words.append(Word(LEFT, 50, shape, 12, PALE))
+    x = LEFT
+    used = {op.kind for ops in list(planned.schedule.ops.values())[:1] for op in ops}
+    for kind in (k for k in Kind if k in used and (k not in (Kind.R, Kind.U) or instance.closing(0))):
+        drawing.boxes.append(Box(x, 62, 14, 14, COLOURS[kind]))
+        drawing.words.append(Word(x + 19, 73, NAMES[kind], 11.5))
+        x += 32 + 6.6 * len(NAMES[kind])
+    for name, box in (("re-routed (home.number)", Box(x, 62, 14, 14, REROUTED[Kind.F], FRAME, 1.3)),):
+        drawing.boxes.append(box)
+        drawing.words.append(Word(x + 19, 73, name, 11.5))
+        x += 32 + 6.6 * len(name)
+    drawing.boxes.append(Box(x, 62, 14, 14, IDLE, "#ced4da", 0.7))
+    drawing.words.append(Word(x + 19, 73, "idle", 11.5))
+    span = max(planned.makespan, planned.lower_bound)
+    for tick in _ticks(span):
+        at = LEFT + tick * scale
+        drawing.lines.append(Line(at, bottom, at, bottom + 5, PALE))
+        drawing.words.append(Word(at, bottom + 18, f"{tick:g}", 10.5, PALE, "middle"))
+    if not staggered:
+        at = LEFT + planned.lower_bound * scale
+        drawing.lines.append(Line(at, TOP - 6, at, bottom, "#c1121f", dashed=True))
+        drawing.words.append(Word(at - 4, bottom + 34, f"no schedule can end before {planned.lower_bound:g}",
+                                  10.5, "#c1121f", "end"))
+    else:
+        best = "no schedule can do better" if planned.gap < 1e-9 else f"the bound is {planned.lower_bound:g}"
+        note = f"a stage starts its next step when its own update is done, every {planned.period:g}; {best}"
+        drawing.words.append(Word(LEFT, bottom + 34, note, 10.5, PALE))
+
+
+def _ticks(span: float) -> Iterator[float]:
+    step = 10.0 ** len(str(int(span))) / 100 if span >= 1 else span / 10
+    for factor in (1, 2, 5, 10, 20, 50):
+        if span / (step * factor) <= 16:
+            step *= factor
+            break
+    count = int(span / step + 1e-9)
+    return (round(i * step, 9) for i in range(count + 1))
+
+
+def svg(drawing: Picture) -> str:
+    """The picture as an SVG document; hovering over a box names its op."""
+    size = f"{drawing.width:g} {drawing.height:g}"
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{drawing.width:g}" height="{drawing.height:g}" '
+             f'viewBox="0 0 {size}" font-family="Helvetica, Arial, sans-serif">',
+             '<rect width="100%" height="100%" fill="#ffffff"/>']
+    for box in drawing.boxes:
+        tip = f"<title>{escape(box.tip)}</title>" if box.tip else ""
+        parts.append(f'<rect x="{box.x:.2f}" y="{box.y:.2f}" width="{box.width:.2f}" '
+                     f'height="{box.height:.2f}" rx="2" fill="{box.fill}" '
+                     f'stroke="{box.stroke}" stroke-width="{box.stroke_width:g}">{tip}</rect>')
+    for line in drawing.lines:
+        dash = ' stroke-dasharray="5 4"' if line.dashed else ""
+        parts.append(f'<line x1="{line.x1:.2f}" y1="{line.y1:.2f}" x2="{line.x2:.2f}" y2="{line.y2:.2f}" '
+                     f'stroke="{line.stroke}" stroke-width="1.2"{dash}/>')
+    for word in drawing.words:
+        weight = ' font-weight="bold"' if word.bold else ""
+        parts.append(f'<text x="{word.x:.2f}" y="{word.y:.2f}" font-size="{word.size:g}" fill="{word.fill}" '
+                     f'text-anchor="{word.anchor}"{weight}>{escape(word.text)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def png(drawing: Picture, *, dots_per_inch: int = 144) -> bytes:
+    """The picture as PNG bytes."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import FancyBboxPatch
+    except ImportError:
+        raise UserError("a PNG needs matplotlib; install it with: pip install 'everstep[plot]', or ask for "
+                        "an .svg.") from None
+    figure = Figure(figsize=(drawing.width / 96, drawing.height / 96), dpi=dots_per_inch, facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, drawing.width)
+    axes.set_ylim(drawing.height, 0)
+    axes.axis("off")
+    for box in drawing.boxes:
+        axes.add_patch(FancyBboxPatch((box.x, box.y), box.width, box.height, facecolor=box.fill,
+                                      boxstyle="round,pad=0,rounding_size=2", edgecolor=box.stroke,
+                                      linewidth=box.stroke_width * 0.75))
+    for line in drawing.lines:
+        axes.plot((line.x1, line.x2), (line.y1, line.y2), color=line.stroke, linewidth=0.9,
+                  linestyle=(0, (5, 4)) if line.dashed else "-")
+    for word in drawing.words:
+        axes.text(word.x, word.y, word.text, fontsize=word.size * 0.72, color=word.fill, va="baseline",
+                  ha={"start": "left", "end": "right", "middle": "center"}[word.anchor],
+                  fontweight="bold" if word.bold else "normal")
+    out = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(out)  # type: ignore[no-untyped-call]
+    return out.getvalue()
