@@ -109,6 +109,7 @@ class Incident:
     replayed_elsewhere: int = 0
     epoch: int = 0
     restored_from: int | None = None
+    killed_at: float | None = None  # where the killer is known, as in a demo
     story: list[str] = field(default_factory=list)
 
 

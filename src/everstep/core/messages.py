@@ -131,7 +131,10 @@ class SumChunk:
 
 @dataclass(frozen=True, slots=True)
 class AssembleSum:
-    """Put the chunks of all owners together, or take a peer's whole sum."""
+    """Put the chunks of all owners together, or take a peer's whole sum.
+
+    Answer: the whole sum's sum of squares where it is not that of its chunks (a tied pair inside one stage), else None.
+    """
 
     step: int
     members: tuple[int, ...]

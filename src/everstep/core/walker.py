@@ -206,7 +206,7 @@ class Walker:
             case SumChunk():
                 self._summed(task, float(answer))
             case AssembleSum():
-                self._assembled(task)
+                self._assembled(task, answer)
             case CombineTied():
                 self.now.combined = True
                 self.now.sum_of_squares = float(answer)
@@ -288,10 +288,10 @@ class Walker:
         now = self.now
         copy = Parcel(What.COPY, self._attempt(now.step), now.step, self.me.stage)
         if copy in self.box:
-            return AssembleSum(now.step, self._peers(now.step), (copy,))
+            return AssembleSum(now.step, self.peers(now.step), (copy,))
         if now.own_part is None:
             return Contribute(now.step)
-        peers = self._peers(now.step)
+        peers = self.peers(now.step)
         others = [k for k in peers if k != self.me.replica]
         if now.own_chunk_squares is None:
             parts = [self._part(now, sender=k, owner=self.me.replica) for k in others]
@@ -317,7 +317,7 @@ class Walker:
         for peer in self._other_peers(task.step):
             self._send(self._chunk(self.now, owner=self.me.replica), peer, squares)
 
-    def _assembled(self, task: AssembleSum) -> None:
+    def _assembled(self, task: AssembleSum, squares: float | None) -> None:
         now = self.now
         if task.chunks and task.chunks[0].what is What.COPY:
             now.reduced_squares, now.everyone = self.box[task.chunks[0]]
@@ -325,6 +325,8 @@ class Walker:
             of = {chunk.sender: float(self.box[chunk]) for chunk in task.chunks}
             of[self.me.replica] = now.own_chunk_squares or 0.0
             now.reduced_squares = math.fsum(of[k] for k in task.members)
+        if squares is not None:
+            now.reduced_squares = squares
         for chunk in task.chunks:
             self._use(chunk)
         now.holds_sum = True
@@ -462,7 +464,7 @@ class Walker:
             return Snapshot(self.snapshots_due[0], self.now.step - 1)
         every = self.rules.checkpoint_every
         if before is not None and every and before.step % every == 0 and not before.saved:
-            if self._peers(before.step)[0] == self.me.replica:
+            if self.peers(before.step)[0] == self.me.replica:
                 return SaveCheckpoint(before.step)
             before.saved = True
         return None
@@ -592,7 +594,7 @@ class Walker:
         self._tell_news(state.step, sealed)
 
     def _tell_news(self, step: int, sealed: TellSealed) -> None:
-        if self._peers(step)[0] == self.me.replica:
+        if self.peers(step)[0] == self.me.replica:
             self._commands.append(sealed)
         for target in self._wards(step):
             self._send(Parcel(What.NEWS, self._attempt(step), step, self.me.stage), target, sealed.sum_of_squares)
@@ -645,11 +647,12 @@ class Walker:
         fitting = [m for m in self.members if m.from_step <= step]
         return fitting[-1] if fitting else self.members[0]
 
-    def _peers(self, step: int) -> tuple[int, ...]:
+    def peers(self, step: int) -> tuple[int, ...]:
+        """The replicas of this worker's stage in a step, itself among them."""
         return self._members(step).live[self.me.stage]
 
     def _other_peers(self, step: int) -> list[Worker]:
-        return [Worker(k, self.me.stage) for k in self._peers(step) if k != self.me.replica]
+        return [Worker(k, self.me.stage) for k in self.peers(step) if k != self.me.replica]
 
     def _round(self, step: int) -> int:
         return self._members(step).rounds[self.me.stage]

@@ -132,6 +132,10 @@ class Stage:
                 self._views[parameter].add_(grad)
         del self._stashes[step, microbatch]
 
+    def drop(self, step: int, microbatch: int) -> None:
+        """Let go of a microbatch between I and W, so that it leaves no trace in the gradients."""
+        del self._stashes[step, microbatch]
+
     def loss(self, step: int, microbatch: int) -> Tensor:
         """The loss of a microbatch of this step or the one before: 0-dim, fp32, last stage only."""
         return self._losses[step, microbatch]
@@ -165,6 +169,31 @@ class Stage:
                 b.copy_(a.add_(b))
 
     # What is here.
+
+    @property
+    def gradients(self) -> Tensor:
+        """The flat sum of all W since the last taking."""
+        return self._gradients
+
+    @property
+    def has_tied_pair(self) -> bool:
+        """Are both halves of a tied pair here?"""
+        return any(a in self.slots and b in self.slots for a, b in self.model.tied)
+
+    def tied_part(self, flat: Tensor) -> Tensor:
+        """This stage's halves of the tied pairs whose other halves are elsewhere, one after the other."""
+        return torch.cat([self.slots[name].of(flat).reshape(-1) for name in self._tied_elsewhere()])
+
+    def set_tied_part(self, flat: Tensor, part: Tensor) -> None:
+        """The inverse of `tied_part`."""
+        for name in self._tied_elsewhere():
+            here = self.slots[name].of(flat)
+            here.copy_(part[:here.numel()].view(here.shape))
+            part = part[here.numel():]
+
+    def _tied_elsewhere(self) -> list[str]:
+        return [name for pair in self.model.tied for name in pair
+                if name in self.slots and not all(half in self.slots for half in pair)]
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat buffer of this stage by logical name."""

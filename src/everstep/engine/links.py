@@ -1,0 +1,228 @@
+"""Connections between workers: plain TCP sockets of our own, one thread for all of them.
+
+Rejected: gloo. A worker blocked in it on a live peer cannot be freed, a group must be re-formed when one member dies,
+and it cannot be told which source port to use. Here a send is a name and bytes; a dead peer's socket closes and
+nothing else changes; a receive goes straight into the tensor's memory.
+
+Each ordered pair of workers has one connection, opened by the sender at its first message, so messages between two
+workers keep their order. A sender that finds its socket idle writes at once, in its own thread: a small message costs
+no thread switch. What the kernel does not take goes on in the I/O thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from everstep.core.messages import Parcel
+from everstep.engine import frames
+from everstep.errors import PeerError
+
+
+class Address(NamedTuple):
+    """Where a worker's process listens. A new process of the same place has another port."""
+
+    host: str
+    port: int
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    address: Address
+    socket: socket.socket
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    queue: deque[memoryview] = field(default_factory=deque)
+    connected: bool = False
+    broken: bool = False
+    registered: int = 0
+
+
+@dataclass(slots=True)
+class _Receiving:
+    socket: socket.socket
+    greeted: bytearray = field(default_factory=bytearray)
+    frame: frames.Incoming | None = None
+
+
+class Links:
+    """All connections of one worker. `deliver` is called in the I/O thread with every whole message."""
+
+    def __init__(self, *, token: bytes, host: str, deliver: Callable[[frames.Incoming], None],
+                 broken: Callable[[Address], None], empty: Any) -> None:
+        self._token = token
+        self._deliver, self._broken, self._empty = deliver, broken, empty
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self._listener.setblocking(False)
+        self.address = Address(*self._listener.getsockname()[:2])
+        self._wake_out, self._wake_in = os.pipe()
+        os.set_blocking(self._wake_out, False)
+        self._out: dict[Address, _Outgoing] = {}
+        self._ask: deque[_Outgoing] = deque()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="links", daemon=True)
+
+    def start(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wake()
+        self._thread.join(timeout=2)
+
+    def send(self, to: Address, kind: str, parcel: Parcel | None, facts: Any, tensor: Tensor | None) -> None:
+        """Send, or queue. Never blocks; the tensor must not be written to until its step is over."""
+        head = frames.encode(kind, parcel, facts, tensor)
+        link = self._out.get(to)
+        if link is None or link.broken:
+            link = self._open(to)
+        with link.lock:
+            link.queue.append(memoryview(head))
+            if tensor is not None and tensor.numel():
+                link.queue.append(frames.raw(tensor))
+            if link.connected and len(link.queue) <= 2:
+                self._push(link)
+            if link.queue or link.broken:
+                self._ask.append(link)
+                self._wake()
+
+    def forget(self, keep: set[Address]) -> None:
+        """Close the connections to everybody else."""
+        for address in [a for a in self._out if a not in keep]:
+            link = self._out.pop(address)
+            link.broken = True
+            self._ask.append(link)
+        self._wake()
+
+    # -------------------------------------------------------------- sending
+
+    def _open(self, to: Address) -> _Outgoing:
+        sock = socket.socket()
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(BlockingIOError):
+            sock.connect(to)
+        link = _Outgoing(to, sock)
+        link.queue.append(memoryview(self._token))
+        self._out[to] = link
+        return link
+
+    def _push(self, link: _Outgoing) -> None:
+        """Give the kernel what it takes. The caller holds the lock."""
+        try:
+            while link.queue:
+                sent = link.socket.sendmsg(list(link.queue)[:16])
+                while link.queue and sent >= len(link.queue[0]):
+                    sent -= len(link.queue.popleft())
+                if sent:
+                    link.queue[0] = link.queue[0][sent:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            link.broken = True
+            link.queue.clear()
+
+    def _wake(self) -> None:
+        os.write(self._wake_in, b"!")
+
+    # -------------------------------------------------------------- the I/O thread
+
+    def _run(self) -> None:
+        while not self._stopped:
+            for key, events in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fd == self._wake_out:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_out, 4096)
+                    while self._ask:
+                        self._watch(self._ask.popleft())
+                elif isinstance(key.data, _Outgoing):
+                    self._progress(key.data, events)
+                else:
+                    self._receive(key.data)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        sock.setblocking(False)
+        self._selector.register(sock, selectors.EVENT_READ, _Receiving(sock))
+
+    def _watch(self, link: _Outgoing) -> None:
+        """Registers interest: in writing while something is queued, always in the peer's closing."""
+        if link.broken:
+            self._drop(link)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.queue else 0)
+        if not link.registered:
+            self._selector.register(link.socket, wanted, link)
+        elif link.registered != wanted:
+            self._selector.modify(link.socket, wanted, link)
+        link.registered = wanted
+
+    def _progress(self, link: _Outgoing, events: int) -> None:
+        with link.lock:
+            if not link.connected and events & selectors.EVENT_WRITE:
+                link.connected = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+                link.broken |= not link.connected
+            if events & selectors.EVENT_READ and not link.broken:
+                try:  # peers never write on this socket: readable means closed
+                    link.broken |= not link.socket.recv(1)
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    link.broken = True
+            if link.connected and not link.broken:
+                self._push(link)
+        self._watch(link)
+
+    def _drop(self, link: _Outgoing) -> None:
+        if link.registered:
+            self._selector.unregister(link.socket)
+            link.registered = 0
+        link.socket.close()
+        link.queue.clear()
+        if self._out.get(link.address) is link:
+            del self._out[link.address]
+            self._broken(link.address)
+
+    def _receive(self, conn: _Receiving) -> None:
+        try:
+            self._read(conn)
+        except BlockingIOError:
+            return
+        except (OSError, PeerError, ValueError):
+            self._selector.unregister(conn.socket)
+            conn.socket.close()
+
+    def _read(self, conn: _Receiving) -> None:
+        while len(conn.greeted) < len(self._token):
+            got = conn.socket.recv(len(self._token) - len(conn.greeted))
+            if not got:
+                raise PeerError("closed before the greeting")
+            conn.greeted += got
+            if len(conn.greeted) == len(self._token) and not hmac.compare_digest(conn.greeted, self._token):
+                raise PeerError("a stranger")
+        for _ in range(64):  # then let the others have their turn
+            if conn.frame is None:
+                conn.frame = frames.Incoming(self._empty)
+            count = conn.socket.recv_into(conn.frame.want)
+            if count == 0:
+                raise PeerError("closed")
+            if conn.frame.took(count):
+                frame, conn.frame = conn.frame, None
+                self._deliver(frame)

@@ -1,0 +1,58 @@
+"""What a worker trains: a job's settings with its model, data and optimizer, found or given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.core.walker import Rules
+from everstep.engine import device as devices
+from everstep.engine.data import Dataset
+from everstep.engine.job import Job
+from everstep.engine.model import Model, partition
+from everstep.engine.optimizer import OptimizerFactory, Updater
+from everstep.engine.resolve import data_of, model_of, optimizer_of
+from everstep.engine.stage import Stage
+from everstep.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    job: Job
+    model: Model
+    data: Dataset
+    optimizer: OptimizerFactory
+
+    @staticmethod
+    def of(job: Job) -> Program:
+        """From the words of a job file."""
+        return Program(job, model_of(job), data_of(job), optimizer_of(job))
+
+    def rules(self) -> Rules:
+        job = self.job
+        return Rules(replicas=job.replicas, stages=job.stages, microbatches=job.microbatches, steps=job.steps,
+                     clip=job.optimizer.clip, stagger=job.optimizer.stagger, tied=self._tied_stages(),
+                     checkpoint_every=job.checkpoint.interval if job.checkpoint else 0)
+
+    def build(self, stage: int, *, index: int = 0) -> tuple[Stage, Updater]:
+        """One worker's layers and their optimizer. `index` spreads workers over GPUs."""
+        job = self.job
+        made = Stage(self.model, partition(self.model, job.stages)[stage], data=self.data,
+                     device=devices.pick(job.device, index), seed=job.seed, precision=job.precision,
+                     accumulate=job.accumulate, recompute=job.recompute)
+        return made, Updater(made, self.optimizer, lambda step: job.rate(step - 1))
+
+    def _tied_stages(self) -> tuple[int, int] | None:
+        """The two stages that hold the halves of tied pairs; None when every pair is within a stage."""
+        parts = partition(self.model, self.job.stages)
+        names = self.model.names
+
+        def stage_of(parameter: str) -> int:
+            owner = max((name for name in names if parameter.startswith(name + ".")), key=len)
+            return next(s for s, layers in enumerate(parts) if names.index(owner) in layers)
+
+        apart = {(stage_of(a), stage_of(b)) for a, b in self.model.tied if stage_of(a) != stage_of(b)}
+        pairs = {(min(pair), max(pair)) for pair in apart}
+        if len(pairs) > 1:
+            raise UserError(f"tied parameters lie in {len(pairs)} different pairs of stages; one pair of stages "
+                            "can share tensors: use fewer stages or tie fewer layers.")
+        return pairs.pop() if pairs else None

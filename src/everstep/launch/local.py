@@ -1,0 +1,369 @@
+"""A whole task on this machine: nursery, workers, recovery, log and checkpoints in one process tree, no second shell.
+
+One thread, one selector. Workers' exits come from pidfds, their words from Unix sockets; both become events for
+`core.recovery`, whose actions are carried out here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.checkpoint import folder
+from everstep.core import actions as act
+from everstep.core import events as ev
+from everstep.core.ops import Kind, Microbatch, Worker
+from everstep.core.recovery import Policy, Recovery
+from everstep.core.survey import Shape
+from everstep.engine.beacon import Beacon, Reading
+from everstep.engine.faults import Fault
+from everstep.engine.job import Job
+from everstep.launch.profile import Profile
+from everstep.node import wire
+from everstep.node.nursery import Child, Nursery, exit_reason
+from everstep.schedule import plan
+from everstep.schedule.answer import answer
+
+Watcher = Callable[[str, Any], None]  # ("step" | "incident" | "action" | "worker" | "tick", what)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRow:
+    """One line of the step log."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    seconds: float
+    epoch: int
+    attempt: int
+    at: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a run leaves to tell."""
+
+    rows: list[StepRow] = field(default_factory=list)
+    incidents: list[act.Incident] = field(default_factory=list)
+    issued: int = 0
+    committed: int = 0
+    replayed_elsewhere: int = 0
+    failure: str | None = None
+    refused_checkpoints: list[str] = field(default_factory=list)
+    resumed_from: int = 0
+    losses: dict[int, dict[Microbatch, float]] = field(default_factory=dict)
+
+    def by_step(self) -> dict[int, StepRow]:
+        """The row that counts of each step: the last attempt's."""
+        return {row.step: row for row in self.rows}
+
+
+@dataclass(slots=True)
+class _Process:
+    worker: Worker
+    incarnation: int
+    child: Child
+    beacon: Beacon
+    line: socket.socket | None = None
+    address: list[Any] | None = None
+    unpacker: wire.Unpacker = field(default_factory=wire.Unpacker)
+
+
+class LocalTask:
+    """Runs one job to its end. `run` blocks; `watch` is told what happens meanwhile."""
+
+    def __init__(self, job: Job, *, nursery: Nursery, faults: tuple[Fault, ...] = (), policy: Policy | None = None,
+                 watch: Watcher = lambda kind, what: None, script: list[str] | None = None,
+                 tick_s: float = 0.1) -> None:
+        self.job, self.nursery, self.faults, self.watch, self.script = job, nursery, faults, watch, script
+        self.policy = policy or Policy()
+        self.tick_s = tick_s
+        self.shape = Shape(job.replicas, job.stages, job.microbatches)
+        self.profile = Profile(self.shape)
+        self.outcome = Outcome()
+        self.processes: dict[Worker, _Process] = {}
+        self._selector = selectors.DefaultSelector()
+        self._token = secrets.token_hex(32)
+        self._over = False
+        self._killed_at: dict[Worker, float] = {}
+        self._parts: dict[int, dict[str, Any]] = {}
+        self._last_step_at = 0.0
+        self._log: Any = None
+
+    # -------------------------------------------------------------- life
+
+    def run(self) -> Outcome:
+        first = self._newest_checkpoint() + 1
+        self.outcome.resumed_from = first - 1
+        self.recovery = Recovery(self.shape, steps=self.job.steps, policy=self.policy, first_step=first)
+        if first > self.job.steps:
+            return self.outcome
+        with tempfile.TemporaryDirectory(prefix="everstep-") as name:
+            self._dir = Path(name)
+            try:
+                self._open()
+                self._perform(self.recovery.begin())
+                while not self._over:
+                    self._turn()
+            finally:
+                self._close()
+        self.outcome.incidents = self.recovery.incidents
+        self.outcome.issued = (self.job.steps - first + 1) * self.job.microbatches_in_step
+        return self.outcome
+
+    def kill(self, worker: Worker) -> None:
+        """SIGKILL, and remember when."""
+        self._killed_at[worker] = time.monotonic()
+        os.kill(self.processes[worker].child.pid, signal.SIGKILL)
+
+    def readings(self) -> dict[Worker, Reading | None]:
+        """What every live worker is doing right now."""
+        return {worker: process.beacon.read() for worker, process in self.processes.items()}
+
+    def _open(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self._dir / "agent"))
+        self._listener.listen(128)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        if self.job.log is not None:
+            path = self.job.path(self.job.log)
+            path.mkdir(parents=True, exist_ok=True)
+            self._log = (path / "steps.jsonl").open("a", encoding="utf-8")
+
+    def _close(self) -> None:
+        for process in list(self.processes.values()):
+            self._tell(process, {"kind": "stop"})
+        deadline = time.monotonic() + 20.0
+        while self.processes and time.monotonic() < deadline:
+            self._turn()
+        for process in list(self.processes.values()):
+            os.kill(process.child.pid, signal.SIGKILL)
+            self._bury(process)
+        self._listener.close()
+        self._selector.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(self.tick_s):
+            key.data(key.fileobj)
+        self.watch("tick", self)
+
+    # -------------------------------------------------------------- events
+
+    def _hear(self, event: ev.Event) -> None:
+        self._perform(self.recovery.handle(event, time.monotonic()))
+
+    def _accept(self, listener: Any) -> None:
+        sock, _ = listener.accept()
+        unpacker = wire.Unpacker()
+
+        def greet(sock: Any) -> None:
+            data = sock.recv(1 << 16)
+            for message in unpacker.feed(data):
+                worker = Worker(*map(int, message["worker"].split(":")))
+                process = self.processes.get(worker)
+                if process is not None and process.child.pid == message["pid"]:
+                    process.line, process.address = sock, message["address"]
+                    self._selector.modify(sock, selectors.EVENT_READ, lambda _: self._listen(process))
+                    self._hear(ev.WorkerStarted(worker=worker, incarnation=process.incarnation))
+                    return
+            if not data:
+                self._selector.unregister(sock)
+                sock.close()
+
+        self._selector.register(sock, selectors.EVENT_READ, greet)
+
+    def _listen(self, process: _Process) -> None:
+        assert process.line is not None
+        try:
+            data = process.line.recv(1 << 20)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._selector.unregister(process.line)
+            process.line.close()
+            process.line = None
+            return
+        for message in process.unpacker.feed(data):
+            self._said(process, message)
+
+    def _said(self, process: _Process, said: Mapping[str, Any]) -> None:
+        worker = process.worker
+        match said["kind"]:
+            case "ledger":
+                self._hear(ev.LedgerReported(worker=worker, epoch=said["epoch"], ledger=wire.ledger_in(said["ledger"])))
+            case "sealed":
+                self.profile.learn(worker, {Kind(k): v for k, v in said["times"].items()})
+                self._hear(ev.StepSealed(step=said["step"], stage=worker.stage, microbatches=said["microbatches"],
+                                         executed=said["executed"], losses=wire.losses_in(said["losses"]),
+                                         sum_of_squares=said["sum_of_squares"]))
+            case "invalid":
+                self._hear(ev.UpdateInvalidated(worker=worker, step=said["step"], norm=said["norm"],
+                                                attempt=said["attempt"]))
+            case "copied":
+                self._hear(ev.StateCopied(worker=worker, incarnation=process.incarnation,
+                                          state_step=said["state_step"]))
+            case "resumed":
+                self._hear(ev.WorkerResumed(worker=worker, epoch=said["epoch"], at=said["at_ns"] / 1e9))
+            case "saved":
+                self._parts.setdefault(said["step"], {})[said["part"]["file"]] = said["part"]
+                self._commit_checkpoints()
+            case "raised":
+                self.watch("raised", (worker, said["error"], said["traceback"]))
+                self._hear(ev.WorkerRaised(worker=worker, incarnation=process.incarnation, error=said["error"],
+                                           where=said["where"]))
+
+    def _exited(self, process: _Process) -> None:
+        """A pidfd is readable: the process is gone. Hear its last words first."""
+        if process.line is not None:
+            process.line.setblocking(False)
+            try:
+                while process.line is not None:
+                    self._listen(process)
+            except BlockingIOError:
+                pass
+        reading = process.beacon.read()
+        reason = exit_reason(process.child.pid)
+        self._bury(process)
+        if reading is not None and reading.doing.startswith("dies at"):
+            self._killed_at.setdefault(process.worker, reading.at_ns / 1e9)
+        self._hear(ev.WorkerExited(worker=process.worker, incarnation=process.incarnation, reason=reason,
+                                   done_ops=reading.done if reading is not None else 0))
+
+    def _bury(self, process: _Process) -> None:
+        self._selector.unregister(process.child.pidfd)
+        self.nursery.reap(process.child)
+        if process.line is not None:
+            self._selector.unregister(process.line)
+            process.line.close()
+        process.beacon.close()
+        del self.processes[process.worker]
+
+    # -------------------------------------------------------------- actions
+
+    def _perform(self, actions: list[act.Action]) -> None:
+        for action in actions:
+            if not isinstance(action, act.RecordStep):
+                self.watch("action", action)
+            match action:
+                case act.StartWorker():
+                    self._start(action)
+                case act.InterruptWorkers():
+                    for worker in action.workers:
+                        self._order(worker, {"kind": "interrupt", "epoch": action.epoch})
+                case act.ComputePlan():
+                    mode = "decoupled" if self.job.optimizer.stagger == "never" else "staggered"
+                    self._hear(answer(action, self.profile.instance(), mode, plan))
+                case act.ResumeStep():
+                    self._order(action.worker, {"kind": "resume", "order": wire.resume_out(action.order),
+                                                "book": self._book()})
+                case act.CopyState():
+                    joiner = self.processes.get(action.joiner)
+                    if joiner is not None:
+                        self._order(action.source, {"kind": "copy", "joiner": action.joiner.replica,
+                                                    "address": joiner.address})
+                case act.StopFeeding():
+                    self._order(action.source, {"kind": "stop_feeding", "joiner": action.joiner.replica})
+                case act.RecordStep():
+                    self._record(action)
+                case act.CloseIncident():
+                    self._close_incident(action.incident)
+                case act.FinishTask():
+                    self._over = True
+                case act.FailTask():
+                    self.outcome.failure = action.because
+                    self._over = True
+
+    def _start(self, action: act.StartWorker) -> None:
+        worker = action.worker
+        name = f"{worker.replica}-{worker.stage}"
+        path = self._dir / f"beacon-{name}-{action.incarnation}"
+        beacon = Beacon(path, create=True)
+        faults = [f.text() for f in self.faults if f.worker == worker] if action.incarnation == 1 else []
+        spec = {"worker": str(worker), "incarnation": action.incarnation, "agent": str(self._dir / "agent"),
+                "token": self._token, "host": "127.0.0.1", "beacon": str(path), "faults": faults,
+                "script": self.script, "job": None if self.script else self.job.to_dict()}
+        child = self.nursery.spawn(spec, output=self._dir / f"worker-{name}.log")
+        process = _Process(worker, action.incarnation, child, beacon)
+        self.processes[worker] = process
+        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda _: self._exited(process))
+
+    def _order(self, worker: Worker, message: Mapping[str, Any]) -> None:
+        process = self.processes.get(worker)
+        if process is not None:
+            self._tell(process, message)
+
+    def _tell(self, process: _Process, message: Mapping[str, Any]) -> None:
+        if process.line is None:
+            return
+        try:
+            process.line.setblocking(True)
+            process.line.sendall(wire.pack(message))
+        except OSError:
+            pass  # it is dying: its pidfd says so
+
+    def _book(self) -> list[list[Any]]:
+        return [[*worker, *process.address] for worker, process in self.processes.items() if process.address]
+
+    def _record(self, action: act.RecordStep) -> None:
+        now = time.monotonic()
+        losses = dict(action.losses)
+        row = StepRow(step=action.step, loss=sum(losses[m] for m in sorted(losses)) / max(1, len(losses)),
+                      grad_norm=action.norm, seconds=now - (self._last_step_at or now), epoch=action.epoch,
+                      attempt=action.attempt, at=now)
+        self._last_step_at = now
+        self.outcome.rows.append(row)
+        self.outcome.losses[row.step] = losses
+        self.outcome.committed += action.microbatches_committed
+        self.outcome.replayed_elsewhere += action.replayed_elsewhere
+        if self._log is not None:
+            self._log.write(json.dumps({"step": row.step, "loss": row.loss, "grad_norm": row.grad_norm,
+                                        "seconds": round(row.seconds, 6), "epoch": row.epoch,
+                                        "attempt": row.attempt}) + "\n")
+            self._log.flush()
+        self.watch("step", row)
+        self._commit_checkpoints()
+
+    def _close_incident(self, incident: act.Incident) -> None:
+        killed = [self._killed_at.pop(w) for w in incident.workers if w in self._killed_at]
+        incident.killed_at = min(killed) if killed else None
+        self.watch("incident", incident)
+
+    # -------------------------------------------------------------- checkpoints
+
+    def _newest_checkpoint(self) -> int:
+        spec = self.job.checkpoint
+        if spec is None:
+            return 0
+        root = self.job.path(spec.folder)
+        folder.clean(root)
+        found, self.outcome.refused_checkpoints = folder.newest_valid(root)
+        for step in folder.complete_steps(root):  # a refused one is in the way of the one to come
+            if found is None or step > found.step:
+                shutil.rmtree(root / f"step-{step:08d}")
+        return 0 if found is None else found.step
+
+    def _commit_checkpoints(self) -> None:
+        """A checkpoint counts once all its parts are there and its step is on record."""
+        spec = self.job.checkpoint
+        for step in sorted(self._parts):
+            if spec is not None and len(self._parts[step]) == self.job.stages and step <= self.recovery.recorded:
+                parts = self._parts.pop(step)
+                folder.commit(self.job.path(spec.folder), step, list(parts.values()), self._meta(), spec.keep)
+                self._hear(ev.CheckpointCommitted(step=step))
+
+    def _meta(self) -> dict[str, Any]:
+        return {"seed": self.job.seed, "steps": self.job.steps, "precision": self.job.precision}

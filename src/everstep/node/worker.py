@@ -1,0 +1,155 @@
+"""A worker's process: an engine body, its links, and a line to the agent that started it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everstep.checkpoint import folder
+from everstep.core.ops import Worker, parse_worker
+from everstep.core.walker import Walker
+from everstep.engine import device as devices
+from everstep.engine.beacon import Beacon
+from everstep.engine.body import Body, Order, Ports
+from everstep.engine.faults import parse_fault
+from everstep.engine.job import Job
+from everstep.engine.links import Address, Links
+from everstep.engine.program import Program
+from everstep.node import wire
+
+
+def main(spec: dict[str, Any]) -> int:
+    """Run the worker that `spec` describes; the process's exit code."""
+    agent = socket.socket(socket.AF_UNIX)
+    agent.connect(spec["agent"])
+    line = _Line(agent)
+    try:
+        if spec.get("script"):
+            from everstep.node import script
+
+            script.run(spec, lambda program: train(spec, program, line))
+        else:
+            train(spec, Program.of(Job.from_dict(spec["job"])), line)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
+    except BaseException as error:
+        line.tell("raised", {"error": f"{type(error).__name__}: {error}", "where": line.doing(),
+                             "traceback": traceback.format_exc(limit=50)})
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
+    me = parse_worker(spec["worker"])
+    job = program.job
+    torch.set_num_threads(job.threads)
+    inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    device = devices.pick(job.device, me.stage * job.replicas + me.replica)
+    links = Links(token=bytes.fromhex(spec["token"]), host=spec["host"],
+                  deliver=lambda frame: inbox.put(("frame", frame)),
+                  broken=lambda address: inbox.put(("broken", address)),
+                  empty=lambda shape, dtype: devices.host_empty(shape, dtype, device))
+    beacon = Beacon(Path(spec["beacon"]))
+    saver = _Saver(job, line, me.stage)
+    body = Body(me, Walker(me, program.rules()), lambda: program.build(me.stage, index=me.stage * job.replicas + me.replica),
+                ports=Ports(report=line.report, save=saver.save, load=saver.load), links=links, inbox=inbox,
+                beacon=beacon, faults=tuple(parse_fault(text) for text in spec.get("faults", ())))
+    line.doing = lambda: f"step {body.walker.now.step} {body.walker.now.todo[-1] if body.walker.now.todo else ''}"
+    links.start()
+    line.listen(inbox)
+    line.tell("started", {"worker": spec["worker"], "incarnation": spec["incarnation"], "pid": os.getpid(),
+                          "address": links.address})
+    body.run()
+    saver.finish()
+    links.stop()
+
+
+class _Line:
+    """To and from the agent."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+        self.doing = lambda: "starting"
+
+    def tell(self, kind: str, table: dict[str, Any]) -> None:
+        with self._lock:
+            self._socket.sendall(wire.pack({"kind": kind, **table}))
+
+    def report(self, kind: str, table: Any) -> None:
+        """What a body reports, in JSON's terms."""
+        match kind:
+            case "ledger":
+                self.tell(kind, {"epoch": table["epoch"], "ledger": wire.ledger_out(table["ledger"])})
+            case "sealed":
+                self.tell(kind, wire.sealed_out(table["sealed"]) | {"times": table["times"]})
+            case _:
+                self.tell(kind, dict(table))
+
+    def listen(self, inbox: queue.SimpleQueue[Order]) -> None:
+        threading.Thread(target=self._listen, args=(inbox,), name="agent", daemon=True).start()
+
+    def _listen(self, inbox: queue.SimpleQueue[Order]) -> None:
+        for message in wire.receive(self._socket):
+            match message["kind"]:
+                case "interrupt":
+                    inbox.put(("interrupt", message["epoch"]))
+                case "resume":
+                    book = {Worker(k, s): Address(host, port) for k, s, host, port in message["book"]}
+                    inbox.put(("resume", (wire.resume_in(message["order"]), book)))
+                case "copy":
+                    inbox.put(("copy", (message["joiner"], Address(*message["address"]))))
+                case "stop_feeding":
+                    inbox.put(("stop_feeding", message["joiner"]))
+                case "stop":
+                    inbox.put(("stop", None))
+        inbox.put(("stop", None))  # the agent is gone
+
+
+class _Saver:
+    """Writes checkpoint parts behind the training's back, one at a time, and reads them."""
+
+    def __init__(self, job: Job, line: _Line, stage: int) -> None:
+        self._job, self._line, self._stage = job, line, stage
+        self._thread: threading.Thread | None = None
+
+    @property
+    def _root(self) -> Path:
+        assert self._job.checkpoint is not None
+        return self._job.path(self._job.checkpoint.folder)
+
+    def save(self, step: int, state: dict[str, torch.Tensor]) -> None:
+        self.finish()
+        self._thread = threading.Thread(target=self._write, args=(step, state), name="saver")
+        self._thread.start()
+
+    def _write(self, step: int, state: dict[str, torch.Tensor]) -> None:
+        try:
+            part = folder.write_part(folder.partial(self._root, step), f"stage-{self._stage}", state)
+        except OSError as error:
+            print(f"checkpoint of step {step} not written: {error}", file=sys.stderr)
+            return
+        self._line.tell("saved", {"step": step, "part": part})
+
+    def load(self, step: int, names: list[str]) -> Any:
+        checkpoint = folder.open_checkpoint(self._root / f"step-{step:08d}")
+        wanted = set(names)
+        return checkpoint.read([name for name in checkpoint.tensors if _parameter(name) in wanted])
+
+    def finish(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _parameter(name: str) -> str:
+    """`model/embed.weight` and `optimizer/embed.weight/exp_avg` are both of embed.weight."""
+    return name.split("/")[1]
