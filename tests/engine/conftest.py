@@ -1,3 +1,7 @@
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded; some CPU kernels heed nothing else
+
 import pytest
 import torch
 

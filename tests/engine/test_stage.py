@@ -165,6 +165,7 @@ def test_ops_out_of_turn_are_refused() -> None:
         stage.weight_grad(0, 0)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 def test_bf16_computes_in_bf16_and_sums_in_full() -> None:
     model = gpt(**SMALL)
     pipeline = stages(model, 2, DATA, precision="bf16", accumulate="fp32")
@@ -201,6 +202,7 @@ class Odd(nn.Module):
         return self.attend(y[None], y[None], y[None], need_weights=False)[0].view_as(x)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 def test_a_users_own_layers_train_too() -> None:
     layers = [lambda: nn.Linear(4, 4), Odd, nn.Tanh, lambda: nn.Linear(4, 1)]
     model = Model(layers=layers, loss=nn.functional.mse_loss)

@@ -135,7 +135,7 @@ class Job:
     stages: int = 1
     microbatches: int = 4
     precision: Literal["fp32", "bf16"] = "fp32"
-    accumulate: Literal["fp32", "fp64"] = "fp64"  # fp64: a healed run has the bits of a clean one
+    accumulate: Literal["fp32", "fp64"] = "fp64"  # fp64: a healed run has a clean one's bits
     recompute: bool = False  # keep a layer's input only, and run the layer again in the backward
     seed: int = 0
     device: str = "cpu"

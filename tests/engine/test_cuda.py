@@ -1,0 +1,89 @@
+"""The same claims on a GPU, where there is one."""
+
+import os
+
+import pytest
+import torch
+from pipeline import by_name, run_step, stages
+
+from everstep.engine import device
+from everstep.engine.data import Synthetic
+from everstep.engine.gpt import gpt
+from everstep.engine.linear import add_product
+from everstep.engine.model import partition
+from everstep.engine.optimizer import Updater
+from everstep.engine.stage import Stage
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+DATA = Synthetic(vocab=512, sequence=128, rows=4)
+SMALL = {"vocab": 512, "width": 256, "heads": 4, "hidden": 512, "depth": 2, "dropout": 0.1}
+
+
+def pipeline(**options) -> list[Stage]:
+    model = gpt(**SMALL)
+    cuda = device.pick("cuda")
+    return [Stage(model, part, data=DATA, device=cuda, **options) for part in partition(model, 2)]
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device.exact(device.pick("cuda"))
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def gradients(stages: list[Stage]) -> dict[str, torch.Tensor]:
+    return by_name(stages, [stage.take_gradients() for stage in stages])
+
+
+def test_a_gpu_worker_builds_the_weights_of_a_cpu_worker() -> None:
+    here, there = stages(gpt(**SMALL), 2, DATA), pipeline()
+    assert all(torch.equal(a.masters, b.masters.cpu()) for a, b in zip(here, there, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_hosts_compute_the_same_bits(precision: str, recompute: bool) -> None:
+    one, other = (pipeline(precision=precision, recompute=recompute) for _ in range(2))
+    losses = run_step(one, 3, 4), run_step(other, 3, 4, order=(2, 0, 3, 1))
+    assert torch.equal(*losses)
+    for (name, a), b in zip(gradients(one).items(), gradients(other).values(), strict=True):
+        assert torch.equal(a.float(), b.float()), name
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "fp64"])
+def test_bf16_products_are_summed_without_being_rounded_to_bf16(accumulate: str) -> None:
+    cuda = device.pick("cuda")
+    draw = torch.Generator(cuda).manual_seed(0)
+    grad, x = (torch.randn(512, n, generator=draw, device=cuda).bfloat16() for n in (96, 64))
+    total = torch.ones(96, 64, device=cuda, dtype={"fp32": torch.float32, "fp64": torch.float64}[accumulate])
+    add_product(total, grad, x)
+    exact = 1 + grad.double().t() @ x.double()
+    assert float((total - exact).norm() / exact.norm()) < 1e-6
+
+
+def test_tensors_go_to_the_host_and_back() -> None:
+    cuda = device.pick("cuda")
+    x = torch.randn(3, 5, device=cuda).bfloat16()
+    host = device.to_host(x)
+    assert host.is_pinned()
+    assert torch.equal(device.to_device(host, cuda), x)
+    assert device.host_empty((2,), torch.float32, cuda).is_pinned()
+
+
+def test_an_undo_is_exact_and_a_state_moves() -> None:
+    one, other = (pipeline(precision="bf16")[0] for _ in range(2))
+    first, second = Updater(one), Updater(other)
+    mean = torch.randn(one.size, device=one.device)
+    first.apply(0, mean)
+    first.keep()
+    before = {name: value.clone() for name, value in first.state().items()}
+    first.apply(1, mean, 0.5)
+    first.undo()
+    assert all(torch.equal(value, before[name]) for name, value in first.state().items())
+    second.load({name: value.cpu() for name, value in before.items()})
+    for updater in (first, second):
+        updater.apply(1, mean)
+    assert torch.equal(one.masters, other.masters)
+    assert torch.equal(one.working, one.masters.bfloat16())
