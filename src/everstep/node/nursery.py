@@ -33,16 +33,18 @@ class Child(NamedTuple):
 
 
 class Nursery:
-    """The owner's side."""
+    """The owner's side. `threads`: of each worker's tensor ops; some libraries read it only as they are loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, threads: int = 1) -> None:
+        self._threads = threads
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen([sys.executable, "-m", "everstep.node.nursery", str(theirs.fileno())],
-                                         pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+                                         pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                                         env={**os.environ, "OMP_NUM_THREADS": str(self._threads)})
         theirs.close()
         self._socket = ours
         return self

@@ -54,6 +54,8 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
     torch.set_num_threads(job.threads)
     inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
     device = devices.pick(job.device, me.stage * job.replicas + me.replica)
+    if job.accumulate == "fp64":
+        devices.exact(device)
     links = Links(token=bytes.fromhex(spec["token"]), host=spec["host"],
                   deliver=lambda frame: inbox.put(("frame", frame)),
                   broken=lambda address: inbox.put(("broken", address)),
