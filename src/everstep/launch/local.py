@@ -143,6 +143,7 @@ class LocalTask:
             self._log = (path / "steps.jsonl").open("a", encoding="utf-8")
 
     def _close(self) -> None:
+        self._over = True  # also when it ends early, by Ctrl-C: what stops now is no incident
         for process in list(self.processes.values()):
             self._tell(process, {"kind": "stop"})
         deadline = time.monotonic() + 20.0
@@ -164,7 +165,8 @@ class LocalTask:
     # -------------------------------------------------------------- events
 
     def _hear(self, event: ev.Event) -> None:
-        self._perform(self.recovery.handle(event, time.monotonic()))
+        if not self._over:
+            self._perform(self.recovery.handle(event, time.monotonic()))
 
     def _accept(self, listener: Any) -> None:
         sock, _ = listener.accept()
@@ -295,7 +297,7 @@ class LocalTask:
         faults = [f.text() for f in self.faults if f.worker == worker] if action.incarnation == 1 else []
         spec = {"worker": str(worker), "incarnation": action.incarnation, "agent": str(self._dir / "agent"),
                 "token": self._token, "host": "127.0.0.1", "beacon": str(path), "faults": faults,
-                "script": self.script, "job": None if self.script else self.job.to_dict()}
+                "script": self.script, "job": self.job.to_dict()}
         child = self.nursery.spawn(spec, output=self._dir / f"worker-{name}.log")
         process = _Process(worker, action.incarnation, child, beacon)
         self.processes[worker] = process
