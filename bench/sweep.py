@@ -1,0 +1,204 @@
+"""SIGKILL at every kind of moment, with real processes: does each run end with the clean run's losses?
+
+    python bench/sweep.py                 every point, a table
+    python bench/sweep.py --device cuda --precision bf16
+    python bench/sweep.py --only reduce --json
+
+Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from everstep.core.recovery import Policy
+from everstep.engine.faults import parse_fault
+from everstep.engine.job import CheckpointSpec, Job, ModelSpec, OptimizerSpec
+from everstep.launch.local import LocalTask, Outcome
+from everstep.node.nursery import Nursery
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    faults: tuple[str, ...]
+    replicas: int = 2
+    stages: int = 2
+    checkpoint: bool = False
+    job: tuple[tuple[str, Any], ...] = ()  # changes to the job, for instance stagger
+
+
+def every_op() -> list[Point]:
+    """Each op kind, at both ends of the pipeline and in both replicas, before and after it runs."""
+    points = []
+    for stage in (0, 1):
+        for replica in (0, 1):
+            for op in ("F0", "F3", "I0", "I2", "W1", "W3"):
+                when = "after" if (stage + replica + len(points)) % 2 else "before"
+                text = f"stage={stage},replica={replica},step=3,op={op},when={when}"
+                points.append(Point(f"op {text}", (text,)))
+    return points
+
+
+def in_reduce_and_update() -> list[Point]:
+    points = []
+    for stage in (0, 1):
+        for replica in (0, 1):
+            for op, whens in (("R", ("before", "sending", "during", "after")), ("U", ("before", "after"))):
+                for when in whens:
+                    text = f"stage={stage},replica={replica},step=3,op={op},when={when}"
+                    points.append(Point(f"reduce {text}", (text,)))
+    return points
+
+
+def pairs() -> list[Point]:
+    """Two deaths: at once, in a row, while the first heals; neighbours, a whole replica, a whole stage."""
+    def at(*texts: str) -> tuple[str, ...]:
+        return texts
+
+    return [
+        Point("pair same stage of three", at("stage=1,replica=0,step=3,op=F1", "stage=1,replica=1,step=3,op=I1"), 3),
+        Point("pair same stage in reduce", at("stage=0,replica=0,step=3,op=R,when=sending",
+                                              "stage=0,replica=2,step=3,op=R,when=during"), 3),
+        Point("pair neighbours", at("stage=0,replica=0,step=3,op=W0", "stage=1,replica=0,step=3,op=W1"), 2, 3),
+        Point("pair neighbours crossed", at("stage=0,replica=0,step=3,op=I1", "stage=1,replica=1,step=3,op=F2"), 2, 3),
+        Point("pair whole replica", at("stage=0,replica=1,step=3,op=I0", "stage=1,replica=1,step=3,op=I0")),
+        Point("pair whole replica after the last stage has reduced",
+              at("stage=0,replica=1,step=3,op=I0", "stage=1,replica=1,step=3,op=R,when=after")),
+        Point("pair update and forward", at("stage=1,replica=0,step=3,op=U,when=after", "stage=0,replica=1,step=4,op=F0")),
+        Point("pair one after the other", at("stage=0,replica=0,step=2,op=W2", "stage=0,replica=1,step=4,op=W2")),
+        Point("pair while the first heals", at("stage=0,replica=0,step=3,op=F0", "stage=0,replica=1,step=3,op=F0.1")),
+        Point("pair three of a pipeline of three",
+              at("stage=0,replica=0,step=3,op=F2", "stage=1,replica=1,step=3,op=I0", "stage=2,replica=0,step=3,op=W0"), 2, 3),
+        Point("lost stage, no checkpoint", at("stage=1,replica=0,step=3,op=F1", "stage=1,replica=1,step=3,op=F1")),
+        Point("lost stage, checkpoint", at("stage=0,replica=0,step=4,op=I1", "stage=0,replica=1,step=4,op=I1"), 2, 2, True),
+        Point("lost everything but one", at("stage=0,replica=0,step=4,op=F1", "stage=0,replica=1,step=4,op=F1",
+                                            "stage=1,replica=1,step=4,op=F1"), 2, 2, True),
+        Point("raises instead of dying", at("stage=1,replica=1,step=3,op=I1,how=raise")),
+        Point("raises in the update", at("stage=0,replica=0,step=3,op=U,how=raise")),
+    ]
+
+
+def staggered() -> list[Point]:
+    """Eager updates, with and without a norm that forbids them, and deaths among them."""
+    always = (("stagger", "always"),)
+    loose, tight = (*always, ("clip", 100.0)), (*always, ("clip", 0.05))
+    kill = ("stage=1,replica=0,step=3,op=I2",)
+    late = ("stage=0,replica=1,step=4,op=F1", "stage=1,replica=1,step=3,op=U,when=after")
+    return [Point("eager, valid", kill, job=loose), Point("eager, valid, after the update", late, job=loose),
+            Point("eager, always undone", kill, job=tight), Point("eager, undone and two deaths", late, job=tight),
+            Point("eager, three stages", kill, 2, 3, job=tight)]
+
+
+def points() -> list[Point]:
+    return [*every_op(), *in_reduce_and_update(), *pairs(), *staggered()]
+
+
+class Sweep:
+    """Runs points in one nursery; clean runs are made once per shape."""
+
+    def __init__(self, *, device: str = "cpu", precision: str = "fp32", preset: str = "gpt-tiny", steps: int = 6,
+                 limit_s: float = 120.0) -> None:
+        self.job = Job(model=ModelSpec(preset=preset), steps=steps, microbatches=4, device=device,
+                       precision=precision)  # type: ignore[arg-type]
+        self.limit_s = limit_s
+        self.nursery = Nursery().start()
+        self._clean: dict[tuple[int, int, str], Outcome] = {}
+
+    def close(self) -> None:
+        self.nursery.close()
+
+    def try_point(self, point: Point) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            job = self._job(point)
+            clean = self._clean_run(job)
+            if point.checkpoint:
+                job = replace(job, checkpoint=CheckpointSpec(folder=folder, interval=1))
+            started = time.monotonic()
+            outcome = self._run(job, point.faults)
+        return {"point": point.name, "seconds": round(time.monotonic() - started, 2),
+                "incidents": len(outcome.incidents), **compare(clean, outcome, job)}
+
+    def _job(self, point: Point) -> Job:
+        changes = dict(point.job)
+        return replace(self.job, replicas=point.replicas, stages=point.stages,
+                       optimizer=replace(OptimizerSpec(), **changes))
+
+    def _clean_run(self, job: Job) -> Outcome:
+        key = (job.replicas, job.stages, str(job.optimizer))
+        if key not in self._clean:
+            self._clean[key] = self._run(job, ())
+        return self._clean[key]
+
+    def _run(self, job: Job, faults: tuple[str, ...]) -> Outcome:
+        deadline = time.monotonic() + self.limit_s
+
+        def watch(kind: str, what: Any) -> None:
+            if kind == "tick" and time.monotonic() > deadline:
+                raise TimeoutError(told(what))
+
+        task = LocalTask(job, nursery=self.nursery, faults=tuple(map(parse_fault, faults)), policy=Policy(), watch=watch)
+        return task.run()
+
+
+def told(task: LocalTask) -> str:
+    """Where a run stands, for a run that should have ended."""
+    readings = "; ".join(f"{w}: step {r.step} {r.doing}" if r else f"{w}: silent" for w, r in task.readings().items())
+    logs = "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in Path(task._dir).glob("*.log"))
+    return f"no end in sight: {task.recovery.phase}, {task.recovery.recorded} steps recorded; {readings}\n{logs}"
+
+
+def compare(clean: Outcome, healed: Outcome, job: Job) -> dict[str, Any]:
+    ours, theirs = healed.by_step(), clean.by_step()
+    differences = [abs(ours[s].loss - row.loss) / abs(row.loss) if s in ours else float("inf")
+                   for s, row in theirs.items()]
+    restored = any(i.restored_from is not None for i in healed.incidents)
+    once = healed.committed == healed.issued or restored
+    return {"max_relative_loss_difference": max(differences), "issued": healed.issued, "committed": healed.committed,
+            "restored": restored, "replayed_ops": sum(i.replayed_ops for i in healed.incidents),
+            "replayed_elsewhere": healed.replayed_elsewhere, "failure": healed.failure,
+            "ok": healed.failure is None and once and max(differences) <= (1e-6 if job.precision == "fp32" else 1e-6)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--preset", default="gpt-tiny")
+    parser.add_argument("--only", default="", help="points whose name contains this")
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    sweep = Sweep(device=given.device, precision=given.precision, preset=given.preset)
+    chosen = [p for p in points() if given.only in p.name] * given.repeat
+    results = []
+    try:
+        for number, point in enumerate(chosen, 1):
+            try:
+                result = sweep.try_point(point)
+            except TimeoutError as error:
+                result = {"point": point.name, "ok": False, "failure": str(error)}
+            results.append(result)
+            if not given.json:
+                print(f"{number:3}/{len(chosen)} {'ok  ' if result['ok'] else 'FAIL'} {point.name:72} "
+                      f"{result.get('seconds', 0):5.1f} s  difference {result.get('max_relative_loss_difference', 1):.1e}"
+                      f"{'' if result['ok'] else '  ' + str(result)}", flush=True)
+    finally:
+        sweep.close()
+    passed = sum(result["ok"] for result in results)
+    if given.json:
+        print(json.dumps({"points": len(results), "passed": passed, "results": results}))
+    else:
+        print(f"{passed} of {len(results)} points end with the clean run's losses")
+    return 0 if passed == len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
