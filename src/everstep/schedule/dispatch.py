@@ -7,14 +7,18 @@ The order of preference, and why:
     F before W     someone downstream waits for the activation; nobody waits for a weight gradient
     F is barred    while the stash is full; only W (or B) makes room
 
-Four habits refine it; each helps some shapes and hurts others, so a `Habit` switches them and the planner
+Five habits refine it; each helps some shapes and hurts others, so a `Habit` switches them and the planner
 keeps the best of a few:
 
-    alternate         after an I, an F goes before the next I: one forward, one backward, or the stages
-    below starve clear_a_place     after an I, with an F barred by a full stash, a W goes before the next I,
-    so that the F can go await_first       before the first gradient has come, rather idle than start an F
-    that would delay it await_last        when no F is left, rather idle than start a W that would delay a
-    gradient about to arrive
+    alternate       after an I, an F goes before the next I: one forward, one backward, or those below starve
+    clear_a_place   after an I, with an F barred by a full stash, a W goes before the next I, so the F can go
+    await_first     before the first gradient has come, rather idle than start an F that would delay it
+    await_last      when no F is left, rather idle than start a W that would delay a gradient under way
+    patience        rather idle than start a W that would delay any F or I under way, up to this share of the
+                    W's time; only where the worker can afford it: its work and idle time so far must leave
+                    room within the target, which is the lower bound
+
+Stage 0 waits for no gradient: nobody waits for what it makes of it.
 
             0  F F F F . . . I W F I W F I W I W      "." is the wait for the first gradient: what the
             1    F F F . . I F I W F I W I W W        stash cannot fill, and the bound counts as idle
@@ -39,23 +43,24 @@ class Habit(NamedTuple):
     alternate: bool = True
     clear_a_place: bool = True
     await_first: bool = True
-    await_last: bool = True
+    await_last: bool = False
+    patience: float = 0.6
 
 
-PLAIN = Habit(False, False, False, False)
-# In the order in which they did best over the suite of bench/schedule.py.
-HABITS = (Habit(), Habit(await_first=False, await_last=False), Habit(await_first=False),
-          Habit(await_last=False), Habit(clear_a_place=False, await_first=False),
-          Habit(alternate=False, clear_a_place=False), PLAIN, Habit(clear_a_place=False))
+# In the order in which they did best over the suite of bench/schedule.py. The last is plain list scheduling.
+HABITS = (Habit(), Habit(await_first=False), Habit(await_last=True, patience=0.8),
+          Habit(clear_a_place=False, await_last=True, patience=0.4), Habit(patience=0.4),
+          Habit(await_first=False, patience=0.0), Habit(False, False, True, True, 0.6),
+          Habit(False, False, False, False, 0.0))
 
 
-def dispatch(problem: Compact, habit: Habit) -> list[list[int]]:
+def dispatch(problem: Compact, habit: Habit, target: float) -> list[list[int]]:
     """The op codes of every folded worker, in order. Cannot deadlock: see `docs/schedules.md`."""
     stages, hop, host, key = problem.stages, problem.hop, problem.host, problem.key
     forward, backward, weight, fused = problem.forward, problem.backward, problem.weight, problem.fused
     room, takes = problem.room, problem.takes
     frees_early, frees_late = problem.frees_early, problem.frees_late
-    alternate, clear_a_place, await_first, await_last = habit
+    alternate, clear_a_place, await_first, await_last, patience = habit
     size, num_workers, last_stage = len(host), len(forward), stages - 1
     stage_of = [w % stages for w in range(num_workers)]
     forwards: list[list[int]] = [[] for _ in range(num_workers)]  # heaps of keys
@@ -65,6 +70,9 @@ def dispatch(problem: Compact, habit: Habit) -> list[list[int]]:
     held = [0.0] * num_workers
     forwards_left = [0] * num_workers
     gradient_due = [-1.0] * num_workers  # when the next gradient known to be under way arrives
+    forward_due = [-1.0] * num_workers  # the same for activations
+    spare = [target] * num_workers  # idle time a worker can afford if the step is to take `target`
+    free_since = [0.0] * num_workers
     last_was_backward = bytearray(num_workers)
     had_backward = bytearray(num_workers)
     busy = bytearray(num_workers)
@@ -78,6 +86,7 @@ def dispatch(problem: Compact, habit: Habit) -> list[list[int]]:
         worker, stage = host[unit], unit % stages
         if not done_f[unit]:
             forwards_left[worker] += 1
+            spare[worker] -= forward[worker] + backward[worker] + (0.0 if fused else weight[worker])
             if stage == 0 or done_f[unit - 1]:
                 heappush(forwards[worker], key[unit])
         if not done_i[unit]:
@@ -112,13 +121,21 @@ def dispatch(problem: Compact, habit: Habit) -> list[list[int]]:
                         continue
                 kind = 0
             elif weights[worker]:
-                if await_last and not forwards_left[worker]:
-                    due = gradient_due[worker]
-                    if now < due and 3 * (due - now) < 2 * weight[worker]:
+                due = gradient_due[worker] if stage_of[worker] else -1.0
+                if await_last and not forwards_left[worker] and now < due < now + 0.67 * weight[worker]:
+                    continue
+                if patience and spare[worker] > 0.0:
+                    if now < forward_due[worker] and held[worker] + takes[worker] <= room[worker] and (
+                            due <= now or forward_due[worker] < due):
+                        due = forward_due[worker]
+                    wait = due - now
+                    if 0.0 < wait <= patience * weight[worker] and wait < spare[worker]:
                         continue
                 kind = 2
             else:
                 continue
+            if had_backward[worker]:
+                spare[worker] -= now - free_since[worker]
             if kind == 1:
                 unit = heappop(inputs[worker]) % size
                 end = now + backward[worker] - (weight[worker] if fused and done_w[unit] else 0.0)
@@ -134,6 +151,11 @@ def dispatch(problem: Compact, habit: Habit) -> list[list[int]]:
                 held[worker] += takes[worker]
                 forwards_left[worker] -= 1
                 last_was_backward[worker] = 0
+                if stage_of[worker] != last_stage and not done_f[unit + 1]:
+                    below = host[unit + 1]
+                    due = end + hop
+                    if forward_due[below] <= now or due < forward_due[below]:
+                        forward_due[below] = due
             else:
                 unit = weights[worker].popleft()
                 end = now + weight[worker]
@@ -154,6 +176,7 @@ def dispatch(problem: Compact, habit: Habit) -> list[list[int]]:
         while ends and ends[0][0] == now:
             worker = heappop(ends)[1]
             busy[worker] = 0
+            free_since[worker] = now
             free.append(worker)
             unit, kind = divmod(running[worker], 3)
             if kind == 0:

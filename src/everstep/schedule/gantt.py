@@ -83,7 +83,8 @@ def picture(instance: Instance, planned: Planned, *, title: str = "", most_rows:
         dead = worker in instance.dead
         drawing.boxes.append(Box(LEFT, y, span * scale, ROW - 2, "#fbe9e7" if dead else IDLE, "none", 0.0))
         if dead:
-            drawing.lines.append(Line(LEFT + 44, y + ROW / 2 - 1, LEFT + span * scale, y + ROW / 2 - 1, "#e5989b"))
+            middle = y + ROW / 2 - 1
+            drawing.lines.append(Line(LEFT + 44, middle, LEFT + span * scale, middle, "#e5989b"))
             drawing.words.append(Word(LEFT + 8, y + ROW * 0.68, "dead", 10.5, "#c1121f", bold=True))
     for timed in planned.timeline(instance.time):
         if timed.worker not in rows or timed.end <= timed.start:
@@ -121,8 +122,9 @@ def _furniture(instance: Instance, planned: Planned, drawing: Picture, title: st
                scale: float) -> None:
     """Title, legend, axis, bound."""
     staggered = planned.mode in STAGGERED_MODES
-    distance = "the best possible" if planned.gap < 1e-9 else f"at most {planned.gap:.1%} above the best possible"
-    heading = title or f"{planned.mode}: {'period' if staggered else 'makespan'} {planned.value:g}, {distance}"
+    distance = "the best possible" if planned.gap < 1e-9 else f"at most {planned.gap:.1%} above the best"
+    measure = "period" if staggered else "makespan"
+    heading = title or f"{planned.mode}: {measure} {planned.value:g}, {distance}"
     drawing.words.append(Word(LEFT, 30, heading, 18, INK, bold=True))
     shape = (f"{instance.replicas} replicas x {instance.stages} stages x "
              f"{instance.microbatches} microbatches, {len(instance.dead)} dead, {planned.rerouted} re-routed")

@@ -33,7 +33,7 @@ from everstep.schedule.schedule import (
 )
 from everstep.schedule.timing import Timing, run, steady
 
-ONLINE_EFFORT = 12_000  # ops dispatched, over all habits tried: about 30 ms
+ONLINE_EFFORT = 13_000  # ops dispatched, over all habits tried: about 40 ms
 THOROUGH_EFFORT = 10_000_000
 GOOD_ENOUGH = 1e-3
 
@@ -61,7 +61,7 @@ def best_order(problem: Compact, mode: str, bound: float, effort: int) -> tuple[
     for tried, habit in enumerate(HABITS):
         if best is not None and (cost * (tried + 1) > effort or best[0] <= bound * (1 + GOOD_ENOUGH)):
             break
-        order = dispatch(problem, habit)
+        order = dispatch(problem, habit, bound)
         timing = time_order(problem, order, mode)
         value = timing.period() if mode in STAGGERED_MODES else max(timing.ends)
         if best is None or value < best[0] - 1e-12:

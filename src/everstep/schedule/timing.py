@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from everstep.schedule.compact import Compact
 
-ROUNDS = 3
-
 
 @dataclass(slots=True)
 class Timing:
@@ -33,17 +31,15 @@ class Timing:
 
 def steady(problem: Compact, order: Sequence[Sequence[int]], first: Timing) -> Timing:
     """The best round found of a repeating order."""
-    best = shifted = first
     # The first round knows no earlier one: a stage's window opens with its first op.
-    opens = [min((s[0] for s in first.starts[stage::problem.stages] if s), default=first.ends[stage] -
-                 problem.closing[stage]) for stage in range(problem.stages)]
+    opens = [min((s[0] for s in first.starts[stage::problem.stages] if s),
+                 default=first.ends[stage] - problem.closing[stage]) for stage in range(problem.stages)]
     best = Timing(first.starts, first.ends, opens)
-    for _ in range(ROUNDS):
-        shifted = run(problem, order, shifted.ends)
-        if shifted.period() < best.period() - 1e-12:
-            best = shifted
-        elif shifted.period() > best.period() * 1.2:
-            break
+    # Everything began with stage 0's first op: if stage 0 is the slowest, its window cannot shrink.
+    if best.period() > best.ends[0] - best.released[0] + 1e-9:
+        again = run(problem, order, first.ends)
+        if again.period() < best.period() - 1e-12:
+            return again
     return best
 
 

@@ -1,0 +1,175 @@
+"""Figures of the scheduler, each made by a command and printed as text:
+
+    python bench/schedule.py optima     the 3 x 4 x 6 example against its proved optima
+    python bench/schedule.py suite      gap over 48 instances, staggered and decoupled
+    python bench/schedule.py times      planning time, and its growth with the number of replicas
+    python bench/schedule.py policies   against fault-free baselines, shrinking and redundancy
+
+`suite --effort N` spends N dispatched ops an instance (the default is what `plan` spends online).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from everstep.schedule import Instance, Worker, per_stage, plan, same_cap, uniform
+from everstep.schedule.compare import compare
+from everstep.schedule.planner import ONLINE_EFFORT
+from everstep.schedule.polish import polish
+
+OPTIMA = {"reroute": (29, 30, 33, 36), "decoupled": (27, 28, 29, 30), "staggered": (27, 27, 27, 27)}
+
+
+class Case(NamedTuple):
+    name: str
+    instance: Instance
+
+
+def unit_example(stage: int) -> Instance:
+    one = uniform(replicas=3, stages=4, value=1.0)
+    return Instance(replicas=3, stages=4, microbatches=6, forward=one, input_grad=one, weight_grad=one,
+                    dead=frozenset({Worker(1, stage)}))
+
+
+def even(replicas: int, stages: int, count: int, *, cap: int | None, dead: frozenset[Worker]) -> Instance:
+    """Times 10, 11, 9, hop 1: near enough to each other that nothing hides, far enough that nothing ties."""
+    return Instance(replicas=replicas, stages=stages, microbatches=count, hop=1.0, dead=dead,
+                    forward=uniform(replicas=replicas, stages=stages, value=10.0),
+                    input_grad=uniform(replicas=replicas, stages=stages, value=11.0),
+                    weight_grad=uniform(replicas=replicas, stages=stages, value=9.0),
+                    stash_cap=None if cap is None else same_cap(replicas=replicas, stages=stages, cap=cap))
+
+
+def scattered(replicas: int, stages: int, deaths: int, draw: random.Random) -> frozenset[Worker]:
+    """Deaths that leave every stage somebody."""
+    dead: set[Worker] = set()
+    while len(dead) < deaths:
+        worker = Worker(draw.randrange(replicas), draw.randrange(stages))
+        if sum(w.stage == worker.stage for w in dead) < replicas - 1:
+            dead.add(worker)
+    return frozenset(dead)
+
+
+def suite() -> list[Case]:
+    """48 instances: shapes x stash caps x even or uneven stage times, 1 to 10 % dead, hop > 0; one seed."""
+    draw = random.Random(3)
+    shapes = ((4, 2, 8), (4, 4, 16), (4, 8, 32), (4, 16, 128), (8, 4, 32), (8, 4, 64), (8, 8, 32),
+              (8, 8, 128), (8, 32, 64), (12, 6, 48), (16, 4, 64), (16, 64, 32))
+    cases = []
+    for number, (stages, replicas, count) in enumerate(shapes):
+        for variant in range(4):
+            factor = (1.0, 1.25, 1.5, 2.0)[(number + variant) % 4]
+            workers = stages * replicas
+            deaths = max(1, round(workers * draw.choice((0.01, 0.03, 0.06, 0.1))))
+            dead = scattered(replicas, stages, min(deaths, max(1, workers // 10)), draw)
+            cap = int(factor * stages)
+            instance = even(replicas, stages, count, cap=cap, dead=dead)
+            kind = "even"
+            if variant % 2:
+                kind = "uneven"
+                spread = [draw.uniform(0.8, 1.2) for _ in range(stages)]
+                instance = Instance(
+                    replicas=replicas, stages=stages, microbatches=count, hop=1.0, dead=dead,
+                    forward=per_stage(replicas=replicas, values=tuple(round(10 * x, 1) for x in spread)),
+                    input_grad=per_stage(replicas=replicas, values=tuple(round(11 * x, 1) for x in spread)),
+                    weight_grad=per_stage(replicas=replicas, values=tuple(round(9 * x, 1) for x in spread)),
+                    stash_cap=instance.stash_cap)
+            cases.append(Case(f"{stages:2d} x {replicas:2d} x {count:3d}, {len(dead):2d} dead, "
+                              f"cap {cap:2d}, {kind}", instance))
+    return cases
+
+
+def run_optima(args: argparse.Namespace) -> None:
+    print("one death at stage           0    1    2    3")
+    for mode, best in OPTIMA.items():
+        online = [plan(unit_example(s), mode).value for s in range(4)]
+        exact = [polish(unit_example(s), mode, seconds=args.seconds) for s in range(4)]
+        print(f"{mode:10s} proved optimum  " + " ".join(f"{x:4d}" for x in best))
+        print(f"{'':10s} online          " + " ".join(f"{x:4g}" for x in online))
+        print(f"{'':10s} polished        " + " ".join(f"{p.value:4g}" for p in exact)
+              + "   bound " + " ".join(f"{p.lower_bound:g}" for p in exact))
+    print(f"fault-free 1F1B            {plan(unit_example(0).fault_free(), '1f1b').value:4g}")
+
+
+def run_suite(args: argparse.Namespace) -> None:
+    gaps: dict[str, list[float]] = {"staggered": [], "decoupled": []}
+    print(f"{'stages x replicas x microbatches':44s} {'staggered':>26s} {'decoupled':>26s}")
+    for case in suite():
+        cells = []
+        for mode in gaps:
+            began = time.perf_counter()
+            planned = plan(case.instance, mode, effort=args.effort)
+            spent = (time.perf_counter() - began) * 1e3
+            gaps[mode].append(planned.gap)
+            cells.append(f"{planned.value:8.1f} {planned.gap:6.2%} {spent:6.0f} ms")
+        print(f"{case.name:44s} " + "   ".join(cells), flush=True)
+    for mode, found in gaps.items():
+        print(f"{mode}: {len(found)} instances, mean gap {statistics.mean(found):.2%}, "
+              f"worst {max(found):.2%}")
+
+
+def run_times(args: argparse.Namespace) -> None:
+    three = frozenset({Worker(1, 2), Worker(3, 4), Worker(5, 6)})
+    ten = frozenset(Worker(3 * i, i) for i in range(10))
+    for name, instance in (("8 x 8 x 32, 3 dead", even(8, 8, 32, cap=16, dead=three)),
+                           ("16 x 64 x 64, 10 dead", even(64, 16, 64, cap=32, dead=ten))):
+        for mode in ("reroute", "decoupled", "staggered"):
+            best = best_of(args.runs, lambda i=instance, m=mode: plan(i, m))
+            print(f"{name:22s} {mode:10s} {best * 1e3:7.1f} ms")
+    print("growth with replicas: 8 stages, 32 microbatches, 3 dead, staggered")
+    first = None
+    for replicas in (8, 16, 32, 64, 128, 256):
+        instance = even(replicas, 8, 32, cap=16, dead=three)
+        best = best_of(args.runs, lambda i=instance: plan(i, "staggered", effort=1))
+        first = first or best
+        print(f"{replicas:4d} replicas {best * 1e3:7.1f} ms   x{best / first:.2f} (linear: x{replicas // 8})")
+
+
+def best_of(runs: int, work: Callable[[], object]) -> float:
+    """Least of a few, seconds of this process: what the planner costs when nobody else wants the machine."""
+    spent = []
+    for _ in range(runs):
+        gc.collect()
+        began = time.process_time()
+        work()
+        spent.append(time.process_time() - began)
+    return min(spent)
+
+
+def run_policies(_: argparse.Namespace) -> None:
+    print("| instance | policy | step | vs fault-free 1F1B | vs fault-free zero bubble |")
+    print("|---|---|---|---|---|")
+    one, three = frozenset({Worker(1, 2)}), frozenset({Worker(1, 2), Worker(3, 4), Worker(5, 6)})
+    six = frozenset(Worker(4 * i, i) for i in range(6))
+    cases = (("3 x 4 x 6, 1 dead, unit times, no cap", unit_example(2)),
+             ("8 x 4 x 16, 1 dead, cap 8", even(8, 4, 16, cap=8, dead=one)),
+             ("8 x 8 x 32, 3 dead, cap 16", even(8, 8, 32, cap=16, dead=three)),
+             ("32 x 8 x 32, 6 dead, cap 16", even(32, 8, 32, cap=16, dead=six)))
+    for name, instance in cases:
+        rows = compare(instance)
+        for row in rows:
+            step = "stopped" if row.step is None else f"{row.step:g}"
+            print(f"| {name} | {row.policy} | {step} | {row.relative(rows[0].step or 1):.3f} | "
+                  f"{row.relative(rows[1].step or 1):.3f} |")
+            name = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("optima", "suite", "times", "policies"))
+    parser.add_argument("--effort", type=int, default=ONLINE_EFFORT)
+    parser.add_argument("--seconds", type=float, default=20.0, help="time limit of one polish")
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    {"optima": run_optima, "suite": run_suite, "times": run_times, "policies": run_policies}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()
