@@ -1,3 +1,25 @@
-"""LLM training that heals itself."""
+"""LLM training that heals itself: no microbatch lost, no step repeated, the loss curve of a faultless run."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everstep.engine.model import Model
+    from everstep.errors import EverstepError, UserError
+    from everstep.launch.api import Result, train
+
+__all__ = ["EverstepError", "Model", "Result", "UserError", "__version__", "train"]
 __version__ = "0.1.0"
+
+_HOMES = {"train": "everstep.launch.api", "Result": "everstep.launch.api", "Model": "everstep.engine.model",
+          "UserError": "everstep.errors", "EverstepError": "everstep.errors"}
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when first used: torch takes seconds, and `everstep --help` needs none of it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'everstep' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

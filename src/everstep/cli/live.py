@@ -1,0 +1,182 @@
+"""The live view of a run: a grid of workers and what each is doing, the loss, and below the story so far.
+
+Drawn from the beacons, by the thread that also heals: so never while a recovery is under way, and at most ten
+times a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from everstep.core import actions as act
+from everstep.core.ops import Kind, Worker, parse_op
+from everstep.core.recovery import Running
+from everstep.engine.beacon import Reading
+from everstep.engine.job import Job
+from everstep.errors import UserError
+from everstep.launch.local import LocalTask, StepRow
+from everstep.launch.report import incident_line, resume_line
+
+FRAME_S = 0.1
+_CELL = 27
+_LOOKS = {Kind.F: ("forward", "cyan"), Kind.I: ("input grad", "green"), Kind.W: ("weight grad", "blue"),
+          Kind.B: ("backward", "green"), Kind.R: ("reduce", "yellow"), Kind.U: ("update", "yellow")}
+
+
+class LiveView:
+    """A watcher that draws. `clean`: losses of the same job without faults, to compare with as it runs."""
+
+    def __init__(self, job: Job, *, console: Console | None = None,
+                 clean: Mapping[int, float] | None = None) -> None:
+        self.job, self.clean = job, clean
+        self.console = console or Console(stderr=True, highlight=False)
+        self._live = Live(console=self.console, auto_refresh=False, transient=True)
+        self._drawn_at = 0.0
+        self._row: StepRow | None = None
+        self._begun = False
+        self._gone: dict[Worker, tuple[float, str]] = {}
+        self._back: set[Worker] = set()
+        self._worst = 0.0
+
+    def __enter__(self) -> LiveView:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._live.__exit__(*error)
+
+    def __call__(self, kind: str, what: Any) -> None:
+        match kind, what:
+            case "tick", LocalTask():
+                self._tick(what)
+            case "step", StepRow():
+                self._row = what
+                if self.clean is not None and what.step in self.clean:
+                    self._worst = max(self._worst, relative(what.loss, self.clean[what.step]))
+            case "incident", incident:
+                for worker in incident.workers:
+                    self._gone[worker] = (time.monotonic(), incident.what)
+                self.say(f"[red]✗[/red] {escape(incident_line(incident))}")
+            case "raised", (worker, error, traceback):
+                self.say(f"[red]![/red] worker {worker} raised {escape(error)}")
+                self.say(f"[dim]{escape(traceback.rstrip())}[/dim]")
+            case "action", action:
+                self._action(action)
+
+    def say(self, markup: str) -> None:
+        self._live.console.print(markup)
+
+    def _action(self, action: act.Action) -> None:
+        match action:
+            case act.StartWorker() if action.incarnation > 1:
+                self.say(f"[yellow]↻[/yellow] step {self._step + 1}: starting worker {action.worker} again")
+                self._back.add(action.worker)
+            case act.CopyState():
+                self.say(f"[yellow]↻[/yellow] step {self._step + 1}: {escape(action.because)}")
+            case act.ResumeStep() if action.worker in self._back:
+                self._back.discard(action.worker)
+                self._gone.pop(action.worker, None)
+                self.say(f"[green]✓[/green] worker {action.worker} is back, from step {action.order.step} on")
+
+    @property
+    def _step(self) -> int:
+        return self._row.step if self._row is not None else 0
+
+    # -------------------------------------------------------------- drawing
+
+    def _tick(self, task: LocalTask) -> None:
+        if not self._begun:
+            self._begin(task)
+        now = time.monotonic()
+        if now - self._drawn_at >= FRAME_S and isinstance(task.recovery.phase, Running):
+            self._drawn_at = now
+            self._live.update(self._frame(task), refresh=True)
+
+    def _begin(self, task: LocalTask) -> None:
+        self._begun = True
+        for refused in task.outcome.refused_checkpoints:
+            self.say(f"[red]✗[/red] refused: {escape(refused)}")
+        folder = self.job.checkpoint.folder if self.job.checkpoint else ""
+        if (resumed := resume_line(task.outcome, folder)) is not None:
+            self.say(f"[green]✓[/green] {escape(resumed)}")
+
+    def _frame(self, task: LocalTask) -> Group:
+        return Group(Text(), self._grid(task), Text(), self._facts())
+
+    def _grid(self, task: LocalTask) -> Table:
+        readings = task.readings()
+        table = Table.grid(padding=(0, 1))
+        table.add_column(width=10)
+        shown = range(min(self.job.stages, max(1, (self.console.width - 12) // (_CELL + 1))))
+        for _ in shown:
+            table.add_column(width=_CELL)
+        table.add_row("", *(Text(f"  stage {stage}", style="bold") for stage in shown))
+        for replica in range(min(self.job.replicas, 12)):
+            cells = [self._cell(Worker(replica, stage), readings) for stage in shown]
+            table.add_row(Text(f"replica {replica}", style="bold"), *cells)
+        hidden = self.job.replicas * self.job.stages - len(shown) * min(self.job.replicas, 12)
+        if hidden:
+            table.add_row("", Text(f"  and {hidden} workers more", style="dim"))
+        return table
+
+    def _cell(self, worker: Worker, readings: Mapping[Worker, Reading | None]) -> Text:
+        if worker not in readings:
+            since, what = self._gone.get(worker, (time.monotonic(), "gone"))
+            return Text(f"✗ {what}, {time.monotonic() - since:.1f} s", style="bold red")
+        reading = readings[worker]
+        if reading is None or worker in self._back:
+            return Text("↻ copies a peer's state" if reading is not None else "↻ starting", style="yellow")
+        return _doing(worker, reading)
+
+    def _facts(self) -> Table:
+        row = self._row
+        table = Table.grid(padding=(0, 1))
+        table.add_column(width=10)
+        table.add_column()
+        bar = ProgressBar(total=self.job.steps, completed=self._step, width=40)
+        table.add_row(Text("step", style="bold"), _beside(bar, f"{self._step}/{self.job.steps}"))
+        loss = Text("-") if row is None else Text(f"{row.loss:.6f}")
+        if row is not None and self.clean is not None and row.step in self.clean:
+            same = "the same bits so far" if self._worst == 0 else f"at most {self._worst:.1e} apart so far"
+            loss.append(f"   without faults {self.clean[row.step]:.6f}, {same}",
+                        style="green" if self._worst <= 1e-6 else "red")
+        table.add_row(Text("loss", style="bold"), loss)
+        if row is not None:
+            table.add_row(Text("time", style="bold"), Text(f"{row.seconds * 1e3:.0f} ms a step"))
+        return table
+
+
+def relative(a: float, b: float) -> float:
+    """How far two losses are apart, as a part of the larger."""
+    return abs(a - b) / max(abs(a), abs(b), 1e-300) if a != b else 0.0
+
+
+def _doing(worker: Worker, reading: Reading) -> Text:
+    if not reading.busy:
+        return Text({"Finished": "  done", "Paused": "  paused"}.get(reading.doing, "  waits"), style="dim")
+    try:
+        op = parse_op(reading.doing)
+    except UserError:
+        return Text(f"▶ {reading.doing}")
+    name, style = _LOOKS[op.kind]
+    if op.microbatch is None:
+        return Text(f"▶ {name}", style=style)
+    text = Text(f"▶ {name} {op.microbatch}", style=style)
+    if op.microbatch.home != worker.replica:
+        text.append(f" ↪ from {op.microbatch.home}", style="bold magenta")
+    return text
+
+
+def _beside(bar: ProgressBar, text: str) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_row(bar, text)
+    return table

@@ -1,0 +1,75 @@
+"""The `everstep` command: a table of commands, and one place where mistakes become sentences.
+
+Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 130 stopped by Ctrl-C. Torch is imported by the
+commands that train, after their arguments have been read: `--help` and most mistakes cost no seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+import typer
+
+from everstep.errors import EverstepError, UserError
+
+_COMMANDS = {  # name: where its function lives
+    "demo": "everstep.cli.demo:demo_command",
+    "train": "everstep.cli.train:train_command",
+    "run": "everstep.cli.run:run_command",
+    "schedule": "everstep.cli.schedule:schedule_command",
+}
+_SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the script is the script's
+
+
+def build_app() -> typer.Typer:
+    app = typer.Typer(name="everstep", no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+                      pretty_exceptions_enable=False,
+                      context_settings={"help_option_names": ["-h", "--help"]},
+                      help="LLM training that heals itself: no microbatch lost, no step repeated, "
+                           "the loss curve of a faultless run.")
+
+    @app.callback()
+    def everstep() -> None:
+        """Makes the app a group, also while it has one command."""
+
+    for name, home in _COMMANDS.items():
+        module, function = home.split(":")
+        if find_spec(module) is not None:
+            app.command(name, context_settings=_SETTINGS.get(name))(getattr(import_module(module), function))
+    return app
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line; its exit code."""
+    try:
+        code = build_app()(args=None if arguments is None else list(arguments), prog_name="everstep",
+                           standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except UserError as error:
+        return _say(str(error), 2)
+    except EverstepError as error:
+        return _say(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("stopped; no process is left behind.", 130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # then it is a usage error, by whichever click typer brings
+            raise
+        message = error.format_message()
+        return _say(f"{message} Try everstep --help." if message else "", 2)
+
+
+def main() -> None:
+    sys.exit(run())
+
+
+def _say(sentence: str, code: int) -> int:
+    if sentence:
+        print(f"everstep: {sentence}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

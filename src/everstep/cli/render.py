@@ -1,0 +1,84 @@
+"""What commands print: notes on stderr, one JSON document on stdout, and curves as text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everstep.engine.job import Job
+    from everstep.launch.local import Watcher
+
+
+def note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def emit(document: Mapping[str, Any]) -> None:
+    """The one JSON document. A number that is none (NaN) is null."""
+    print(json.dumps(_plain(document), indent=2), flush=True)
+
+
+@contextlib.contextmanager
+def watching(job: Job, *, as_json: bool) -> Iterator[Watcher]:
+    """Live on a terminal, lines elsewhere."""
+    if as_json or not sys.stderr.isatty():
+        from everstep.launch.lines import Lines
+
+        yield Lines(job)
+        return
+    from everstep.cli.live import LiveView
+
+    with LiveView(job) as view:
+        yield view
+
+
+def plot(first: Mapping[int, float], second: Mapping[int, float], *, marks: Mapping[int, str] | None = None,
+         width: int = 64, height: int = 11) -> list[str]:
+    """Two curves over steps in one picture of text: · first, ○ second, ● both in the same place."""
+    steps = sorted({*first, *second})
+    values = [v for v in (*first.values(), *second.values()) if math.isfinite(v)]
+    if not steps or not values:
+        return []
+    low, high = min(values), max(values)
+    width = min(width, len(steps))
+
+    def column(step: int) -> int:
+        return round((step - steps[0]) / max(1, steps[-1] - steps[0]) * (width - 1))
+
+    def cells(curve: Mapping[int, float]) -> set[tuple[int, int]]:
+        return {(round((high - v) / ((high - low) or 1) * (height - 1)), column(step))
+                for step, v in curve.items() if math.isfinite(v)}
+
+    ours, theirs = cells(first), cells(second)
+    lines = []
+    for y in range(height):
+        label = f"{high - (high - low) * y / (height - 1):8.3f} ┤" if y % 5 == 0 else f"{'':8} │"
+        row = "".join(" ·○●"[((y, x) in ours) + 2 * ((y, x) in theirs)] for x in range(width))
+        lines.append(label + row.rstrip())
+    return [*lines, f"{'':8} └{_axis(marks or {}, column, width)}", _labels(steps, width)]
+
+
+def _axis(marks: Mapping[int, str], column: Any, width: int) -> str:
+    axis = ["─"] * width
+    for step, mark in marks.items():
+        axis[min(width - 1, column(step))] = mark
+    return "".join(axis)
+
+
+def _labels(steps: Sequence[int], width: int) -> str:
+    return f"{'':10}{'step ' + str(steps[0]):<{max(0, width - len(str(steps[-1])))}}{steps[-1]}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

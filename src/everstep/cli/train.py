@@ -1,0 +1,58 @@
+"""`everstep train job.toml`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from everstep.cli import render
+from everstep.engine.job import Job, load_job
+from everstep.errors import EverstepError
+
+KILL = typer.Option(metavar="stage=1,replica=0,step=7[,op=F3]", rich_help_panel="Faults",
+                    help="SIGKILL this worker in this step, before this op: F3, I2, W5 (F1.3: of replica "
+                         "1), R or U. May be given several times.")
+JSON = typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
+
+
+def train_command(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="Its keys: docs/job-file.md.")],
+    kill: Annotated[list[str] | None, KILL] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> int:
+    """Train the job of a file, on workers of this machine, through any worker's death.
+
+    The job is checked first; nothing is started on a mistake. If its checkpoint folder holds a checkpoint,
+    training goes on from there.
+
+    [bold]Examples[/bold]
+
+      everstep train examples/job.toml
+
+      everstep train examples/job.toml --kill stage=1,replica=0,step=7,op=F3 --kill stage=0,replica=1,step=9
+    """
+    job = load_job(job_file)
+    from everstep.engine.preflight import preflight
+    from everstep.launch import api, report
+
+    faults = api.parse_kills(kill or (), job)
+    checked = preflight(job)
+    render.note(f"{describe(job)}, {checked.parameters / 1e6:.2f} M parameters")
+    with render.watching(job, as_json=as_json) as watch:
+        outcome = api.run_job(job, faults=faults, watch=watch)
+    told = report.document(outcome, steps=job.steps)
+    if as_json:
+        render.emit(told)
+    if outcome.failure is not None:
+        raise EverstepError(f"training ended: {outcome.failure}.")
+    render.note(report.summary_line(told))
+    return 0
+
+
+def describe(job: Job) -> str:
+    """A job in half a line."""
+    what = job.model.preset or job.model.build or "a GPT"
+    return (f"{what}: {job.replicas} replicas × {job.stages} stages, {job.microbatches} microbatches a "
+            f"replica, {job.steps} steps, {job.precision} on {job.device}")
