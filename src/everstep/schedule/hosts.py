@@ -21,7 +21,7 @@ from everstep.core.ops import Kind, Microbatch, Worker
 from everstep.schedule.instance import Instance
 
 Place = tuple[int, int, int]  # home replica, number, stage
-FEW_HELPERS_FROM_OPS = 20_000
+FEW_HELPERS_FROM_OPS = 8_000
 
 
 def choose_hosts(instance: Instance) -> dict[Place, int]:

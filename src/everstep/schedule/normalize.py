@@ -56,7 +56,7 @@ def normalize(instance: Instance, mode: str, state_bytes: Sequence[float] = ()) 
         raise UserError(f"state_bytes must give one number per stage ({instance.stages}).")
     state = tuple(state_bytes) or (0.0,) * instance.stages
     now = [sum(w.stage == s for w in instance.dead) for s in range(instance.stages)]
-    costs = _stage_costs(instance, sum(now))
+    costs = _stage_costs(instance, mode, sum(now))
     frontier: list[Choice] = []
     for moves in range(sum(now) + 1):
         spread = _best_spread(costs, now, moves)
@@ -70,16 +70,14 @@ def normalize(instance: Instance, mode: str, state_bytes: Sequence[float] = ()) 
     return frontier
 
 
-def _stage_costs(instance: Instance, most: int) -> list[list[float]]:
-    """cost_s(j), from the work of the busiest of the workers that are left."""
-    jobs = instance.replicas * instance.microbatches
+def _stage_costs(instance: Instance, mode: str, most: int) -> list[list[float]]:
+    """cost_s(j): the bound of the step if only stage s had losses, j of them. The bound is a maximum over
+    stages, so the bound with losses in many stages is the maximum of these."""
     costs = []
     for s in range(instance.stages):
-        times = sorted(instance.forward[k][s] + instance.input_grad[k][s] + instance.weight_grad[k][s]
-                       for k in instance.live(s))
-        typical = times[len(times) // 2]
-        costs.append([-(-jobs // (instance.replicas - j)) * typical + instance.closing(s)
-                      if j < instance.replicas else INFINITE for j in range(most + 1)])
+        alone = [frozenset(Worker(k, s) for k in range(j)) for j in range(min(most + 1, instance.replicas))]
+        row = [lower_bound(replace(instance, dead=dead, done={}), mode) for dead in alone]
+        costs.append(row + [INFINITE] * (most + 1 - len(row)))
     return costs
 
 
