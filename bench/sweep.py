@@ -4,7 +4,8 @@
     python bench/sweep.py --device cuda --precision bf16
     python bench/sweep.py --only reduce --json
 
-Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without faults.
+Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
+faults.
 """
 
 from __future__ import annotations

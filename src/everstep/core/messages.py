@@ -1,11 +1,12 @@
 """What workers tell each other, and what they are told: parcels, ledgers, orders.
 
-A parcel is named by what it is, never by its place in a stream: two parcels of one name hold the same thing, so a
-receiver drops the second, any live holder can send it again, and no sender has to know what a dead one had sent.
+A parcel is named by what it is, never by its place in a stream: two parcels of one name hold the same thing,
+so a receiver drops the second, any live holder can send it again, and no sender has to know what a dead one
+had sent.
 
-`attempt` counts how often a step was taken back (a restored checkpoint, an undone update before it); a parcel of an
-earlier attempt was computed from weights that no longer count. `round` is the epoch in which a stage's reduce group was
-formed: parts of different rounds are never added up.
+`attempt` counts how often a step was taken back (a restored checkpoint, an undone update before it); a parcel
+of an earlier attempt was computed from weights that no longer count. `round` is the epoch in which a stage's
+reduce group was formed: parts of different rounds are never added up.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class What(StrEnum):
 
 
 class Parcel(NamedTuple):
-    """The name of a message between two workers. Its payload (a tensor) and value (small facts) travel with it."""
+    """The name of a message between two workers. Its payload (a tensor) and value (small facts) travel
+    with it.
+    """
 
     what: What
     attempt: int
@@ -79,7 +82,9 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Everything a worker needs to go on: the rest of the broken steps, and the step that repeats after them."""
+    """Everything a worker needs to go on: the rest of the broken steps, and the step that repeats after
+    them.
+    """
 
     epoch: int
     attempts: tuple[tuple[int, int], ...]  # (from this step on, attempt), ascending
@@ -133,7 +138,8 @@ class SumChunk:
 class AssembleSum:
     """Put the chunks of all owners together, or take a peer's whole sum.
 
-    Answer: the whole sum's sum of squares where it is not that of its chunks (a tied pair inside one stage), else None.
+    Answer: the whole sum's sum of squares where it is not that of its chunks (a tied pair inside one stage),
+    else None.
     """
 
     step: int

@@ -9,10 +9,11 @@ One machine per task, off the data path. Workers train without it; it speaks whe
         └──────── a stage has nobody left ─────┘   (then: the newest checkpoint, and on from there)
 
 Every change of membership is a new epoch. In it the live members finish the op in hand and tell their ledgers
-(Gathering); what is owed is given to the scheduler (Planning, whose answer may come late: a death meanwhile raises the
-epoch and the answer is ignored); then each worker gets the rest of its step and goes on (Running).
+(Gathering); what is owed is given to the scheduler (Planning, whose answer may come late: a death meanwhile
+raises the epoch and the answer is ignored); then each worker gets the rest of its step and goes on (Running).
 
-A replacement copies its state from a live peer while training goes on, and is let in at a step nobody has entered.
+A replacement copies its state from a live peer while training goes on, and is let in at a step nobody has
+entered.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Starting:
 
 @dataclass(slots=True)
 class Joining:
-    """Up, not yet a member. `source` feeds it; `copied`: its state is whole; `enter_at`: let in from there."""
+    """Up, not yet a member. `source` feeds it; `copied`: its state is whole; `enter_at`: let in from
+    there.
+    """
 
     incarnation: int
     source: Worker | None = None
@@ -249,7 +252,9 @@ class Recovery:
         return actions
 
     def _raised(self, event: WorkerRaised) -> list[Action]:
-        """Twice the same exception at the same op, from two processes: the input is at fault, not a machine."""
+        """Twice the same exception at the same op, from two processes: the input is at fault, not a
+        machine.
+        """
         first = self.raised.setdefault(event.where, (event.worker, event.incarnation))
         if first == (event.worker, event.incarnation):
             return []
@@ -304,7 +309,9 @@ class Recovery:
                             because=phase.because)]
 
     def _settle_joiners(self, told: Mapping[Worker, Ledger]) -> dict[Worker, Ledger]:
-        """A joiner that was let in is a member once its state is there; without its source it must copy anew."""
+        """A joiner that was let in is a member once its state is there; without its source it must copy
+        anew.
+        """
         ledgers: dict[Worker, Ledger] = {}
         for worker, ledger in told.items():
             place = self.places[worker]
@@ -320,11 +327,11 @@ class Recovery:
         return ledgers
 
     def _regroup(self, low: int, *, restarting: frozenset[int]) -> None:
-        """Who makes up each stage, and in which epoch each group was formed: from the step before `low` on, which
-        may not be sealed everywhere yet.
+        """Who makes up each stage, and in which epoch each group was formed: from the step before `low` on,
+        which may not be sealed everywhere yet.
 
-        A stage that still owes ops forms its group anew even with the same members: the new plan may give an op to
-        a worker that has contributed already, and its part must not count without that op.
+        A stage that still owes ops forms its group anew even with the same members: the new plan may give an
+        op to a worker that has contributed already, and its part must not count without that op.
         """
         since = {w: p.since for w, p in self.places.items() if isinstance(p, Member)} | self._entering()
         table = []
@@ -489,6 +496,9 @@ class Recovery:
 
     def _record(self, stages: dict[int, StepSealed]) -> RecordStep:
         self.recorded += 1
+        for worker, place in self._joiners():
+            if place.enter_at is not None and place.enter_at <= self.recorded and isinstance(self.phase, Running):
+                self.places[worker] = Member(place.incarnation, place.enter_at)  # its part is in this sum
         total = self.shape.replicas * self.shape.microbatches
         once = all(sealed.microbatches == total for sealed in stages.values())
         elsewhere = sum(sealed.executed - 3 * total for sealed in stages.values())

@@ -4,8 +4,8 @@
                                                      │                            ├──► closed
                                                      └──► sealed (all peers hold) ─┘
 
-A worker has at most two steps open: the one it is in, and the one before, which is updated but may not be sealed
-(a peer may still need its sum) or not yet valid (an eager update waits for the norm of all stages).
+A worker has at most two steps open: the one it is in, and the one before, which is updated but may not be
+sealed (a peer may still need its sum) or not yet valid (an eager update waits for the norm of all stages).
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class StepState:
         return tuple(op.microbatch for op in self.done if op.kind is Kind.W and op.microbatch is not None)
 
     def restart_reduce(self, round: int) -> None:
-        """The reduce group has changed. What was received of the old round is void; what is held stays held."""
+        """The reduce group has changed. What was received of the old round is void; what is held stays
+        held.
+        """
         self.round = round
         if not self.holds_sum:
             self.own_part = None

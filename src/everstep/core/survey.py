@@ -1,13 +1,15 @@
 """From the survivors' ledgers to what is still owed.
 
-All arithmetic on sets, no state: given who lives and what each says it has done, find for every step that somebody is
-in: which stages have its sum already, which (microbatch, stage) has been run where, who lacks a sum that a peer
-holds. Two steps can be open at once, never three: a stage cannot seal a step before its neighbours have entered it.
+All arithmetic on sets, no state: given who lives and what each says it has done, find for every step that
+somebody is in: which stages have its sum already, which (microbatch, stage) has been run where, who lacks a
+sum that a peer holds. Two steps can be open at once, never three: a stage cannot seal a step before its
+neighbours have entered it.
 
-A stage that holds its sum owes nothing for it. But the boundary tensors a dead worker had made live only in its
-outbox, and a neighbour stage that must redo a microbatch may ask for them. Then a live peer runs that microbatch once
-more as a *ghost*: for its outputs only, its gradients are in the sum already. That needs the weights from before the
-update; they are at hand, because no update is final before every stage has sealed (see `rewind` below).
+A stage that holds its sum owes nothing for it. But the boundary tensors a dead worker had made live only in
+its outbox, and a neighbour stage that must redo a microbatch may ask for them. Then a live peer runs that
+microbatch once more as a *ghost*: for its outputs only, its gradients are in the sum already. That needs the
+weights from before the update; they are at hand, because no update is final before every stage has sealed
+(see `rewind` below).
 """
 
 from __future__ import annotations
@@ -142,7 +144,9 @@ class _StepView:
         return self._give_hosts({place: kinds for place, kinds in wanted.items() if kinds})
 
     def _give_hosts(self, wanted: Mapping[Place, set[str]]) -> dict[Place, tuple[int, str]]:
-        """The worker with the stash, else one that has not updated yet, else any; the least burdened of them."""
+        """The worker with the stash, else one that has not updated yet, else any; the least burdened of
+        them.
+        """
         load: dict[Worker, int] = {}
         hosted = {}
         for (microbatch, stage), kinds in sorted(wanted.items()):

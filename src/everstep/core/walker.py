@@ -1,15 +1,15 @@
 """The worker's own decisions: which op next, what to send where, when a step is over.
 
-A `Walker` walks its op list. It holds names, never tensors: its shell (the engine, or a test's virtual worker) stores
-payloads under the names and does what `next()` and `take_commands()` say. So the code that decides what survives a
-death is the same in a real worker and in a simulated one.
+A `Walker` walks its op list. It holds names, never tensors: its shell (the engine, or a test's virtual
+worker) stores payloads under the names and does what `next()` and `take_commands()` say. So the code that
+decides what survives a death is the same in a real worker and in a simulated one.
 
     arrived(parcel)  ─┐                      ┌─► next()            one task to run now, or Wait / Paused / Finished
     finished(task)    ├──►  Walker  ─────────┤
     interrupt(), resume(order)               └─► take_commands()   sends, releases, reports
 
-Nothing here changes between an interrupt and the order to go on, except that parcels are put aside: a ledger, once
-told, stays true until the worker resumes.
+Nothing here changes between an interrupt and the order to go on, except that parcels are put aside: a ledger,
+once told, stays true until the worker resumes.
 """
 
 from __future__ import annotations
@@ -352,8 +352,8 @@ class Walker:
     def _settle(self, state: StepState) -> bool:
         """Draw the consequences of what is in the box. True: an eager update turned out invalid.
 
-        A step that was computed on an update not yet valid is not announced: else another stage could make its own
-        update of it final, and would have no way back.
+        A step that was computed on an update not yet valid is not announced: else another stage could make
+        its own update of it final, and would have no way back.
         """
         if state.holds_sum and not state.sealed and self._all_hold(state):
             self._seal(state)
@@ -600,7 +600,9 @@ class Walker:
             self._send(Parcel(What.NEWS, self._attempt(step), step, self.me.stage), target, sealed.sum_of_squares)
 
     def _wards(self, step: int) -> Iterator[Worker]:
-        """The workers of other stages that hear from this one: its own replica's, and those whose peer is dead."""
+        """The workers of other stages that hear from this one: its own replica's, and those whose peer is
+        dead.
+        """
         live = self._members(step).live
         mine = live[self.me.stage]
         for stage in range(self.rules.stages):

@@ -1,7 +1,7 @@
 """A worker's last words, kept up to date: 128 bytes of shared memory that outlive the process.
 
-The worker writes before and after each op, about a microsecond; the agent reads whenever it likes, also after a death.
-A sequence number, odd while writing, tells a torn read.
+The worker writes before and after each op, about a microsecond; the agent reads whenever it likes, also after
+a death. A sequence number, odd while writing, tells a torn read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The body of a walker: runs its tasks with torch, keeps its tensors, sends its parcels.
 
-The walker decides, in names; here the names get tensors. One thread computes and talks to the walker; parcels and
-orders reach it through one queue, so nothing here needs a lock.
+The walker decides, in names; here the names get tensors. One thread computes and talks to the walker; parcels
+and orders reach it through one queue, so nothing here needs a lock.
 
     links' I/O thread ──┐
                         ├──► inbox ──► run(): walker.next() ──► task ──► torch ──► walker.finished()

@@ -17,7 +17,9 @@ _OP = re.compile(r"[FIW](\d+\.)?\d+|R|U")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`op` None: at the first op of the step. `when`: before or after an op; in R also while sending or summing."""
+    """`op` None: at the first op of the step. `when`: before or after an op; in R also while sending or
+    summing.
+    """
 
     worker: Worker
     step: int

@@ -1,6 +1,7 @@
 """The bytes of a message between two workers: a fixed header, small facts as JSON, then the raw tensor.
 
-    magic 4 | kind 1 | dtype 1 | dims 1 | - | facts length 4 | parcel: 8 x int32 | shape: dims x int64 | facts | tensor
+    magic 4 | kind 1 | dtype 1 | dims 1 | - | facts length 4 | parcel: 8 x int32 | shape: dims x int64 | facts
+    | tensor
 
 No pickle. Every length is bounded before memory is taken for it.
 """

@@ -1,12 +1,12 @@
 """Connections between workers: plain TCP sockets of our own, one thread for all of them.
 
-Rejected: gloo. A worker blocked in it on a live peer cannot be freed, a group must be re-formed when one member dies,
-and it cannot be told which source port to use. Here a send is a name and bytes; a dead peer's socket closes and
-nothing else changes; a receive goes straight into the tensor's memory.
+Rejected: gloo. A worker blocked in it on a live peer cannot be freed, a group must be re-formed when one
+member dies, and it cannot be told which source port to use. Here a send is a name and bytes; a dead peer's
+socket closes and nothing else changes; a receive goes straight into the tensor's memory.
 
-Each ordered pair of workers has one connection, opened by the sender at its first message, so messages between two
-workers keep their order. A sender that finds its socket idle writes at once, in its own thread: a small message costs
-no thread switch. What the kernel does not take goes on in the I/O thread.
+Each ordered pair of workers has one connection, opened by the sender at its first message, so messages
+between two workers keep their order. A sender that finds its socket idle writes at once, in its own thread: a
+small message costs no thread switch. What the kernel does not take goes on in the I/O thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A whole task on this machine: nursery, workers, recovery, log and checkpoints in one process tree, no second shell.
+"""A whole task on this machine: nursery, workers, recovery, log and checkpoints in one process tree, no
+second shell.
 
-One thread, one selector. Workers' exits come from pidfds, their words from Unix sockets; both become events for
-`core.recovery`, whose actions are carried out here.
+One thread, one selector. Workers' exits come from pidfds, their words from Unix sockets; both become events
+for `core.recovery`, whose actions are carried out here.
 """
 
 from __future__ import annotations
@@ -120,13 +121,18 @@ class LocalTask:
             finally:
                 self._close()
         self.outcome.incidents = self.recovery.incidents
-        self.outcome.issued = (self.job.steps - first + 1) * self.job.microbatches_in_step
+        self.outcome.issued = (self.recovery.recorded - first + 1) * self.job.microbatches_in_step
         return self.outcome
 
     def kill(self, worker: Worker) -> None:
         """SIGKILL, and remember when."""
         self._killed_at[worker] = time.monotonic()
         os.kill(self.processes[worker].child.pid, signal.SIGKILL)
+
+    def finish(self, because: str) -> None:
+        """End the task now, in good order, before its last step."""
+        self.watch("action", act.FinishTask(because=because))
+        self._over = True
 
     def readings(self) -> dict[Worker, Reading | None]:
         """What every live worker is doing right now."""

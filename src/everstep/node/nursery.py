@@ -1,11 +1,11 @@
 """Where workers are born: a process that has imported torch once and forks a worker whenever one is needed.
 
-Importing torch takes seconds; forking takes milliseconds. So a dead worker is back before a step or two have passed,
-and a test can afford real processes. The nursery runs no torch op and never touches CUDA: what is forked after that
-would be broken.
+Importing torch takes seconds; forking takes milliseconds. So a dead worker is back before a step or two have
+passed, and a test can afford real processes. The nursery runs no torch op and never touches CUDA: what is
+forked after that would be broken.
 
-The nursery hands out a pidfd with each child and does not reap a child before it is told to, so its exit code can be
-read in peace. When the nursery's owner goes away, the nursery ends its children and itself.
+The nursery hands out a pidfd with each child and does not reap a child before it is told to, so its exit code
+can be read in peace. When the nursery's owner goes away, the nursery ends its children and itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Child(NamedTuple):
 
 
 class Nursery:
-    """The owner's side. `threads`: of each worker's tensor ops; some libraries read it only as they are loaded."""
+    """The owner's side. `threads`: of each worker's tensor ops; some libraries read it only as they are
+    loaded.
+    """
 
     def __init__(self, *, threads: int = 1) -> None:
         self._threads = threads
@@ -72,7 +74,9 @@ class Nursery:
 
 
 def exit_reason(pid: int) -> str:
-    """Why a child that is not reaped yet has ended, in words. Field 52 of /proc/PID/stat is its wait status."""
+    """Why a child that is not reaped yet has ended, in words. Field 52 of /proc/PID/stat is its wait
+    status.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
