@@ -150,7 +150,8 @@ class Links:
                     while self._ask:
                         self._watch(self._ask.popleft())
                 elif isinstance(key.data, _Outgoing):
-                    self._progress(key.data, events)
+                    if key.data.registered:  # else it was dropped by the wake-up in this very batch of events
+                        self._progress(key.data, events)
                 else:
                     self._receive(key.data)
         for key in list(self._selector.get_map().values()):
