@@ -16,6 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from everstep.schedule import Instance, Worker, per_stage, plan, same_cap, uniform
@@ -56,8 +57,12 @@ def scattered(replicas: int, stages: int, deaths: int, draw: random.Random) -> f
     return frozenset(dead)
 
 
-def suite() -> list[Case]:
-    """48 instances: shapes x stash caps x even or uneven stage times, 1 to 10 % dead, hop > 0; one seed."""
+def suite(caps: str = "peak") -> list[Case]:
+    """48 instances: shapes x stash caps x even or uneven stage times, 1 to 10 % dead, hop > 0; one seed.
+
+    Caps go from 1F1B's own to twice that: `peak` gives every worker 1F1B's peak (its first stage's, P), `falling`
+    gives stage s what 1F1B holds there (P - s), which leaves the last stages no room to put a W off.
+    """
     draw = random.Random(3)
     shapes = ((4, 2, 8), (4, 4, 16), (4, 8, 32), (4, 16, 128), (8, 4, 32), (8, 4, 64), (8, 8, 32),
               (8, 8, 128), (8, 32, 64), (12, 6, 48), (16, 4, 64), (16, 64, 32))
@@ -80,6 +85,10 @@ def suite() -> list[Case]:
                     input_grad=per_stage(replicas=replicas, values=tuple(round(11 * x, 1) for x in spread)),
                     weight_grad=per_stage(replicas=replicas, values=tuple(round(9 * x, 1) for x in spread)),
                     stash_cap=instance.stash_cap)
+            if caps == "falling":
+                falling = {Worker(k, s): max(1, int(factor * (stages - s)))
+                           for k in range(replicas) for s in range(stages)}
+                instance = replace(instance, stash_cap=falling)
             cases.append(Case(f"{stages:2d} x {replicas:2d} x {count:3d}, {len(dead):2d} dead, "
                               f"cap {cap:2d}, {kind}", instance))
     return cases
@@ -100,7 +109,7 @@ def run_optima(args: argparse.Namespace) -> None:
 def run_suite(args: argparse.Namespace) -> None:
     gaps: dict[str, list[float]] = {"staggered": [], "decoupled": []}
     print(f"{'stages x replicas x microbatches':44s} {'staggered':>26s} {'decoupled':>26s}")
-    for case in suite():
+    for case in suite(args.caps):
         cells = []
         for mode in gaps:
             began = time.perf_counter()
@@ -165,6 +174,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("optima", "suite", "times", "policies"))
     parser.add_argument("--effort", type=int, default=ONLINE_EFFORT)
+    parser.add_argument("--caps", choices=("peak", "falling"), default="peak")
     parser.add_argument("--seconds", type=float, default=20.0, help="time limit of one polish")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
