@@ -1,0 +1,51 @@
+"""The trial under Everstep: 2 replicas x 1 stage, one microbatch each; writes the same diary.
+
+    python everstep_train.py DIARY FOLDER STEPS
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from trial import CHECKPOINT_EVERY, WORKERS, Diary
+
+from everstep.core.ops import Worker
+from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
+from everstep.launch.local import LocalTask
+from everstep.node.nursery import Nursery
+
+
+def job(folder: str, steps: int) -> Job:
+    return Job(model=ModelSpec(build="trial:layers"), data=DataSpec(build="trial:Data"), steps=steps,
+               optimizer=OptimizerSpec(build="trial:optimizer", decay="constant", clip=None),
+               checkpoint=CheckpointSpec(folder=folder, interval=CHECKPOINT_EVERY),
+               replicas=WORKERS, stages=1, microbatches=1, threads=1, base=str(Path(__file__).parent))
+
+
+def main() -> None:
+    path, folder, steps = sys.argv[1:4]
+    diary = Diary(path)
+
+    def watch(kind: str, what: Any) -> None:
+        if kind != "step":
+            return
+        for rank in range(WORKERS):
+            process = task.processes.get(Worker(rank, 0))
+            if process is not None:
+                diary.write(rank=rank, step=what.step, life=f"epoch {what.epoch}", world=len(task.processes),
+                            pid=process.child.pid, at=what.at)
+
+    nursery = Nursery(threads=1).start()
+    try:
+        task = LocalTask(job(folder, int(steps)), nursery=nursery, watch=watch)
+        outcome = task.run()
+    finally:
+        nursery.close()
+    if outcome.failure:
+        raise SystemExit(outcome.failure)
+
+
+if __name__ == "__main__":
+    main()
