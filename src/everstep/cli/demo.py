@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from everstep.launch.local import Outcome, Watcher
+    from everstep.node.nursery import Nursery
 
 _LAYERS = 8  # an embedding, six blocks, a head
 _WORKER_BYTES = 150 << 20  # a forked worker, its share of torch not counted
@@ -116,19 +117,27 @@ def summary(job: Job, clean: Outcome, healed: Outcome) -> dict[str, Any]:
 
 
 def _both_runs(job: Job, script: Script, console: Console, *, as_json: bool) -> tuple[Outcome, Outcome]:
+    from everstep.launch import births
+
+    with births.nursery(job.threads) as born:  # it loads torch while we do
+        return _run_twice(job, script, console, born, as_json=as_json)
+
+
+def _run_twice(job: Job, script: Script, console: Console, born: Nursery, *,
+               as_json: bool) -> tuple[Outcome, Outcome]:
     from everstep.core.recovery import Policy
     from everstep.launch import api
 
+    policy = Policy(rejoin_after_steps=script.rejoin_after_steps)
     console.print("[bold]1[/bold]  without faults, to compare with")
     with _watcher(job, console, as_json=as_json) as watch:
-        clean = _finished(api.run_job(job, watch=watch))
+        clean = _finished(api.run_job(job, watch=watch, born=born))
     first, last = clean.rows[0].loss, clean.rows[-1].loss
     console.print(f"   done: loss {first:.3f} → {last:.3f}\n")
     console.print("[bold]2[/bold]  the same job, with two SIGKILLs")
     losses = {step: row.loss for step, row in clean.by_step().items()}
     with _watcher(job, console, as_json=as_json, clean=losses) as watch:
-        healed = _finished(api.run_job(job, watch=watch, faults=script.faults,
-                                       policy=Policy(rejoin_after_steps=script.rejoin_after_steps)))
+        healed = _finished(api.run_job(job, watch=watch, born=born, faults=script.faults, policy=policy))
     return clean, healed
 
 
@@ -165,7 +174,7 @@ def _title(console: Console, job: Job, script: Script) -> None:
     console.print("\n[bold]everstep demo[/bold]  "
                   f"a small GPT on {job.replicas} replicas × {job.stages} stages, "
                   f"{job.microbatches} microbatches a replica, {job.steps} steps, fp32")
-    deaths = " and ".join(f"worker {f.worker} in the middle of step {f.step}" for f in script.faults)
+    deaths = " and ".join(f"worker {f.worker} in mid-step {f.step}" for f in script.faults)
     console.print(f"[dim]a worker is replica:stage; SIGKILL will hit {deaths}[/dim]\n")
 
 
@@ -184,12 +193,16 @@ def _show(console: Console, told: Mapping[str, Any]) -> None:
         ("microbatches", f"{batches['issued']} issued, {batches['committed']} committed once"),
         ("ops replayed", f"{sum(i['replayed_ops'] for i in told['incidents'])} of the dead workers' own, "
                          f"{told['replayed_ops_elsewhere']} on other stages"),
-        *((f"incident {i['number']}, worker {i['worker']}", _costs(i)) for i in told["incidents"]),
         ("a healthy step", f"{told['healthy_step_ms']:.0f} ms"),
     ):
         console.print(f"  {name:<24} {value}")
+    head = f"{'incident':<24} {'noticed':>8} {'replanned':>11} {'resumed':>9} {'lost':>12}"
+    console.print(f"\n  [bold]{head}[/bold]")
+    for incident in told["incidents"]:
+        what = f"step {incident['step']}, worker {incident['worker']}"
+        console.print(f"  {what:<24} {_costs(incident)}")
 
 
 def _costs(incident: Mapping[str, Any]) -> str:
-    return (f"noticed in {incident['noticed_ms']:.0f} ms, replanned in {incident['replanned_ms']:.0f} ms, "
-            f"resumed after {incident['resumed_ms']:.0f} ms; {incident['steps_lost']:.2f} steps lost")
+    noticed, replanned, resumed = (incident[f"{name}_ms"] for name in ("noticed", "replanned", "resumed"))
+    return f"{noticed:5.0f} ms {replanned:8.0f} ms {resumed:6.0f} ms {incident['steps_lost']:6.2f} steps"

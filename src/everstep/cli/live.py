@@ -24,7 +24,7 @@ from everstep.engine.beacon import Reading
 from everstep.engine.job import Job
 from everstep.errors import UserError
 from everstep.launch.local import LocalTask, StepRow
-from everstep.launch.report import incident_line, resume_line
+from everstep.launch.report import death, resume_line, times
 
 FRAME_S = 0.1
 _CELL = 27
@@ -49,6 +49,7 @@ class LiveView:
 
     def __enter__(self) -> LiveView:
         self._live.__enter__()
+        self._live.update(Text("starting the workers ...", style="dim"), refresh=True)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -65,7 +66,7 @@ class LiveView:
             case "incident", incident:
                 for worker in incident.workers:
                     self._gone[worker] = (time.monotonic(), incident.what)
-                self.say(f"[red]✗[/red] {escape(incident_line(incident))}")
+                self.tell("[red]✗[/red]", incident.step, death(incident), " · ".join(times(incident)))
             case "raised", (worker, error, traceback):
                 self.say(f"[red]![/red] worker {worker} raised {escape(error)}")
                 self.say(f"[dim]{escape(traceback.rstrip())}[/dim]")
@@ -75,17 +76,23 @@ class LiveView:
     def say(self, markup: str) -> None:
         self._live.console.print(markup)
 
+    def tell(self, sign: str, step: int, what: str, detail: str = "") -> None:
+        """One entry of the story: a sign, the step, what happened, and under it how long things took."""
+        self.say(f"{sign} step {step:<5} {escape(what)}")
+        if detail:
+            self.say(f"{'':13}[dim]{escape(detail)}[/dim]")
+
     def _action(self, action: act.Action) -> None:
         match action:
             case act.StartWorker() if action.incarnation > 1:
-                self.say(f"[yellow]↻[/yellow] step {self._step + 1}: starting worker {action.worker} again")
+                self.tell("[yellow]↻[/yellow]", self._step + 1, f"worker {action.worker} is started again")
                 self._back.add(action.worker)
             case act.CopyState():
-                self.say(f"[yellow]↻[/yellow] step {self._step + 1}: {escape(action.because)}")
+                self.tell("[yellow]↻[/yellow]", self._step + 1, f"worker {action.because}")
             case act.ResumeStep() if action.worker in self._back:
                 self._back.discard(action.worker)
                 self._gone.pop(action.worker, None)
-                self.say(f"[green]✓[/green] worker {action.worker} is back, from step {action.order.step} on")
+                self.tell("[green]✓[/green]", action.order.step, f"worker {action.worker} is back")
 
     @property
     def _step(self) -> int:

@@ -45,14 +45,13 @@ def plot(first: Mapping[int, float], second: Mapping[int, float], *, marks: Mapp
     if not steps or not values:
         return []
     low, high = min(values), max(values)
-    width = min(width, len(steps))
-
-    def column(step: int) -> int:
-        return round((step - steps[0]) / max(1, steps[-1] - steps[0]) * (width - 1))
+    span = max(1, steps[-1] - steps[0])
 
     def cells(curve: Mapping[int, float]) -> set[tuple[int, int]]:
-        return {(round((high - v) / ((high - low) or 1) * (height - 1)), column(step))
-                for step, v in curve.items() if math.isfinite(v)}
+        """In every column the value of the step nearest to it."""
+        found = ((x, curve.get(steps[0] + round(x / (width - 1) * span), math.nan)) for x in range(width))
+        return {(round((high - v) / ((high - low) or 1) * (height - 1)), x)
+                for x, v in found if math.isfinite(v)}
 
     ours, theirs = cells(first), cells(second)
     lines = []
@@ -60,14 +59,12 @@ def plot(first: Mapping[int, float], second: Mapping[int, float], *, marks: Mapp
         label = f"{high - (high - low) * y / (height - 1):8.3f} ┤" if y % 5 == 0 else f"{'':8} │"
         row = "".join(" ·○●"[((y, x) in ours) + 2 * ((y, x) in theirs)] for x in range(width))
         lines.append(label + row.rstrip())
-    return [*lines, f"{'':8} └{_axis(marks or {}, column, width)}", _labels(steps, width)]
+    marked = {round((step - steps[0]) / span * (width - 1)): mark for step, mark in (marks or {}).items()}
+    return [*lines, f"{'':8} └{_axis(marked, width)}", _labels(steps, width)]
 
 
-def _axis(marks: Mapping[int, str], column: Any, width: int) -> str:
-    axis = ["─"] * width
-    for step, mark in marks.items():
-        axis[min(width - 1, column(step))] = mark
-    return "".join(axis)
+def _axis(marks: Mapping[int, str], width: int) -> str:
+    return "".join(marks.get(x, "─") for x in range(width))
 
 
 def _labels(steps: Sequence[int], width: int) -> str:

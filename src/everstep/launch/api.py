@@ -28,6 +28,7 @@ from everstep.engine.preflight import preflight
 from everstep.engine.program import Program
 from everstep.engine.resolve import optimizer_of
 from everstep.errors import EverstepError, UserError
+from everstep.launch import births
 from everstep.launch.lines import Lines
 from everstep.launch.local import LocalTask, Outcome, Watcher
 from everstep.launch.report import document
@@ -112,19 +113,15 @@ def parse_kills(texts: Sequence[str], job: Job) -> tuple[Fault, ...]:
 
 
 def run_job(job: Job, *, faults: tuple[Fault, ...] = (), policy: Policy | None = None,
-            watch: Watcher = lambda kind, what: None, script: list[str] | None = None) -> Outcome:
-    """Start the workers, run the job to its end, and leave no process behind, however it ends."""
-    with nursery(job.threads) as born, _interruptible(watch) as safely:
-        return LocalTask(job, nursery=born, faults=faults, policy=policy, watch=safely, script=script).run()
+            watch: Watcher = lambda kind, what: None, script: list[str] | None = None,
+            born: Nursery | None = None) -> Outcome:
+    """Start the workers, run the job to its end, and leave no process behind, however it ends.
 
-
-@contextlib.contextmanager
-def nursery(threads: int) -> Iterator[Nursery]:
-    made = Nursery(threads=threads).start()
-    try:
-        yield made
-    finally:
-        made.close()
+    `born`: the nursery to use, for several runs in a row.
+    """
+    home = births.nursery(job.threads) if born is None else nullcontext(born)
+    with home as mother, _interruptible(watch) as safely:
+        return LocalTask(job, nursery=mother, faults=faults, policy=policy, watch=safely, script=script).run()
 
 
 def result_of(outcome: Outcome, job: Job) -> Result:

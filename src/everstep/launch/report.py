@@ -82,19 +82,27 @@ def step_line(row: StepRow, steps: int) -> str:
 
 def incident_line(incident: Incident) -> str:
     """Told when the incident closes; what it cost in steps is known a step later."""
-    who = " and ".join(str(worker) for worker in incident.workers)
+    told = f"{death(incident)}; {', '.join(times(incident))}"
+    return f"incident {incident.number} in step {incident.step}: {told}"
+
+
+def death(incident: Incident) -> str:
+    return f"worker {' and '.join(str(worker) for worker in incident.workers)} {incident.what}"
+
+
+def times(incident: Incident) -> list[str]:
+    """How long each part of the healing took, in words."""
     start = incident.evidence_at if incident.killed_at is None else incident.killed_at
-    times = [f"replanned in {_told(_ms(incident.planned_at, incident.evidence_at))}",
-             f"resumed after {_told(_ms(incident.resumed_at, start))}"]
+    told = [f"replanned in {_told(_ms(incident.planned_at, incident.evidence_at))}",
+            f"resumed after {_told(_ms(incident.resumed_at, start))}"]
     if incident.killed_at is not None:
-        times.insert(0, f"noticed in {_told(_ms(incident.evidence_at, start))}")
+        told.insert(0, f"noticed in {_told(_ms(incident.evidence_at, start))}")
     if incident.restored_from is not None:
-        times.append("back at the initial state" if incident.restored_from == 0
-                     else f"back at the checkpoint of step {incident.restored_from}")
+        told.append("back at the initial state" if incident.restored_from == 0
+                    else f"back at the checkpoint of step {incident.restored_from}")
     else:
-        times.append(f"{incident.replayed_ops} ops to replay")
-    head = f"incident {incident.number} in step {incident.step}: worker {who} {incident.what}"
-    return f"{head}; {', '.join(times)}"
+        told.append(f"{incident.replayed_ops} ops to replay")
+    return told
 
 
 def resume_line(outcome: Outcome, folder: str) -> str | None:
