@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from everstep.engine.links import Address, Links
 from everstep.engine.optimizer import Updater
 from everstep.engine.stage import Stage
 
+_MEND_AFTER_S = 0.5
 Order = tuple[str, Any]  # (verb, value): what recovery tells this worker
 Report = Callable[[str, Mapping[str, Any]], None]
 
@@ -67,6 +69,7 @@ class Body:
         self._taken = 0  # the last step whose gradients left the stage's buffer
         self._touched = False  # has the initial state been changed?
         self._told_epoch = 0
+        self._finishing = False
         self.times: dict[Kind, float] = {}  # seconds an op takes here, smoothed
 
     # -------------------------------------------------------------- the loop
@@ -79,6 +82,8 @@ class Body:
                     return
             task = self.walker.next()
             self._carry_out()
+            if self._finishing and (isinstance(task, msg.Paused | msg.Finished) or self.walker.joining):
+                return
             if isinstance(task, msg.Wait | msg.Paused | msg.Finished):
                 self._shine(busy=False, doing=task.missing if isinstance(task, msg.Wait) else type(task).__name__)
                 if not self._take(self.inbox.get()):
@@ -107,14 +112,23 @@ class Body:
             case "stop_feeding":
                 self.walker.stop_feeding(value)
             case "broken":
+                timer = threading.Timer(_MEND_AFTER_S, self.inbox.put, (("mend", value),))
+                timer.daemon = True
+                timer.start()
+            case "mend":
                 self._mend(value)
+            case "failed":
+                raise value
+            case "finish":  # the last step is sealed; its update and its checkpoint may still be to do
+                self._finishing = True
             case "stop":
                 return False
         self._carry_out()
         return True
 
     def _mend(self, address: Address) -> None:
-        """A connection broke. If its peer is still one of us, send again what may have been lost on it."""
+        """A connection broke a while ago. Mostly its peer had died, and is in the book no more; else send again
+        what may have been lost."""
         for peer, known in self.book.items():
             if known == address:
                 self.walker.link_reopened(peer)

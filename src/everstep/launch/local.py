@@ -149,12 +149,10 @@ class LocalTask:
             self._log = (path / "steps.jsonl").open("a", encoding="utf-8")
 
     def _close(self) -> None:
+        if self._over and self.outcome.failure is None:
+            self._end_workers("finish", 5.0)
         self._over = True  # also when it ends early, by Ctrl-C: what stops now is no incident
-        for process in list(self.processes.values()):
-            self._tell(process, {"kind": "stop"})
-        deadline = time.monotonic() + 20.0
-        while self.processes and time.monotonic() < deadline:
-            self._turn()
+        self._end_workers("stop", 20.0)
         for process in list(self.processes.values()):
             os.kill(process.child.pid, signal.SIGKILL)
             self._bury(process)
@@ -162,6 +160,13 @@ class LocalTask:
         self._selector.close()
         if self._log is not None:
             self._log.close()
+
+    def _end_workers(self, kind: str, within_s: float) -> None:
+        for process in list(self.processes.values()):
+            self._tell(process, {"kind": kind})
+        deadline = time.monotonic() + within_s
+        while self.processes and time.monotonic() < deadline:
+            self._turn()
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self.tick_s):

@@ -59,6 +59,7 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
     links = Links(token=bytes.fromhex(spec["token"]), host=spec["host"],
                   deliver=lambda frame: inbox.put(("frame", frame)),
                   broken=lambda address: inbox.put(("broken", address)),
+                  failed=lambda error: inbox.put(("failed", error)),
                   empty=lambda shape, dtype: devices.host_empty(shape, dtype, device))
     beacon = Beacon(Path(spec["beacon"]))
     saver = _Saver(job, line, me.stage)
@@ -112,8 +113,8 @@ class _Line:
                     inbox.put(("copy", (message["joiner"], Address(*message["address"]))))
                 case "stop_feeding":
                     inbox.put(("stop_feeding", message["joiner"]))
-                case "stop":
-                    inbox.put(("stop", None))
+                case "finish" | "stop":
+                    inbox.put((message["kind"], None))
         inbox.put(("stop", None))  # the agent is gone
 
 
