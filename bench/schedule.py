@@ -60,7 +60,7 @@ def scattered(replicas: int, stages: int, deaths: int, draw: random.Random) -> f
 def suite(caps: str = "peak") -> list[Case]:
     """48 instances: shapes x stash caps x even or uneven stage times, 1 to 10 % dead, hop > 0; one seed.
 
-    Caps go from 1F1B's own to twice that: `peak` gives every worker 1F1B's peak (its first stage's, P), `falling`
+    Caps go from 1F1B's own to twice that: `peak` gives every worker 1F1B's peak (stage 0's, P), `falling`
     gives stage s what 1F1B holds there (P - s), which leaves the last stages no room to put a W off.
     """
     draw = random.Random(3)
