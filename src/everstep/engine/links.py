@@ -55,18 +55,24 @@ class _Receiving:
 
 
 class Links:
-    """All connections of one worker. `deliver` is called in the I/O thread with every whole message."""
+    """All connections of one worker.
+
+    Called in the I/O thread: `deliver` with every whole message, `broken` with the address of a peer whose
+    connection is gone, `failed` if the thread itself must end.
+    """
 
     def __init__(self, *, token: bytes, host: str, deliver: Callable[[frames.Incoming], None],
-                 broken: Callable[[Address], None], empty: Any) -> None:
+                 broken: Callable[[Address], None], failed: Callable[[BaseException], None],
+                 empty: Any) -> None:
         self._token = token
-        self._deliver, self._broken, self._empty = deliver, broken, empty
+        self._deliver, self._broken, self._failed, self._empty = deliver, broken, failed, empty
         self._selector = selectors.DefaultSelector()
         self._listener = socket.create_server((host, 0), backlog=128)
         self._listener.setblocking(False)
         self.address = Address(*self._listener.getsockname()[:2])
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_out, False)
+        os.set_blocking(self._wake_in, False)
         self._out: dict[Address, _Outgoing] = {}
         self._ask: deque[_Outgoing] = deque()
         self._stopped = False
@@ -135,31 +141,40 @@ class Links:
             link.queue.clear()
 
     def _wake(self) -> None:
-        os.write(self._wake_in, b"!")
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+            os.write(self._wake_in, b"!")
 
     # -------------------------------------------------------------- the I/O thread
 
     def _run(self) -> None:
-        while not self._stopped:
-            for key, events in self._selector.select():
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fd == self._wake_out:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake_out, 4096)
-                    while self._ask:
-                        self._watch(self._ask.popleft())
-                elif isinstance(key.data, _Outgoing):
-                    if key.data.registered:  # else it was dropped by the wake-up in this very batch of events
-                        self._progress(key.data, events)
-                else:
-                    self._receive(key.data)
+        try:
+            while not self._stopped:
+                self._turn()
+        except BaseException as error:
+            self._failed(error)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
 
+    def _turn(self) -> None:
+        for key, events in self._selector.select():
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fd == self._wake_out:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_out, 1 << 16)
+                while self._ask:
+                    self._watch(self._ask.popleft())
+            elif not isinstance(key.data, _Outgoing):
+                self._receive(key.data)
+            elif key.data.registered:  # else it was dropped by the wake-up in this very batch of events
+                self._progress(key.data, events)
+
     def _accept(self) -> None:
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
         sock.setblocking(False)
         self._selector.register(sock, selectors.EVENT_READ, _Receiving(sock))
 
