@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from everstep.node.nursery import Nursery
 
 _LAYERS = 8  # an embedding, six blocks, a head
+_MODEL = {"preset": "gpt-tiny", "depth": _LAYERS - 2}
+_DATA = {"kind": "synthetic", "rows": 4}
 _WORKER_BYTES = 150 << 20  # a forked worker, its share of torch not counted
 _LEAST_STEPS = 12
 
@@ -85,7 +87,7 @@ def demo_job(replicas: int, stages: int, steps: int) -> Job:
         raise UserError(f"--replicas {replicas} and --stages {stages} make {workers} workers that need some "
                         f"{needed >> 30} GiB of memory, and {free >> 30} GiB are free; use fewer.")
     return Job.from_dict({
-        "model": {"preset": "gpt-tiny", "depth": _LAYERS - 2}, "data": {"kind": "synthetic", "rows": 4},
+        "model": _MODEL, "data": _DATA,
         "optimizer": {"lr": 1e-2, "warmup": 4}, "steps": steps, "replicas": replicas, "stages": stages,
         "microbatches": 4, "accumulate": "fp64", "seed": 1})
 

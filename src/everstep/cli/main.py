@@ -47,12 +47,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         code = build_app()(args=None if arguments is None else list(arguments), prog_name="everstep",
                            standalone_mode=False)
-        return code if isinstance(code, int) else 0
+        return _say("stopped; no process is left behind.", 130) if code == 130 else int(code or 0)
     except UserError as error:
         return _say(str(error), 2)
     except EverstepError as error:
         return _say(str(error), 1)
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort):  # which of the three it is depends on typer's version
         return _say("stopped; no process is left behind.", 130)
     except Exception as error:
         if not hasattr(error, "format_message"):  # then it is a usage error, by whichever click typer brings

@@ -1,0 +1,115 @@
+"""Every mistake: exit 2, one sentence that names it, nothing on stdout, nothing started."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHANGES = {
+    "unknown key": ("steps = 6", "stepz = 6", "stepz is not a key of a job; did you mean 'steps'?"),
+    "unknown preset": ('"gpt-tiny"', '"gpt-tinny"', "model preset 'gpt-tinny' is not known"),
+    "more stages than layers": ("stages = 2", "stages = 9", "stages is 9, more stages than layers"),
+    "no replica": ("replicas = 2", "replicas = 0", "replicas is 0; it must be at least 1"),
+    "wrong type": ("steps = 6", 'steps = "6"', "steps is '6'; it must be a whole number"),
+    "no such module": ('preset = "gpt-tiny"\ndepth = 2', 'build = "nowhere:model"', "no module 'nowhere'"),
+    "no such device": ("steps = 6", 'steps = 6\ndevice = "tpu"', "device"),
+    "data file away": ('kind = "synthetic"', 'kind = "file"\npath = "away.bin"', "away.bin' is not a file"),
+    "not toml": ("steps = 6", "steps = ", "is not TOML"),
+}
+KILLS = {
+    "stage=2,replica=0,step=3": "worker 0:2 (replica:stage); the job has replicas 0 to 1 and stages 0 to 1.",
+    "stage=0,replica=0,step=7": "--kill names step 7; the job has steps 1 to 6.",
+    "stage=0,replica=0,step=3,op=F2": "--kill names F2; microbatches of a replica are 0 to 1.",
+    "stage=0,replica=0,step=3,op=X": "op is F3, I2",
+    "stage=0,replica=0": "give step as a number",
+}
+
+
+def assert_refused(ran: Any, sentence: str) -> None:
+    assert ran.code == 2, ran.err
+    assert sentence in ran.err
+    assert ran.out == ""
+    assert ran.err.startswith("everstep: ")
+    assert len(ran.err.splitlines()) == 1
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_mistake_in_the_job_file_is_one_sentence(name: str, idle_everstep: Callable[..., Any],
+                                                   job_file: Path) -> None:
+    before, after, sentence = CHANGES[name]
+    text = job_file.read_text()
+    assert before in text
+    job_file.write_text(text.replace(before, after))
+    assert_refused(idle_everstep("train", job_file, "--json"), sentence)
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_kill_that_can_never_strike_is_a_mistake(kill: str, idle_everstep: Callable[..., Any],
+                                                   job_file: Path) -> None:
+    assert_refused(idle_everstep("train", job_file, "--kill", kill), KILLS[kill])
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["train", "away.toml"], "job file 'away.toml' is not there."),
+    (["run", "away.py"], "script 'away.py' is not a file."),
+    (["demo", "--replicas", "1"], "--replicas is 1; give at least 2"),
+    (["demo", "--stages", "9"], "--stages is 9; the demo's model has 8 layers"),
+    (["demo", "--steps", "3"], "--steps is 3; give at least"),
+    (["demo", "--replicas", "9999", "--stages", "8"], "GiB are free; use fewer."),
+    (["demo", "--replicas", "two"], "--replicas"),
+    (["train"], "JOB.TOML"),
+    (["tarin"], "tarin"),
+    (["demo", "--colour"], "--colour"),
+])
+def test_a_mistake_on_the_command_line_is_one_sentence(arguments: list[str], sentence: str,
+                                                       idle_everstep: Callable[..., Any]) -> None:
+    assert_refused(idle_everstep(*arguments), sentence)
+
+
+SCRIPT = """
+import torch, everstep
+from torch import nn
+everstep.train(model=[lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 2)], replicas=2, stages=2, steps=3,
+               microbatches=2, loss=nn.functional.mse_loss, data={data}{more})
+"""
+
+
+@pytest.mark.parametrize(("data", "more", "sentence"), [
+    ("lambda s, m: (torch.ones(3, 5), torch.ones(3, 2))", "", "layer '0' cannot take what the data gives"),
+    ("lambda s, m: torch.ones(3, 4)", "", "data batch(0, 0) gave a Tensor; give two tensors"),
+    ("lambda s, m: (torch.rand(3, 4), torch.ones(3, 2))", "", "two different answers to two calls"),
+    ("lambda step: 1", "", "data batch(0, 0) raised TypeError"),
+    ("7", "", "data is a int; give a function of (step, microbatch)"),
+    ("lambda s, m: (torch.ones(3, 4), torch.ones(3, 2))", ", colour=1", "colour is not a key of a job"),
+    ("lambda s, m: (torch.ones(3, 4), torch.ones(3, 2))", ", optimizer=lambda named: 7",
+     "return a torch.optim.Optimizer"),
+])
+def test_a_mistake_in_a_script_is_one_sentence(data: str, more: str, sentence: str, tmp_path: Path,
+                                               idle_everstep: Callable[..., Any]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(data=data, more=more))
+    assert_refused(idle_everstep("run", "--json", path), sentence)
+
+
+def test_a_script_that_never_trains_is_told_so(tmp_path: Path, idle_everstep: Callable[..., Any]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("x = 1\n")
+    assert_refused(idle_everstep("run", path), "has ended without calling everstep.train.")
+
+
+def test_an_override_that_does_not_fit_the_model_is_a_mistake(tmp_path: Path,
+                                                              idle_everstep: Callable[..., Any]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(more="", data="lambda s, m: (torch.ones(3, 4), torch.ones(3, 2))"))
+    assert_refused(idle_everstep("run", "--stages", "3", path), "stages is 3, more stages than layers")
+
+
+def test_help_has_examples_for_every_command(idle_everstep: Callable[..., Any]) -> None:
+    for command in ("demo", "train", "run"):
+        ran = idle_everstep(command, "--help")
+        assert ran.code == 0
+        assert "Examples" in ran.out
+        assert re.search(rf"everstep {command}", ran.out)

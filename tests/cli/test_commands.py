@@ -1,0 +1,126 @@
+"""The commands with real workers: what they print, what they leave on disk, and that nobody stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.cli import demo
+
+Everstep = Callable[..., Any]
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+def test_training_through_a_kill_has_the_losses_of_a_clean_run(everstep: Everstep, job_file: Path) -> None:
+    job_file.write_text(job_file.read_text().partition("[checkpoint]")[0])
+    clean = everstep("train", job_file, "--json").document()
+    log = job_file.parent / "log" / "steps.jsonl"
+    log.unlink()
+    ran = everstep("train", job_file, "--json", "--kill", "stage=1,replica=0,step=3,op=I1",
+                   "--kill", "stage=0,replica=1,step=5,op=R")
+    healed = ran.document()
+    assert ran.code == 0
+    assert healed["losses"] == clean["losses"]
+    assert healed["microbatches"] == {"issued": 24, "committed": 24} == clean["microbatches"]
+    assert [(i["worker"], i["step"], i["replayed_ops_elsewhere"]) for i in healed["incidents"]] == [
+        ("0:1", 3, 0), ("1:0", 5, 0)]
+    assert all(0 < i["noticed_ms"] < i["resumed_ms"] for i in healed["incidents"])
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert {str(row["step"]): row["loss"] for row in rows} == clean["losses"]
+    assert all(row.keys() == {"step", "loss", "grad_norm", "seconds", "epoch", "attempt"} for row in rows)
+    assert "worker 0:1 killed by SIGKILL" in ran.err
+
+
+def test_training_goes_on_from_its_newest_sound_checkpoint(everstep: Everstep, job_file: Path) -> None:
+    first = everstep("train", job_file, "--json").document()
+    folder = job_file.parent / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == [f"step-0000000{step}" for step in (2, 4, 6)]
+    torn = folder / "step-00000006" / "stage-0.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-5])
+    ran = everstep("train", job_file, "--json")
+    again = ran.document()
+    assert again["resumed_from"] == 4
+    assert again["losses"] == {step: first["losses"][step] for step in ("5", "6")}
+    assert len(again["refused_checkpoints"]) == 1
+    assert "step-00000006" in again["refused_checkpoints"][0]
+    assert "resumes after step 4" in ran.err
+    assert "refused" in ran.err
+    done = everstep("train", job_file)
+    assert done.code == 0
+    assert "nothing left to do" in done.err
+
+
+def test_the_example_runs_by_everstep_run(everstep: Everstep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    ran = everstep("run", "--json", "--replicas", "3", "--kill", "stage=1,replica=2,step=3,op=F1",
+                   EXAMPLES / "own_model.py", "--steps", "5")
+    told = ran.document()
+    assert ran.code == 0
+    assert len(told["losses"]) == 5
+    assert told["microbatches"] == {"issued": 60, "committed": 60}
+    assert [i["worker"] for i in told["incidents"]] == ["2:1"]
+    assert "1 incidents healed" in ran.err  # the script's own print, kept off stdout
+
+
+def test_the_demo_proves_what_it_claims(everstep: Everstep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_DATA", {"kind": "synthetic", "rows": 1, "sequence": 8})
+    monkeypatch.setattr(demo, "_MODEL", {"preset": "gpt-tiny", "depth": 2})
+    ran = everstep("demo", "--json", "--steps", "12")
+    told = ran.document()
+    assert ran.code == 0
+    assert told["max_relative_loss_difference"] <= 1e-6
+    assert told["microbatches"] == {"issued": 96, "committed": 96}
+    assert [i["worker"] for i in told["incidents"]] == ["0:1", "1:0"]
+    for incident in told["incidents"]:
+        assert incident["replayed_ops"] > 0
+        assert incident["replayed_ops_elsewhere"] == 0
+        assert 0 < incident["noticed_ms"] < incident["resumed_ms"]
+        assert incident["steps_lost"] >= 0
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from everstep.cli.main import run; run(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_ctrl_c_leaves_no_process(job_file: Path) -> None:
+    """With everything real: its own process, its own nursery, a SIGINT in the middle of training."""
+    job_file.write_text(job_file.read_text().replace("steps = 6", "steps = 100000"))
+    with subprocess.Popen([sys.executable, "-m", "everstep.cli.main", "train", str(job_file)],
+                          stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        log = job_file.parent / "log" / "steps.jsonl"
+        deadline = time.monotonic() + 60
+        while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        children = _family(process.pid)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        assert process.wait(timeout=30) == 130
+    assert "stopped" in said.splitlines()[-1]
+    assert "Traceback" not in said
+    assert len(children) == 5, "a nursery and four workers"
+    assert not [pid for pid in children if _lives(pid)]
+
+
+def _family(pid: int) -> list[int]:
+    """All descendants."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(grandchild for child in children for grandchild in _family(child))]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
