@@ -24,12 +24,12 @@ def emit(document: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def watching(job: Job, *, as_json: bool) -> Iterator[Watcher]:
-    """Live on a terminal, lines elsewhere."""
-    if as_json or not sys.stderr.isatty():
+def watching(job: Job, *, as_json: bool, decisions: bool = False) -> Iterator[Watcher]:
+    """Live on a terminal; lines elsewhere, and where every decision is asked for."""
+    if as_json or decisions or not sys.stderr.isatty():
         from everstep.launch.lines import Lines
 
-        yield Lines(job)
+        yield Lines(job, decisions=decisions)
         return
     from everstep.cli.live import LiveView
 

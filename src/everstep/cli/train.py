@@ -20,6 +20,7 @@ JSON = typer.Option("--json", help="Print one JSON document on stdout, and nothi
 def train_command(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="Its keys: docs/job-file.md.")],
     kill: Annotated[list[str] | None, KILL] = None,
+    decisions: Annotated[bool, typer.Option("--decisions", help="Tell every decision, and why.")] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> int:
     """Train the job of a file, on workers of this machine, through any worker's death.
@@ -40,7 +41,7 @@ def train_command(
     faults = api.parse_kills(kill or (), job)
     checked = preflight(job)
     render.note(f"{describe(job)}, {checked.parameters / 1e6:.2f} M parameters")
-    with render.watching(job, as_json=as_json) as watch:
+    with render.watching(job, as_json=as_json, decisions=decisions) as watch:
         outcome = api.run_job(job, faults=faults, watch=watch)
     told = report.document(outcome, steps=job.steps)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 from everstep.core import actions as act
@@ -12,10 +13,14 @@ from everstep.launch.report import incident_line, resume_line, step_line
 
 
 class Lines:
-    """A watcher. Long runs get about a hundred step lines, and all their incidents."""
+    """A watcher. Long runs get about a hundred step lines, and all their incidents.
 
-    def __init__(self, job: Job, *, every: int | None = None) -> None:
-        self.job = job
+    `decisions`: also every action of recovery, with the time since the run began, and why.
+    """
+
+    def __init__(self, job: Job, *, every: int | None = None, decisions: bool = False) -> None:
+        self.job, self.decisions = job, decisions
+        self._started = time.monotonic()
         self.every = every or max(1, job.steps // 100)
         self._begun = False
 
@@ -29,10 +34,17 @@ class Lines:
                 self.say(incident_line(incident))
             case "raised", (worker, error, traceback):
                 self.say(f"worker {worker} raised {error}\n{traceback.rstrip()}")
+            case "action", action if self.decisions:
+                self._decision(action)
             case "action", act.StartWorker(incarnation=incarnation) if incarnation > 1:
                 self.say(f"starting {what.worker} again: {what.because}")
             case "action", act.CopyState():
                 self.say(what.because)
+
+    def _decision(self, action: act.Action) -> None:
+        who = getattr(action, "worker", None) or " ".join(map(str, getattr(action, "workers", ())))
+        what = f"{type(action).__name__} {who}".strip()
+        self.say(f"{time.monotonic() - self._started:9.3f} s  {what:<32} {action.because}")
 
     def say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
