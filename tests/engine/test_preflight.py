@@ -124,7 +124,7 @@ def test_a_script_gives_its_things_itself() -> None:
     (lambda: users("mine:vector_loss"), "the loss is of shape (2,); it must be one number"),
     (lambda: users("mine:bad_loss"), "the loss cannot take an output of shape (2, 1) and targets of shape"),
     (lambda: users(data="mine:no_batch"), "data.build 'mine:no_batch' gave a int without batch"),
-    (lambda: users(data="mine:one_tensor"), "data batch(0, 0) gave a Tensor; give two tensors"),
+    (lambda: users(data="mine:one_tensor"), "data batch(1, 0) gave a Tensor; give two tensors"),
     (lambda: users(data="mine:impure"), "gave two different answers"),
     (lambda: users(data="mine:short"), "data batch(99, 3) raised IndexError: list index out of range"),
     (lambda: users(optimizer="mine:no_optimizer"), "optimizer.build gave a str"),

@@ -75,11 +75,11 @@ def _batch(job: Job, data: Dataset) -> tuple[Tensor, Tensor]:
             raise UserError(f"{call} gave a {type(made).__name__}; give two tensors, inputs and targets.")
         return made[0], made[1]
 
-    first, again = ask(0, 0), ask(0, 0)
+    first, again = ask(1, 0), ask(1, 0)
     if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(first, again, strict=True)):
-        raise UserError("data batch(0, 0) gave two different answers to two calls; make it a function of its "
+        raise UserError("data batch(1, 0) gave two different answers to two calls; make it a function of its "
                         "arguments and the seed alone, or a healed run cannot repeat it.")
-    last = ask(job.steps - 1, job.microbatches_in_step - 1)
+    last = ask(job.steps, job.microbatches_in_step - 1)
     for a, b, what in zip(first, last, ("inputs", "targets"), strict=True):
         if a.dtype != b.dtype or a.ndim != b.ndim:
             raise UserError(f"data gives {what} of {a.ndim} dimensions of {a.dtype}, then of {b.ndim} of "
