@@ -126,7 +126,7 @@ def test_a_script_gives_its_things_itself() -> None:
     (lambda: users(data="mine:no_batch"), "data.build 'mine:no_batch' gave a int without batch"),
     (lambda: users(data="mine:one_tensor"), "data batch(1, 0) gave a Tensor; give two tensors"),
     (lambda: users(data="mine:impure"), "gave two different answers"),
-    (lambda: users(data="mine:short"), "data batch(99, 3) raised IndexError: list index out of range"),
+    (lambda: users(data="mine:short"), "data batch(100, 3) raised IndexError: list index out of range"),
     (lambda: users(optimizer="mine:no_optimizer"), "optimizer.build gave a str"),
     (lambda: Job(model=ModelSpec(build="mine:model")), "data.sequence is missing"),
 ])

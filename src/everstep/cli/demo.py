@@ -174,10 +174,11 @@ def _console(*, quiet: bool) -> Console:
 
 def _title(console: Console, job: Job, script: Script) -> None:
     console.print("\n[bold]everstep demo[/bold]  "
-                  f"a small GPT on {job.replicas} replicas × {job.stages} stages, "
-                  f"{job.microbatches} microbatches a replica, {job.steps} steps, fp32")
-    deaths = " and ".join(f"worker {f.worker} in mid-step {f.step}" for f in script.faults)
-    console.print(f"[dim]a worker is replica:stage; SIGKILL will hit {deaths}[/dim]\n")
+                  f"a small GPT on {job.replicas} replicas × {job.stages} stages, {job.steps} steps "
+                  f"of {job.microbatches_in_step} microbatches")
+    first, second = script.faults
+    console.print(f"[dim]SIGKILL will hit worker {first.worker} (replica:stage) in the middle of step "
+                  f"{first.step}, and {second.worker} in step {second.step}[/dim]\n")
 
 
 def _show(console: Console, told: Mapping[str, Any]) -> None:

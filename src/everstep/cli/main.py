@@ -24,7 +24,8 @@ _COMMANDS = {  # name: where its function lives
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the script is the script's
 
 
-def build_app() -> typer.Typer:
+def build_app(first: str | None = None) -> typer.Typer:
+    """The app; of its commands only `first`, if it is one: the others need not be loaded to run it."""
     app = typer.Typer(name="everstep", no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
                       pretty_exceptions_enable=False,
                       context_settings={"help_option_names": ["-h", "--help"]},
@@ -35,8 +36,8 @@ def build_app() -> typer.Typer:
     def everstep() -> None:
         """Makes the app a group, also while it has one command."""
 
-    for name, home in _COMMANDS.items():
-        module, function = home.split(":")
+    for name in [first] if first in _COMMANDS else _COMMANDS:
+        module, function = _COMMANDS[name].split(":")
         if find_spec(module) is not None:
             app.command(name, context_settings=_SETTINGS.get(name))(getattr(import_module(module), function))
     return app
@@ -45,8 +46,8 @@ def build_app() -> typer.Typer:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; its exit code."""
     try:
-        code = build_app()(args=None if arguments is None else list(arguments), prog_name="everstep",
-                           standalone_mode=False)
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        code = build_app(*given[:1])(args=given, prog_name="everstep", standalone_mode=False)
         return _say("stopped; no process is left behind.", 130) if code == 130 else int(code or 0)
     except UserError as error:
         return _say(str(error), 2)
