@@ -18,7 +18,8 @@ from everstep.core import messages as msg
 from everstep.core.ops import Kind, Worker
 from everstep.core.recovery import Policy, Recovery
 from everstep.core.survey import Shape
-from everstep.core.walker import Rules, Walker
+from everstep.core.rules import Rules
+from everstep.core.walker import Walker
 from everstep.schedule import Instance, plan, uniform
 from everstep.schedule.answer import answer
 
@@ -60,6 +61,7 @@ class World:
         self.reports: dict[tuple, deque] = {}
         self.pending: deque = deque()  # events on their way to recovery, besides the workers' own
         self.disk: dict[int, dict[int, tuple]] = {0: dict.fromkeys(range(stages), (0,))}
+        self.committed = 0
         self.deaths_left = deaths
         self.raises = raises
         self.recorded: list[act.RecordStep] = []
@@ -181,6 +183,7 @@ class World:
                     assert action.microbatches_committed == self.shape.replicas * self.shape.microbatches
                     assert action.replayed_elsewhere == 0, f"step {action.step} re-ran ops on live workers"
                     self.recorded.append(action)
+                    self.commit_checkpoints()
                 case act.FinishTask():
                     self.outcome = "finished"
                 case act.FailTask():
@@ -316,10 +319,16 @@ class World:
                 assert virtual.state == self.right_state(task.state_step)
                 parts = self.disk.setdefault(task.state_step, {})
                 parts[worker.stage] = virtual.state
-                if len(parts) == self.shape.stages:
-                    self.pending.append(ev.CheckpointCommitted(step=task.state_step))
+                self.commit_checkpoints()
         walker.finished(task, result)
         self.carry_out(worker, virtual)
+
+    def commit_checkpoints(self) -> None:
+        """A checkpoint counts once all its parts are there and its step is on record."""
+        for step, parts in self.disk.items():
+            if step > self.committed and len(parts) == self.shape.stages and step <= self.recovery.recorded:
+                self.committed = step
+                self.pending.append(ev.CheckpointCommitted(step=step))
 
     def compute(self, worker: Worker, virtual: Virtual, task: msg.Compute) -> None:
         op, right = task.op, virtual.state == self.right_state(task.step - 1)

@@ -82,9 +82,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Everything a worker needs to go on: the rest of the broken steps, and the step that repeats after
-    them.
-    """
+    """All a worker needs to go on: the rest of the broken steps, and the step that repeats after them."""
 
     epoch: int
     attempts: tuple[tuple[int, int], ...]  # (from this step on, attempt), ascending
@@ -94,11 +92,24 @@ class Resume:
     hosts: Mapping[int, Mapping[Place, int]] = field(default_factory=dict)  # where it is not the home
     steady_hosts: Mapping[Place, int] = field(default_factory=dict)
     members: tuple[Members, ...] = ()
-    ghosts: frozenset[tuple[int, Microbatch]] = frozenset()  # (step, microbatch) to run for their outputs only
-    give: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # step -> peers that lack a sum you hold
+    ghosts: frozenset[tuple[int, Microbatch]] = frozenset()  # (step, microbatch) to run for outputs only
+    give: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # step -> peers that lack its sum
     feeds: Mapping[int, int | None] = field(default_factory=dict)  # joining replica -> last step to feed it
     rewind: int | None = None  # undo this step's eager update, and decide it anew
     restore: int | None = None  # load the checkpoint of this step (0: the initial state)
+
+    def attempt(self, step: int) -> int:
+        return [attempt for first, attempt in self.attempts if first <= step][-1]
+
+    def ops(self, step: int) -> tuple[Op, ...]:
+        return self.lists.get(step, self.steady)
+
+    def host(self, step: int, microbatch: Microbatch, stage: int) -> int:
+        return self.hosts.get(step, self.steady_hosts).get((microbatch, stage), microbatch.home)
+
+    def members_at(self, step: int) -> Members:
+        fitting = [m for m in self.members if m.from_step <= step]
+        return fitting[-1] if fitting else self.members[0]
 
 
 # ------------------------------------------------------------------ what a walker asks its body to do

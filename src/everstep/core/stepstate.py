@@ -38,7 +38,7 @@ class StepState:
     updated: bool = False
     eager: bool = False
     valid: bool = False
-    skipped_or_scale: float | None = None
+    scale: float | None = None  # what the update multiplied the gradient with; None: it was skipped
     fed: set[int] = field(default_factory=set)
     saved: bool = False
     must_wait: bool = False  # a failed validation forbids another eager update of this step

@@ -335,9 +335,9 @@ class Body:
                 return self.payloads[parcel]
             case What.PART:
                 flat = self.gradients.get(parcel.step, self.stage.gradients)
-                return devices.to_host(flat[self._chunk(self.walker.peers(parcel.step), parcel.owner)])
+                return devices.to_host(flat[self._chunk(self.walker.mail.peers(parcel.step), parcel.owner)])
             case What.SUM:
-                where = self._chunk(self.walker.peers(parcel.step), self.me.replica)
+                where = self._chunk(self.walker.mail.peers(parcel.step), self.me.replica)
                 return devices.to_host(self.sums[parcel.step][where])
             case What.COPY | What.FEED:
                 return devices.to_host(self.sums[parcel.step])
@@ -360,7 +360,7 @@ class Body:
         self.released = {s for s in self.released if from_step is not None and s < from_step}
         self._taken = 0 if from_step is None else min(self._taken, from_step - 1)
         if from_step is None:
-            self.payloads = {p: t for p, t in self.payloads.items() if p in self.walker.box}
+            self.payloads = {p: t for p, t in self.payloads.items() if p in self.walker.mail.box}
 
     # -------------------------------------------------------------- small things
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everstep.core.walker import Rules
+from everstep.core.rules import Rules
 from everstep.engine import device as devices
 from everstep.engine.data import Dataset
 from everstep.engine.job import Job
