@@ -23,7 +23,7 @@ from typing import Any
 
 from everstep.core.actions import Incident
 from everstep.core.ops import Worker
-from everstep.core.recovery import Member, Policy
+from everstep.core.standing import Member, Policy
 from everstep.engine.job import DataSpec, Job, ModelSpec
 from everstep.launch.local import LocalTask, StepRow
 from everstep.node.nursery import Nursery

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from everstep.core.recovery import Policy
+from everstep.core.standing import Policy
 from everstep.engine.faults import parse_fault
 from everstep.engine.job import CheckpointSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local import LocalTask, Outcome

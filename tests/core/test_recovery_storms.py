@@ -1,4 +1,6 @@
-"""Random deaths at random moments: every microbatch reaches every sealed sum exactly once, and it always ends."""
+"""Random deaths at random moments: every microbatch reaches every sealed sum exactly once, and it always
+ends.
+"""
 
 import os
 

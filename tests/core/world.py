@@ -1,8 +1,10 @@
-"""A virtual cluster around the real `Recovery` and the real `Walker`s: random orders, random deaths, checked sums.
+"""A virtual cluster around the real `Recovery` and the real `Walker`s: random orders, random deaths, checked
+sums.
 
-Payloads are symbols. A gradient buffer is a bag of (microbatch, was it computed from the right weights); a state is
-the chain of updates applied to it. So the world knows whether a sum holds every microbatch once, and whether every
-survivor ends with the state of a run without faults. Links keep their order; everything else happens in any order.
+Payloads are symbols. A gradient buffer is a bag of (microbatch, was it computed from the right weights); a
+state is the chain of updates applied to it. So the world knows whether a sum holds every microbatch once, and
+whether every survivor ends with the state of a run without faults. Links keep their order; everything else
+happens in any order.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from everstep.core import actions as act
 from everstep.core import events as ev
 from everstep.core import messages as msg
 from everstep.core.ops import Kind, Worker
-from everstep.core.recovery import Policy, Recovery
-from everstep.core.survey import Shape
+from everstep.core.recovery import Recovery
 from everstep.core.rules import Rules
+from everstep.core.standing import Policy
+from everstep.core.survey import Shape
 from everstep.core.walker import Walker
 from everstep.schedule import Instance, plan, uniform
 from everstep.schedule.answer import answer

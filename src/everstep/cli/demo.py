@@ -127,7 +127,7 @@ def _both_runs(job: Job, script: Script, console: Console, *, as_json: bool) -> 
 
 def _run_twice(job: Job, script: Script, console: Console, born: Nursery, *,
                as_json: bool) -> tuple[Outcome, Outcome]:
-    from everstep.core.recovery import Policy
+    from everstep.core.standing import Policy
     from everstep.launch import api
 
     policy = Policy(rejoin_after_steps=script.rejoin_after_steps)
@@ -177,8 +177,8 @@ def _title(console: Console, job: Job, script: Script) -> None:
                   f"a small GPT on {job.replicas} replicas × {job.stages} stages, {job.steps} steps "
                   f"of {job.microbatches_in_step} microbatches")
     first, second = script.faults
-    console.print(f"[dim]SIGKILL will hit worker {first.worker} (replica:stage) in the middle of step "
-                  f"{first.step}, and {second.worker} in step {second.step}[/dim]\n")
+    console.print(f"[dim]SIGKILL will hit worker {first.worker} (replica:stage) in step {first.step}, "
+                  f"and {second.worker} in step {second.step}[/dim]\n")
 
 
 def _show(console: Console, told: Mapping[str, Any]) -> None:

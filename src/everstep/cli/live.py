@@ -19,7 +19,7 @@ from rich.text import Text
 
 from everstep.core import actions as act
 from everstep.core.ops import Kind, Worker, parse_op
-from everstep.core.recovery import Running
+from everstep.core.standing import Running
 from everstep.engine.beacon import Reading
 from everstep.engine.job import Job
 from everstep.errors import UserError
@@ -66,7 +66,8 @@ class LiveView:
             case "incident", incident:
                 for worker in incident.workers:
                     self._gone[worker] = (time.monotonic(), incident.what)
-                self.tell("[red]✗[/red]", incident.step, death(incident), " · ".join(times(incident)))
+                *when, redone = times(incident)
+                self.tell("[red]✗[/red]", incident.step, f"{death(incident)}; {redone}", " · ".join(when))
             case "raised", (worker, error, traceback):
                 self.say(f"[red]![/red] worker {worker} raised {escape(error)}")
                 self.say(f"[dim]{escape(traceback.rstrip())}[/dim]")

@@ -96,9 +96,16 @@ class WorkerResumed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileChanged:
+    """Ops take other times than the schedule was made for."""
+
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCommitted:
     step: int
 
 
 Event = (WorkerStarted | WorkerExited | WorkerRaised | LedgerReported | PlanComputed | StepSealed
-         | UpdateInvalidated | StateCopied | WorkerResumed | CheckpointCommitted)
+         | UpdateInvalidated | StateCopied | WorkerResumed | ProfileChanged | CheckpointCommitted)

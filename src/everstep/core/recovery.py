@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import assert_never
 
 from everstep.core.actions import (
@@ -43,6 +42,7 @@ from everstep.core.events import (
     Event,
     LedgerReported,
     PlanComputed,
+    ProfileChanged,
     StateCopied,
     StepSealed,
     UpdateInvalidated,
@@ -51,95 +51,24 @@ from everstep.core.events import (
     WorkerResumed,
     WorkerStarted,
 )
+from everstep.core.incidents import IncidentLog
 from everstep.core.messages import Ledger, Members, Resume
 from everstep.core.ops import Kind, Op, Worker
-from everstep.core.survey import Shape, Survey, survey
-
-# ------------------------------------------------------------------ where a place (replica, stage) stands
-
-
-@dataclass(slots=True)
-class Starting:
-    incarnation: int
-
-
-@dataclass(slots=True)
-class Joining:
-    """Up, not yet a member. `source` feeds it; `copied`: its state is whole; `enter_at`: let in from
-    there.
-    """
-
-    incarnation: int
-    source: Worker | None = None
-    copied: bool = False
-    enter_at: int | None = None
-
-
-@dataclass(slots=True)
-class Member:
-    """Takes part from step `since` on."""
-
-    incarnation: int
-    since: int
-
-
-@dataclass(slots=True)
-class Absent:
-    """Dead. Started again once `due_step` is on record, if the budget allows."""
-
-    due_step: int
-    because: str
-
-
-Standing = Starting | Joining | Member | Absent
-
-# ------------------------------------------------------------------ what the task is doing
-
-
-@dataclass(slots=True)
-class Assembling:
-    """Waiting until every stage has a worker; then everyone loads the checkpoint of `restore`."""
-
-    restore: int
-    wait_for_all: bool
-
-
-@dataclass(slots=True)
-class Gathering:
-    epoch: int
-    awaited: set[Worker]
-    because: str
-    ledgers: dict[Worker, Ledger] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Planning:
-    epoch: int
-    because: str
-    restore: int | None
-    survey: Survey | None
-    ledgers: dict[Worker, Ledger]
-
-
-@dataclass(slots=True)
-class Running:
-    epoch: int
-
-
-@dataclass(slots=True)
-class Over:
-    because: str
-
-
-Phase = Assembling | Gathering | Planning | Running | Over
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """How patient to be with a place that keeps dying, and when to bring it back."""
-
-    rejoin_after_steps: int = 0
-    max_restarts: int = 3  # per place
+from everstep.core.standing import (
+    Absent,
+    Assembling,
+    Gathering,
+    Joining,
+    Member,
+    Over,
+    Phase,
+    Planning,
+    Policy,
+    Running,
+    Standing,
+    Starting,
+)
+from everstep.core.survey import Shape, survey
 
 
 class Recovery:
@@ -159,7 +88,7 @@ class Recovery:
         self.members: tuple[Members, ...] = ()
         self.rewind: int | None = None
         self.sealed: dict[int, dict[int, StepSealed]] = {}
-        self.incidents: list[Incident] = []
+        self.log = IncidentLog()
         self.raised: dict[str, tuple[Worker, int]] = {}  # where -> who raised there first
 
     def begin(self) -> list[Action]:
@@ -192,6 +121,8 @@ class Recovery:
                 return self._copied(event)
             case WorkerResumed():
                 return self._resumed(event)
+            case ProfileChanged():
+                return self._gather(event.because) if isinstance(self.phase, Running) else []
             case CheckpointCommitted():
                 self.checkpoint = max(self.checkpoint, event.step)
                 return []
@@ -242,7 +173,7 @@ class Recovery:
         if isinstance(self.phase, Planning) and self.phase.restore is not None:
             return actions + self._assemble()  # nobody has moved yet
         if was_member:
-            self._open_incident(worker, event.reason, now, event.done_ops)
+            self.log.open(worker, event.reason, self.recorded + 1, now, event.done_ops)
             actions += self._gather(f"worker {worker} is gone: {event.reason}")
         elif isinstance(self.phase, Running):
             actions += self._feed_joiners()
@@ -355,9 +286,7 @@ class Recovery:
         phase = self.phase
         if not isinstance(phase, Planning) or event.epoch != phase.epoch:
             return []
-        for incident in self._unresumed():
-            incident.planned_at = incident.planned_at or now
-            incident.epoch = phase.epoch
+        self.log.planned(now, phase.epoch)
         self.phase = Running(phase.epoch)
         if phase.restore is not None:
             actions = self._resume_from_checkpoint(event, phase.restore, phase.because)
@@ -403,8 +332,7 @@ class Recovery:
                 self.places[worker] = Joining(place.incarnation)
         self.phase = Assembling(restore=self.checkpoint, wait_for_all=False)
         self.rewind = None
-        for incident in self._unresumed():
-            incident.restored_from = self.checkpoint
+        self.log.restoring(self.checkpoint)
         return self._bring_back_for_assembly() + self._plan_if_assembled()
 
     def _bring_back_for_assembly(self) -> list[Action]:
@@ -502,9 +430,7 @@ class Recovery:
         total = self.shape.replicas * self.shape.microbatches
         once = all(sealed.microbatches == total for sealed in stages.values())
         elsewhere = sum(sealed.executed - 3 * total for sealed in stages.values())
-        for incident in self.incidents:
-            if incident.step == self.recorded:
-                incident.replayed_elsewhere += elsewhere
+        self.log.recorded(self.recorded, elsewhere)
         squares = [sealed.sum_of_squares for sealed in stages.values()]
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         return RecordStep(step=self.recorded, epoch=self.epoch, attempt=self.attempts[-1][1],
@@ -519,32 +445,20 @@ class Recovery:
             return []
         self.rewind = event.step
         because = f"step {event.step} was updated eagerly, and its norm {event.norm:.4g} forbids that"
-        self._open_incident(event.worker, because, now, 0)
+        self.log.open(event.worker, because, event.step, now, 0)
         return self._gather(because)
 
     # -------------------------------------------------------------- incidents
 
-    def _open_incident(self, worker: Worker, what: str, now: float, lost_ops: int) -> None:
-        waiting = self._unresumed()
-        if waiting and waiting[-1].planned_at is None:
-            waiting[-1].workers.append(worker)
-            waiting[-1].replayed_ops += lost_ops
-            return
-        self.incidents.append(Incident(number=len(self.incidents) + 1, workers=[worker], what=what,
-                                       step=self.recorded + 1, evidence_at=now, replayed_ops=lost_ops))
-
-    def _unresumed(self) -> list[Incident]:
-        return [incident for incident in self.incidents if incident.resumed_at is None]
+    @property
+    def incidents(self) -> list[Incident]:
+        return self.log.incidents
 
     def _resumed(self, event: WorkerResumed) -> list[Action]:
         if event.epoch != self.epoch:
             return []
-        actions: list[Action] = []
-        for incident in self._unresumed():
-            if incident.planned_at is not None:
-                incident.resumed_at = event.at
-                actions.append(CloseIncident(incident=incident, because=f"{event.worker} runs ops again"))
-        return actions
+        return [CloseIncident(incident=incident, because=f"{event.worker} runs ops again")
+                for incident in self.log.resumed(event.at)]
 
     def _fail(self, because: str) -> list[Action]:
         self.phase = Over(because)

@@ -1,8 +1,8 @@
 """The worker's own decisions: which op next, what to send where, when a step is over.
 
-A `Walker` walks its op list. It holds names, never tensors: its shell (the engine, or a test's virtual worker)
-stores payloads under the names and does what `next()` and `take_commands()` say. So the code that decides what
-survives a death is the same in a real worker and in a simulated one.
+A `Walker` walks its op list. It holds names, never tensors: its shell (the engine, or a test's virtual
+worker) stores payloads under the names and does what `next()` and `take_commands()` say. So the code that
+decides what survives a death is the same in a real worker and in a simulated one.
 
     arrived(parcel)  ─┐                  ┌─► next()            one task now, or Wait / Paused / Finished
     finished(task)    ├──►  Walker  ─────┤

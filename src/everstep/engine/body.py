@@ -35,6 +35,7 @@ from everstep.engine.optimizer import Updater
 from everstep.engine.stage import Stage
 
 _MEND_AFTER_S = 0.5
+_TELL_TIMES_EVERY = 5  # steps
 Order = tuple[str, Any]  # (verb, value): what recovery tells this worker
 Report = Callable[[str, Mapping[str, Any]], None]
 
@@ -254,6 +255,8 @@ class Body:
             if task.step in self.released:
                 self._release_gradients(task.step)
         self._time(Kind.U, started)
+        if task.step % _TELL_TIMES_EVERY == 1 or task.step <= 3:
+            self.ports.report("times", {"times": self.times})
         self._maybe_die(task.step, "U", "after")
 
     def _apply(self, step: int, mean: Tensor, scale: float | None) -> None:
@@ -314,7 +317,7 @@ class Body:
                 case msg.DiscardWork():
                     self._discard(command.from_step)
                 case msg.TellSealed():
-                    self.ports.report("sealed", {"sealed": command, "times": self.times})
+                    self.ports.report("sealed", {"sealed": command})
                 case msg.TellInvalid():
                     self.ports.report("invalid", {"step": command.step, "norm": command.norm,
                                                   "attempt": command.attempt})

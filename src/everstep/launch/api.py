@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from everstep.core.recovery import Policy
+from everstep.core.standing import Policy
 from everstep.engine import context
 from everstep.engine.data import Dataset
 from everstep.engine.faults import Fault, check_fault, parse_fault

@@ -25,7 +25,8 @@ from everstep.checkpoint import folder
 from everstep.core import actions as act
 from everstep.core import events as ev
 from everstep.core.ops import Kind, Microbatch, Worker
-from everstep.core.recovery import Policy, Recovery
+from everstep.core.recovery import Recovery
+from everstep.core.standing import Policy
 from everstep.core.survey import Shape
 from everstep.engine.beacon import Beacon, Reading
 from everstep.engine.faults import Fault
@@ -36,6 +37,8 @@ from everstep.node.nursery import Child, Nursery, exit_reason
 from everstep.schedule import plan
 from everstep.schedule.answer import answer
 
+PROFILE_STEPS = 3  # after these the schedule is made again, with measured times
+PROFILE_EVERY = 20
 Watcher = Callable[[str, Any], None]  # ("step" | "incident" | "action" | "worker" | "tick", what)
 
 
@@ -219,10 +222,11 @@ class LocalTask:
             case "ledger":
                 self._hear(ev.LedgerReported(worker=worker, epoch=said["epoch"], ledger=wire.ledger_in(said["ledger"])))
             case "sealed":
-                self.profile.learn(worker, {Kind(k): v for k, v in said["times"].items()})
                 self._hear(ev.StepSealed(step=said["step"], stage=worker.stage, microbatches=said["microbatches"],
                                          executed=said["executed"], losses=wire.losses_in(said["losses"]),
                                          sum_of_squares=said["sum_of_squares"]))
+            case "times":
+                self.profile.learn(worker, {Kind(k): v for k, v in said["times"].items()})
             case "invalid":
                 self._hear(ev.UpdateInvalidated(worker=worker, step=said["step"], norm=said["norm"],
                                                 attempt=said["attempt"]))
@@ -349,6 +353,10 @@ class LocalTask:
             self._log.flush()
         self.watch("step", row)
         self._commit_checkpoints()
+        if action.step == self.outcome.resumed_from + PROFILE_STEPS or action.step % PROFILE_EVERY == 0:
+            drift = self.profile.drift()
+            if drift is not None and action.step < self.job.steps:
+                self._hear(ev.ProfileChanged(because=f"a new schedule: {drift}"))
 
     def _close_incident(self, incident: act.Incident) -> None:
         killed = [self._killed_at.pop(w) for w in incident.workers if w in self._killed_at]

@@ -10,18 +10,42 @@ from everstep.core.survey import Shape
 from everstep.schedule import Instance
 
 
+DRIFT = 0.3  # a worker's time has changed if it is off by this share
+
+
 class Profile:
-    """Until a worker has reported, it is taken to be like its stage; until a stage has, all ops take one unit."""
+    """Until a worker has reported, it is taken to be like its stage; until a stage has, all ops take one
+    unit.
+    """
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self._times: dict[Worker, Mapping[Kind, float]] = {}
+        self._planned: dict[Worker, float] | None = None  # a microbatch's time, as the schedule in force takes it
 
     def learn(self, worker: Worker, times: Mapping[Kind, float]) -> None:
         self._times[worker] = times
 
+    def drift(self) -> str | None:
+        """Does the schedule in force rest on times that are no longer true? One sentence if so.
+
+        What counts is a worker's time against the others': if all are slower alike, the best order is the same.
+        """
+        if len({w.stage for w in self._times}) < self.shape.stages:
+            return None
+        if self._planned is None:
+            return "the first steps have shown how long ops take"
+        now = self._relative()
+        ratios = {w: now[w] / self._planned[w] for w in now if w in self._planned}
+        worst = max(ratios, key=lambda w: abs(ratios[w] - 1), default=None)
+        if worst is None or abs(ratios[worst] - 1) < DRIFT:
+            return None
+        return f"worker {worst} takes {ratios[worst]:.2f} of the time it was planned with, against the others"
+
     def instance(self) -> Instance:
-        """The task with nobody dead and nothing done."""
+        """The task with nobody dead and nothing done; what is planned now is planned with these times."""
+        if self._times:
+            self._planned = self._relative()
         stages = range(self.shape.stages)
         grids = {kind: tuple(tuple(self._time(Worker(k, s), kind) for s in stages) for k in range(self.shape.replicas))
                  for kind in (Kind.F, Kind.I, Kind.W)}
@@ -29,6 +53,11 @@ class Profile:
                         forward=grids[Kind.F], input_grad=grids[Kind.I], weight_grad=grids[Kind.W],
                         reduce=tuple(self._stage_time(s, Kind.R) for s in stages),
                         update=tuple(self._stage_time(s, Kind.U) for s in stages))
+
+    def _relative(self) -> dict[Worker, float]:
+        work = {w: sum(self._time(w, kind) for kind in (Kind.F, Kind.I, Kind.W)) for w in self.shape.workers()}
+        mean = fmean(work.values())
+        return {w: time / mean for w, time in work.items()}
 
     def _time(self, worker: Worker, kind: Kind) -> float:
         own = self._times.get(worker, {})

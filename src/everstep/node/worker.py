@@ -94,7 +94,7 @@ class _Line:
             case "ledger":
                 self.tell(kind, {"epoch": table["epoch"], "ledger": wire.ledger_out(table["ledger"])})
             case "sealed":
-                self.tell(kind, wire.sealed_out(table["sealed"]) | {"times": table["times"]})
+                self.tell(kind, wire.sealed_out(table["sealed"]))
             case _:
                 self.tell(kind, dict(table))
 

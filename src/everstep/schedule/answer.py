@@ -9,7 +9,6 @@ from everstep.core.actions import ComputePlan
 from everstep.core.events import PlanComputed
 from everstep.core.messages import Place
 from everstep.schedule.instance import Done, Instance
-from everstep.schedule.rest import order_with_ghosts
 from everstep.schedule.schedule import Planned, Schedule
 
 Planner = Callable[[Instance, str], Planned]
@@ -21,9 +20,7 @@ def answer(question: ComputePlan, healthy: Instance, mode: str, plan: Planner) -
     lists, hosts = {}, {}
     for step, broken in question.broken.items():
         done = {place: Done(host, kinds) for place, (host, kinds) in broken.done.items()}
-        instance = replace(healthy, dead=broken.dead, done=done)
-        has_ghosts = any(kinds not in ("", "F", "FI", "FIW") for _, kinds in broken.done.values())
-        rest = order_with_ghosts(instance, mode) if has_ghosts else plan(instance, mode).schedule
+        rest = plan(replace(healthy, dead=broken.dead, done=done), mode).schedule
         lists[step] = rest.ops
         hosts[step] = away_from_home(rest) | away_from_home_done(broken.done)
     return PlanComputed(epoch=question.epoch, lists=lists, steady=steady.ops, hosts=hosts,
