@@ -1,0 +1,145 @@
+"""Messages between workers: what goes in comes out, and what is not ours is refused."""
+
+import queue
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.core.messages import Parcel, Part, What
+from everstep.core.ops import Microbatch
+from everstep.engine import frames
+from everstep.engine.links import Address, Links
+from everstep.errors import PeerError
+
+TOKEN = b"t" * 32
+
+
+def received(data: bytes, chunk: int = 1 << 20) -> frames.Incoming:
+    frame = frames.Incoming(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    whole = False
+    while data:
+        count = min(len(frame.want), len(data), chunk)
+        frame.want[:count] = data[:count]
+        data = data[count:]
+        whole = frame.took(count)
+    assert whole
+    return frame
+
+
+@given(what=st.sampled_from(list(What)), numbers=st.lists(st.integers(0, 2**31 - 1), min_size=5, max_size=5),
+       microbatch=st.none() | st.builds(Microbatch, st.integers(0, 99), st.integers(0, 99)), chunk=st.integers(1, 99),
+       shape=st.none() | st.lists(st.integers(0, 4), max_size=4),
+       dtype=st.sampled_from([d for d in frames.DTYPES if d is not None]))
+def test_a_message_arrives_as_it_was_sent(what, numbers, microbatch, chunk, shape, dtype) -> None:
+    attempt, step, stage, round_, sender = numbers
+    parcel = Parcel(what, attempt, step, stage, microbatch, round_, sender, 3)
+    tensor = None if shape is None else torch.randint(0, 2, shape).to(dtype)
+    payload = b"" if tensor is None else bytes(frames.raw(tensor))
+    frame = received(frames.encode(what, parcel, {"x": [1.5, None]}, tensor) + payload, chunk)
+    assert (frame.parcel, frame.facts) == (parcel, {"x": [1.5, None]})
+    assert (frame.tensor is None) == (tensor is None)
+    if tensor is not None:
+        assert frame.tensor.dtype == dtype
+        assert torch.equal(frame.tensor, tensor)
+
+
+@pytest.mark.parametrize("value", [
+    Part((Microbatch(0, 1), Microbatch(1, 0)), ((Microbatch(0, 1), 2.5),), 6),
+])
+def test_the_facts_of_a_part_and_of_a_copy_survive_the_wire(value: Part) -> None:
+    assert frames.value_of(What.PART, frames.facts_of(value)) == value
+    assert frames.value_of(What.COPY, frames.facts_of((0.25, value))) == (0.25, value)
+
+
+@pytest.mark.parametrize(("head", "why"), [
+    (b"GET / HTTP/1.1\r\n" + bytes(64), "not a message"),
+    (frames.HEAD.pack(b"EVS1", b"?", 0, 0, 0, *[0] * 8), "unknown kind"),
+    (frames.HEAD.pack(b"EVS1", b"A", 1, 9, 0, *[0] * 8), "not a message"),
+    (frames.HEAD.pack(b"EVS1", b"A", 1, 0, 2**32 - 1, *[0] * 8), "not a message"),
+    (frames.HEAD.pack(b"EVS1", b"A", 1, 2, 0, *[0] * 8) + struct.pack("<2q", 2**40, 2**40), "more than any"),
+    (frames.HEAD.pack(b"EVS1", b"A", 1, 1, 0, *[0] * 8) + struct.pack("<q", -1), "more than any"),
+    (frames.HEAD.pack(b"EVS1", b"H", 0, 0, 3, *[0] * 8) + b"{]}", "not JSON"),
+])
+def test_what_is_not_a_message_is_refused_before_memory_is_taken(head: bytes, why: str) -> None:
+    with pytest.raises(PeerError, match=why):
+        received(head)
+
+
+class End:
+    """One worker's links and what they delivered."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.links = Links(token=TOKEN, host="127.0.0.1", deliver=lambda f: self.inbox.put(("frame", f)),
+                           broken=lambda a: self.inbox.put(("broken", a)),
+                           failed=lambda e: self.inbox.put(("failed", e)),
+                           empty=lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        self.links.start()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[End, End]]:
+    pair = End(), End()
+    yield pair
+    for end in pair:
+        end.links.stop()
+
+
+def name(step: int) -> Parcel:
+    return Parcel(What.ACTIVATION, 0, step, 1, Microbatch(0, 0))
+
+
+def test_messages_of_any_size_arrive_in_the_order_they_were_sent(ends: tuple[End, End]) -> None:
+    here, there = ends
+    tensors = [torch.full((size,), float(i)) for i, size in enumerate([1, 0, 3_000_000, 7, 1_000_000, 2])]
+    for step, tensor in enumerate(tensors):
+        here.links.send(there.links.address, "A", name(step), None, tensor)
+    for step, tensor in enumerate(tensors):
+        kind, frame = there.inbox.get(timeout=20)
+        assert (kind, frame.parcel) == ("frame", name(step))
+        assert torch.equal(frame.tensor, tensor)
+
+
+def test_a_peer_that_is_gone_is_reported_and_the_others_go_on(ends: tuple[End, End]) -> None:
+    here, there = ends
+    third = End()
+    here.links.send(third.links.address, "A", name(1), None, torch.ones(3))
+    assert third.inbox.get(timeout=20)[0] == "frame"
+    third.links.stop()
+    assert here.inbox.get(timeout=20) == ("broken", third.links.address)
+    here.links.send(there.links.address, "A", name(2), None, torch.ones(3))
+    assert there.inbox.get(timeout=20)[1].parcel == name(2)
+
+
+def test_nobody_listens_at_an_address_is_reported_too(ends: tuple[End, End]) -> None:
+    here, _ = ends
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nowhere = Address(*server.getsockname())
+    here.links.send(nowhere, "A", name(1), None, torch.ones(3))
+    assert here.inbox.get(timeout=20) == ("broken", nowhere)
+
+
+def test_a_stranger_without_the_token_is_shown_the_door(ends: tuple[End, End]) -> None:
+    here, there = ends
+    with socket.create_connection(there.links.address) as stranger:
+        stranger.sendall(b"x" * 32 + frames.encode("A", name(1), None, None))
+        stranger.settimeout(20)
+        assert stranger.recv(1) == b""
+    here.links.send(there.links.address, "A", name(2), None, torch.ones(3))
+    assert there.inbox.get(timeout=20)[1].parcel == name(2)
+    assert there.inbox.empty()
+
+
+def test_a_sender_is_not_held_up_by_a_receiver_that_does_not_read(ends: tuple[End, End]) -> None:
+    here, _ = ends
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        started = time.monotonic()
+        for step in range(50):
+            here.links.send(Address(*deaf.getsockname()), "A", name(step), None, torch.ones(1_000_000))
+        assert time.monotonic() - started < 10

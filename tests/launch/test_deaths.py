@@ -1,0 +1,114 @@
+"""Real processes, real SIGKILLs: a healed run ends with the losses of a clean one, to the bit.
+
+`bench/sweep.py` holds all points; these are one of each kind.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.sweep import TOLERANCE, Point, Sweep, compare, points
+from everstep.core.ops import Worker
+from everstep.engine.job import CheckpointSpec, ModelSpec, OptimizerSpec
+
+CHOSEN = [
+    "op stage=0,replica=0,step=3,op=F0",
+    "op stage=1,replica=1,step=3,op=I2",
+    "op stage=0,replica=1,step=3,op=W3",
+    "reduce stage=1,replica=0,step=3,op=R,when=sending",
+    "reduce stage=0,replica=1,step=3,op=R,when=during",
+    "reduce stage=0,replica=0,step=3,op=U,when=before",
+    "reduce stage=1,replica=1,step=3,op=U,when=after",
+    "pair same stage of three",
+    "pair neighbours crossed",
+    "pair whole replica after the last stage has reduced",
+    "pair while the first heals",
+    "lost stage, checkpoint",
+    "raises instead of dying",
+    "eager, undone and two deaths",
+]
+
+
+@pytest.fixture(scope="module")
+def sweep() -> Iterator[Sweep]:
+    running = Sweep()
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("start", CHOSEN)
+def test_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, start: str) -> None:
+    point = next(p for p in points() if p.name.startswith(start))
+    result = sweep.try_point(point)
+    assert result["ok"], result
+    assert result["max_relative_loss_difference"] == 0.0
+    assert result["incidents"] >= 1
+    assert result["replayed_elsewhere"] == 0
+
+
+@pytest.mark.parametrize("changes", [
+    {"model": ModelSpec(preset="gpt-tiny", options={"tied": True, "dropout": 0.1})},
+    {"recompute": True, "accumulate": "fp32"},
+    {"model": ModelSpec(preset="gpt-tiny", options={"tied": True}), "stages": 1},
+], ids=["tied across stages, dropout", "recompute, sums in fp32", "tied in one stage"])
+def test_what_is_trained_does_not_matter(sweep: Sweep, changes: dict) -> None:
+    job = replace(sweep.job, **{"replicas": 2, "stages": 2, **changes})
+    clean = sweep.run(job, ())
+    last = job.stages - 1
+    healed = sweep.run(job, (f"stage={last},replica=0,step=3,op=I1", "stage=0,replica=1,step=4,op=F2"))
+    assert len(healed.incidents) == 2
+    difference = compare(clean, healed, job)["max_relative_loss_difference"]
+    assert difference <= (0.0 if job.accumulate == "fp64" else TOLERANCE)
+
+
+def test_everything_killed_restarts_from_the_newest_checkpoint_that_is_whole(sweep: Sweep, tmp_path: Path) -> None:
+    job = replace(sweep.job, replicas=2, stages=2, steps=9)
+    clean = sweep.run(job, ())
+    saving = replace(job, checkpoint=CheckpointSpec(folder=str(tmp_path), interval=2))
+    sweep.run(replace(saving, steps=9), (), until=7)
+    damaged = max(tmp_path.glob("step-*"))
+    part = next(damaged.glob("*.safetensors"))
+    part.write_bytes(part.read_bytes()[:-1])
+
+    again = sweep.run(saving, ())
+
+    assert again.resumed_from == int(damaged.name[-8:]) - 2
+    assert len(again.refused_checkpoints) == 1
+    assert part.name in again.refused_checkpoints[0]
+    ours, theirs = again.by_step(), clean.by_step()
+    assert all(ours[step].loss == theirs[step].loss for step in range(again.resumed_from + 1, 10))
+
+
+def test_a_data_function_that_raises_ends_the_task_with_its_own_words(sweep: Sweep) -> None:
+    job = replace(sweep.job, replicas=2, stages=2)
+    outcome = sweep.run(job, tuple(f"stage=0,replica={k},step=2,op=F0.0,how=raise" for k in (0, 1)))
+    assert outcome.failure is not None
+    assert "planted fault at step 2 F0.0" in outcome.failure
+
+
+def test_an_invalid_eager_update_is_an_incident_of_its_own(sweep: Sweep) -> None:
+    always = replace(OptimizerSpec(), stagger="always", clip=0.05)
+    waiting = replace(sweep.job, replicas=2, stages=2, optimizer=replace(always, stagger="never"))
+    eager = replace(waiting, optimizer=always)
+    clean, undone = sweep.run(waiting, ()), sweep.run(eager, ())
+    assert any("forbids" in incident.what for incident in undone.incidents)
+    assert compare(clean, undone, eager)["max_relative_loss_difference"] == 0.0
+
+
+def test_a_killed_worker_is_the_one_that_is_named(sweep: Sweep) -> None:
+    outcome = sweep.run(replace(sweep.job, replicas=2, stages=2), ("stage=1,replica=0,step=3,op=I2",))
+    incident, = outcome.incidents
+    assert incident.workers == [Worker(0, 1)]
+    assert incident.what == "killed by SIGKILL"
+    assert incident.killed_at is not None
+    assert incident.resumed_at is not None
+    assert incident.killed_at < incident.evidence_at < incident.resumed_at
+
+
+def test_the_points_are_as_many_as_we_claim() -> None:
+    names = [point.name for point in points()]
+    assert len(names) == len(set(names))
+    assert len(names) >= 60
+    assert isinstance(points()[0], Point)
