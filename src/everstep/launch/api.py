@@ -114,14 +114,15 @@ def parse_kills(texts: Sequence[str], job: Job) -> tuple[Fault, ...]:
 
 def run_job(job: Job, *, faults: tuple[Fault, ...] = (), policy: Policy | None = None,
             watch: Watcher = lambda kind, what: None, script: list[str] | None = None,
-            born: Nursery | None = None) -> Outcome:
+            born: Nursery | None = None, tick_s: float = 0.1) -> Outcome:
     """Start the workers, run the job to its end, and leave no process behind, however it ends.
 
     `born`: the nursery to use, for several runs in a row.
     """
     home = births.nursery(job.threads) if born is None else nullcontext(born)
     with home as mother, _interruptible(watch) as safely:
-        return LocalTask(job, nursery=mother, faults=faults, policy=policy, watch=safely, script=script).run()
+        return LocalTask(job, nursery=mother, faults=faults, policy=policy, watch=safely, script=script,
+                         tick_s=tick_s).run()
 
 
 def result_of(outcome: Outcome, job: Job) -> Result:
