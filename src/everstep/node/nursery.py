@@ -26,6 +26,10 @@ from everstep.errors import InternalError
 
 _PRELOAD = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker")
 
+# Some builds of torch allocate with mimalloc, which gives free memory back after 10 ms; the next op faults it
+# in again: 8 % of a step on two cores. A worker needs the same memory a moment later, so it keeps it.
+_ALLOCATOR = {"MIMALLOC_PURGE_DELAY": "-1"}
+
 
 class Child(NamedTuple):
     pid: int
@@ -44,9 +48,9 @@ class Nursery:
 
     def start(self) -> Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = subprocess.Popen([sys.executable, "-m", "everstep.node.nursery", str(theirs.fileno())],
-                                         pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                                         env={**os.environ, "OMP_NUM_THREADS": str(self._threads)})
+        command = [sys.executable, "-m", "everstep.node.nursery", str(theirs.fileno())]
+        env = {**_ALLOCATOR, **os.environ, "OMP_NUM_THREADS": str(self._threads)}
+        self._process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._socket = ours
         return self
