@@ -44,11 +44,12 @@ class Diary:
     cpu: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
 
-    def write(self, loss: float) -> None:
+    def write(self, loss: float | None) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         self.at.append(time.monotonic())
         self.cpu.append(used.ru_utime + used.ru_stime)
-        self.loss.append(loss)
+        if loss is not None:
+            self.loss.append(loss)
 
 
 def flat_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -105,7 +106,8 @@ class Pipeline:
             self.optimizer.step()
             diary.write(loss)
 
-    def _forward_and_backward(self, step: int) -> float:
+    def _forward_and_backward(self, step: int) -> float | None:
+        """The mean loss, on the last stage."""
         if self.flat is not None:
             self.flat.zero_()
         else:
@@ -117,7 +119,7 @@ class Pipeline:
         inputs = (torch.cat([x for x, _ in batches]),) if self.is_first else ()
         target = torch.cat([y for _, y in batches]) if self.is_last else None
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
-        return float(torch.stack(losses).mean()) if losses else 0.0
+        return float(torch.stack(losses).detach().mean()) if losses else None
 
     def _reduce(self) -> None:
         if self.flat is not None:

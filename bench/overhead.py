@@ -21,13 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from everstep.engine.presets import flops_per_token, shape
 
 BASELINE = Path(__file__).with_name("baseline.py")
+ALLOCATOR = {"MIMALLOC_PURGE_DELAY": "-1"}  # what Everstep sets for its workers (everstep.node.nursery)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,8 @@ class Trial:
 @dataclass(slots=True)
 class Result:
     steps_per_s: float
-    cpu_s_per_step: float  # of all workers together; nan where it was not measured
-    losses: list[float] = field(default_factory=list)
+    cpu_s_per_step: float  # of all processes together
+    losses: list[float]
 
 
 Contestant = Callable[[Trial], Result]
@@ -73,24 +74,24 @@ def everstep(accumulate: str) -> Contestant:
 
     def run(trial: Trial) -> Result:
         spec = json.dumps(asdict(trial) | {"accumulate": accumulate})
-        return _result(trial, [_spawn(trial, [__file__, "--everstep", spec])])
+        return _result(trial, [_spawn(trial, [__file__, "--everstep", spec], {})])
 
     return run
 
 
-def baseline(mode: str) -> Contestant:
+def baseline(mode: str, **environment: str) -> Contestant:
     def run(trial: Trial) -> Result:
         with tempfile.TemporaryDirectory() as folder:
             common = asdict(trial) | {"mode": mode, "meet": f"{folder}/meet"}
             specs = [json.dumps(common | {"rank": rank}) for rank in range(trial.replicas * trial.stages)]
-            return _result(trial, [_spawn(trial, [str(BASELINE), spec]) for spec in specs])
+            return _result(trial, [_spawn(trial, [str(BASELINE), spec], environment) for spec in specs])
 
     return run
 
 
-def _spawn(trial: Trial, argv: list[str]) -> subprocess.Popen[str]:
+def _spawn(trial: Trial, argv: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     # Before torch is imported: some of its matrix products ignore torch.set_num_threads.
-    env = {**os.environ, "OMP_NUM_THREADS": str(trial.threads)}
+    env = {**os.environ, **environment, "OMP_NUM_THREADS": str(trial.threads)}
     return subprocess.Popen([sys.executable, *argv], env=env, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE)
 
@@ -110,7 +111,9 @@ def _result(trial: Trial, processes: list[subprocess.Popen[str]]) -> Result:
     ends = [diary["at"] for diary in told]
     seconds = max(at[last] for at in ends) - max(at[first] for at in ends)
     cpu = sum(diary["cpu"][last] - diary["cpu"][first] for diary in told)
-    return Result((last - first) / seconds, cpu / (last - first), told[-1]["loss"])
+    by_step = zip(*(diary["loss"] for diary in told if diary["loss"]), strict=True)
+    losses = [statistics.fmean(step) for step in by_step]
+    return Result((last - first) / seconds, cpu / (last - first), losses)
 
 
 def be_everstep(spec: dict[str, Any]) -> None:
@@ -128,7 +131,8 @@ def be_everstep(spec: dict[str, Any]) -> None:
 
     def watch(kind: str, what: Any) -> None:
         if kind == "step":
-            cpu.append(sum(_cpu_seconds(process.child.pid) for process in task.processes.values()))
+            workers = sum(_cpu_seconds(process.child.pid) for process in task.processes.values())
+            cpu.append(time.process_time() + workers)
 
     nursery = Nursery(threads=job.threads).start()
     try:
@@ -207,7 +211,9 @@ def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
     for preset in args.preset or ["gpt-1m", "gpt-10m"]:
         trial = _trial(args, preset, replicas=args.replicas, stages=args.stages)
         name = f"torch 1F1B + {trial.reduce}"
-        contestants = {name: baseline("pipeline"), "everstep, sums in fp32": everstep("fp32"),
+        contestants = {name: baseline("pipeline"),
+                       "the same, allocator as ours": baseline("pipeline", **ALLOCATOR),
+                       "everstep, sums in fp32": everstep("fp32"),
                        "everstep, sums in fp64 (default)": everstep("fp64")}
         if args.reduce == "both":
             contestants = {"torch 1F1B + flat": _with(baseline("pipeline"), reduce="flat"),
@@ -221,7 +227,11 @@ def single(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for preset in args.preset or ["gpt-10m"]:
         trial = _trial(args, preset, replicas=1, stages=1)
-        contestants = {"torch, a plain loop": baseline("loop"), "everstep, sums in fp32": everstep("fp32")}
+        contestants = {"torch, a plain loop": baseline("loop"),
+                       "the same, allocator as ours": baseline("loop", **ALLOCATOR),
+                       "everstep, sums in fp32": everstep("fp32")}
+        if trial.device != "cpu":
+            del contestants["the same, allocator as ours"]  # it is the CPU's
         found.append(summary(trial, take_turns(trial, contestants, args.turns), "torch, a plain loop"))
     return found
 
