@@ -11,6 +11,7 @@ test: lint types unit    ## what must hold before anything lands
 
 lint: $(STAMP)
 	.venv/bin/ruff check src tests bench examples
+	.venv/bin/ruff format --check -q src tests bench examples
 
 types: $(STAMP)
 	.venv/bin/mypy

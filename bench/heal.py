@@ -25,7 +25,8 @@ from everstep.core.actions import Incident
 from everstep.core.ops import Worker
 from everstep.core.standing import Member, Policy
 from everstep.engine.job import DataSpec, Job, ModelSpec
-from everstep.launch.local import LocalTask, StepRow
+from everstep.launch.local import LocalTask
+from everstep.launch.outcome import StepRow
 from everstep.node.nursery import Nursery
 
 

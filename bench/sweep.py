@@ -22,7 +22,8 @@ from typing import Any
 from everstep.core.standing import Policy
 from everstep.engine.faults import parse_fault
 from everstep.engine.job import CheckpointSpec, Job, ModelSpec, OptimizerSpec
-from everstep.launch.local import LocalTask, Outcome
+from everstep.launch.local import LocalTask
+from everstep.launch.outcome import Outcome
 from everstep.node.nursery import Nursery
 
 
@@ -160,7 +161,7 @@ class Sweep:
 def told(task: LocalTask) -> str:
     """Where a run stands, for a run that should have ended."""
     readings = "; ".join(f"{w}: step {r.step} {r.doing}" if r else f"{w}: silent" for w, r in task.readings().items())
-    logs = "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in Path(task._dir).glob("*.log"))
+    logs = "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in map(task.words, task.processes) if path.exists())
     return f"no end in sight: {task.recovery.phase}, {task.recovery.recorded} steps recorded; {readings}\n{logs}"
 
 

@@ -21,7 +21,8 @@ from everstep.errors import EverstepError, UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from everstep.launch.local import Outcome, Watcher
+    from everstep.launch.local import Watcher
+    from everstep.launch.outcome import Outcome
     from everstep.node.nursery import Nursery
 
 _LAYERS = 8  # an embedding, six blocks, a head

@@ -23,7 +23,8 @@ from everstep.core.standing import Running
 from everstep.engine.beacon import Reading
 from everstep.engine.job import Job
 from everstep.errors import UserError
-from everstep.launch.local import LocalTask, StepRow
+from everstep.launch.local import LocalTask
+from everstep.launch.outcome import StepRow
 from everstep.launch.report import death, resume_line, times
 
 FRAME_S = 0.1

@@ -106,7 +106,9 @@ class Incoming:
 
 def raw(tensor: Tensor) -> memoryview:
     """A contiguous host tensor's bytes, not copied."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def facts_of(value: Any) -> Any:

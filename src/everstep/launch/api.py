@@ -30,7 +30,8 @@ from everstep.engine.resolve import optimizer_of
 from everstep.errors import EverstepError, UserError
 from everstep.launch import births
 from everstep.launch.lines import Lines
-from everstep.launch.local import LocalTask, Outcome, Watcher
+from everstep.launch.local import LocalTask, Watcher
+from everstep.launch.outcome import Outcome
 from everstep.launch.report import document
 from everstep.node.nursery import Nursery
 

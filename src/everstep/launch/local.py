@@ -7,11 +7,9 @@ for `core.recovery`, whose actions are carried out here.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import socket
 import tempfile
@@ -21,16 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint import folder
 from everstep.core import actions as act
 from everstep.core import events as ev
-from everstep.core.ops import Kind, Microbatch, Worker
+from everstep.core.ops import Kind, Worker
 from everstep.core.recovery import Recovery
 from everstep.core.standing import Policy
 from everstep.core.survey import Shape
 from everstep.engine.beacon import Beacon, Reading
 from everstep.engine.faults import Fault
 from everstep.engine.job import Job
+from everstep.launch.checkpoints import Checkpoints
+from everstep.launch.outcome import Outcome, StepLog
 from everstep.launch.profile import Profile
 from everstep.node import wire
 from everstep.node.nursery import Child, Nursery, exit_reason
@@ -40,38 +39,6 @@ from everstep.schedule.answer import answer
 PROFILE_STEPS = 3  # after these the schedule is made again, with measured times
 PROFILE_EVERY = 20
 Watcher = Callable[[str, Any], None]  # ("step" | "incident" | "action" | "worker" | "tick", what)
-
-
-@dataclass(slots=True, kw_only=True)
-class StepRow:
-    """One line of the step log."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    seconds: float
-    epoch: int
-    attempt: int
-    at: float
-
-
-@dataclass(slots=True, kw_only=True)
-class Outcome:
-    """What a run leaves to tell."""
-
-    rows: list[StepRow] = field(default_factory=list)
-    incidents: list[act.Incident] = field(default_factory=list)
-    issued: int = 0
-    committed: int = 0
-    replayed_elsewhere: int = 0
-    failure: str | None = None
-    refused_checkpoints: list[str] = field(default_factory=list)
-    resumed_from: int = 0
-    losses: dict[int, dict[Microbatch, float]] = field(default_factory=dict)
-
-    def by_step(self) -> dict[int, StepRow]:
-        """The row that counts of each step: the last attempt's."""
-        return {row.step: row for row in self.rows}
 
 
 @dataclass(slots=True)
@@ -97,20 +64,20 @@ class LocalTask:
         self.shape = Shape(job.replicas, job.stages, job.microbatches)
         self.profile = Profile(self.shape)
         self.outcome = Outcome()
+        self.checkpoints = Checkpoints(job)
         self.processes: dict[Worker, _Process] = {}
         self._selector = selectors.DefaultSelector()
         self._token = secrets.token_hex(32)
         self._over = False
         self._killed_at: dict[Worker, float] = {}
-        self._parts: dict[int, dict[str, Any]] = {}
         self._last_step_at = 0.0
-        self._log: Any = None
+        self._log: StepLog | None = None
 
     # -------------------------------------------------------------- life
 
     def run(self) -> Outcome:
-        first = self._newest_checkpoint() + 1
-        self.outcome.resumed_from = first - 1
+        first = self.checkpoints.newest() + 1
+        self.outcome.resumed_from, self.outcome.refused_checkpoints = first - 1, self.checkpoints.refused
         self.recovery = Recovery(self.shape, steps=self.job.steps, policy=self.policy, first_step=first)
         if first > self.job.steps:
             return self.outcome
@@ -137,6 +104,11 @@ class LocalTask:
         self.watch("action", act.FinishTask(because=because))
         self._over = True
 
+    def words(self, worker: Worker) -> Path:
+        """The file with what a worker printed; kept where the job has a log folder."""
+        folder = self._dir if self.job.log is None else self.job.path(self.job.log)
+        return folder / f"worker-{worker.replica}-{worker.stage}.log"
+
     def readings(self) -> dict[Worker, Reading | None]:
         """What every live worker is doing right now."""
         return {worker: process.beacon.read() for worker, process in self.processes.items()}
@@ -147,9 +119,7 @@ class LocalTask:
         self._listener.listen(128)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         if self.job.log is not None:
-            path = self.job.path(self.job.log)
-            path.mkdir(parents=True, exist_ok=True)
-            self._log = (path / "steps.jsonl").open("a", encoding="utf-8")
+            self._log = StepLog(self.job.path(self.job.log))
 
     def _close(self) -> None:
         if self._over and self.outcome.failure is None:
@@ -236,7 +206,7 @@ class LocalTask:
             case "resumed":
                 self._hear(ev.WorkerResumed(worker=worker, epoch=said["epoch"], at=said["at_ns"] / 1e9))
             case "saved":
-                self._parts.setdefault(said["step"], {})[said["part"]["file"]] = said["part"]
+                self.checkpoints.part_written(said["step"], said["part"])
                 self._commit_checkpoints()
             case "raised":
                 self.watch("raised", (worker, said["error"], said["traceback"]))
@@ -285,6 +255,7 @@ class LocalTask:
                     mode = "decoupled" if self.job.optimizer.stagger == "never" else "staggered"
                     self._hear(answer(action, self.profile.instance(), mode, plan))
                 case act.ResumeStep():
+                    self._last_step_at = self._last_step_at or time.monotonic()
                     self._order(action.worker, {"kind": "resume", "order": wire.resume_out(action.order),
                                                 "book": self._book()})
                 case act.CopyState():
@@ -313,7 +284,7 @@ class LocalTask:
         spec = {"worker": str(worker), "incarnation": action.incarnation, "agent": str(self._dir / "agent"),
                 "token": self._token, "host": "127.0.0.1", "beacon": str(path), "faults": faults,
                 "script": self.script, "job": self.job.to_dict()}
-        child = self.nursery.spawn(spec, output=self._dir / f"worker-{name}.log")
+        child = self.nursery.spawn(spec, output=self.words(worker))
         process = _Process(worker, action.incarnation, child, beacon)
         self.processes[worker] = process
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda _: self._exited(process))
@@ -337,20 +308,10 @@ class LocalTask:
 
     def _record(self, action: act.RecordStep) -> None:
         now = time.monotonic()
-        losses = dict(action.losses)
-        row = StepRow(step=action.step, loss=sum(losses[m] for m in sorted(losses)) / max(1, len(losses)),
-                      grad_norm=action.norm, seconds=now - (self._last_step_at or now), epoch=action.epoch,
-                      attempt=action.attempt, at=now)
+        row = self.outcome.add(action, now=now, since=self._last_step_at)
         self._last_step_at = now
-        self.outcome.rows.append(row)
-        self.outcome.losses[row.step] = losses
-        self.outcome.committed += action.microbatches_committed
-        self.outcome.replayed_elsewhere += action.replayed_elsewhere
         if self._log is not None:
-            self._log.write(json.dumps({"step": row.step, "loss": row.loss, "grad_norm": row.grad_norm,
-                                        "seconds": round(row.seconds, 6), "epoch": row.epoch,
-                                        "attempt": row.attempt}) + "\n")
-            self._log.flush()
+            self._log.write(row)
         self.watch("step", row)
         self._commit_checkpoints()
         if action.step == self.outcome.resumed_from + PROFILE_STEPS or action.step % PROFILE_EVERY == 0:
@@ -358,33 +319,11 @@ class LocalTask:
             if drift is not None and action.step < self.job.steps:
                 self._hear(ev.ProfileChanged(because=f"a new schedule: {drift}"))
 
+    def _commit_checkpoints(self) -> None:
+        for step in self.checkpoints.commit(self.recovery.recorded):
+            self._hear(ev.CheckpointCommitted(step=step))
+
     def _close_incident(self, incident: act.Incident) -> None:
         killed = [self._killed_at.pop(w) for w in incident.workers if w in self._killed_at]
         incident.killed_at = min(killed) if killed else None
         self.watch("incident", incident)
-
-    # -------------------------------------------------------------- checkpoints
-
-    def _newest_checkpoint(self) -> int:
-        spec = self.job.checkpoint
-        if spec is None:
-            return 0
-        root = self.job.path(spec.folder)
-        folder.clean(root)
-        found, self.outcome.refused_checkpoints = folder.newest_valid(root)
-        for step in folder.complete_steps(root):  # a refused one is in the way of the one to come
-            if found is None or step > found.step:
-                shutil.rmtree(root / f"step-{step:08d}")
-        return 0 if found is None else found.step
-
-    def _commit_checkpoints(self) -> None:
-        """A checkpoint counts once all its parts are there and its step is on record."""
-        spec = self.job.checkpoint
-        for step in sorted(self._parts):
-            if spec is not None and len(self._parts[step]) == self.job.stages and step <= self.recovery.recorded:
-                parts = self._parts.pop(step)
-                folder.commit(self.job.path(spec.folder), step, list(parts.values()), self._meta(), spec.keep)
-                self._hear(ev.CheckpointCommitted(step=step))
-
-    def _meta(self) -> dict[str, Any]:
-        return {"seed": self.job.seed, "steps": self.job.steps, "precision": self.job.precision}

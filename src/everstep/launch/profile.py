@@ -9,8 +9,9 @@ from everstep.core.ops import Kind, Worker
 from everstep.core.survey import Shape
 from everstep.schedule import Instance
 
-
+WORK = (Kind.F, Kind.I, Kind.W)
 DRIFT = 0.3  # a worker's time has changed if it is off by this share
+LIKE_THE_STAGE = 0.3  # a worker is no slower or faster than its peers within this share
 
 
 class Profile:
@@ -48,20 +49,24 @@ class Profile:
             self._planned = self._relative()
         stages = range(self.shape.stages)
         grids = {kind: tuple(tuple(self._time(Worker(k, s), kind) for s in stages) for k in range(self.shape.replicas))
-                 for kind in (Kind.F, Kind.I, Kind.W)}
+                 for kind in WORK}
         return Instance(replicas=self.shape.replicas, stages=self.shape.stages, microbatches=self.shape.microbatches,
                         forward=grids[Kind.F], input_grad=grids[Kind.I], weight_grad=grids[Kind.W],
                         reduce=tuple(self._stage_time(s, Kind.R) for s in stages),
                         update=tuple(self._stage_time(s, Kind.U) for s in stages))
 
     def _relative(self) -> dict[Worker, float]:
-        work = {w: sum(self._time(w, kind) for kind in (Kind.F, Kind.I, Kind.W)) for w in self.shape.workers()}
+        work = {w: sum(self._time(w, kind) for kind in WORK) for w in self.shape.workers()}
         mean = fmean(work.values())
         return {w: time / mean for w, time in work.items()}
 
     def _time(self, worker: Worker, kind: Kind) -> float:
-        own = self._times.get(worker, {})
-        return own[kind] if kind in own else self._stage_time(worker.stage, kind, otherwise=1.0)
+        """A worker that is about as fast as its stage is taken to be like it: noise must not move microbatches."""
+        own, stage = self._times.get(worker, {}), self._stage_time(worker.stage, kind, otherwise=1.0)
+        total = sum(self._stage_time(worker.stage, k) for k in WORK)
+        if any(k not in own for k in WORK) or abs(sum(own[k] for k in WORK) / total - 1) < LIKE_THE_STAGE:
+            return stage
+        return own[kind]
 
     def _stage_time(self, stage: int, kind: Kind, otherwise: float = 0.0) -> float:
         known = [times[kind] for w, times in self._times.items() if w.stage == stage and kind in times]

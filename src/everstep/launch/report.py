@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from everstep.core.actions import Incident
-from everstep.launch.local import Outcome, StepRow
+from everstep.launch.outcome import Outcome, StepRow
 
 
 def healthy_step_s(outcome: Outcome) -> float:

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class _Line:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._lock = threading.Lock()
-        self.doing = lambda: "starting"
+        self.doing: Callable[[], str] = lambda: "starting"
 
     def tell(self, kind: str, table: dict[str, Any]) -> None:
         with self._lock:
