@@ -5,14 +5,15 @@
     python bench/heal.py --kills 50 --json
 
 first op        from SIGKILL to the first op that any survivor runs in the new epoch
-next step       from SIGKILL to the next step that is sealed at every stage, in steps of the same run that no death
-                touched; a run without faults would show 0.5 on average
+next step       from SIGKILL to the next step that is sealed at every stage, in healthy steps of the same run;
+                a run without faults would show 0.5 on average
 Every killed worker is brought back and has rejoined before the next one is killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -73,11 +74,21 @@ class Chaos:
         task.kill(worker)
 
 
-def measure(replicas: int, stages: int, kills: int, preset: str, nursery: Nursery, seed: int) -> dict[str, Any]:
-    job = Job(model=ModelSpec(preset=preset), data=DataSpec(kind="synthetic", rows=4), replicas=replicas,
-              stages=stages, microbatches=4, steps=1_000_000)
+def measure(
+    replicas: int, stages: int, kills: int, preset: str, nursery: Nursery, seed: int
+) -> dict[str, Any]:
+    job = Job(
+        model=ModelSpec(preset=preset),
+        data=DataSpec(kind="synthetic", rows=4),
+        replicas=replicas,
+        stages=stages,
+        microbatches=4,
+        steps=1_000_000,
+    )
     chaos = Chaos(kills, seed)
-    outcome = LocalTask(job, nursery=nursery, watch=chaos, policy=Policy(max_restarts=10_000), tick_s=0.01).run()
+    outcome = LocalTask(
+        job, nursery=nursery, watch=chaos, policy=Policy(max_restarts=10_000), tick_s=0.01
+    ).run()
     return evaluate(chaos, [row.at for row in outcome.rows], (outcome.issued, outcome.committed))
 
 
@@ -85,25 +96,36 @@ def evaluate(chaos: Chaos, ends: list[float], issued: tuple[int, int]) -> dict[s
     times = [moment for moment, _ in chaos.killed]
     touched = [(t, next((e for e in ends if e > t), t)) for t in times]
     rejoined = {i for i, e in enumerate(ends) if any(t <= e <= done + 1.0 for t, done in touched)}
-    healthy = statistics.median(b - a for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False), 1)
-                                if i not in rejoined)
+    healthy = statistics.median(
+        b - a for i, (a, b) in enumerate(itertools.pairwise(ends), 1) if i not in rejoined
+    )
     first = [(i.resumed_at - i.killed_at) * 1e3 for i in chaos.incidents if i.resumed_at and i.killed_at]
     noticed = [(i.evidence_at - i.killed_at) * 1e3 for i in chaos.incidents if i.killed_at]
     following = [(done - t) / healthy for t, done in touched]
-    return {"kills": len(times), "healthy_step_ms": round(healthy * 1e3, 1), "noticed_ms": spread(noticed),
-            "first_op_ms": spread(first), "next_step_in_healthy_steps": spread(following, 2),
-            "steps_redone": len(ends) - len(set(ends)), "microbatches": {"issued": issued[0], "committed": issued[1]}}
+    return {
+        "kills": len(times),
+        "healthy_step_ms": round(healthy * 1e3, 1),
+        "noticed_ms": spread(noticed),
+        "first_op_ms": spread(first),
+        "next_step_in_healthy_steps": spread(following, 2),
+        "steps_redone": len(ends) - len(set(ends)),
+        "microbatches": {"issued": issued[0], "committed": issued[1]},
+    }
 
 
 def spread(values: list[float], digits: int = 1) -> dict[str, float]:
     ordered = sorted(values)
-    return {"p50": round(statistics.median(ordered), digits),
-            "p95": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], digits),
-            "max": round(ordered[-1], digits)}
+    return {
+        "p50": round(statistics.median(ordered), digits),
+        "p95": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], digits),
+        "max": round(ordered[-1], digits),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--preset", default="gpt-1m")
     parser.add_argument("--seed", type=int, default=0)
@@ -117,7 +139,9 @@ def main() -> int:
         result = measure(replicas, stages, given.kills, given.preset, nursery, given.seed)
         results[f"{replicas}x{stages}"] = result
         if not given.json:
-            print(f"{replicas} x {stages}: {result['kills']} kills, healthy step {result['healthy_step_ms']} ms")
+            print(
+                f"{replicas} x {stages}: {result['kills']} kills, healthy step {result['healthy_step_ms']} ms"
+            )
             for name in ("noticed_ms", "first_op_ms", "next_step_in_healthy_steps"):
                 print(f"  {name:28} " + "  ".join(f"{k} {v:8}" for k, v in result[name].items()))
             print(f"  microbatches {result['microbatches']}", flush=True)

@@ -34,17 +34,30 @@ class Case(NamedTuple):
 
 def unit_example(stage: int) -> Instance:
     one = uniform(replicas=3, stages=4, value=1.0)
-    return Instance(replicas=3, stages=4, microbatches=6, forward=one, input_grad=one, weight_grad=one,
-                    dead=frozenset({Worker(1, stage)}))
+    return Instance(
+        replicas=3,
+        stages=4,
+        microbatches=6,
+        forward=one,
+        input_grad=one,
+        weight_grad=one,
+        dead=frozenset({Worker(1, stage)}),
+    )
 
 
 def even(replicas: int, stages: int, count: int, *, cap: int | None, dead: frozenset[Worker]) -> Instance:
     """Times 10, 11, 9, hop 1: near enough to each other that nothing hides, far enough that nothing ties."""
-    return Instance(replicas=replicas, stages=stages, microbatches=count, hop=1.0, dead=dead,
-                    forward=uniform(replicas=replicas, stages=stages, value=10.0),
-                    input_grad=uniform(replicas=replicas, stages=stages, value=11.0),
-                    weight_grad=uniform(replicas=replicas, stages=stages, value=9.0),
-                    stash_cap=None if cap is None else same_cap(replicas=replicas, stages=stages, cap=cap))
+    return Instance(
+        replicas=replicas,
+        stages=stages,
+        microbatches=count,
+        hop=1.0,
+        dead=dead,
+        forward=uniform(replicas=replicas, stages=stages, value=10.0),
+        input_grad=uniform(replicas=replicas, stages=stages, value=11.0),
+        weight_grad=uniform(replicas=replicas, stages=stages, value=9.0),
+        stash_cap=None if cap is None else same_cap(replicas=replicas, stages=stages, cap=cap),
+    )
 
 
 def scattered(replicas: int, stages: int, deaths: int, draw: random.Random) -> frozenset[Worker]:
@@ -64,8 +77,20 @@ def suite(caps: str = "peak") -> list[Case]:
     gives stage s what 1F1B holds there (P - s), which leaves the last stages no room to put a W off.
     """
     draw = random.Random(3)
-    shapes = ((4, 2, 8), (4, 4, 16), (4, 8, 32), (4, 16, 128), (8, 4, 32), (8, 4, 64), (8, 8, 32),
-              (8, 8, 128), (8, 32, 64), (12, 6, 48), (16, 4, 64), (16, 64, 32))
+    shapes = (
+        (4, 2, 8),
+        (4, 4, 16),
+        (4, 8, 32),
+        (4, 16, 128),
+        (8, 4, 32),
+        (8, 4, 64),
+        (8, 8, 32),
+        (8, 8, 128),
+        (8, 32, 64),
+        (12, 6, 48),
+        (16, 4, 64),
+        (16, 64, 32),
+    )
     cases = []
     for number, (stages, replicas, count) in enumerate(shapes):
         for variant in range(4):
@@ -80,17 +105,29 @@ def suite(caps: str = "peak") -> list[Case]:
                 kind = "uneven"
                 spread = [draw.uniform(0.8, 1.2) for _ in range(stages)]
                 instance = Instance(
-                    replicas=replicas, stages=stages, microbatches=count, hop=1.0, dead=dead,
+                    replicas=replicas,
+                    stages=stages,
+                    microbatches=count,
+                    hop=1.0,
+                    dead=dead,
                     forward=per_stage(replicas=replicas, values=tuple(round(10 * x, 1) for x in spread)),
                     input_grad=per_stage(replicas=replicas, values=tuple(round(11 * x, 1) for x in spread)),
                     weight_grad=per_stage(replicas=replicas, values=tuple(round(9 * x, 1) for x in spread)),
-                    stash_cap=instance.stash_cap)
+                    stash_cap=instance.stash_cap,
+                )
             if caps == "falling":
-                falling = {Worker(k, s): max(1, int(factor * (stages - s)))
-                           for k in range(replicas) for s in range(stages)}
+                falling = {
+                    Worker(k, s): max(1, int(factor * (stages - s)))
+                    for k in range(replicas)
+                    for s in range(stages)
+                }
                 instance = replace(instance, stash_cap=falling)
-            cases.append(Case(f"{stages:2d} x {replicas:2d} x {count:3d}, {len(dead):2d} dead, "
-                              f"cap {cap:2d}, {kind}", instance))
+            cases.append(
+                Case(
+                    f"{stages:2d} x {replicas:2d} x {count:3d}, {len(dead):2d} dead, cap {cap:2d}, {kind}",
+                    instance,
+                )
+            )
     return cases
 
 
@@ -101,8 +138,12 @@ def run_optima(args: argparse.Namespace) -> None:
         exact = [polish(unit_example(s), mode, seconds=args.seconds) for s in range(4)]
         print(f"{mode:10s} proved optimum  " + " ".join(f"{x:4d}" for x in best))
         print(f"{'':10s} online          " + " ".join(f"{x:4g}" for x in online))
-        print(f"{'':10s} polished        " + " ".join(f"{p.value:4g}" for p in exact)
-              + "   bound " + " ".join(f"{p.lower_bound:g}" for p in exact))
+        print(
+            f"{'':10s} polished        "
+            + " ".join(f"{p.value:4g}" for p in exact)
+            + "   bound "
+            + " ".join(f"{p.lower_bound:g}" for p in exact)
+        )
     print(f"fault-free 1F1B            {plan(unit_example(0).fault_free(), '1f1b').value:4g}")
 
 
@@ -119,15 +160,18 @@ def run_suite(args: argparse.Namespace) -> None:
             cells.append(f"{planned.value:8.1f} {planned.gap:6.2%} {spent:6.0f} ms")
         print(f"{case.name:44s} " + "   ".join(cells), flush=True)
     for mode, found in gaps.items():
-        print(f"{mode}: {len(found)} instances, mean gap {statistics.mean(found):.2%}, "
-              f"worst {max(found):.2%}")
+        print(
+            f"{mode}: {len(found)} instances, mean gap {statistics.mean(found):.2%}, worst {max(found):.2%}"
+        )
 
 
 def run_times(args: argparse.Namespace) -> None:
     three = frozenset({Worker(1, 2), Worker(3, 4), Worker(5, 6)})
     ten = frozenset(Worker(3 * i, i) for i in range(10))
-    for name, instance in (("8 x 8 x 32, 3 dead", even(8, 8, 32, cap=16, dead=three)),
-                           ("16 x 64 x 64, 10 dead", even(64, 16, 64, cap=32, dead=ten))):
+    for name, instance in (
+        ("8 x 8 x 32, 3 dead", even(8, 8, 32, cap=16, dead=three)),
+        ("16 x 64 x 64, 10 dead", even(64, 16, 64, cap=32, dead=ten)),
+    ):
         for mode in ("reroute", "decoupled", "staggered"):
             best = best_of(args.runs, lambda i=instance, m=mode: plan(i, m))
             print(f"{name:22s} {mode:10s} {best * 1e3:7.1f} ms")
@@ -156,22 +200,27 @@ def run_policies(_: argparse.Namespace) -> None:
     print("|---|---|---|---|---|")
     one, three = frozenset({Worker(1, 2)}), frozenset({Worker(1, 2), Worker(3, 4), Worker(5, 6)})
     six = frozenset(Worker(4 * i, i) for i in range(6))
-    cases = (("3 x 4 x 6, 1 dead, unit times, no cap", unit_example(2)),
-             ("8 x 4 x 16, 1 dead, cap 8", even(8, 4, 16, cap=8, dead=one)),
-             ("8 x 8 x 32, 3 dead, cap 16", even(8, 8, 32, cap=16, dead=three)),
-             ("32 x 8 x 32, 6 dead, cap 16", even(32, 8, 32, cap=16, dead=six)))
+    cases = (
+        ("3 x 4 x 6, 1 dead, unit times, no cap", unit_example(2)),
+        ("8 x 4 x 16, 1 dead, cap 8", even(8, 4, 16, cap=8, dead=one)),
+        ("8 x 8 x 32, 3 dead, cap 16", even(8, 8, 32, cap=16, dead=three)),
+        ("32 x 8 x 32, 6 dead, cap 16", even(32, 8, 32, cap=16, dead=six)),
+    )
     for name, instance in cases:
         rows = compare(instance)
         for row in rows:
             step = "stopped" if row.step is None else f"{row.step:g}"
-            print(f"| {name} | {row.policy} | {step} | {row.relative(rows[0].step or 1):.3f} | "
-                  f"{row.relative(rows[1].step or 1):.3f} |")
+            print(
+                f"| {name} | {row.policy} | {step} | {row.relative(rows[0].step or 1):.3f} | "
+                f"{row.relative(rows[1].step or 1):.3f} |"
+            )
             name = ""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("optima", "suite", "times", "policies"))
     parser.add_argument("--effort", type=int, default=ONLINE_EFFORT)
     parser.add_argument("--caps", choices=("peak", "falling"), default="peak")

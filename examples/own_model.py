@@ -12,8 +12,11 @@ parser.add_argument("--steps", type=int, default=60)
 options = parser.parse_args()
 
 # The layers in order, each a function that builds it: a worker builds its own stage's, and no others.
-layers = [lambda: nn.Linear(16, 128), *[lambda: nn.Sequential(nn.GELU(), nn.Linear(128, 128))] * 4,
-          lambda: nn.Sequential(nn.GELU(), nn.Linear(128, 1))]
+layers = [
+    lambda: nn.Linear(16, 128),
+    *[lambda: nn.Sequential(nn.GELU(), nn.Linear(128, 128))] * 4,
+    lambda: nn.Sequential(nn.GELU(), nn.Linear(128, 1)),
+]
 
 
 def batch(step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,8 +27,16 @@ def batch(step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 result = everstep.train(
-    model=layers, data=batch, loss=nn.functional.mse_loss,
+    model=layers,
+    data=batch,
+    loss=nn.functional.mse_loss,
     optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
-    replicas=2, stages=2, microbatches=4, steps=options.steps)
-print(f"loss {result.losses[1]:.3f} -> {result.losses[options.steps]:.3f}; "
-      f"{len(result.incidents)} incidents healed")
+    replicas=2,
+    stages=2,
+    microbatches=4,
+    steps=options.steps,
+)
+print(
+    f"loss {result.losses[1]:.3f} -> {result.losses[options.steps]:.3f}; "
+    f"{len(result.incidents)} incidents healed"
+)

@@ -6,12 +6,40 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "everstep"
-FLOORS = ["core", "schedule", "plan", "layout", "diagnose", "fabric", "engine", "checkpoint",
-          "node", "server", "launch", "sim", "cli"]
+FLOORS = [
+    "core",
+    "schedule",
+    "plan",
+    "layout",
+    "diagnose",
+    "fabric",
+    "engine",
+    "checkpoint",
+    "node",
+    "server",
+    "launch",
+    "sim",
+    "cli",
+]
 PURE = {"core", "schedule", "plan", "layout", "diagnose", "fabric"}
 NUMPY_ALLOWED = PURE - {"core"}
-IMPURE = {"torch", "asyncio", "socket", "os", "time", "random", "subprocess", "threading", "signal",
-          "selectors", "multiprocessing", "aiohttp", "secrets", "uuid", "tempfile"}
+IMPURE = {
+    "torch",
+    "asyncio",
+    "socket",
+    "os",
+    "time",
+    "random",
+    "subprocess",
+    "threading",
+    "signal",
+    "selectors",
+    "multiprocessing",
+    "aiohttp",
+    "secrets",
+    "uuid",
+    "tempfile",
+}
 SHELLS = {"engine", "node", "server"}
 
 

@@ -12,8 +12,13 @@ if TYPE_CHECKING:
 __all__ = ["EverstepError", "Model", "Result", "UserError", "__version__", "train"]
 __version__ = "0.1.0"
 
-_HOMES = {"train": "everstep.launch.api", "Result": "everstep.launch.api", "Model": "everstep.engine.model",
-          "UserError": "everstep.errors", "EverstepError": "everstep.errors"}
+_HOMES = {
+    "train": "everstep.launch.api",
+    "Result": "everstep.launch.api",
+    "Model": "everstep.engine.model",
+    "UserError": "everstep.errors",
+    "EverstepError": "everstep.errors",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,12 +25,20 @@ from everstep.errors import InternalError, UserError
 
 def tensors(step: int) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(step)
-    return [{"model/embed.weight": torch.randn(5, 3, generator=draw),
-             "optimizer/embed.weight/exp_avg": torch.randn(5, 3, generator=draw),
-             "optimizer/embed.weight/step": torch.tensor(float(step))},
-            {"model/head.weight": torch.randn(3, 5, generator=draw).to(torch.bfloat16),
-             "model/empty": torch.zeros(0, 4), "count": torch.tensor([step]), "flag": torch.tensor(True),
-             "model/turned": torch.randn(4, 6, generator=draw).t()}]
+    return [
+        {
+            "model/embed.weight": torch.randn(5, 3, generator=draw),
+            "optimizer/embed.weight/exp_avg": torch.randn(5, 3, generator=draw),
+            "optimizer/embed.weight/step": torch.tensor(float(step)),
+        },
+        {
+            "model/head.weight": torch.randn(3, 5, generator=draw).to(torch.bfloat16),
+            "model/empty": torch.zeros(0, 4),
+            "count": torch.tensor([step]),
+            "flag": torch.tensor(True),
+            "model/turned": torch.randn(4, 6, generator=draw).t(),
+        },
+    ]
 
 
 def save(root: Path, step: int, keep: int = 3) -> Path:
@@ -104,8 +112,9 @@ class Crash(Exception):
     pass
 
 
-def test_a_crash_at_any_moment_of_a_commit_leaves_a_valid_checkpoint(tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_at_any_moment_of_a_commit_leaves_a_valid_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stop before each call that changes the disk, in turn; once over a step that is there."""
     real = {name: getattr(os, name) for name in ("fsync", "rename", "unlink", "rmdir")}
     for crash_at in range(1, 200):
@@ -202,18 +211,22 @@ DAMAGE = {
     "index.json is not the index of an Everstep": lambda path: (path / "index.json").write_text("[1, 2]"),
     "index.json is not JSON: maximum recursion": lambda path: (path / "index.json").write_text("[" * 200_000),
     "index.json has not the bytes": lambda path: (path / "index.json").write_text(
-        (path / "index.json").read_text().replace('"rows":20', '"rows":21')),
-    "index.json names '../step-00000010/part-0.safetensors', which is no file of this folder":
-        lambda path: rewrite(path, lambda index: index["parts"][0].update(
-            file="../step-00000010/part-0.safetensors")),
+        (path / "index.json").read_text().replace('"rows":20', '"rows":21')
+    ),
+    "index.json names '../step-00000010/part-0.safetensors', which is no file of this folder": lambda path: (
+        rewrite(path, lambda index: index["parts"][0].update(file="../step-00000010/part-0.safetensors"))
+    ),
     "index.json names '/etc/passwd'": lambda path: rewrite(
-        path, lambda index: index["parts"][0].update(file="/etc/passwd")),
+        path, lambda index: index["parts"][0].update(file="/etc/passwd")
+    ),
     "index.json does not describe the tensors of part-0": lambda path: rewrite(
-        path, lambda index: index["parts"][0].update(tensors=["model/embed.weight"])),
+        path, lambda index: index["parts"][0].update(tensors=["model/embed.weight"])
+    ),
     "index.json is of version 2": lambda path: rewrite(path, lambda index: index.update(version=2)),
     "index.json has no parts": lambda path: rewrite(path, lambda index: index.pop("parts")),
     "index.json is of step 7, which is not the folder's": lambda path: rewrite(
-        path, lambda index: index.update(step=7)),
+        path, lambda index: index.update(step=7)
+    ),
 }
 
 

@@ -33,8 +33,9 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture
-def everstep(nursery: Nursery, monkeypatch: pytest.MonkeyPatch,
-             capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+def everstep(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Ran]:
     """Run a command line with real workers."""
 
     @contextlib.contextmanager

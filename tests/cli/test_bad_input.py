@@ -37,8 +37,9 @@ def assert_refused(ran: Any, sentence: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_mistake_in_the_job_file_is_one_sentence(name: str, idle_everstep: Callable[..., Any],
-                                                   job_file: Path) -> None:
+def test_a_mistake_in_the_job_file_is_one_sentence(
+    name: str, idle_everstep: Callable[..., Any], job_file: Path
+) -> None:
     before, after, sentence = CHANGES[name]
     text = job_file.read_text()
     assert before in text
@@ -47,25 +48,30 @@ def test_a_mistake_in_the_job_file_is_one_sentence(name: str, idle_everstep: Cal
 
 
 @pytest.mark.parametrize("kill", KILLS)
-def test_a_kill_that_can_never_strike_is_a_mistake(kill: str, idle_everstep: Callable[..., Any],
-                                                   job_file: Path) -> None:
+def test_a_kill_that_can_never_strike_is_a_mistake(
+    kill: str, idle_everstep: Callable[..., Any], job_file: Path
+) -> None:
     assert_refused(idle_everstep("train", job_file, "--kill", kill), KILLS[kill])
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    (["train", "away.toml"], "job file 'away.toml' is not there."),
-    (["run", "away.py"], "script 'away.py' is not a file."),
-    (["demo", "--replicas", "1"], "--replicas is 1; give at least 2"),
-    (["demo", "--stages", "9"], "--stages is 9; the demo's model has 8 layers"),
-    (["demo", "--steps", "3"], "--steps is 3; give at least"),
-    (["demo", "--replicas", "9999", "--stages", "8"], "GiB are free; use fewer."),
-    (["demo", "--replicas", "two"], "--replicas"),
-    (["train"], "JOB.TOML"),
-    (["tarin"], "tarin"),
-    (["demo", "--colour"], "--colour"),
-])
-def test_a_mistake_on_the_command_line_is_one_sentence(arguments: list[str], sentence: str,
-                                                       idle_everstep: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "away.toml"], "job file 'away.toml' is not there."),
+        (["run", "away.py"], "script 'away.py' is not a file."),
+        (["demo", "--replicas", "1"], "--replicas is 1; give at least 2"),
+        (["demo", "--stages", "9"], "--stages is 9; the demo's model has 8 layers"),
+        (["demo", "--steps", "3"], "--steps is 3; give at least"),
+        (["demo", "--replicas", "9999", "--stages", "8"], "GiB are free; use fewer."),
+        (["demo", "--replicas", "two"], "--replicas"),
+        (["train"], "JOB.TOML"),
+        (["tarin"], "tarin"),
+        (["demo", "--colour"], "--colour"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(
+    arguments: list[str], sentence: str, idle_everstep: Callable[..., Any]
+) -> None:
     assert_refused(idle_everstep(*arguments), sentence)
 
 
@@ -77,18 +83,29 @@ everstep.train(model=[lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 2)], replica
 """
 
 
-@pytest.mark.parametrize(("data", "more", "sentence"), [
-    ("lambda s, m: (torch.ones(3, 5), torch.ones(3, 2))", "", "layer '0' cannot take what the data gives"),
-    ("lambda s, m: torch.ones(3, 4)", "", "data batch(1, 0) gave a Tensor; give two tensors"),
-    ("lambda s, m: (torch.rand(3, 4), torch.ones(3, 2))", "", "two different answers to two calls"),
-    ("lambda step: 1", "", "data batch(1, 0) raised TypeError"),
-    ("7", "", "data is a int; give a function of (step, microbatch)"),
-    ("lambda s, m: (torch.ones(3, 4), torch.ones(3, 2))", ", colour=1", "colour is not a key of a job"),
-    ("lambda s, m: (torch.ones(3, 4), torch.ones(3, 2))", ", optimizer=lambda named: 7",
-     "return a torch.optim.Optimizer"),
-])
-def test_a_mistake_in_a_script_is_one_sentence(data: str, more: str, sentence: str, tmp_path: Path,
-                                               idle_everstep: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("data", "more", "sentence"),
+    [
+        (
+            "lambda s, m: (torch.ones(3, 5), torch.ones(3, 2))",
+            "",
+            "layer '0' cannot take what the data gives",
+        ),
+        ("lambda s, m: torch.ones(3, 4)", "", "data batch(1, 0) gave a Tensor; give two tensors"),
+        ("lambda s, m: (torch.rand(3, 4), torch.ones(3, 2))", "", "two different answers to two calls"),
+        ("lambda step: 1", "", "data batch(1, 0) raised TypeError"),
+        ("7", "", "data is a int; give a function of (step, microbatch)"),
+        ("lambda s, m: (torch.ones(3, 4), torch.ones(3, 2))", ", colour=1", "colour is not a key of a job"),
+        (
+            "lambda s, m: (torch.ones(3, 4), torch.ones(3, 2))",
+            ", optimizer=lambda named: 7",
+            "return a torch.optim.Optimizer",
+        ),
+    ],
+)
+def test_a_mistake_in_a_script_is_one_sentence(
+    data: str, more: str, sentence: str, tmp_path: Path, idle_everstep: Callable[..., Any]
+) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(data=data, more=more))
     assert_refused(idle_everstep("run", "--json", path), sentence)
@@ -100,8 +117,9 @@ def test_a_script_that_never_trains_is_told_so(tmp_path: Path, idle_everstep: Ca
     assert_refused(idle_everstep("run", path), "has ended without calling everstep.train.")
 
 
-def test_an_override_that_does_not_fit_the_model_is_a_mistake(tmp_path: Path,
-                                                              idle_everstep: Callable[..., Any]) -> None:
+def test_an_override_that_does_not_fit_the_model_is_a_mistake(
+    tmp_path: Path, idle_everstep: Callable[..., Any]
+) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(more="", data="lambda s, m: (torch.ones(3, 4), torch.ones(3, 2))"))
     assert_refused(idle_everstep("run", "--stages", "3", path), "stages is 3, more stages than layers")

@@ -23,14 +23,23 @@ def test_training_through_a_kill_has_the_losses_of_a_clean_run(everstep: Everste
     clean = everstep("train", job_file, "--json").document()
     log = job_file.parent / "log" / "steps.jsonl"
     log.unlink()
-    ran = everstep("train", job_file, "--json", "--kill", "stage=1,replica=0,step=3,op=I1",
-                   "--kill", "stage=0,replica=1,step=5,op=R")
+    ran = everstep(
+        "train",
+        job_file,
+        "--json",
+        "--kill",
+        "stage=1,replica=0,step=3,op=I1",
+        "--kill",
+        "stage=0,replica=1,step=5,op=R",
+    )
     healed = ran.document()
     assert ran.code == 0
     assert healed["losses"] == clean["losses"]
     assert healed["microbatches"] == {"issued": 24, "committed": 24} == clean["microbatches"]
     assert [(i["worker"], i["step"], i["replayed_ops_elsewhere"]) for i in healed["incidents"]] == [
-        ("0:1", 3, 0), ("1:0", 5, 0)]
+        ("0:1", 3, 0),
+        ("1:0", 5, 0),
+    ]
     assert all(0 < i["noticed_ms"] < i["resumed_ms"] for i in healed["incidents"])
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -61,8 +70,17 @@ def test_training_goes_on_from_its_newest_sound_checkpoint(everstep: Everstep, j
 def test_the_example_runs_by_everstep_run(everstep: Everstep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     monkeypatch.setattr(sys, "path", sys.path[:])
-    ran = everstep("run", "--json", "--replicas", "3", "--kill", "stage=1,replica=2,step=3,op=F1",
-                   EXAMPLES / "own_model.py", "--steps", "5")
+    ran = everstep(
+        "run",
+        "--json",
+        "--replicas",
+        "3",
+        "--kill",
+        "stage=1,replica=2,step=3,op=F1",
+        EXAMPLES / "own_model.py",
+        "--steps",
+        "5",
+    )
     told = ran.document()
     assert ran.code == 0
     assert len(told["losses"]) == 5
@@ -95,8 +113,12 @@ def test_help_needs_no_torch() -> None:
 def test_ctrl_c_leaves_no_process(job_file: Path) -> None:
     """With everything real: its own process, its own nursery, a SIGINT in the middle of training."""
     job_file.write_text(job_file.read_text().replace("steps = 6", "steps = 100000"))
-    with subprocess.Popen([sys.executable, "-m", "everstep.cli.main", "train", str(job_file)],
-                          stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "everstep.cli.main", "train", str(job_file)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
         assert process.stderr is not None
         log = job_file.parent / "log" / "steps.jsonl"
         deadline = time.monotonic() + 60

@@ -11,18 +11,25 @@ from tests.core.world import World
 STORMS = int(os.environ.get("EVERSTEP_STORMS", "150"))
 
 CASES = {
-    "one death": dict(deaths=1),
-    "two deaths, three replicas": dict(deaths=2, replicas=3),
-    "many deaths with returns": dict(deaths=6, replicas=3, stages=3, steps=6, restarts=100),
-    "eager updates, some invalid": dict(deaths=1, clip=True, stagger="always", steps=6),
-    "eager updates and many deaths": dict(deaths=5, clip=True, stagger="always", steps=6, replicas=3, stages=3),
-    "tied ends": dict(deaths=2, tied=True, stages=3, replicas=3, clip=True),
-    "checkpoints and lost stages": dict(deaths=6, checkpoint_every=2, steps=7, restarts=100),
-    "one replica": dict(deaths=2, replicas=1, stages=2, checkpoint_every=1, steps=5),
-    "one stage": dict(deaths=2, replicas=3, stages=1, clip=True),
-    "fused backward": dict(deaths=2, replicas=3, stages=3, mode="reroute"),
-    "late returns": dict(deaths=3, replicas=3, stages=2, steps=8, rejoin_after_steps=2),
-    "workers that raise": dict(deaths=3, replicas=3, raises=True),
+    "one death": {"deaths": 1},
+    "two deaths, three replicas": {"deaths": 2, "replicas": 3},
+    "many deaths with returns": {"deaths": 6, "replicas": 3, "stages": 3, "steps": 6, "restarts": 100},
+    "eager updates, some invalid": {"deaths": 1, "clip": True, "stagger": "always", "steps": 6},
+    "eager updates and many deaths": {
+        "deaths": 5,
+        "clip": True,
+        "stagger": "always",
+        "steps": 6,
+        "replicas": 3,
+        "stages": 3,
+    },
+    "tied ends": {"deaths": 2, "tied": True, "stages": 3, "replicas": 3, "clip": True},
+    "checkpoints and lost stages": {"deaths": 6, "checkpoint_every": 2, "steps": 7, "restarts": 100},
+    "one replica": {"deaths": 2, "replicas": 1, "stages": 2, "checkpoint_every": 1, "steps": 5},
+    "one stage": {"deaths": 2, "replicas": 3, "stages": 1, "clip": True},
+    "fused backward": {"deaths": 2, "replicas": 3, "stages": 3, "mode": "reroute"},
+    "late returns": {"deaths": 3, "replicas": 3, "stages": 2, "steps": 8, "rejoin_after_steps": 2},
+    "workers that raise": {"deaths": 3, "replicas": 3, "raises": True},
 }
 
 

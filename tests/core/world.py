@@ -45,20 +45,49 @@ class Virtual:
 
 
 class World:
-    def __init__(self, seed: int, *, replicas: int = 2, stages: int = 2, microbatches: int = 2, steps: int = 4,
-                 deaths: int = 1, tied: bool = False, clip: bool = False, stagger: str = "auto",
-                 checkpoint_every: int = 0, mode: str = "decoupled", rejoin_after_steps: int = 0,
-                 restarts: int = 50, raises: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        replicas: int = 2,
+        stages: int = 2,
+        microbatches: int = 2,
+        steps: int = 4,
+        deaths: int = 1,
+        tied: bool = False,
+        clip: bool = False,
+        stagger: str = "auto",
+        checkpoint_every: int = 0,
+        mode: str = "decoupled",
+        rejoin_after_steps: int = 0,
+        restarts: int = 50,
+        raises: bool = False,
+    ) -> None:
         self.random = random.Random(seed)
         self.shape = Shape(replicas, stages, microbatches)
-        self.rules = Rules(replicas=replicas, stages=stages, microbatches=microbatches, steps=steps,
-                           clip=1.0 if clip else None, stagger=stagger, checkpoint_every=checkpoint_every,
-                           tied=(0, stages - 1) if tied and stages > 1 else None)
+        self.rules = Rules(
+            replicas=replicas,
+            stages=stages,
+            microbatches=microbatches,
+            steps=steps,
+            clip=1.0 if clip else None,
+            stagger=stagger,
+            checkpoint_every=checkpoint_every,
+            tied=(0, stages - 1) if tied and stages > 1 else None,
+        )
         self.mode = mode
-        self.norms = [[self.random.choice([0.01, 0.05, 0.6, 3.0, float("nan")] if clip else [0.01])
-                       for _ in range(stages)] for _ in range(steps + 1)]
-        self.recovery = Recovery(self.shape, steps=steps,
-                                 policy=Policy(rejoin_after_steps=rejoin_after_steps, max_restarts=restarts))
+        self.norms = [
+            [
+                self.random.choice([0.01, 0.05, 0.6, 3.0, float("nan")] if clip else [0.01])
+                for _ in range(stages)
+            ]
+            for _ in range(steps + 1)
+        ]
+        self.recovery = Recovery(
+            self.shape,
+            steps=steps,
+            policy=Policy(rejoin_after_steps=rejoin_after_steps, max_restarts=restarts),
+        )
         self.workers: dict[Worker, Virtual] = {}
         self.links: dict[tuple, deque] = {}
         self.reports: dict[tuple, deque] = {}
@@ -100,11 +129,17 @@ class World:
         self.perform(self.recovery.begin())
         while self.outcome is None:
             self.ticks += 1
-            assert self.ticks < budget, f"no end in {budget} ticks: {self.recovery.phase}\n" + "\n".join(self.log[-40:])
+            assert self.ticks < budget, f"no end in {budget} ticks: {self.recovery.phase}\n" + "\n".join(
+                self.log[-40:]
+            )
             choices = self.choices()
             if not choices:
-                raise AssertionError(f"stuck: {self.recovery.phase}; " + "; ".join(
-                    f"{w} {v.walker.next()} paused={v.walker.paused}" for w, v in self.workers.items()))
+                raise AssertionError(
+                    f"stuck: {self.recovery.phase}; "
+                    + "; ".join(
+                        f"{w} {v.walker.next()} paused={v.walker.paused}" for w, v in self.workers.items()
+                    )
+                )
             self.random.choice(choices)()
             self.recovery.validate()
         return self.outcome
@@ -126,8 +161,12 @@ class World:
                 found.append(lambda k=key: self.hear(self.reports[k].popleft()))
         if self.pending:
             found.append(lambda: self.hear(self.pending.popleft()))
-        if self.deaths_left and self.workers and self.recovery.recorded < self.rules.steps \
-                and self.random.random() < 0.02:
+        if (
+            self.deaths_left
+            and self.workers
+            and self.recovery.recorded < self.rules.steps
+            and self.random.random() < 0.02
+        ):
             found.append(self.kill_someone)
         return found
 
@@ -154,8 +193,14 @@ class World:
         for _ in range(self.random.randint(0, len(queue))):
             queue.pop()
         if self.raises:
-            queue.append(ev.WorkerRaised(worker=worker, incarnation=virtual.incarnation, error="planted",
-                                         where=f"{worker} {virtual.incarnation}"))
+            queue.append(
+                ev.WorkerRaised(
+                    worker=worker,
+                    incarnation=virtual.incarnation,
+                    error="planted",
+                    where=f"{worker} {virtual.incarnation}",
+                )
+            )
         queue.append(ev.WorkerExited(worker=worker, incarnation=virtual.incarnation, reason="killed"))
 
     # ---------------------------------------------------------- recovery's hands
@@ -165,16 +210,25 @@ class World:
             self.log.append(f"  action {action}"[:400])
             match action:
                 case act.StartWorker():
-                    self.workers[action.worker] = Virtual(Walker(action.worker, self.rules), action.incarnation)
-                    self.pending.append(ev.WorkerStarted(worker=action.worker, incarnation=action.incarnation))
+                    self.workers[action.worker] = Virtual(
+                        Walker(action.worker, self.rules), action.incarnation
+                    )
+                    self.pending.append(
+                        ev.WorkerStarted(worker=action.worker, incarnation=action.incarnation)
+                    )
                 case act.InterruptWorkers():
                     for worker in action.workers:
                         self.order(worker, ("interrupt", action.epoch))
                 case act.ComputePlan():
                     grid = uniform(replicas=self.shape.replicas, stages=self.shape.stages, value=1.0)
-                    healthy = Instance(replicas=self.shape.replicas, stages=self.shape.stages,
-                                       microbatches=self.shape.microbatches, forward=grid, input_grad=grid,
-                                       weight_grad=grid)
+                    healthy = Instance(
+                        replicas=self.shape.replicas,
+                        stages=self.shape.stages,
+                        microbatches=self.shape.microbatches,
+                        forward=grid,
+                        input_grad=grid,
+                        weight_grad=grid,
+                    )
                     self.pending.append(answer(action, healthy, self.mode, plan))
                 case act.ResumeStep():
                     self.order(action.worker, ("resume", action.order))
@@ -248,15 +302,31 @@ class World:
                             del store[step]
                     virtual.inputs.clear()
                 case msg.TellSealed():
-                    self.report(worker, ev.StepSealed(
-                        step=command.step, stage=worker.stage, microbatches=command.microbatches,
-                        executed=command.executed, losses=command.losses, sum_of_squares=command.sum_of_squares))
+                    self.report(
+                        worker,
+                        ev.StepSealed(
+                            step=command.step,
+                            stage=worker.stage,
+                            microbatches=command.microbatches,
+                            executed=command.executed,
+                            losses=command.losses,
+                            sum_of_squares=command.sum_of_squares,
+                        ),
+                    )
                 case msg.TellInvalid():
-                    self.report(worker, ev.UpdateInvalidated(worker=worker, step=command.step, norm=command.norm,
-                                                             attempt=command.attempt))
+                    self.report(
+                        worker,
+                        ev.UpdateInvalidated(
+                            worker=worker, step=command.step, norm=command.norm, attempt=command.attempt
+                        ),
+                    )
                 case msg.TellCopied():
-                    self.report(worker, ev.StateCopied(worker=worker, incarnation=virtual.incarnation,
-                                                       state_step=command.state_step))
+                    self.report(
+                        worker,
+                        ev.StateCopied(
+                            worker=worker, incarnation=virtual.incarnation, state_step=command.state_step
+                        ),
+                    )
 
     def send(self, worker: Worker, virtual: Virtual, command: msg.Send) -> None:
         target = Worker(command.replica, command.stage)
@@ -285,13 +355,17 @@ class World:
             case msg.Contribute():
                 virtual.gradients.setdefault(task.step, Counter())
                 last = worker.stage == self.shape.stages - 1
-                result = tuple((op.microbatch, 1.0) for op in walker.now.done if op.kind is Kind.F) if last else ()
+                result = (
+                    tuple((op.microbatch, 1.0) for op in walker.now.done if op.kind is Kind.F) if last else ()
+                )
             case msg.SumChunk():
                 bag = Counter(virtual.gradients[task.step])
                 for part in task.parts:
                     bag.update(virtual.payloads[part])
                 virtual.sums[task.step] = bag
-                result = self.norms[task.step][worker.stage] ** 2 if worker.replica == task.members[0] else 0.0
+                result = (
+                    self.norms[task.step][worker.stage] ** 2 if worker.replica == task.members[0] else 0.0
+                )
             case msg.AssembleSum():
                 for chunk in task.chunks:
                     bag = virtual.payloads[chunk]
@@ -312,7 +386,9 @@ class World:
                 target = Worker(task.joiner, worker.stage)
                 if target in self.workers:
                     key = ((worker, virtual.incarnation), (target, self.workers[target].incarnation))
-                    self.links.setdefault(key, deque()).append((("snapshot", task.state_step), None, virtual.state))
+                    self.links.setdefault(key, deque()).append(
+                        (("snapshot", task.state_step), None, virtual.state)
+                    )
             case msg.ApplyFeed():
                 self.check_sum(virtual.payloads[task.feed], task.step, worker.stage)
                 virtual.state = self.applied(virtual.state, task.step, task.scale)
@@ -365,4 +441,6 @@ class World:
         for worker, virtual in self.workers.items():
             walker = virtual.walker
             if not walker.joining and walker.now.step == self.rules.steps + 1:
-                assert virtual.state == self.right_state(self.rules.steps), f"{worker} ends with another state"
+                assert virtual.state == self.right_state(self.rules.steps), (
+                    f"{worker} ends with another state"
+                )

@@ -29,8 +29,9 @@ def input_grad(pipeline: list[Stage], step: int, microbatch: int) -> None:
         grad = stage.input_grad(step, microbatch, grad)
 
 
-def run_step(pipeline: list[Stage], step: int, microbatches: int,
-             order: Iterable[int] | None = None) -> Tensor:
+def run_step(
+    pipeline: list[Stage], step: int, microbatches: int, order: Iterable[int] | None = None
+) -> Tensor:
     """All F, then all I, then all W in some order: the hardest on the stashes. The losses."""
     for op in (forward, input_grad):
         for microbatch in range(microbatches):
@@ -41,12 +42,16 @@ def run_step(pipeline: list[Stage], step: int, microbatches: int,
     return torch.stack([pipeline[-1].loss(step, microbatch) for microbatch in range(microbatches)])
 
 
-def plain(model: Model, weights: dict[str, Tensor], data: Dataset, step: int, microbatches: int,
-          seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+def plain(
+    model: Model, weights: dict[str, Tensor], data: Dataset, step: int, microbatches: int, seed: int = 0
+) -> tuple[dict[str, Tensor], Tensor]:
     """What torch alone computes: one module, backward() for each microbatch, gradients summed in .grad."""
     layers = nn.ModuleList(factory() for factory in model.layers.values())
-    named = {f"{name}.{key}": p for name, layer in zip(model.names, layers, strict=True)
-             for key, p in layer.named_parameters()}
+    named = {
+        f"{name}.{key}": p
+        for name, layer in zip(model.names, layers, strict=True)
+        for key, p in layer.named_parameters()
+    }
     with torch.no_grad():
         for name, p in named.items():
             p.copy_(weights[name])
@@ -62,5 +67,8 @@ def plain(model: Model, weights: dict[str, Tensor], data: Dataset, step: int, mi
 
 
 def by_name(pipeline: list[Stage], flats: list[Tensor]) -> dict[str, Tensor]:
-    return {name: view for stage, flat in zip(pipeline, flats, strict=True)
-            for name, view in stage.views(flat).items()}
+    return {
+        name: view
+        for stage, flat in zip(pipeline, flats, strict=True)
+        for name, view in stage.views(flat).items()
+    }

@@ -56,11 +56,14 @@ def test_a_file_is_read_in_windows(tmp_path: Path, token: str) -> None:
     assert starts == set(range(190)), "every window that fits, no other"
 
 
-@pytest.mark.parametrize(("make", "says"), [
-    (lambda path: TokenFile(path / "no", sequence=4, rows=1), "is not a file"),
-    (lambda path: TokenFile(path / "short", sequence=4, rows=1), "holds 3 tokens; a row needs 5"),
-    (lambda path: TokenFile(path / "short", sequence=1, rows=1, token="int4"), "data.token"),
-])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: TokenFile(path / "no", sequence=4, rows=1), "is not a file"),
+        (lambda path: TokenFile(path / "short", sequence=4, rows=1), "holds 3 tokens; a row needs 5"),
+        (lambda path: TokenFile(path / "short", sequence=1, rows=1, token="int4"), "data.token"),
+    ],
+)
 def test_a_bad_file_is_one_sentence(tmp_path: Path, make, says: str) -> None:
     (tmp_path / "short").write_bytes(b"abc")
     with pytest.raises(UserError, match=says):

@@ -8,10 +8,16 @@ from everstep.engine.faults import Fault, check_fault, parse_fault
 from everstep.errors import UserError
 
 
-@pytest.mark.parametrize("text", [
-    "stage=1,replica=0,step=7", "stage=1,replica=0,step=7,op=F3", "stage=0,replica=1,step=2,op=R,when=during",
-    "stage=0,replica=1,step=2,op=U,when=after,how=raise", "stage=0,replica=1,step=2,op=W0.3",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "stage=1,replica=0,step=7",
+        "stage=1,replica=0,step=7,op=F3",
+        "stage=0,replica=1,step=2,op=R,when=during",
+        "stage=0,replica=1,step=2,op=U,when=after,how=raise",
+        "stage=0,replica=1,step=2,op=W0.3",
+    ],
+)
 def test_a_fault_has_a_text_form_with_an_exact_inverse(text: str) -> None:
     assert parse_fault(text).text() == text
 
@@ -26,18 +32,32 @@ def test_a_fault_strikes_its_own_microbatch_and_either_half_of_a_fused_backward(
     assert not fault.strikes(3, "I1.2", "after")
 
 
-@pytest.mark.parametrize(("text", "names"), [
-    ("stage=1", "replica"), ("stage=x,replica=0,step=1", "stage"), ("stage=0,replica=0,step=1,op=Q1", "op is"),
-    ("stage=0,replica=0,step=1,when=never", "when is"), ("stage=0,replica=0,step=1,how=gently", "how is"),
-    ("worker=1", "worker=1"),
-])
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("stage=1", "replica"),
+        ("stage=x,replica=0,step=1", "stage"),
+        ("stage=0,replica=0,step=1,op=Q1", "op is"),
+        ("stage=0,replica=0,step=1,when=never", "when is"),
+        ("stage=0,replica=0,step=1,how=gently", "how is"),
+        ("worker=1", "worker=1"),
+    ],
+)
 def test_a_fault_that_is_not_one_is_explained_in_a_sentence(text: str, names: str) -> None:
     with pytest.raises(UserError, match=names):
         parse_fault(text)
 
 
-@pytest.mark.parametrize("text", ["stage=2,replica=0,step=1", "stage=0,replica=2,step=1", "stage=0,replica=0,step=9",
-                                  "stage=0,replica=0,step=1,op=F4", "stage=0,replica=0,step=0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "stage=2,replica=0,step=1",
+        "stage=0,replica=2,step=1",
+        "stage=0,replica=0,step=9",
+        "stage=0,replica=0,step=1,op=F4",
+        "stage=0,replica=0,step=0",
+    ],
+)
 def test_a_fault_that_can_never_strike_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="--kill names"):
         check_fault(parse_fault(text), replicas=2, stages=2, microbatches=4, steps=8)

@@ -32,10 +32,14 @@ def received(data: bytes, chunk: int = 1 << 20) -> frames.Incoming:
     return frame
 
 
-@given(what=st.sampled_from(list(What)), numbers=st.lists(st.integers(0, 2**31 - 1), min_size=5, max_size=5),
-       microbatch=st.none() | st.builds(Microbatch, st.integers(0, 99), st.integers(0, 99)), chunk=st.integers(1, 99),
-       shape=st.none() | st.lists(st.integers(0, 4), max_size=4),
-       dtype=st.sampled_from([d for d in frames.DTYPES if d is not None]))
+@given(
+    what=st.sampled_from(list(What)),
+    numbers=st.lists(st.integers(0, 2**31 - 1), min_size=5, max_size=5),
+    microbatch=st.none() | st.builds(Microbatch, st.integers(0, 99), st.integers(0, 99)),
+    chunk=st.integers(1, 99),
+    shape=st.none() | st.lists(st.integers(0, 4), max_size=4),
+    dtype=st.sampled_from([d for d in frames.DTYPES if d is not None]),
+)
 def test_a_message_arrives_as_it_was_sent(what, numbers, microbatch, chunk, shape, dtype) -> None:
     attempt, step, stage, round_, sender = numbers
     parcel = Parcel(what, attempt, step, stage, microbatch, round_, sender, 3)
@@ -49,23 +53,32 @@ def test_a_message_arrives_as_it_was_sent(what, numbers, microbatch, chunk, shap
         assert torch.equal(frame.tensor, tensor)
 
 
-@pytest.mark.parametrize("value", [
-    Part((Microbatch(0, 1), Microbatch(1, 0)), ((Microbatch(0, 1), 2.5),), 6),
-])
+@pytest.mark.parametrize(
+    "value",
+    [
+        Part((Microbatch(0, 1), Microbatch(1, 0)), ((Microbatch(0, 1), 2.5),), 6),
+    ],
+)
 def test_the_facts_of_a_part_and_of_a_copy_survive_the_wire(value: Part) -> None:
     assert frames.value_of(What.PART, frames.facts_of(value)) == value
     assert frames.value_of(What.COPY, frames.facts_of((0.25, value))) == (0.25, value)
 
 
-@pytest.mark.parametrize(("head", "why"), [
-    (b"GET / HTTP/1.1\r\n" + bytes(64), "not a message"),
-    (frames.HEAD.pack(b"EVS1", b"?", 0, 0, 0, *[0] * 8), "unknown kind"),
-    (frames.HEAD.pack(b"EVS1", b"A", 1, 9, 0, *[0] * 8), "not a message"),
-    (frames.HEAD.pack(b"EVS1", b"A", 1, 0, 2**32 - 1, *[0] * 8), "not a message"),
-    (frames.HEAD.pack(b"EVS1", b"A", 1, 2, 0, *[0] * 8) + struct.pack("<2q", 2**40, 2**40), "more than any"),
-    (frames.HEAD.pack(b"EVS1", b"A", 1, 1, 0, *[0] * 8) + struct.pack("<q", -1), "more than any"),
-    (frames.HEAD.pack(b"EVS1", b"H", 0, 0, 3, *[0] * 8) + b"{]}", "not JSON"),
-])
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        (b"GET / HTTP/1.1\r\n" + bytes(64), "not a message"),
+        (frames.HEAD.pack(b"EVS1", b"?", 0, 0, 0, *[0] * 8), "unknown kind"),
+        (frames.HEAD.pack(b"EVS1", b"A", 1, 9, 0, *[0] * 8), "not a message"),
+        (frames.HEAD.pack(b"EVS1", b"A", 1, 0, 2**32 - 1, *[0] * 8), "not a message"),
+        (
+            frames.HEAD.pack(b"EVS1", b"A", 1, 2, 0, *[0] * 8) + struct.pack("<2q", 2**40, 2**40),
+            "more than any",
+        ),
+        (frames.HEAD.pack(b"EVS1", b"A", 1, 1, 0, *[0] * 8) + struct.pack("<q", -1), "more than any"),
+        (frames.HEAD.pack(b"EVS1", b"H", 0, 0, 3, *[0] * 8) + b"{]}", "not JSON"),
+    ],
+)
 def test_what_is_not_a_message_is_refused_before_memory_is_taken(head: bytes, why: str) -> None:
     with pytest.raises(PeerError, match=why):
         received(head)
@@ -76,10 +89,14 @@ class End:
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self.links = Links(token=TOKEN, host="127.0.0.1", deliver=lambda f: self.inbox.put(("frame", f)),
-                           broken=lambda a: self.inbox.put(("broken", a)),
-                           failed=lambda e: self.inbox.put(("failed", e)),
-                           empty=lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        self.links = Links(
+            token=TOKEN,
+            host="127.0.0.1",
+            deliver=lambda f: self.inbox.put(("frame", f)),
+            broken=lambda a: self.inbox.put(("broken", a)),
+            failed=lambda e: self.inbox.put(("failed", e)),
+            empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
+        )
         self.links.start()
 
 

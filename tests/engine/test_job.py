@@ -64,11 +64,23 @@ def test_a_full_job_file_is_read(tmp_path: Path) -> None:
     assert job == Job(
         model=ModelSpec(preset="gpt-1m", options={"dropout": 0.1, "tied": True}),
         data=DataSpec(kind="file", path="corpus.bin", rows=2, sequence=32, token="uint16"),
-        optimizer=OptimizerSpec(lr=1.0, betas=(0.9, 0.99), weight_decay=0.0, warmup=5, decay="linear",
-                                clip=None, stagger="never"),
+        optimizer=OptimizerSpec(
+            lr=1.0, betas=(0.9, 0.99), weight_decay=0.0, warmup=5, decay="linear", clip=None, stagger="never"
+        ),
         checkpoint=CheckpointSpec(folder="ckpt", interval=10, keep=2),
-        steps=50, seed=7, replicas=2, stages=3, microbatches=8, precision="bf16", accumulate="fp32",
-        recompute=True, device="cuda", threads=2, log="runs", base=str(tmp_path))
+        steps=50,
+        seed=7,
+        replicas=2,
+        stages=3,
+        microbatches=8,
+        precision="bf16",
+        accumulate="fp32",
+        recompute=True,
+        device="cuda",
+        threads=2,
+        log="runs",
+        base=str(tmp_path),
+    )
     assert job.microbatches_in_step == 16
     assert job.path("corpus.bin") == tmp_path / "corpus.bin"
 
@@ -90,37 +102,43 @@ def test_a_job_travels_as_json(tmp_path: Path) -> None:
 MODEL = '[model]\npreset = "gpt-tiny"\n'
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("", "model is missing"),
-    ("model = 3", "model is 3; it is a table: write [model]"),
-    ("[model]", "model.preset or model.build is missing; give one"),
-    ('[model]\npreset = "a"\nbuild = "b:c"', "model.preset and model.build are both given"),
-    ('[model]\npreset = "gpt-1n"', "model preset 'gpt-1n' is not known; did you mean 'gpt-1m'?"),
-    (f"{MODEL}dropuot = 0.1", "model.dropuot is not a field of a GPT; did you mean 'dropout'?"),
-    (f'{MODEL}width = "64"', "model.width is '64'; it must be a whole number"),
-    (f"{MODEL}heads = 7", "no even head size"),
-    (f"replicsa = 2\n{MODEL}", "replicsa is not a key of a job; did you mean 'replicas'?"),
-    (f"stages = 2.0\n{MODEL}", "stages is 2.0; it must be a whole number"),
-    (f"stages = true\n{MODEL}", "stages is True; it must be a whole number"),
-    (f"stages = 0\n{MODEL}", "stages is 0; it must be at least 1"),
-    (f"recompute = 1\n{MODEL}", "recompute is 1; it must be true or false"),
-    (f"device = 1\n{MODEL}", "device is 1; it must be text in quotes"),
-    (f'precision = "fp16"\n{MODEL}', "precision is 'fp16'; did you mean 'bf16'?"),
-    (f"{MODEL}[data]", "data.kind or data.build is missing"),
-    (f'{MODEL}[data]\nkind = "file"', "data.path is missing"),
-    (f'{MODEL}[data]\nkind = "sinthetic"', "data.kind is 'sinthetic'; did you mean 'synthetic'?"),
-    (f'{MODEL}[data]\nkind = "synthetic"\nrow = 2', "data.row is not a key of a job; did you mean 'rows'?"),
-    (f"{MODEL}[optimizer]\nlr = 0", "optimizer.lr is 0.0; it must be more than 0"),
-    (f"{MODEL}[optimizer]\nlr = nan", "optimizer.lr is nan; it must be a finite number"),
-    (f'{MODEL}[optimizer]\nlr = "1e-3"', "optimizer.lr is '1e-3'; it must be a number"),
-    (f"{MODEL}[optimizer]\nbetas = [0.9]", "optimizer.betas is [0.9]; it is a list of 2 numbers"),
-    (f"{MODEL}[optimizer]\nbetas = [0.9, 1]", "optimizer.betas is [0.9, 1.0]; each must be"),
-    (f"{MODEL}[optimizer]\nclip = -1", "optimizer.clip is -1.0; it must be more than 0"),
-    (f"{MODEL}[optimizer]\nlearning_rate = 1", "optimizer.learning_rate is not a key"),
-    (f"{MODEL}[checkpoint]\ninterval = 3", "checkpoint.folder is missing"),
-    (f'{MODEL}[checkpoint]\nfolder = "a"\nkeep = 0', "checkpoint.keep is 0; it must be at least 1"),
-    ("steps = = 3", "is not TOML"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "model is missing"),
+        ("model = 3", "model is 3; it is a table: write [model]"),
+        ("[model]", "model.preset or model.build is missing; give one"),
+        ('[model]\npreset = "a"\nbuild = "b:c"', "model.preset and model.build are both given"),
+        ('[model]\npreset = "gpt-1n"', "model preset 'gpt-1n' is not known; did you mean 'gpt-1m'?"),
+        (f"{MODEL}dropuot = 0.1", "model.dropuot is not a field of a GPT; did you mean 'dropout'?"),
+        (f'{MODEL}width = "64"', "model.width is '64'; it must be a whole number"),
+        (f"{MODEL}heads = 7", "no even head size"),
+        (f"replicsa = 2\n{MODEL}", "replicsa is not a key of a job; did you mean 'replicas'?"),
+        (f"stages = 2.0\n{MODEL}", "stages is 2.0; it must be a whole number"),
+        (f"stages = true\n{MODEL}", "stages is True; it must be a whole number"),
+        (f"stages = 0\n{MODEL}", "stages is 0; it must be at least 1"),
+        (f"recompute = 1\n{MODEL}", "recompute is 1; it must be true or false"),
+        (f"device = 1\n{MODEL}", "device is 1; it must be text in quotes"),
+        (f'precision = "fp16"\n{MODEL}', "precision is 'fp16'; did you mean 'bf16'?"),
+        (f"{MODEL}[data]", "data.kind or data.build is missing"),
+        (f'{MODEL}[data]\nkind = "file"', "data.path is missing"),
+        (f'{MODEL}[data]\nkind = "sinthetic"', "data.kind is 'sinthetic'; did you mean 'synthetic'?"),
+        (
+            f'{MODEL}[data]\nkind = "synthetic"\nrow = 2',
+            "data.row is not a key of a job; did you mean 'rows'?",
+        ),
+        (f"{MODEL}[optimizer]\nlr = 0", "optimizer.lr is 0.0; it must be more than 0"),
+        (f"{MODEL}[optimizer]\nlr = nan", "optimizer.lr is nan; it must be a finite number"),
+        (f'{MODEL}[optimizer]\nlr = "1e-3"', "optimizer.lr is '1e-3'; it must be a number"),
+        (f"{MODEL}[optimizer]\nbetas = [0.9]", "optimizer.betas is [0.9]; it is a list of 2 numbers"),
+        (f"{MODEL}[optimizer]\nbetas = [0.9, 1]", "optimizer.betas is [0.9, 1.0]; each must be"),
+        (f"{MODEL}[optimizer]\nclip = -1", "optimizer.clip is -1.0; it must be more than 0"),
+        (f"{MODEL}[optimizer]\nlearning_rate = 1", "optimizer.learning_rate is not a key"),
+        (f"{MODEL}[checkpoint]\ninterval = 3", "checkpoint.folder is missing"),
+        (f'{MODEL}[checkpoint]\nfolder = "a"\nkeep = 0', "checkpoint.keep is 0; it must be at least 1"),
+        ("steps = = 3", "is not TOML"),
+    ],
+)
 def test_a_mistake_is_one_sentence_that_names_the_key(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(UserError) as caught:
         load_job(write(tmp_path, text))
@@ -135,8 +153,13 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         load_job(tmp_path)
 
 
-@given(st.integers(0, 400), st.integers(1, 300), st.integers(0, 50),
-       st.sampled_from(["cosine", "linear", "constant"]), st.floats(0, 1))
+@given(
+    st.integers(0, 400),
+    st.integers(1, 300),
+    st.integers(0, 50),
+    st.sampled_from(["cosine", "linear", "constant"]),
+    st.floats(0, 1),
+)
 def test_the_rate_is_within_bounds(step: int, steps: int, warmup: int, decay, floor: float) -> None:
     rate = OptimizerSpec(warmup=warmup, decay=decay, floor=floor).rate(step, steps)
     assert min(floor, 1 / max(1, warmup)) - 1e-12 <= rate <= 1

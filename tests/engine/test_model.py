@@ -11,8 +11,16 @@ from everstep.engine.model import Model, _balanced, check_tied, parameter_count,
 from everstep.engine.presets import PRESETS, Shape, flops_per_token, matmul_parameters, shape
 from everstep.errors import UserError
 
-SIZES = {"gpt-tiny": 0.25e6, "gpt-1m": 1e6, "gpt-10m": 10e6, "gpt-125m": 125e6, "gpt-350m": 350e6,
-         "gpt-1b": 1e9, "gpt-3b": 3e9, "gpt-7b": 7e9}
+SIZES = {
+    "gpt-tiny": 0.25e6,
+    "gpt-1m": 1e6,
+    "gpt-10m": 10e6,
+    "gpt-125m": 125e6,
+    "gpt-350m": 350e6,
+    "gpt-1b": 1e9,
+    "gpt-3b": 3e9,
+    "gpt-7b": 7e9,
+}
 
 
 def linear() -> nn.Module:
@@ -35,7 +43,8 @@ def test_logical_names_know_nothing_of_stages() -> None:
     assert {"embed.tokens.weight", "blocks.3.attention.q.weight", "head.logits.weight"} <= table.keys()
     parts = [slots(model, part) for part in partition(model, 3)]
     assert {name: slot.shape for part in parts for name, slot in part.items()} == {
-        name: slot.shape for name, slot in table.items()}
+        name: slot.shape for name, slot in table.items()
+    }
 
 
 def test_slots_are_aligned_and_disjoint() -> None:
@@ -66,26 +75,30 @@ def test_no_partition_has_a_cheaper_costliest_stage(costs: list[int], parts: int
     def best(start: int, left: int) -> int:
         if left == 1:
             return sum(costs[start:])
-        return min(max(sum(costs[start:cut]), best(cut, left - 1))
-                   for cut in range(start + 1, len(costs) - left + 2))
+        return min(
+            max(sum(costs[start:cut]), best(cut, left - 1)) for cut in range(start + 1, len(costs) - left + 2)
+        )
 
     assert max(sum(costs[i] for i in part) for part in found) == best(0, parts)
 
 
-@pytest.mark.parametrize(("make", "says"), [
-    (lambda: partition(gpt("gpt-tiny"), 7), "more stages than layers"),
-    (lambda: Model(layers={"a": nn.Linear(2, 2)}), "give a factory"),
-    (lambda: Model(layers=[3]), "layer '0' is a int"),
-    (lambda: Model(layers=[]), "layers is empty"),
-    (lambda: partition(Model(layers=[lambda: 3]), 1), "factory of layer '0' gave a int"),
-    (lambda: gpt("gpt-1mm"), "did you mean 'gpt-1m'"),
-    (lambda: gpt(widht=3), "did you mean 'width'"),
-    (lambda: gpt(width=30, heads=4), "multiple of 2 x heads"),
-    (lambda: gpt(kv_heads=3), "does not divide"),
-    (lambda: gpt(dropout=1.5), "dropout is 1.5"),
-    (lambda: check_tied(Model(layers=[linear], tied=(("0.weight", "1.weight"),))), "'1.weight'"),
-    (lambda: check_tied(Model(layers=[linear], tied=(("0.weight", "0.bias"),))), "in shape"),
-])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: partition(gpt("gpt-tiny"), 7), "more stages than layers"),
+        (lambda: Model(layers={"a": nn.Linear(2, 2)}), "give a factory"),
+        (lambda: Model(layers=[3]), "layer '0' is a int"),
+        (lambda: Model(layers=[]), "layers is empty"),
+        (lambda: partition(Model(layers=[lambda: 3]), 1), "factory of layer '0' gave a int"),
+        (lambda: gpt("gpt-1mm"), "did you mean 'gpt-1m'"),
+        (lambda: gpt(widht=3), "did you mean 'width'"),
+        (lambda: gpt(width=30, heads=4), "multiple of 2 x heads"),
+        (lambda: gpt(kv_heads=3), "does not divide"),
+        (lambda: gpt(dropout=1.5), "dropout is 1.5"),
+        (lambda: check_tied(Model(layers=[linear], tied=(("0.weight", "1.weight"),))), "'1.weight'"),
+        (lambda: check_tied(Model(layers=[linear], tied=(("0.weight", "0.bias"),))), "in shape"),
+    ],
+)
 def test_a_mistake_is_one_sentence(make, says: str) -> None:
     with pytest.raises(UserError) as caught:
         make()
@@ -108,6 +121,7 @@ def test_grouped_heads_share_keys_and_values() -> None:
 
 def test_rotary_positions_are_relative() -> None:
     from everstep.engine.gpt import Rotary
+
     rotary = Rotary(8, 10_000.0)
     q, k = torch.randn(2, 1, 1, 1, 8)
     turned = [rotary(t.expand(1, 6, 1, 8))[0, :, 0] for t in (q, k)]

@@ -108,15 +108,18 @@ def test_state_is_named_logically() -> None:
     updater = Updater(stage())
     updater.apply(0, gradient(updater.stage, 0))
     state = updater.state()
-    assert {"model/embed.tokens.weight", "optimizer/embed.tokens.weight/exp_avg",
-            "optimizer/blocks.0.mlp.up.weight/step"} <= state.keys()
+    assert {
+        "model/embed.tokens.weight",
+        "optimizer/embed.tokens.weight/exp_avg",
+        "optimizer/blocks.0.mlp.up.weight/step",
+    } <= state.keys()
     assert state["optimizer/head.norm.weight/step"].shape == ()
     assert state["model/embed.tokens.weight"].dtype == torch.float32
 
 
 def test_the_update_is_that_of_torch_on_the_plain_model() -> None:
     model = gpt(**SMALL)
-    ours, = stages(model, 1, DATA)
+    (ours,) = stages(model, 1, DATA)
     updater = Updater(ours, adamw(lr=1e-2), rate=lambda step: 1 / (1 + step))
     start = {name: p.clone() for name, p in ours.views(ours.masters).items()}
     reference = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
@@ -169,7 +172,7 @@ def test_keep_allocates_nothing_in_the_steady_state() -> None:
 
 def test_a_tied_pair_counts_once_in_the_norm_and_stays_one_tensor() -> None:
     model = gpt(**SMALL, tied=True)
-    ours, = stages(model, 1, DATA)
+    (ours,) = stages(model, 1, DATA)
     updater = Updater(ours, adamw(lr=1e-2))
     for step in range(2):
         run_step([ours], step, 2)
@@ -179,8 +182,9 @@ def test_a_tied_pair_counts_once_in_the_norm_and_stays_one_tensor() -> None:
         mean = updater.mean(total, 2)
         views = ours.views(mean)
         assert torch.equal(views["embed.tokens.weight"], ((halves[0] + halves[1]) / 2).float())
-        once = sum(float(view.double().square().sum()) for name, view in views.items()
-                   if name != model.tied[0][1])
+        once = sum(
+            float(view.double().square().sum()) for name, view in views.items() if name != model.tied[0][1]
+        )
         assert updater.sum_of_squares(mean) == pytest.approx(once, rel=1e-12)
         updater.apply(step, mean)
         weights = ours.views(ours.masters)

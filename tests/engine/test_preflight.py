@@ -11,7 +11,7 @@ from everstep.engine.model import Model
 from everstep.engine.preflight import preflight
 from everstep.errors import UserError
 
-MINE = '''
+MINE = """
 import itertools
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ def short(): return Made(lambda s, m: [Data().batch(s, m)][m])
 
 def sgd(named, momentum=0.0): return torch.optim.SGD(named, lr=0.1, momentum=momentum)
 def no_optimizer(named): return "sgd"
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +64,12 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def users(model: str = "mine:model", data: str = "mine:data", optimizer: str | None = None, **job) -> Job:
-    return Job(model=ModelSpec(build=model), data=DataSpec(build=data),
-               optimizer=OptimizerSpec(build=optimizer), **job)
+    return Job(
+        model=ModelSpec(build=model),
+        data=DataSpec(build=data),
+        optimizer=OptimizerSpec(build=optimizer),
+        **job,
+    )
 
 
 def tiny(**job) -> Job:
@@ -73,17 +77,27 @@ def tiny(**job) -> Job:
 
 
 def test_a_good_job_comes_back_as_things() -> None:
-    checked = preflight(Job(model=ModelSpec(preset="gpt-7b", options={"dropout": 0.1}), stages=8,
-                            precision="bf16", data=DataSpec(kind="synthetic", rows=1)))
+    checked = preflight(
+        Job(
+            model=ModelSpec(preset="gpt-7b", options={"dropout": 0.1}),
+            stages=8,
+            precision="bf16",
+            data=DataSpec(kind="synthetic", rows=1),
+        )
+    )
     assert checked.parameters == 6_738_415_616
     assert len(checked.parts) == 8
     assert checked.batch[0].shape == (1, 2048)
 
 
 def test_a_users_own_job_does_too(tmp_path: Path) -> None:
-    job = Job(model=ModelSpec(build="mine:model", options={"width": 5}), data=DataSpec(build="mine:data"),
-              optimizer=OptimizerSpec(build="mine:sgd", options={"momentum": 0.9}), stages=3,
-              base=str(tmp_path))
+    job = Job(
+        model=ModelSpec(build="mine:model", options={"width": 5}),
+        data=DataSpec(build="mine:data"),
+        optimizer=OptimizerSpec(build="mine:sgd", options={"momentum": 0.9}),
+        stages=3,
+        base=str(tmp_path),
+    )
     checked = preflight(job)
     assert checked.parameters == 26
     assert checked.model.names == ["in", "act", "out"]
@@ -97,39 +111,52 @@ def test_a_script_gives_its_things_itself() -> None:
         def batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
             return torch.ones(2, 3), torch.ones(2, 1)
 
-    checked = preflight(users("unused:unused", "unused:unused"), model=model, data=Data(),
-                        optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    checked = preflight(
+        users("unused:unused", "unused:unused"),
+        model=model,
+        data=Data(),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
     assert checked.model is model
 
 
-@pytest.mark.parametrize(("job", "says"), [
-    (lambda: tiny(stages=7), "stages is 7, more stages than layers; the model has 6 layers."),
-    (lambda: tiny(device="gpu"), "device 'gpu' is not known"),
-    (lambda: tiny(data=DataSpec(kind="file", path="no")), "is not a file"),
-    (lambda: tiny(data=DataSpec(build="mine:data")), "a GPT takes token numbers"),
-    (lambda: tiny(log="mine.py"), "log 'mine.py' is there and is not a folder"),
-    (lambda: users("mine"), 'model.build is \'mine\'; write it as "module:function"'),
-    (lambda: users("nowhere:layers"), "there is no module 'nowhere' beside the job file"),
-    (lambda: users("needs:layers"), "imports 'surely_not_installed', which is not installed"),
-    (lambda: users("wrong:layers"), "cannot be imported: ZeroDivisionError: division by zero"),
-    (lambda: users("mine:layer"), "module 'mine' has no 'layer'; did you mean 'layers'?"),
-    (lambda: users("mine:not_a_function"), "is a int; it must be a function"),
-    (lambda: users("mine:raises"), "model.build raised ValueError: no such thing."),
-    (lambda: users("mine:broken"), "layer '0' cannot be built: TypeError"),
-    (lambda: users("mine:wrong_shapes"), "layer '1' cannot take what layer '0' gives, shape (2, 4): Runtime"),
-    (lambda: users("mine:in_place"), "layer '1' changes its input in place; use inplace=False"),
-    (lambda: users("mine:two_outputs"), "layer '0' gives a tuple; a layer gives one tensor"),
-    (lambda: users("mine:statistics"), "layer '0' keeps running statistics"),
-    (lambda: users("mine:frozen"), "no parameter to train"),
-    (lambda: users("mine:vector_loss"), "the loss is of shape (2,); it must be one number"),
-    (lambda: users("mine:bad_loss"), "the loss cannot take an output of shape (2, 1) and targets of shape"),
-    (lambda: users(data="mine:no_batch"), "data.build 'mine:no_batch' gave a int without batch"),
-    (lambda: users(data="mine:one_tensor"), "data batch(1, 0) gave a Tensor; give two tensors"),
-    (lambda: users(data="mine:impure"), "gave two different answers"),
-    (lambda: users(data="mine:short"), "data batch(100, 3) raised IndexError: list index out of range"),
-    (lambda: users(optimizer="mine:no_optimizer"), "optimizer.build gave a str"),
-    (lambda: Job(model=ModelSpec(build="mine:model")), "data.sequence is missing"),
-])
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (lambda: tiny(stages=7), "stages is 7, more stages than layers; the model has 6 layers."),
+        (lambda: tiny(device="gpu"), "device 'gpu' is not known"),
+        (lambda: tiny(data=DataSpec(kind="file", path="no")), "is not a file"),
+        (lambda: tiny(data=DataSpec(build="mine:data")), "a GPT takes token numbers"),
+        (lambda: tiny(log="mine.py"), "log 'mine.py' is there and is not a folder"),
+        (lambda: users("mine"), "model.build is 'mine'; write it as \"module:function\""),
+        (lambda: users("nowhere:layers"), "there is no module 'nowhere' beside the job file"),
+        (lambda: users("needs:layers"), "imports 'surely_not_installed', which is not installed"),
+        (lambda: users("wrong:layers"), "cannot be imported: ZeroDivisionError: division by zero"),
+        (lambda: users("mine:layer"), "module 'mine' has no 'layer'; did you mean 'layers'?"),
+        (lambda: users("mine:not_a_function"), "is a int; it must be a function"),
+        (lambda: users("mine:raises"), "model.build raised ValueError: no such thing."),
+        (lambda: users("mine:broken"), "layer '0' cannot be built: TypeError"),
+        (
+            lambda: users("mine:wrong_shapes"),
+            "layer '1' cannot take what layer '0' gives, shape (2, 4): Runtime",
+        ),
+        (lambda: users("mine:in_place"), "layer '1' changes its input in place; use inplace=False"),
+        (lambda: users("mine:two_outputs"), "layer '0' gives a tuple; a layer gives one tensor"),
+        (lambda: users("mine:statistics"), "layer '0' keeps running statistics"),
+        (lambda: users("mine:frozen"), "no parameter to train"),
+        (lambda: users("mine:vector_loss"), "the loss is of shape (2,); it must be one number"),
+        (
+            lambda: users("mine:bad_loss"),
+            "the loss cannot take an output of shape (2, 1) and targets of shape",
+        ),
+        (lambda: users(data="mine:no_batch"), "data.build 'mine:no_batch' gave a int without batch"),
+        (lambda: users(data="mine:one_tensor"), "data batch(1, 0) gave a Tensor; give two tensors"),
+        (lambda: users(data="mine:impure"), "gave two different answers"),
+        (lambda: users(data="mine:short"), "data batch(100, 3) raised IndexError: list index out of range"),
+        (lambda: users(optimizer="mine:no_optimizer"), "optimizer.build gave a str"),
+        (lambda: Job(model=ModelSpec(build="mine:model")), "data.sequence is missing"),
+    ],
+)
 def test_a_mistake_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job, says: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
@@ -140,7 +167,10 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_tokens_beyond_the_vocabulary_are_found(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes([200]) * 100)
-    job = Job(model=ModelSpec(preset="gpt-tiny", options={"vocab": 128}),
-              data=DataSpec(kind="file", path="text"), base=str(tmp_path))
+    job = Job(
+        model=ModelSpec(preset="gpt-tiny", options={"vocab": 128}),
+        data=DataSpec(kind="file", path="text"),
+        base=str(tmp_path),
+    )
     with pytest.raises(UserError, match=r"tokens 200 to 200 and the model knows 0 to 127; raise model.vocab"):
         preflight(job)

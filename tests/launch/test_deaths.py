@@ -48,11 +48,15 @@ def test_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, start: str) -> N
     assert result["replayed_elsewhere"] == 0
 
 
-@pytest.mark.parametrize("changes", [
-    {"model": ModelSpec(preset="gpt-tiny", options={"tied": True, "dropout": 0.1})},
-    {"recompute": True, "accumulate": "fp32"},
-    {"model": ModelSpec(preset="gpt-tiny", options={"tied": True}), "stages": 1},
-], ids=["tied across stages, dropout", "recompute, sums in fp32", "tied in one stage"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": ModelSpec(preset="gpt-tiny", options={"tied": True, "dropout": 0.1})},
+        {"recompute": True, "accumulate": "fp32"},
+        {"model": ModelSpec(preset="gpt-tiny", options={"tied": True}), "stages": 1},
+    ],
+    ids=["tied across stages, dropout", "recompute, sums in fp32", "tied in one stage"],
+)
 def test_what_is_trained_does_not_matter(sweep: Sweep, changes: dict) -> None:
     job = replace(sweep.job, **{"replicas": 2, "stages": 2, **changes})
     clean = sweep.run(job, ())
@@ -63,7 +67,9 @@ def test_what_is_trained_does_not_matter(sweep: Sweep, changes: dict) -> None:
     assert difference <= (0.0 if job.accumulate == "fp64" else TOLERANCE)
 
 
-def test_everything_killed_restarts_from_the_newest_checkpoint_that_is_whole(sweep: Sweep, tmp_path: Path) -> None:
+def test_everything_killed_restarts_from_the_newest_checkpoint_that_is_whole(
+    sweep: Sweep, tmp_path: Path
+) -> None:
     job = replace(sweep.job, replicas=2, stages=2, steps=9)
     clean = sweep.run(job, ())
     saving = replace(job, checkpoint=CheckpointSpec(folder=str(tmp_path), interval=2))
@@ -99,7 +105,7 @@ def test_an_invalid_eager_update_is_an_incident_of_its_own(sweep: Sweep) -> None
 
 def test_a_killed_worker_is_the_one_that_is_named(sweep: Sweep) -> None:
     outcome = sweep.run(replace(sweep.job, replicas=2, stages=2), ("stage=1,replica=0,step=3,op=I2",))
-    incident, = outcome.incidents
+    (incident,) = outcome.incidents
     assert incident.workers == [Worker(0, 1)]
     assert incident.what == "killed by SIGKILL"
     assert incident.killed_at is not None

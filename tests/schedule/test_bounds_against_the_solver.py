@@ -22,15 +22,21 @@ def small_step(seed: int) -> Instance:
     times = [tuple(float(draw.choice((1, 2, 3))) for _ in range(stages)) for _ in range(3)]
     dead = {Worker(draw.randrange(replicas), draw.randrange(stages))} if replicas > 1 else set()
     instance = Instance(
-        replicas=replicas, stages=stages, microbatches=count, hop=float(draw.choice((0, 1))),
-        forward=per_stage(replicas=replicas, values=times[0]), dead=frozenset(dead),
+        replicas=replicas,
+        stages=stages,
+        microbatches=count,
+        hop=float(draw.choice((0, 1))),
+        forward=per_stage(replicas=replicas, values=times[0]),
+        dead=frozenset(dead),
         input_grad=per_stage(replicas=replicas, values=times[1]),
         weight_grad=per_stage(replicas=replicas, values=times[2]),
-        reduce=tuple(float(draw.choice((0, 1, 4))) for _ in range(stages)))
+        reduce=tuple(float(draw.choice((0, 1, 4))) for _ in range(stages)),
+    )
     if draw.random() < 0.8:
         caps = [draw.choice((1, 2, 3)) for _ in range(stages)]
-        instance = replace(instance, stash_cap={Worker(k, s): caps[s] for k in range(replicas)
-                                                for s in range(stages)})
+        instance = replace(
+            instance, stash_cap={Worker(k, s): caps[s] for k in range(replicas) for s in range(stages)}
+        )
     if draw.random() < 0.4:  # a slow worker: heavier, not dead
         slow = tuple(2 * x for x in instance.forward[0])
         instance = replace(instance, forward=(slow, *instance.forward[1:]))

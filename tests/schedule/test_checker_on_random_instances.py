@@ -16,8 +16,13 @@ from everstep.schedule.check import deadlocks, violations
 def instances(draw: st.DrawFn, *, broken_step: bool = False) -> Instance:
     replicas, stages, count = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 7))
     times = st.sampled_from([1.0, 1.0, 2.0, 0.5, 3.25])
-    rows = draw(st.lists(st.lists(st.tuples(times, times, times), min_size=stages, max_size=stages),
-                         min_size=1, max_size=replicas))
+    rows = draw(
+        st.lists(
+            st.lists(st.tuples(times, times, times), min_size=stages, max_size=stages),
+            min_size=1,
+            max_size=replicas,
+        )
+    )
     grid = [rows[k % len(rows)] for k in range(replicas)]
     dead = draw(st.sets(st.builds(Worker, st.integers(0, replicas - 1), st.integers(0, stages - 1))))
     spared = {s: draw(st.integers(0, replicas - 1)) for s in range(stages)}
@@ -27,15 +32,28 @@ def instances(draw: st.DrawFn, *, broken_step: bool = False) -> Instance:
     limit = draw(st.sampled_from(["none", "count", "bytes", "both"]))
     caps = {w: draw(st.integers(1, 6)) for w in workers} if limit in ("count", "both") else None
     held = draw(per_stage), draw(per_stage)
-    memory = {w: max(held[0][w.stage], held[1][w.stage]) * draw(st.sampled_from([1, 2.5, 4]))
-              for w in workers} if limit in ("bytes", "both") else None
+    memory = (
+        {w: max(held[0][w.stage], held[1][w.stage]) * draw(st.sampled_from([1, 2.5, 4])) for w in workers}
+        if limit in ("bytes", "both")
+        else None
+    )
     instance = Instance(
-        replicas=replicas, stages=stages, microbatches=count, hop=draw(st.sampled_from([0.0, 0.25, 2.0])),
+        replicas=replicas,
+        stages=stages,
+        microbatches=count,
+        hop=draw(st.sampled_from([0.0, 0.25, 2.0])),
         forward=tuple(tuple(x[0] for x in row) for row in grid),
         input_grad=tuple(tuple(x[1] for x in row) for row in grid),
         weight_grad=tuple(tuple(x[2] for x in row) for row in grid),
-        reduce=draw(st.sampled_from([(), (1.0,) * stages])), update=draw(per_stage), stash_cap=caps,
-        memory=memory, held_forward=held[0], held_weight=held[1], boundary=(1.0,) * stages, dead=dead)
+        reduce=draw(st.sampled_from([(), (1.0,) * stages])),
+        update=draw(per_stage),
+        stash_cap=caps,
+        memory=memory,
+        held_forward=held[0],
+        held_weight=held[1],
+        boundary=(1.0,) * stages,
+        dead=dead,
+    )
     return draw(breaks(instance)) if broken_step else instance
 
 
@@ -52,8 +70,11 @@ def breaks(draw: st.DrawFn, instance: Instance) -> Instance:
             letters = "IW" if timed.op.kind == "B" else str(timed.op.kind)
             host, so_far = kinds.get(place, (timed.worker.replica, ""))
             kinds[place] = host, so_far + letters
-    done = {place: Done(host, letters) for place, (host, letters) in kinds.items()
-            if Worker(host, place[1]) not in instance.dead}
+    done = {
+        place: Done(host, letters)
+        for place, (host, letters) in kinds.items()
+        if Worker(host, place[1]) not in instance.dead
+    }
     return replace(instance, done=done, stash_cap=None, memory=None)
 
 
@@ -73,8 +94,10 @@ def test_the_rest_of_a_broken_step_is_valid(instance: Instance, mode: str) -> No
 @given(instances(broken_step=True), st.data())
 def test_what_runs_again_for_its_output_alone_is_ordered_too(instance: Instance, data: st.DataObject) -> None:
     """A weight gradient that is in the sum already is never run twice, though its F and I are."""
-    again = {place: Done(d.host, data.draw(st.sampled_from(["W", "IW", "FW", d.kinds])))
-             if d.kinds == "FIW" else d for place, d in instance.done.items()}
+    again = {
+        place: Done(d.host, data.draw(st.sampled_from(["W", "IW", "FW", d.kinds]))) if d.kinds == "FIW" else d
+        for place, d in instance.done.items()
+    }
     instance = replace(instance, done=again)
     assert violations(instance, plan(instance, data.draw(st.sampled_from(["reroute", "staggered"])))) == []
 
@@ -89,8 +112,9 @@ def test_planning_is_deterministic(instance: Instance, mode: str) -> None:
 
 def small() -> Instance:
     ones = ((1.0,) * 3,) * 2
-    return Instance(replicas=2, stages=3, microbatches=2, hop=0.5,
-                    forward=ones, input_grad=ones, weight_grad=ones)
+    return Instance(
+        replicas=2, stages=3, microbatches=2, hop=0.5, forward=ones, input_grad=ones, weight_grad=ones
+    )
 
 
 @pytest.mark.parametrize("damage", ["swap", "drop", "repeat", "elsewhere", "early", "over"])

@@ -19,12 +19,28 @@ from everstep.schedule.hosts import choose_hosts
 from everstep.schedule.normalize import normalize
 
 
-def step(replicas: int, stages: int, count: int, *, dead: tuple[Worker, ...] = (), cap: int | None = None,
-         times: tuple[float, float, float] = (1.0, 1.0, 1.0), hop: float = 0.0) -> Instance:
+def step(
+    replicas: int,
+    stages: int,
+    count: int,
+    *,
+    dead: tuple[Worker, ...] = (),
+    cap: int | None = None,
+    times: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    hop: float = 0.0,
+) -> Instance:
     f, i, w = (uniform(replicas=replicas, stages=stages, value=t) for t in times)
-    return Instance(replicas=replicas, stages=stages, microbatches=count, hop=hop, dead=frozenset(dead),
-                    forward=f, input_grad=i, weight_grad=w,
-                    stash_cap=None if cap is None else same_cap(replicas=replicas, stages=stages, cap=cap))
+    return Instance(
+        replicas=replicas,
+        stages=stages,
+        microbatches=count,
+        hop=hop,
+        dead=frozenset(dead),
+        forward=f,
+        input_grad=i,
+        weight_grad=w,
+        stash_cap=None if cap is None else same_cap(replicas=replicas, stages=stages, cap=cap),
+    )
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -39,8 +55,10 @@ def test_three_pipelines_four_stages_six_microbatches_one_death(stage: int) -> N
 
 def test_1f1b_is_1f1b() -> None:
     """Stage s runs `stages - s` forwards, then one backward, one forward."""
-    kinds = {w: "".join(op.kind for op in ops if op.microbatch is not None)
-             for w, ops in plan(step(1, 4, 6), "1f1b").schedule.ops.items()}
+    kinds = {
+        w: "".join(op.kind for op in ops if op.microbatch is not None)
+        for w, ops in plan(step(1, 4, 6), "1f1b").schedule.ops.items()
+    }
     assert kinds[Worker(0, 3)] == "FB" * 6
     assert kinds[Worker(0, 1)] == "FFFBFBFBFBBB"
 
@@ -83,8 +101,12 @@ def test_rerouted_bytes_count_boundaries_that_leave_their_replica() -> None:
 
 
 def test_memory_in_bytes_counts_what_weight_gradients_free() -> None:
-    lean = replace(step(1, 4, 12), memory={Worker(0, s): 4.0 for s in range(4)}, held_forward=(1.0,) * 4,
-                   held_weight=(0.25,) * 4)
+    lean = replace(
+        step(1, 4, 12),
+        memory={Worker(0, s): 4.0 for s in range(4)},
+        held_forward=(1.0,) * 4,
+        held_weight=(0.25,) * 4,
+    )
     tight = step(1, 4, 12, cap=4)
     assert plan(lean, "zero-bubble").period <= plan(tight, "zero-bubble").period
     assert violations(lean, plan(lean, "zero-bubble")) == []
@@ -112,8 +134,9 @@ def test_with_a_barrier_and_fused_backward_early_stages_can_bear_more() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.sets(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=4), st.permutations(range(5)))
-def test_a_cached_plan_serves_every_renaming_of_its_survivors(gone: set[tuple[int, int]],
-                                                              names: list[int]) -> None:
+def test_a_cached_plan_serves_every_renaming_of_its_survivors(
+    gone: set[tuple[int, int]], names: list[int]
+) -> None:
     healthy = step(5, 3, 4, hop=0.5)
     cache = PlanCache(healthy)
     first = frozenset(Worker(k, s) for k, s in gone if k)  # replica 0 lives
@@ -134,8 +157,20 @@ def test_the_cache_is_ready_for_the_next_death() -> None:
 
 
 def test_rerouting_beats_shrinking_and_redundancy_here() -> None:
-    rows = {r.policy: r.step for r in compare(step(8, 8, 32, cap=16, times=(10.0, 11.0, 9.0), hop=1.0,
-                                                   dead=(Worker(1, 2), Worker(3, 4), Worker(5, 6))))}
+    rows = {
+        r.policy: r.step
+        for r in compare(
+            step(
+                8,
+                8,
+                32,
+                cap=16,
+                times=(10.0, 11.0, 9.0),
+                hop=1.0,
+                dead=(Worker(1, 2), Worker(3, 4), Worker(5, 6)),
+            )
+        )
+    }
     ours = rows["re-route, staggered"]
     assert ours is not None
     for other in ("shrink, 1F1B", "shrink, zero bubble", "redundancy"):

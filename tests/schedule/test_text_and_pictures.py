@@ -19,16 +19,24 @@ from everstep.schedule.document import instance_from
 from everstep.schedule.notation import parse_schedule
 
 numbers = st.integers(0, 120)
-of_a_microbatch = st.builds(Op, st.sampled_from([Kind.F, Kind.I, Kind.W, Kind.B]),
-                            st.builds(Microbatch, numbers, numbers), numbers)
+of_a_microbatch = st.builds(
+    Op, st.sampled_from([Kind.F, Kind.I, Kind.W, Kind.B]), st.builds(Microbatch, numbers, numbers), numbers
+)
 ops = of_a_microbatch | st.builds(Op, st.sampled_from([Kind.R, Kind.U]), st.none(), numbers)
 schedules = st.dictionaries(st.builds(Worker, numbers, numbers), st.lists(ops).map(tuple)).map(Schedule)
 
 
 def example() -> Instance:
     one = uniform(replicas=3, stages=4, value=1.0)
-    return Instance(replicas=3, stages=4, microbatches=6, forward=one, input_grad=one, weight_grad=one,
-                    dead=frozenset({Worker(1, 2)}))
+    return Instance(
+        replicas=3,
+        stages=4,
+        microbatches=6,
+        forward=one,
+        input_grad=one,
+        weight_grad=one,
+        dead=frozenset({Worker(1, 2)}),
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -43,8 +51,15 @@ def test_a_plan_survives_its_text_form() -> None:
     assert parse_schedule(planned.schedule.text()) == planned.schedule
 
 
-@pytest.mark.parametrize(("line", "message"), [("0:1 1F0.0", "no '='"), ("x = 1R", "worker 'x'"),
-                                               ("0:1 = 1X", "op '1X'"), ("0:1 = 1R\n0:1 = 1U", "keep one")])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("0:1 1F0.0", "no '='"),
+        ("x = 1R", "worker 'x'"),
+        ("0:1 = 1X", "op '1X'"),
+        ("0:1 = 1R\n0:1 = 1U", "keep one"),
+    ],
+)
 def test_a_bad_line_is_named(line: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_schedule(line)
@@ -85,11 +100,37 @@ def run(*arguments: str) -> None:
 
 
 def test_the_command_prints_one_json_document(capsys: pytest.CaptureFixture[str]) -> None:
-    run("--stages", "4", "--replicas", "3", "--microbatches", "6", "--dead", "1:2", "--times", "F=1,I=1,W=1",
-        "--hop", "0", "--stash", "none", "--mode", "staggered", "--json")
+    run(
+        "--stages",
+        "4",
+        "--replicas",
+        "3",
+        "--microbatches",
+        "6",
+        "--dead",
+        "1:2",
+        "--times",
+        "F=1,I=1,W=1",
+        "--hop",
+        "0",
+        "--stash",
+        "none",
+        "--mode",
+        "staggered",
+        "--json",
+    )
     printed = json.loads(capsys.readouterr().out)
-    assert {"mode", "period", "makespan", "lower_bound", "gap", "fault_free_1f1b", "planning_ms",
-            "peak_stash", "ops"} <= set(printed)
+    assert {
+        "mode",
+        "period",
+        "makespan",
+        "lower_bound",
+        "gap",
+        "fault_free_1f1b",
+        "planning_ms",
+        "peak_stash",
+        "ops",
+    } <= set(printed)
     assert (printed["period"], printed["fault_free_1f1b"], printed["gap"]) == (27, 27, 0)
     assert len(printed["ops"]) == 3 * 4 * 6 * 3
     assert set(printed["ops"][0]) == {"worker", "kind", "microbatch", "start", "end"}
@@ -102,9 +143,21 @@ def test_the_command_prints_text_and_draws(capsys: pytest.CaptureFixture[str], t
 
 
 def test_the_command_takes_a_full_instance(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    document = {"replicas": 2, "stages": 2, "microbatches": 4, "forward": [1, 2], "input_grad": 1,
-                "weight_grad": [[1, 1], [1, 3]], "hop": 0.5, "reduce": 1, "memory": 6, "held_forward": 2,
-                "held_weight": 1, "dead": ["0:1"], "done": {"0.0@0": [0, "F"]}}
+    document = {
+        "replicas": 2,
+        "stages": 2,
+        "microbatches": 4,
+        "forward": [1, 2],
+        "input_grad": 1,
+        "weight_grad": [[1, 1], [1, 3]],
+        "hop": 0.5,
+        "reduce": 1,
+        "memory": 6,
+        "held_forward": 2,
+        "held_weight": 1,
+        "dead": ["0:1"],
+        "done": {"0.0@0": [0, "F"]},
+    }
     path = tmp_path / "step.json"
     path.write_text(json.dumps(document))
     run("--instance", str(path), "--stash", "from-memory", "--json", "--mode", "decoupled")
@@ -112,21 +165,36 @@ def test_the_command_takes_a_full_instance(capsys: pytest.CaptureFixture[str], t
     assert len(printed["ops"]) == 2 * 2 * 4 * 3 - 1
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ("--mode fast", "--mode fast"), ("--times F=1,I=1", "lacks W"), ("--times F=a,I=1,W=1", "'F=a'"),
-    ("--dead 9:9", "dead worker 9:9"), ("--dead x", "--dead: worker 'x'"), ("--stash -3", "--stash"),
-    ("--stash from-memory", "--memory"), ("--instance nowhere.json", "nowhere.json"),
-    ("--replicas 0", "at least 1"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--mode fast", "--mode fast"),
+        ("--times F=1,I=1", "lacks W"),
+        ("--times F=a,I=1,W=1", "'F=a'"),
+        ("--dead 9:9", "dead worker 9:9"),
+        ("--dead x", "--dead: worker 'x'"),
+        ("--stash -3", "--stash"),
+        ("--stash from-memory", "--memory"),
+        ("--instance nowhere.json", "nowhere.json"),
+        ("--replicas 0", "at least 1"),
+    ],
+)
 def test_bad_input_is_one_sentence(arguments: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         run(*arguments.split())
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"stages": "four"}, "stages"), ({"forward": None}, "forward is missing"), ({"colour": 1}, "'colour'"),
-    ({"forward": -1}, "forward"), ({"done": {"x": 1}}, "done has"), ({"stash_cap": [1]}, "stash_cap"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": "four"}, "stages"),
+        ({"forward": None}, "forward is missing"),
+        ({"colour": 1}, "'colour'"),
+        ({"forward": -1}, "forward"),
+        ({"done": {"x": 1}}, "done has"),
+        ({"stash_cap": [1]}, "stash_cap"),
+    ],
+)
 def test_a_bad_document_names_the_field(change: dict[str, object], message: str) -> None:
     good = {"replicas": 2, "stages": 2, "microbatches": 4, "forward": 1, "input_grad": 1, "weight_grad": 1}
     instance_from(good)
@@ -140,8 +208,16 @@ def test_polish_proves_the_example() -> None:
 
     planned = polish(example(), "reroute", seconds=10)
     assert (planned.value, planned.lower_bound) == (33, 33)
-    small = Instance(replicas=1, stages=3, microbatches=4, forward=((1.0,) * 3,), input_grad=((1.0,) * 3,),
-                     weight_grad=((1.0,) * 3,), hop=0.5, stash_cap={Worker(0, s): 2 for s in range(3)})
+    small = Instance(
+        replicas=1,
+        stages=3,
+        microbatches=4,
+        forward=((1.0,) * 3,),
+        input_grad=((1.0,) * 3,),
+        weight_grad=((1.0,) * 3,),
+        hop=0.5,
+        stash_cap={Worker(0, s): 2 for s in range(3)},
+    )
     better = polish(small, "staggered", seconds=5)
     assert better.value <= plan(small, "staggered").value
     assert better.lower_bound <= better.value + 1e-9

@@ -35,9 +35,18 @@ FORMAT, VERSION = "everstep-checkpoint", 1
 MAX_INDEX_BYTES = 256 << 20
 Part = dict[str, Any]  # JSON: {"file", "bytes", "tensors": {name: {"dtype", "shape", "xxh3"}}}
 
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-           torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-           torch.bool: "BOOL"}
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 _STEP = re.compile(r"step-(\d{8,18})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 
@@ -66,8 +75,11 @@ def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Part:
         if tensor.dtype not in _DTYPES:
             raise UserError(f"tensor {key!r} is of {tensor.dtype}, which a checkpoint does not hold.")
         size = tensor.numel() * tensor.element_size()
-        header[key] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape),
-                       "data_offsets": [offset, offset + size]}
+        header[key] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -83,8 +95,9 @@ def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Part:
     return {"file": file, "bytes": 8 + len(text) + offset, "tensors": entries}
 
 
-def commit(root: str | Path, step: int, parts: Sequence[Part], meta: Mapping[str, Any],
-           keep: int = 3) -> Path:
+def commit(
+    root: str | Path, step: int, parts: Sequence[Part], meta: Mapping[str, Any], keep: int = 3
+) -> Path:
     """Make a step whose parts are all written the newest checkpoint; of older ones, `keep` - 1 stay."""
     source, target = partial(root, step), Path(root) / f"step-{step:08d}"
     names = [name for part in parts for name in part["tensors"]]
@@ -150,11 +163,15 @@ class Checkpoint:
         wanted = list(self.tensors if names is None else names)
         missing = next((name for name in wanted if name not in self.tensors), None)
         if missing is not None:
-            raise UserError(f"checkpoint {self.folder} holds no tensor {missing!r}; "
-                            "was it saved from another model?")
+            raise UserError(
+                f"checkpoint {self.folder} holds no tensor {missing!r}; was it saved from another model?"
+            )
         try:
-            found = {name: tensor for file in dict.fromkeys(self.tensors[name].file for name in wanted)
-                     for name, tensor in self._read_file(file, set(wanted)).items()}
+            found = {
+                name: tensor
+                for file in dict.fromkeys(self.tensors[name].file for name in wanted)
+                for name, tensor in self._read_file(file, set(wanted)).items()
+            }
         except _Refused as refused:
             raise UserError(f"checkpoint {self.folder} is damaged: {refused}.") from refused
         return {name: found[name] for name in wanted}
@@ -260,14 +277,18 @@ def _part(folder: Path, part: Any) -> dict[str, Entry]:
     if size != part.get("bytes"):
         raise _Refused(f"{file} has {size} bytes, and {part.get('bytes')} were written")
     try:
-        told = {name: Entry(file, entry["dtype"], tuple(entry["shape"]), entry["xxh3"])
-                for name, entry in part["tensors"].items()}
+        told = {
+            name: Entry(file, entry["dtype"], tuple(entry["shape"]), entry["xxh3"])
+            for name, entry in part["tensors"].items()
+        }
     except (KeyError, TypeError, AttributeError) as error:
         raise _Refused(f"index.json does not describe the tensors of {file}") from error
     try:
         with safe_open(folder / file, framework="pt") as opened:
-            held = {name: (opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape()))
-                    for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+            held = {
+                name: (opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape()))
+                for name in opened.keys()
+            }
     except (OSError, SafetensorError) as error:
         raise _Refused(f"{file} cannot be read: {error}") from error
     if held != {name: (entry.dtype, entry.shape) for name, entry in told.items()}:

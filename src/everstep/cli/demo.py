@@ -103,12 +103,23 @@ def demo_job(replicas: int, stages: int, steps: int) -> Job:
     workers = replicas * stages
     needed = workers * _WORKER_BYTES
     if needed > free + (1 << 30):
-        raise UserError(f"--replicas {replicas} and --stages {stages} make {workers} workers that need some "
-                        f"{needed >> 30} GiB of memory, and {free >> 30} GiB are free; use fewer.")
-    return Job.from_dict({
-        "model": _MODEL, "data": _DATA,
-        "optimizer": {"lr": 1e-2, "warmup": 4}, "steps": steps, "replicas": replicas, "stages": stages,
-        "microbatches": 4, "accumulate": "fp64", "seed": 1})
+        raise UserError(
+            f"--replicas {replicas} and --stages {stages} make {workers} workers that need some "
+            f"{needed >> 30} GiB of memory, and {free >> 30} GiB are free; use fewer."
+        )
+    return Job.from_dict(
+        {
+            "model": _MODEL,
+            "data": _DATA,
+            "optimizer": {"lr": 1e-2, "warmup": 4},
+            "steps": steps,
+            "replicas": replicas,
+            "stages": stages,
+            "microbatches": 4,
+            "accumulate": "fp64",
+            "seed": 1,
+        }
+    )
 
 
 def story(job: Job) -> Script:
@@ -125,7 +136,9 @@ def summary(job: Job, clean: Outcome, healed: Outcome) -> dict[str, Any]:
     calm, ours = clean.by_step(), healed.by_step()
     told = document(healed, steps=job.steps, healthy_s=healthy_step_s(clean))
     return {
-        "replicas": job.replicas, "stages": job.stages, "microbatches_per_replica": job.microbatches,
+        "replicas": job.replicas,
+        "stages": job.stages,
+        "microbatches_per_replica": job.microbatches,
         "max_relative_loss_difference": max(relative(ours[step].loss, calm[step].loss) for step in calm),
         "replayed_ops_elsewhere": sum(i["replayed_ops_elsewhere"] for i in told["incidents"]),
         "losses_without_faults": {str(step): calm[step].loss for step in sorted(calm)},
@@ -143,8 +156,9 @@ def _both_runs(job: Job, script: Script, console: Console, *, as_json: bool) -> 
         return _run_twice(job, script, console, born, as_json=as_json)
 
 
-def _run_twice(job: Job, script: Script, console: Console, born: Nursery, *,
-               as_json: bool) -> tuple[Outcome, Outcome]:
+def _run_twice(
+    job: Job, script: Script, console: Console, born: Nursery, *, as_json: bool
+) -> tuple[Outcome, Outcome]:
     from everstep.core.standing import Policy
     from everstep.launch import api
 
@@ -157,14 +171,16 @@ def _run_twice(job: Job, script: Script, console: Console, born: Nursery, *,
     console.print("[bold]2[/bold]  the same job, with two SIGKILLs")
     losses = {step: row.loss for step, row in clean.by_step().items()}
     with _watcher(job, console, as_json=as_json, clean=losses) as watch:
-        healed = _finished(api.run_job(job, watch=Killer(script, watch), born=born, policy=policy,
-                                       tick_s=0.02))
+        healed = _finished(
+            api.run_job(job, watch=Killer(script, watch), born=born, policy=policy, tick_s=0.02)
+        )
     return clean, healed
 
 
 @contextlib.contextmanager
-def _watcher(job: Job, console: Console, *, as_json: bool,
-             clean: Mapping[int, float] | None = None) -> Iterator[Watcher]:
+def _watcher(
+    job: Job, console: Console, *, as_json: bool, clean: Mapping[int, float] | None = None
+) -> Iterator[Watcher]:
     if as_json or not sys.stderr.isatty():
         from everstep.launch.lines import Lines
 
@@ -192,12 +208,16 @@ def _console(*, quiet: bool) -> Console:
 
 
 def _title(console: Console, job: Job, script: Script) -> None:
-    console.print("\n[bold]everstep demo[/bold]  "
-                  f"a small GPT on {job.replicas} replicas × {job.stages} stages, {job.steps} steps "
-                  f"of {job.microbatches_in_step} microbatches")
+    console.print(
+        "\n[bold]everstep demo[/bold]  "
+        f"a small GPT on {job.replicas} replicas × {job.stages} stages, {job.steps} steps "
+        f"of {job.microbatches_in_step} microbatches"
+    )
     (first, early), (second, late) = script.kills
-    console.print(f"[dim]SIGKILL will hit worker {first} (replica:stage) in step {early}, "
-                  f"and {second} in step {late}[/dim]\n")
+    console.print(
+        f"[dim]SIGKILL will hit worker {first} (replica:stage) in step {early}, "
+        f"and {second} in step {late}[/dim]\n"
+    )
 
 
 def _show(console: Console, told: Mapping[str, Any]) -> None:
@@ -210,11 +230,16 @@ def _show(console: Console, told: Mapping[str, Any]) -> None:
     difference, batches = told["max_relative_loss_difference"], told["microbatches"]
     console.print()
     for name, value in (
-        ("largest loss difference",
-         "0: the same bits in every step" if difference == 0 else f"{difference:.2e}, relative"),
+        (
+            "largest loss difference",
+            "0: the same bits in every step" if difference == 0 else f"{difference:.2e}, relative",
+        ),
         ("microbatches", f"{batches['issued']} issued, {batches['committed']} committed once"),
-        ("ops replayed", f"{sum(i['replayed_ops'] for i in told['incidents'])} of the dead workers' own, "
-                         f"{told['replayed_ops_elsewhere']} on other stages"),
+        (
+            "ops replayed",
+            f"{sum(i['replayed_ops'] for i in told['incidents'])} of the dead workers' own, "
+            f"{told['replayed_ops_elsewhere']} on other stages",
+        ),
         ("a healthy step", f"{told['healthy_step_ms']:.0f} ms"),
     ):
         console.print(f"  {name:<24} {value}")

@@ -29,15 +29,22 @@ from everstep.launch.report import death, resume_line, times
 
 FRAME_S = 0.1
 _CELL = 27
-_LOOKS = {Kind.F: ("forward", "cyan"), Kind.I: ("input grad", "green"), Kind.W: ("weight grad", "blue"),
-          Kind.B: ("backward", "green"), Kind.R: ("reduce", "yellow"), Kind.U: ("update", "yellow")}
+_LOOKS = {
+    Kind.F: ("forward", "cyan"),
+    Kind.I: ("input grad", "green"),
+    Kind.W: ("weight grad", "blue"),
+    Kind.B: ("backward", "green"),
+    Kind.R: ("reduce", "yellow"),
+    Kind.U: ("update", "yellow"),
+}
 
 
 class LiveView:
     """A watcher that draws. `clean`: losses of the same job without faults, to compare with as it runs."""
 
-    def __init__(self, job: Job, *, console: Console | None = None,
-                 clean: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, job: Job, *, console: Console | None = None, clean: Mapping[int, float] | None = None
+    ) -> None:
         self.job, self.clean = job, clean
         self.console = console or Console(stderr=True, highlight=False)
         self._live = Live(console=self.console, auto_refresh=False, transient=True)
@@ -156,8 +163,10 @@ class LiveView:
         loss = Text("-") if row is None else Text(f"{row.loss:.6f}")
         if row is not None and self.clean is not None and row.step in self.clean:
             same = "the same bits so far" if self._worst == 0 else f"at most {self._worst:.1e} apart so far"
-            loss.append(f"   without faults {self.clean[row.step]:.6f}, {same}",
-                        style="green" if self._worst <= 1e-6 else "red")
+            loss.append(
+                f"   without faults {self.clean[row.step]:.6f}, {same}",
+                style="green" if self._worst <= 1e-6 else "red",
+            )
         table.add_row(Text("loss", style="bold"), loss)
         if row is not None:
             table.add_row(Text("time", style="bold"), Text(f"{row.seconds * 1e3:.0f} ms a step"))

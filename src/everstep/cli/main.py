@@ -26,11 +26,16 @@ _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the scri
 
 def build_app(first: str | None = None) -> typer.Typer:
     """The app; of its commands only `first`, if it is one: the others need not be loaded to run it."""
-    app = typer.Typer(name="everstep", no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
-                      pretty_exceptions_enable=False,
-                      context_settings={"help_option_names": ["-h", "--help"]},
-                      help="LLM training that heals itself: no microbatch lost, no step repeated, "
-                           "the loss curve of a faultless run.")
+    app = typer.Typer(
+        name="everstep",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="LLM training that heals itself: no microbatch lost, no step repeated, "
+        "the loss curve of a faultless run.",
+    )
 
     @app.callback()
     def everstep() -> None:

@@ -37,8 +37,14 @@ def watching(job: Job, *, as_json: bool, decisions: bool = False) -> Iterator[Wa
         yield view
 
 
-def plot(first: Mapping[int, float], second: Mapping[int, float], *, marks: Mapping[int, str] | None = None,
-         width: int = 64, height: int = 11) -> list[str]:
+def plot(
+    first: Mapping[int, float],
+    second: Mapping[int, float],
+    *,
+    marks: Mapping[int, str] | None = None,
+    width: int = 64,
+    height: int = 11,
+) -> list[str]:
     """Two curves over steps in one picture of text: · first, ○ second, ● both in the same place."""
     steps = sorted({*first, *second})
     values = [v for v in (*first.values(), *second.values()) if math.isfinite(v)]
@@ -50,8 +56,9 @@ def plot(first: Mapping[int, float], second: Mapping[int, float], *, marks: Mapp
     def cells(curve: Mapping[int, float]) -> set[tuple[int, int]]:
         """In every column the value of the step nearest to it."""
         found = ((x, curve.get(steps[0] + round(x / (width - 1) * span), math.nan)) for x in range(width))
-        return {(round((high - v) / ((high - low) or 1) * (height - 1)), x)
-                for x, v in found if math.isfinite(v)}
+        return {
+            (round((high - v) / ((high - low) or 1) * (height - 1)), x) for x, v in found if math.isfinite(v)
+        }
 
     ours, theirs = cells(first), cells(second)
     lines = []

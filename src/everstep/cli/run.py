@@ -38,9 +38,12 @@ def run_command(
     from everstep.node.script import run_as_main
 
     overrides = {"replicas": replicas, "stages": stages}
-    launch = api.Launch(script=[str(script.resolve()), *(arguments or ())], kills=kill or (),
-                        overrides={name: value for name, value in overrides.items() if value is not None},
-                        watch=lambda job: render.watching(job, as_json=as_json))
+    launch = api.Launch(
+        script=[str(script.resolve()), *(arguments or ())],
+        kills=kill or (),
+        overrides={name: value for name, value in overrides.items() if value is not None},
+        watch=lambda job: render.watching(job, as_json=as_json),
+    )
     code = 0
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         api.launch = launch

@@ -27,9 +27,15 @@ from everstep.schedule.document import document_of, instance_from
 from everstep.schedule.normalize import normalize
 from everstep.schedule.polish import polish as polish_plan
 
-STYLES = {Kind.F: "black on bright_cyan", Kind.I: "black on yellow", Kind.W: "black on green",
-          Kind.B: "black on bright_yellow", Kind.R: "white on magenta", Kind.U: "white on magenta",
-          None: "dim"}
+STYLES = {
+    Kind.F: "black on bright_cyan",
+    Kind.I: "black on yellow",
+    Kind.W: "black on green",
+    Kind.B: "black on bright_yellow",
+    Kind.R: "white on magenta",
+    Kind.U: "white on magenta",
+    None: "dim",
+}
 REFERENCES = ("1f1b", "zero-bubble")
 
 
@@ -38,27 +44,33 @@ def schedule_command(
     replicas: Annotated[int, typer.Option(help="Data-parallel replicas.")] = 3,
     microbatches: Annotated[int, typer.Option(help="Microbatches per replica and step.")] = 6,
     dead: Annotated[list[str] | None, typer.Option(help="A dead worker, replica:stage; repeatable.")] = None,
-    times: Annotated[str, typer.Option(help="Op times; R and U, the reduce and the update, are 0 if left out."
-                                       )] = "F=1,I=1,W=1",
+    times: Annotated[
+        str, typer.Option(help="Op times; R and U, the reduce and the update, are 0 if left out.")
+    ] = "F=1,I=1,W=1",
     hop: Annotated[float, typer.Option(help="Time of a tensor between stages.")] = 0.0,
-    stash: Annotated[str, typer.Option(help="Microbatches a worker may hold: none, a number, or from-memory."
-                                       )] = "none",
+    stash: Annotated[
+        str, typer.Option(help="Microbatches a worker may hold: none, a number, or from-memory.")
+    ] = "none",
     memory: Annotated[float, typer.Option(help="Bytes a worker has for activations.")] = 0.0,
     held_forward: Annotated[float, typer.Option(help="Bytes a microbatch holds from F to I.")] = 0.0,
     held_weight: Annotated[float, typer.Option(help="Bytes it holds from I to W.")] = 0.0,
     mode: Annotated[str, typer.Option(help=f"One of {', '.join(MODES)}.")] = "staggered",
-    instance_file: Annotated[Path | None, typer.Option(
-        "--instance", help="The full instance as JSON, instead of the options above.")] = None,
+    instance_file: Annotated[
+        Path | None,
+        typer.Option("--instance", help="The full instance as JSON, instead of the options above."),
+    ] = None,
     polish: Annotated[bool, typer.Option(help="Let CP-SAT improve the plan (extra `optimal`).")] = False,
     seconds: Annotated[float, typer.Option(help="Time limit of --polish.")] = 30.0,
     text: Annotated[bool, typer.Option("--text", help="Print the ops, one line a worker.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a Gantt chart.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a Gantt chart (extra `plot`).")] = None,
-    policies: Annotated[bool, typer.Option("--compare", help="Other systems' policies on this instance."
-                                           )] = False,
-    normalized: Annotated[bool, typer.Option("--normalize", help="Where the failures would hurt least."
-                                             )] = False,
+    policies: Annotated[
+        bool, typer.Option("--compare", help="Other systems' policies on this instance.")
+    ] = False,
+    normalized: Annotated[
+        bool, typer.Option("--normalize", help="Where the failures would hurt least.")
+    ] = False,
 ) -> None:
     """Plan one step for the workers that live, and say how far from the best possible it can be."""
     if mode not in MODES:
@@ -68,9 +80,12 @@ def schedule_command(
     else:
         instance = _instance(replicas, stages, microbatches, dead or [], times, hop)
         if memory:
-            instance = replace(instance, held_forward=(held_forward,) * stages,
-                               held_weight=(held_weight,) * stages,
-                               memory=dict.fromkeys(instance.fault_free().workers(), memory))
+            instance = replace(
+                instance,
+                held_forward=(held_forward,) * stages,
+                held_weight=(held_weight,) * stages,
+                memory=dict.fromkeys(instance.fault_free().workers(), memory),
+            )
     instance = _with_stash(instance, stash, given=instance_file is not None)
     messages = Console(stderr=True)
     if mode in REFERENCES and instance.dead:
@@ -81,8 +96,10 @@ def schedule_command(
     planning_ms = (time.perf_counter() - began) * 1e3
     _write_charts(instance, planned, svg, png)
     if as_json:
-        references = {f"fault_free_{name.replace('-', '_')}": plan(instance.fault_free(), name).value
-                      for name in REFERENCES}
+        references = {
+            f"fault_free_{name.replace('-', '_')}": plan(instance.fault_free(), name).value
+            for name in REFERENCES
+        }
         document = document_of(instance, planned, planning_ms=planning_ms, fault_free=references)
         sys.stdout.write(json.dumps(document) + "\n")
     elif text:
@@ -95,22 +112,33 @@ def schedule_command(
             _show_normalized(instance, mode)
 
 
-def _instance(replicas: int, stages: int, microbatches: int, dead: list[str], times: str,
-              hop: float) -> Instance:
+def _instance(
+    replicas: int, stages: int, microbatches: int, dead: list[str], times: str, hop: float
+) -> Instance:
     if min(replicas, stages, microbatches) < 1:
         raise UserError("--replicas, --stages and --microbatches must be at least 1.")
     if hop < 0:
         raise UserError(f"--hop is {hop:g}; make it 0 or more.")
     each = _times(times)
-    forward, input_grad, weight_grad = (uniform(replicas=replicas, stages=stages, value=each[letter])
-                                        for letter in "FIW")
+    forward, input_grad, weight_grad = (
+        uniform(replicas=replicas, stages=stages, value=each[letter]) for letter in "FIW"
+    )
     try:
         gone = frozenset(parse_worker(x) for x in dead)
     except UserError as error:
         raise UserError(f"--dead: {error}") from None
-    return Instance(replicas=replicas, stages=stages, microbatches=microbatches, hop=hop, dead=gone,
-                    forward=forward, input_grad=input_grad, weight_grad=weight_grad,
-                    reduce=(each.get("R", 0.0),) * stages, update=(each.get("U", 0.0),) * stages)
+    return Instance(
+        replicas=replicas,
+        stages=stages,
+        microbatches=microbatches,
+        hop=hop,
+        dead=gone,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        reduce=(each.get("R", 0.0),) * stages,
+        update=(each.get("U", 0.0),) * stages,
+    )
 
 
 def _times(text: str) -> dict[str, float]:
@@ -131,8 +159,10 @@ def _with_stash(instance: Instance, stash: str, *, given: bool) -> Instance:
         return instance if given else replace(instance, stash_cap=None, memory=None)
     if stash == "from-memory":
         if instance.memory is None:
-            raise UserError("--stash from-memory needs memory: give --memory with --held-forward and "
-                            "--held-weight, or an --instance that has it.")
+            raise UserError(
+                "--stash from-memory needs memory: give --memory with --held-forward and "
+                "--held-weight, or an --instance that has it."
+            )
         return replace(instance, stash_cap=None)
     if not stash.isdigit() or int(stash) < 1:
         raise UserError(f"--stash {stash} is not none, from-memory or a number of at least 1.")
@@ -189,32 +219,42 @@ def _write_charts(instance: Instance, planned: Planned, svg: Path | None, png: P
 def _show(instance: Instance, planned: Planned, planning_ms: float) -> None:
     console = Console(highlight=False)
     console.print(planned.because)
-    console.print(f"planned in {planning_ms:.1f} ms; re-routed {planned.rerouted}; "
-                  f"peak stash {max(planned.peak_stash.values())}; fault-free 1F1B "
-                  f"{plan(instance.fault_free(), '1f1b').value:g}, zero bubble "
-                  f"{plan(instance.fault_free(), 'zero-bubble').value:g}", soft_wrap=True)
+    console.print(
+        f"planned in {planning_ms:.1f} ms; re-routed {planned.rerouted}; "
+        f"peak stash {max(planned.peak_stash.values())}; fault-free 1F1B "
+        f"{plan(instance.fault_free(), '1f1b').value:g}, zero bubble "
+        f"{plan(instance.fault_free(), 'zero-bubble').value:g}",
+        soft_wrap=True,
+    )
     drawing = worker_grid.draw(instance, planned, columns=max(60, console.width - 8))
     for worker, cells in drawing.rows:
         line = Text(f"{worker!s:>5} ")
         for cell in cells:
             line.append(cell.text, style=("bold " if cell.rerouted else "") + STYLES[cell.kind])
         console.print(line, soft_wrap=True)
-    console.print("a column is "
-                  f"{drawing.tick:g}; small letters are re-routed, dots are idle", style="dim")
+    console.print(f"a column is {drawing.tick:g}; small letters are re-routed, dots are idle", style="dim")
 
 
 def _show_policies(instance: Instance) -> None:
     rows = compare(instance)
     table = Table("policy", "step", "vs fault-free 1F1B", "vs fault-free zero bubble")
     for row in rows:
-        table.add_row(row.policy, "stopped" if row.step is None else f"{row.step:g}",
-                      f"{row.relative(rows[0].step or 1.0):.3f}", f"{row.relative(rows[1].step or 1.0):.3f}")
+        table.add_row(
+            row.policy,
+            "stopped" if row.step is None else f"{row.step:g}",
+            f"{row.relative(rows[0].step or 1.0):.3f}",
+            f"{row.relative(rows[1].step or 1.0):.3f}",
+        )
     Console().print(table)
 
 
 def _show_normalized(instance: Instance, mode: str) -> None:
     table = Table("moves", "failures per stage", "lower bound", "who changes stage")
     for choice in normalize(instance, mode):
-        table.add_row(str(len(choice.moves)), " ".join(map(str, choice.failures)), f"{choice.bound:g}",
-                      ", ".join(f"{m.worker} becomes {m.becomes}" for m in choice.moves) or "nobody")
+        table.add_row(
+            str(len(choice.moves)),
+            " ".join(map(str, choice.failures)),
+            f"{choice.bound:g}",
+            ", ".join(f"{m.worker} becomes {m.becomes}" for m in choice.moves) or "nobody",
+        )
     Console().print(table)

@@ -11,9 +11,12 @@ from everstep.cli import render
 from everstep.engine.job import Job, load_job
 from everstep.errors import EverstepError
 
-KILL = typer.Option(metavar="stage=1,replica=0,step=7[,op=F3]", rich_help_panel="Faults",
-                    help="SIGKILL this worker in this step, before this op: F3, I2, W5 (F1.3: of replica "
-                         "1), R or U. May be given several times.")
+KILL = typer.Option(
+    metavar="stage=1,replica=0,step=7[,op=F3]",
+    rich_help_panel="Faults",
+    help="SIGKILL this worker in this step, before this op: F3, I2, W5 (F1.3: of replica "
+    "1), R or U. May be given several times.",
+)
 JSON = typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
 
 
@@ -55,5 +58,7 @@ def train_command(
 def describe(job: Job) -> str:
     """A job in half a line."""
     what = job.model.preset or job.model.build or "a GPT"
-    return (f"{what}: {job.replicas} replicas × {job.stages} stages, {job.microbatches} microbatches a "
-            f"replica, {job.steps} steps, {job.precision} on {job.device}")
+    return (
+        f"{what}: {job.replicas} replicas × {job.stages} stages, {job.microbatches} microbatches a "
+        f"replica, {job.steps} steps, {job.precision} on {job.device}"
+    )

@@ -113,5 +113,15 @@ class Incident:
     story: list[str] = field(default_factory=list)
 
 
-Action = (StartWorker | InterruptWorkers | ComputePlan | ResumeStep | CopyState | StopFeeding | RecordStep
-          | CloseIncident | FinishTask | FailTask)
+Action = (
+    StartWorker
+    | InterruptWorkers
+    | ComputePlan
+    | ResumeStep
+    | CopyState
+    | StopFeeding
+    | RecordStep
+    | CloseIncident
+    | FinishTask
+    | FailTask
+)

@@ -107,5 +107,16 @@ class CheckpointCommitted:
     step: int
 
 
-Event = (WorkerStarted | WorkerExited | WorkerRaised | LedgerReported | PlanComputed | StepSealed
-         | UpdateInvalidated | StateCopied | WorkerResumed | ProfileChanged | CheckpointCommitted)
+Event = (
+    WorkerStarted
+    | WorkerExited
+    | WorkerRaised
+    | LedgerReported
+    | PlanComputed
+    | StepSealed
+    | UpdateInvalidated
+    | StateCopied
+    | WorkerResumed
+    | ProfileChanged
+    | CheckpointCommitted
+)

@@ -17,8 +17,16 @@ class IncidentLog:
             waiting[-1].workers.append(worker)
             waiting[-1].replayed_ops += lost_ops
         else:
-            self.incidents.append(Incident(number=len(self.incidents) + 1, workers=[worker], what=what, step=step,
-                                           evidence_at=now, replayed_ops=lost_ops))
+            self.incidents.append(
+                Incident(
+                    number=len(self.incidents) + 1,
+                    workers=[worker],
+                    what=what,
+                    step=step,
+                    evidence_at=now,
+                    replayed_ops=lost_ops,
+                )
+            )
 
     def planned(self, now: float, epoch: int) -> None:
         for incident in self._unresumed():

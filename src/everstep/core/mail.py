@@ -19,8 +19,17 @@ class Mail:
         self.outbox: dict[Parcel, int] = {}  # boundary parcels of open steps -> replica they went to
         self.commands: list[Command] = []
 
-    def name(self, what: What, step: int, stage: int, microbatch: Microbatch | None = None, *, round: int = 0,
-             sender: int = -1, owner: int = -1) -> Parcel:
+    def name(
+        self,
+        what: What,
+        step: int,
+        stage: int,
+        microbatch: Microbatch | None = None,
+        *,
+        round: int = 0,
+        sender: int = -1,
+        owner: int = -1,
+    ) -> Parcel:
         """A parcel of the step's current attempt."""
         return Parcel(what, self.order.attempt(step), step, stage, microbatch, round, sender, owner)
 

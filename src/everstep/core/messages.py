@@ -230,11 +230,25 @@ class Finished:
     """The last step is updated, sealed and valid."""
 
 
-Task = (Compute | Contribute | SumChunk | AssembleSum | CombineTied | Update | Undo | Snapshot | ApplyFeed | Restore
-        | SaveCheckpoint | Wait | Paused | Finished)
+Task = (
+    Compute
+    | Contribute
+    | SumChunk
+    | AssembleSum
+    | CombineTied
+    | Update
+    | Undo
+    | Snapshot
+    | ApplyFeed
+    | Restore
+    | SaveCheckpoint
+    | Wait
+    | Paused
+    | Finished
+)
 
 
-# ------------------------------------------------------------------ what a walker asks its shell to do meanwhile
+# ------------------------------------------------------------------ what it asks its shell to do meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,4 +316,4 @@ class TellCopied:
     state_step: int
 
 
-Command = (Send | Forget | ReleaseGradients | ReleaseSum | DiscardWork | TellSealed | TellInvalid | TellCopied)
+Command = Send | Forget | ReleaseGradients | ReleaseSum | DiscardWork | TellSealed | TellInvalid | TellCopied

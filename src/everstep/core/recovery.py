@@ -134,7 +134,8 @@ class Recovery:
         if isinstance(self.phase, Running | Gathering | Planning) and self.members:
             for worker in self._having(Member):
                 assert worker.replica in self.members[-1].live[worker.stage] or not isinstance(
-                    self.phase, Running), f"{worker} is a member nobody knows of"
+                    self.phase, Running
+                ), f"{worker} is a member nobody knows of"
         assert all(count <= self.policy.max_restarts + 1 for count in self.restarts.values())
         if isinstance(self.phase, Gathering):
             assert self.phase.awaited, "gathering, but nobody is awaited"
@@ -169,7 +170,9 @@ class Recovery:
         self.places[worker] = Absent(self.recorded + self.policy.rejoin_after_steps, event.reason)
         actions: list[Action] = []
         if isinstance(place, Joining) and place.source is not None:
-            actions.append(StopFeeding(source=place.source, joiner=worker, because=f"{worker} died while joining"))
+            actions.append(
+                StopFeeding(source=place.source, joiner=worker, because=f"{worker} died while joining")
+            )
         if isinstance(self.phase, Planning) and self.phase.restore is not None:
             return actions + self._assemble()  # nobody has moved yet
         if was_member:
@@ -194,10 +197,15 @@ class Recovery:
     def _bring_back_the_due(self) -> list[Action]:
         actions: list[Action] = []
         for worker, place in self.places.items():
-            if (isinstance(place, Absent) and place.due_step <= self.recorded
-                    and self.restarts[worker] <= self.policy.max_restarts):
-                actions += self._start(worker, f"worker {worker} was lost ({place.because}); "
-                                               f"start number {self.restarts[worker] + 1}")
+            if (
+                isinstance(place, Absent)
+                and place.due_step <= self.recorded
+                and self.restarts[worker] <= self.policy.max_restarts
+            ):
+                actions += self._start(
+                    worker,
+                    f"worker {worker} was lost ({place.because}); start number {self.restarts[worker] + 1}",
+                )
         return actions
 
     # -------------------------------------------------------------- a new epoch
@@ -205,8 +213,11 @@ class Recovery:
     def _gather(self, because: str) -> list[Action]:
         """Ask the live members for their ledgers. A second death meanwhile asks again, in the next epoch."""
         self.epoch += 1
-        asked = {w for w, place in self.places.items()
-                 if isinstance(place, Member) or (isinstance(place, Joining) and place.enter_at is not None)}
+        asked = {
+            w
+            for w, place in self.places.items()
+            if isinstance(place, Member) or (isinstance(place, Joining) and place.enter_at is not None)
+        }
         if isinstance(self.phase, Assembling) and not asked:
             return []
         if not asked:
@@ -216,7 +227,11 @@ class Recovery:
 
     def _ledger(self, event: LedgerReported) -> list[Action]:
         phase = self.phase
-        if not isinstance(phase, Gathering) or event.epoch != phase.epoch or event.worker not in phase.awaited:
+        if (
+            not isinstance(phase, Gathering)
+            or event.epoch != phase.epoch
+            or event.worker not in phase.awaited
+        ):
             return []
         phase.ledgers[event.worker] = event.ledger
         phase.awaited.discard(event.worker)
@@ -228,16 +243,31 @@ class Recovery:
             return self._assemble()
         found = survey(self.shape, ledgers, steps=self.steps, entering=self._entering())
         for place in self.places.values():
-            if isinstance(place, Joining) and place.copied and place.enter_at is None and found.high < self.steps:
+            if (
+                isinstance(place, Joining)
+                and place.copied
+                and place.enter_at is None
+                and found.high < self.steps
+            ):
                 place.enter_at = found.high + 1
         if self.rewind is None:
             self.rewind = found.rewind
-        self._regroup(found.low if self.rewind is None else min(found.low, self.rewind), restarting=found.owing)
-        broken = {step: rest if self.rewind is None or step <= self.rewind else BrokenStep(rest.dead, {})
-                  for step, rest in found.broken.items()}
+        self._regroup(
+            found.low if self.rewind is None else min(found.low, self.rewind), restarting=found.owing
+        )
+        broken = {
+            step: rest if self.rewind is None or step <= self.rewind else BrokenStep(rest.dead, {})
+            for step, rest in found.broken.items()
+        }
         self.phase = Planning(phase.epoch, phase.because, None, found, ledgers)
-        return [ComputePlan(epoch=phase.epoch, broken=broken, dead=self._not_among(self.members[-1]),
-                            because=phase.because)]
+        return [
+            ComputePlan(
+                epoch=phase.epoch,
+                broken=broken,
+                dead=self._not_among(self.members[-1]),
+                because=phase.because,
+            )
+        ]
 
     def _settle_joiners(self, told: Mapping[Worker, Ledger]) -> dict[Worker, Ledger]:
         """A joiner that was let in is a member once its state is there; without its source it must copy
@@ -267,12 +297,16 @@ class Recovery:
         since = {w: p.since for w, p in self.places.items() if isinstance(p, Member)} | self._entering()
         table = []
         for first in sorted({low - 1, *(step for step in since.values() if step >= low)}):
-            live = tuple(tuple(sorted(w.replica for w, s in since.items() if w.stage == stage and s <= first))
-                         for stage in range(self.shape.stages))
+            live = tuple(
+                tuple(sorted(w.replica for w, s in since.items() if w.stage == stage and s <= first))
+                for stage in range(self.shape.stages)
+            )
             if not all(live):
                 continue
-            rounds = tuple(self.epoch if stage in restarting else self._round(stage, first, live[stage])
-                           for stage in range(self.shape.stages))
+            rounds = tuple(
+                self.epoch if stage in restarting else self._round(stage, first, live[stage])
+                for stage in range(self.shape.stages)
+            )
             table.append(Members(first, live, rounds))
         self.members = tuple(table)
 
@@ -307,19 +341,37 @@ class Recovery:
             if self.rewind is not None and ledger is not None:
                 at = min(at, self.rewind)
             void = self.steps if self.rewind is None else self.rewind  # nothing done after this step counts
-            lists = {step: ops[worker] if ledger is None or step > void else _without_reduce(
-                        ops[worker], ledger, step)
-                     for step, ops in event.lists.items() if step >= at and worker in ops}
+            lists = {
+                step: ops[worker]
+                if ledger is None or step > void
+                else _without_reduce(ops[worker], ledger, step)
+                for step, ops in event.lists.items()
+                if step >= at and worker in ops
+            }
             if self.rewind is not None and self.rewind < phase.survey.low:
                 lists[self.rewind] = (Op(Kind.U, None, worker.stage),)
             order = Resume(
-                epoch=phase.epoch, attempts=self.attempts, step=at, lists=lists, steady=event.steady[worker],
-                hosts=event.hosts, steady_hosts=event.steady_hosts, members=self.members,
+                epoch=phase.epoch,
+                attempts=self.attempts,
+                step=at,
+                lists=lists,
+                steady=event.steady[worker],
+                hosts=event.hosts,
+                steady_hosts=event.steady_hosts,
+                members=self.members,
                 ghosts=phase.survey.ghosts.get(worker, frozenset()),
-                give={step: peers for step, peers in phase.survey.give.get(worker, {}).items()
-                      if self.rewind is None or step <= self.rewind}, rewind=self.rewind,
-                feeds={joiner.replica: None if place.enter_at is None else place.enter_at - 1
-                       for joiner, place in self._joiners() if place.source == worker})
+                give={
+                    step: peers
+                    for step, peers in phase.survey.give.get(worker, {}).items()
+                    if self.rewind is None or step <= self.rewind
+                },
+                rewind=self.rewind,
+                feeds={
+                    joiner.replica: None if place.enter_at is None else place.enter_at - 1
+                    for joiner, place in self._joiners()
+                    if place.source == worker
+                },
+            )
             actions.append(ResumeStep(worker=worker, order=order, because=phase.because))
         return actions
 
@@ -343,10 +395,13 @@ class Recovery:
                 actions += self._start(worker, f"stage {worker.stage} needs a worker ({place.because})")
         for stage in range(self.shape.stages):
             if all(isinstance(place, Absent) for w, place in self.places.items() if w.stage == stage):
-                last = next(p.because for w, p in self.places.items()
-                            if w.stage == stage and isinstance(p, Absent))
-                return self._fail(f"stage {stage} has no worker left and its restarts are used up "
-                                  f"({self.policy.max_restarts} a place); the last one: {last}")
+                last = next(
+                    p.because for w, p in self.places.items() if w.stage == stage and isinstance(p, Absent)
+                )
+                return self._fail(
+                    f"stage {stage} has no worker left and its restarts are used up "
+                    f"({self.policy.max_restarts} a place); the last one: {last}"
+                )
         return actions
 
     def _plan_if_assembled(self) -> list[Action]:
@@ -364,19 +419,38 @@ class Recovery:
             self.places[worker] = Member(place.incarnation, phase.restore + 1)
         self._regroup(phase.restore + 1, restarting=frozenset(range(self.shape.stages)))
         first = not self.incidents and phase.wait_for_all
-        because = "every worker is up" if first else (
-            f"every stage has a worker again; the nearest state is the checkpoint of step {phase.restore}")
+        because = (
+            "every worker is up"
+            if first
+            else (
+                f"every stage has a worker again; the nearest state is the checkpoint of step {phase.restore}"
+            )
+        )
         self.phase = Planning(self.epoch, because, phase.restore, None, {})
-        return [ComputePlan(epoch=self.epoch, broken={}, dead=self._not_among(self.members[-1]), because=because)]
+        return [
+            ComputePlan(epoch=self.epoch, broken={}, dead=self._not_among(self.members[-1]), because=because)
+        ]
 
     def _resume_from_checkpoint(self, event: PlanComputed, restore: int, because: str) -> list[Action]:
         self._void_from(restore + 1)
         self.recorded = restore
         self.sealed.clear()
-        return [ResumeStep(worker=worker, because=because, order=Resume(
-                    epoch=event.epoch, attempts=self.attempts, step=restore + 1, steady=event.steady[worker],
-                    steady_hosts=event.steady_hosts, members=self.members, restore=restore))
-                for worker in self._having(Member)]
+        return [
+            ResumeStep(
+                worker=worker,
+                because=because,
+                order=Resume(
+                    epoch=event.epoch,
+                    attempts=self.attempts,
+                    step=restore + 1,
+                    steady=event.steady[worker],
+                    steady_hosts=event.steady_hosts,
+                    members=self.members,
+                    restore=restore,
+                ),
+            )
+            for worker in self._having(Member)
+        ]
 
     # -------------------------------------------------------------- joining
 
@@ -393,8 +467,13 @@ class Recovery:
             source = min(peers, key=lambda w: (sources.count(w), w))
             sources.append(source)
             self.places[joiner] = Joining(place.incarnation, source)
-            actions.append(CopyState(source=source, joiner=joiner,
-                                     because=f"{joiner} takes its state from {source} while training goes on"))
+            actions.append(
+                CopyState(
+                    source=source,
+                    joiner=joiner,
+                    because=f"{joiner} takes its state from {source} while training goes on",
+                )
+            )
         return actions
 
     def _copied(self, event: StateCopied) -> list[Action]:
@@ -425,7 +504,11 @@ class Recovery:
     def _record(self, stages: dict[int, StepSealed]) -> RecordStep:
         self.recorded += 1
         for worker, place in self._joiners():
-            if place.enter_at is not None and place.enter_at <= self.recorded and isinstance(self.phase, Running):
+            if (
+                place.enter_at is not None
+                and place.enter_at <= self.recorded
+                and isinstance(self.phase, Running)
+            ):
                 self.places[worker] = Member(place.incarnation, place.enter_at)  # its part is in this sum
         total = self.shape.replicas * self.shape.microbatches
         once = all(sealed.microbatches == total for sealed in stages.values())
@@ -433,10 +516,16 @@ class Recovery:
         self.log.recorded(self.recorded, elsewhere)
         squares = [sealed.sum_of_squares for sealed in stages.values()]
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
-        return RecordStep(step=self.recorded, epoch=self.epoch, attempt=self.attempts[-1][1],
-                          losses=stages[self.shape.stages - 1].losses, norm=norm,
-                          microbatches_committed=total if once else 0, replayed_elsewhere=elsewhere,
-                          because="every stage has sealed it")
+        return RecordStep(
+            step=self.recorded,
+            epoch=self.epoch,
+            attempt=self.attempts[-1][1],
+            losses=stages[self.shape.stages - 1].losses,
+            norm=norm,
+            microbatches_committed=total if once else 0,
+            replayed_elsewhere=elsewhere,
+            because="every stage has sealed it",
+        )
 
     def _invalidated(self, event: UpdateInvalidated, now: float) -> list[Action]:
         if event.attempt != self._attempt(event.step + 1) or isinstance(self.phase, Assembling):
@@ -457,8 +546,10 @@ class Recovery:
     def _resumed(self, event: WorkerResumed) -> list[Action]:
         if event.epoch != self.epoch:
             return []
-        return [CloseIncident(incident=incident, because=f"{event.worker} runs ops again")
-                for incident in self.log.resumed(event.at)]
+        return [
+            CloseIncident(incident=incident, because=f"{event.worker} runs ops again")
+            for incident in self.log.resumed(event.at)
+        ]
 
     def _fail(self, because: str) -> list[Action]:
         self.phase = Over(because)

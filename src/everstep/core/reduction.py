@@ -51,7 +51,9 @@ class Reduction:
     def contributed(self, state: StepState, losses: tuple[tuple[Microbatch, float], ...]) -> None:
         state.own_part = Part(state.accumulated(), losses, state.executed)
         for peer in self.mail.other_peers(state.step):
-            self.mail.send(self._part(state, sender=self.me.replica, owner=peer.replica), peer, state.own_part)
+            self.mail.send(
+                self._part(state, sender=self.me.replica, owner=peer.replica), peer, state.own_part
+            )
 
     def summed(self, state: StepState, task: SumChunk, squares: float) -> None:
         state.own_chunk_squares = squares
@@ -80,8 +82,10 @@ class Reduction:
         self.tell_held(state)
 
     def all_hold(self, state: StepState) -> bool:
-        return all(self._held(state.step, peer.replica) in self.mail.box
-                   for peer in self.mail.other_peers(state.step))
+        return all(
+            self._held(state.step, peer.replica) in self.mail.box
+            for peer in self.mail.other_peers(state.step)
+        )
 
     def tell_held(self, state: StepState) -> None:
         for peer in self.mail.other_peers(state.step):
@@ -96,7 +100,9 @@ class Reduction:
         if state.holds_sum:
             self.mail.send(self._held(state.step, self.me.replica), peer)
         if state.own_part is not None and not state.sealed:
-            self.mail.send(self._part(state, sender=self.me.replica, owner=peer.replica), peer, state.own_part)
+            self.mail.send(
+                self._part(state, sender=self.me.replica, owner=peer.replica), peer, state.own_part
+            )
         if state.own_chunk_squares is not None and not state.sealed:
             self.mail.send(self._chunk(state, owner=self.me.replica), peer, state.own_chunk_squares)
 
@@ -107,7 +113,9 @@ class Reduction:
         return self.mail.name(What.HELD, step, self.me.stage, sender=sender)
 
     def _part(self, state: StepState, *, sender: int, owner: int) -> Parcel:
-        return self.mail.name(What.PART, state.step, self.me.stage, round=state.round, sender=sender, owner=owner)
+        return self.mail.name(
+            What.PART, state.step, self.me.stage, round=state.round, sender=sender, owner=owner
+        )
 
     def _chunk(self, state: StepState, *, owner: int) -> Parcel:
         return self.mail.name(What.SUM, state.step, self.me.stage, round=state.round, sender=owner)
@@ -117,7 +125,9 @@ class Reduction:
         microbatches = [m for part in parts for m in part.microbatches]
         distinct, total = len(set(microbatches)), self.rules.total_microbatches
         if len(microbatches) != total or distinct != total:
-            raise InternalError(f"step {step}, stage {self.me.stage}: the sum would hold {len(microbatches)} "
-                                f"microbatches, {distinct} distinct, instead of each of {total} once")
+            raise InternalError(
+                f"step {step}, stage {self.me.stage}: the sum would hold {len(microbatches)} "
+                f"microbatches, {distinct} distinct, instead of each of {total} once"
+            )
         losses = tuple(sorted(loss for part in parts for loss in part.losses))
         return Part(tuple(sorted(microbatches)), losses, sum(part.executed for part in parts))

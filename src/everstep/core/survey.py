@@ -44,11 +44,14 @@ class Survey:
     owing: frozenset[int]  # the stages with ops still to run in a broken step
     give: Mapping[Worker, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
     ghosts: Mapping[Worker, frozenset[tuple[int, Microbatch]]] = field(default_factory=dict)
-    rewind: int | None = None  # a ghost's host has updated this step eagerly already: that must be undone first
+    rewind: int | None = (
+        None  # a ghost's host has updated this step eagerly already: that must be undone first
+    )
 
 
-def survey(shape: Shape, ledgers: Mapping[Worker, Ledger], *, steps: int,
-           entering: Mapping[Worker, int]) -> Survey:
+def survey(
+    shape: Shape, ledgers: Mapping[Worker, Ledger], *, steps: int, entering: Mapping[Worker, int]
+) -> Survey:
     """`ledgers` are the members'; `entering` are joiners and the step from which they are members too."""
     low = min(ledger.step for ledger in ledgers.values())
     high = max(ledger.step for ledger in ledgers.values())
@@ -73,8 +76,15 @@ def survey(shape: Shape, ledgers: Mapping[Worker, Ledger], *, steps: int,
             view.done[microbatch, stage] = (host, kinds)
         broken[step] = BrokenStep(frozenset(w for w in shape.workers() if w not in alive), view.done)
     hosts_ahead = [w for w in ghosts if ledgers[w].step > low]
-    return Survey(low=low, high=high, broken=broken, owing=frozenset(owing), give=give,
-                  ghosts={w: frozenset(which) for w, which in ghosts.items()}, rewind=low if hosts_ahead else None)
+    return Survey(
+        low=low,
+        high=high,
+        broken=broken,
+        owing=frozenset(owing),
+        give=give,
+        ghosts={w: frozenset(which) for w, which in ghosts.items()},
+        rewind=low if hosts_ahead else None,
+    )
 
 
 class _StepView:
@@ -101,8 +111,12 @@ class _StepView:
 
     def holders(self, stage: int) -> list[Worker]:
         """The workers that hold the stage's sum of this step."""
-        return [w for w in self.peers(stage) if self.ledgers[w].step > self.step or (
-            self.ledgers[w].step == self.step and any(op.kind is Kind.R for op in self.ledgers[w].done))]
+        return [
+            w
+            for w in self.peers(stage)
+            if self.ledgers[w].step > self.step
+            or (self.ledgers[w].step == self.step and any(op.kind is Kind.R for op in self.ledgers[w].done))
+        ]
 
     def is_owing(self, stage: int) -> bool:
         return any(self.run.get((m, stage), (0, ""))[1] != "FIW" for m in self.shape.all_microbatches())
@@ -161,8 +175,11 @@ class _StepView:
     def _run_by_the_living(self) -> dict[Place, tuple[int, str]]:
         run: dict[Place, tuple[int, str]] = {}
         for worker, ledger in self.ledgers.items():
-            ops = ledger.done if ledger.step == self.step else (
-                ledger.done_before if ledger.step == self.step + 1 else ())
+            ops = (
+                ledger.done
+                if ledger.step == self.step
+                else (ledger.done_before if ledger.step == self.step + 1 else ())
+            )
             kinds: dict[Place, str] = {}
             for op in ops:
                 if op.microbatch is not None:
@@ -170,7 +187,9 @@ class _StepView:
                     kinds[place] = kinds.get(place, "") + op.kind
             for place, which in kinds.items():
                 if place in run:
-                    raise InternalError(f"{place[0]} was run by two workers of stage {place[1]} in step {self.step}")
+                    raise InternalError(
+                        f"{place[0]} was run by two workers of stage {place[1]} in step {self.step}"
+                    )
                 run[place] = (worker.replica, "".join(k for k in "FIW" if k in which))
         return run
 
@@ -186,5 +205,9 @@ class _StepView:
 
 
 def _is(parcel: Parcel, step: int, microbatch: Microbatch, stage: int) -> bool:
-    return (parcel.what is What.GRADIENT and parcel.step == step and parcel.stage == stage
-            and parcel.microbatch == microbatch)
+    return (
+        parcel.what is What.GRADIENT
+        and parcel.step == step
+        and parcel.stage == stage
+        and parcel.microbatch == microbatch
+    )

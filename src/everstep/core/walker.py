@@ -90,9 +90,12 @@ class Walker:
         self.epoch = max(epoch, self.epoch)
         if self.joining:
             return Ledger(step=(self.state_step or 0) + 1, joining=True)
-        return Ledger(step=self.now.step, done=(*self.now.done, *self.now.ghosts),
-                      done_before=() if self.before is None else (*self.before.done, *self.before.ghosts),
-                      holding=tuple(p for p in self.mail.box if p.what in (What.ACTIVATION, What.GRADIENT)))
+        return Ledger(
+            step=self.now.step,
+            done=(*self.now.done, *self.now.ghosts),
+            done_before=() if self.before is None else (*self.before.done, *self.before.ghosts),
+            holding=tuple(p for p in self.mail.box if p.what in (What.ACTIVATION, What.GRADIENT)),
+        )
 
     def resume(self, order: Resume) -> None:
         """Take over a new epoch's membership and lists, and make good what the change may have lost."""
@@ -307,8 +310,11 @@ class Walker:
         squares: list[float] = []
         for stage in range(self.rules.stages):
             own = stage == self.me.stage
-            share = state.sum_of_squares if own else self.mail.box.get(
-                self.mail.name(What.NEWS, state.step, stage))
+            share = (
+                state.sum_of_squares
+                if own
+                else self.mail.box.get(self.mail.name(What.NEWS, state.step, stage))
+            )
             if share is None:
                 return None
             squares.append(float(share))
@@ -428,8 +434,13 @@ class Walker:
 
     def _announce(self, state: StepState, sum_of_squares: float) -> None:
         assert state.everyone is not None
-        sealed = TellSealed(state.step, len(state.everyone.microbatches), state.everyone.executed,
-                            state.everyone.losses, sum_of_squares)
+        sealed = TellSealed(
+            state.step,
+            len(state.everyone.microbatches),
+            state.everyone.executed,
+            state.everyone.losses,
+            sum_of_squares,
+        )
         self._told = {step: told for step, told in self._told.items() if state.step - 4 < step < state.step}
         self._told[state.step] = sealed
         self._tell_news(state.step, sealed)

@@ -36,10 +36,13 @@ class Beacon:
             self._map = mmap.mmap(file.fileno(), SIZE)
         self._sequence = 0
 
-    def write(self, *, at_ns: int, epoch: int, step: int, done: int, num_ops: int, busy: bool, doing: str) -> None:
+    def write(
+        self, *, at_ns: int, epoch: int, step: int, done: int, num_ops: int, busy: bool, doing: str
+    ) -> None:
         self._sequence += 2
-        _LAYOUT.pack_into(self._map, 0, self._sequence - 1, at_ns, epoch, step, done, num_ops, busy,
-                          doing.encode()[:31])
+        _LAYOUT.pack_into(
+            self._map, 0, self._sequence - 1, at_ns, epoch, step, done, num_ops, busy, doing.encode()[:31]
+        )
         struct.pack_into("<Q", self._map, 0, self._sequence)
 
     def read(self) -> Reading | None:
@@ -48,8 +51,15 @@ class Beacon:
             sequence, at_ns, epoch, step, done, num_ops, busy, doing = _LAYOUT.unpack_from(self._map, 0)
             again = struct.unpack_from("<Q", self._map, 0)[0]
             if sequence and sequence % 2 == 0 and again == sequence:
-                return Reading(at_ns=at_ns, epoch=epoch, step=step, done=done, num_ops=num_ops, busy=busy,
-                               doing=doing.rstrip(b"\0").decode(errors="replace"))
+                return Reading(
+                    at_ns=at_ns,
+                    epoch=epoch,
+                    step=step,
+                    done=done,
+                    num_ops=num_ops,
+                    busy=busy,
+                    doing=doing.rstrip(b"\0").decode(errors="replace"),
+                )
         return None
 
     def close(self) -> None:

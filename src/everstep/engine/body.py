@@ -51,9 +51,18 @@ class Ports:
 
 
 class Body:
-    def __init__(self, me: Worker, walker: Walker, build: Callable[[], tuple[Stage, Updater]], *, ports: Ports,
-                 links: Links, inbox: queue.SimpleQueue[Order], beacon: Beacon | None = None,
-                 faults: tuple[Fault, ...] = ()) -> None:
+    def __init__(
+        self,
+        me: Worker,
+        walker: Walker,
+        build: Callable[[], tuple[Stage, Updater]],
+        *,
+        ports: Ports,
+        links: Links,
+        inbox: queue.SimpleQueue[Order],
+        beacon: Beacon | None = None,
+        faults: tuple[Fault, ...] = (),
+    ) -> None:
         self.me, self.walker, self.ports, self.links, self.inbox = me, walker, ports, links, inbox
         self.beacon = beacon
         self.faults = list(faults)
@@ -86,7 +95,9 @@ class Body:
             if self._finishing and (isinstance(task, msg.Paused | msg.Finished) or self.walker.joining):
                 return
             if isinstance(task, msg.Wait | msg.Paused | msg.Finished):
-                self._shine(busy=False, doing=task.missing if isinstance(task, msg.Wait) else type(task).__name__)
+                self._shine(
+                    busy=False, doing=task.missing if isinstance(task, msg.Wait) else type(task).__name__
+                )
                 if not self._take(self.inbox.get()):
                     return
                 continue
@@ -128,8 +139,7 @@ class Body:
         return True
 
     def _mend(self, address: Address) -> None:
-        """A connection broke a while ago. Mostly its peer had died, and is in the book no more; else send again
-        what may have been lost."""
+        """A connection broke a while ago. If its peer is still one of us, send again what may be lost."""
         for peer, known in self.book.items():
             if known == address:
                 self.walker.link_reopened(peer)
@@ -169,7 +179,10 @@ class Body:
             case msg.Restore():
                 return self._restore(task.state_step)
             case msg.SaveCheckpoint():
-                state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.updater.state().items()}
+                state = {
+                    name: tensor.detach().to("cpu", copy=True)
+                    for name, tensor in self.updater.state().items()
+                }
                 return self.ports.save(task.state_step, state)
 
     def _compute(self, task: msg.Compute) -> None:
@@ -204,8 +217,11 @@ class Body:
     def _losses(self, step: int) -> list[tuple[Microbatch, float]]:
         if not self.stage.is_last:
             return []
-        return [(op.microbatch, float(self.stage.loss(step, self._number(op.microbatch))))
-                for op in self.walker.now.done if op.kind is Kind.F and op.microbatch is not None]
+        return [
+            (op.microbatch, float(self.stage.loss(step, self._number(op.microbatch))))
+            for op in self.walker.now.done
+            if op.kind is Kind.F and op.microbatch is not None
+        ]
 
     def _sum_chunk(self, task: msg.SumChunk) -> float:
         """Replica by replica in their order, so that the sum does not depend on who was first."""
@@ -270,11 +286,15 @@ class Body:
         target = self.book.get(Worker(task.joiner, self.me.stage))
         if target is None:
             return
-        state = {name: devices.to_host(t) if t.is_cuda else t.detach().clone()
-                 for name, t in self.updater.state().items()}
+        state = {
+            name: devices.to_host(t) if t.is_cuda else t.detach().clone()
+            for name, t in self.updater.state().items()
+        }
         for name, tensor in state.items():
             self.links.send(target, frames.STATE, None, {"name": name}, tensor.contiguous())
-        self.links.send(target, frames.STATE, None, {"state_step": task.state_step, "tensors": len(state)}, None)
+        self.links.send(
+            target, frames.STATE, None, {"state_step": task.state_step, "tensors": len(state)}, None
+        )
 
     def _state_arrived(self, frame: frames.Incoming) -> None:
         if "name" in frame.facts and frame.tensor is not None:
@@ -312,15 +332,19 @@ class Body:
                         self._release_gradients(command.step)
                 case msg.ReleaseSum():
                     self._spare_sums.append(self.sums.pop(command.step))
-                    self.payloads = {p: t for p, t in self.payloads.items()
-                                     if p.what is not What.TIED or p.step > command.step}
+                    self.payloads = {
+                        p: t
+                        for p, t in self.payloads.items()
+                        if p.what is not What.TIED or p.step > command.step
+                    }
                 case msg.DiscardWork():
                     self._discard(command.from_step)
                 case msg.TellSealed():
                     self.ports.report("sealed", {"sealed": command})
                 case msg.TellInvalid():
-                    self.ports.report("invalid", {"step": command.step, "norm": command.norm,
-                                                  "attempt": command.attempt})
+                    self.ports.report(
+                        "invalid", {"step": command.step, "norm": command.norm, "attempt": command.attempt}
+                    )
                 case msg.TellCopied():
                     self.ports.report("copied", {"state_step": command.state_step})
 
@@ -328,7 +352,9 @@ class Body:
         address = self.book.get(Worker(command.replica, command.stage))
         if address is not None:
             parcel = command.parcel
-            self.links.send(address, parcel.what, parcel, frames.facts_of(command.value), self._payload(parcel))
+            self.links.send(
+                address, parcel.what, parcel, frames.facts_of(command.value), self._payload(parcel)
+            )
             if parcel.what is What.PART:
                 self._maybe_die(parcel.step, "R", "sending")
 
@@ -377,8 +403,11 @@ class Body:
 
     def _sum(self, step: int) -> Tensor:
         if step not in self.sums:
-            self.sums[step] = self._spare_sums.pop() if self._spare_sums else torch.empty(
-                self.stage.size, dtype=torch.float32, device=self.stage.device)
+            self.sums[step] = (
+                self._spare_sums.pop()
+                if self._spare_sums
+                else torch.empty(self.stage.size, dtype=torch.float32, device=self.stage.device)
+            )
         return self.sums[step]
 
     def _time(self, kind: Kind, started_ns: int) -> None:
@@ -388,8 +417,15 @@ class Body:
     def _shine(self, *, busy: bool, doing: str) -> None:
         if self.beacon is not None:
             now = self.walker.now
-            self.beacon.write(at_ns=self.ports.clock_ns(), epoch=self.walker.epoch, step=now.step,
-                              done=now.executed, num_ops=len(now.todo), busy=busy, doing=doing)
+            self.beacon.write(
+                at_ns=self.ports.clock_ns(),
+                epoch=self.walker.epoch,
+                step=now.step,
+                done=now.executed,
+                num_ops=len(now.todo),
+                busy=busy,
+                doing=doing,
+            )
 
     def _maybe_die(self, step: int, op: str, when: str) -> None:
         for fault in self.faults:

@@ -52,10 +52,11 @@ class Synthetic:
 class TokenFile:
     """Windows of a file of tokens, a byte or two each; (seed, step, microbatch, row) say where one starts."""
 
-    def __init__(self, path: str | Path, *, sequence: int, rows: int, seed: int = 0,
-                 token: str = "uint8") -> None:
+    def __init__(
+        self, path: str | Path, *, sequence: int, rows: int, seed: int = 0, token: str = "uint8"
+    ) -> None:
         if token not in ("uint8", "uint16"):
-            raise UserError(f"data.token is {token!r}; use \"uint8\" or \"uint16\".")
+            raise UserError(f'data.token is {token!r}; use "uint8" or "uint16".')
         self.path, self.sequence, self.rows, self.seed = Path(path), sequence, rows, seed
         if not self.path.is_file():
             raise UserError(f"data.path {str(path)!r} is not a file.")
@@ -73,5 +74,7 @@ class TokenFile:
 
 def _shifted(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
     """Inputs, and for each the token that follows it."""
-    return (torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])),
-            torch.from_numpy(np.ascontiguousarray(tokens[:, 1:])))
+    return (
+        torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])),
+        torch.from_numpy(np.ascontiguousarray(tokens[:, 1:])),
+    )

@@ -24,7 +24,7 @@ def pick(name: str, index: int = 0) -> torch.device:
         raise UserError(f"device {name!r} is not known; use cpu, cuda or cuda:0.")
     there = torch.cuda.device_count()
     if there == 0:
-        raise UserError(f"device {name!r} asks for a GPU and this machine shows none; use device = \"cpu\".")
+        raise UserError(f'device {name!r} asks for a GPU and this machine shows none; use device = "cpu".')
     chosen = int(number) if number else index % there
     if chosen >= there:
         raise UserError(f"device {name!r} is not there; the last GPU of this machine is cuda:{there - 1}.")

@@ -52,7 +52,9 @@ def parse_fault(text: str) -> Fault:
     for item in text.split(","):
         name, sign, value = item.strip().partition("=")
         if not sign or name not in ("stage", "replica", "step", "op", "when", "how"):
-            raise UserError(f"--kill {text!r}: {item.strip()!r} is not one of stage=, replica=, step=, op=, when=, how=.")
+            raise UserError(
+                f"--kill {text!r}: {item.strip()!r} is not one of stage=, replica=, step=, op=, when=, how=."
+            )
         fields[name] = value
     for name in ("stage", "replica", "step"):
         if not fields.get(name, "").isdigit():
@@ -63,15 +65,22 @@ def parse_fault(text: str) -> Fault:
         raise UserError(f"--kill {text!r}: when is one of {', '.join(WHENS)}, not {when!r}.")
     if (how := fields.get("how", "kill")) not in ("kill", "raise"):
         raise UserError(f"--kill {text!r}: how is kill or raise, not {how!r}.")
-    return Fault(worker=Worker(int(fields["replica"]), int(fields["stage"])), step=int(fields["step"]), op=op,
-                 when=when, how=how)
+    return Fault(
+        worker=Worker(int(fields["replica"]), int(fields["stage"])),
+        step=int(fields["step"]),
+        op=op,
+        when=when,
+        how=how,
+    )
 
 
 def check_fault(fault: Fault, *, replicas: int, stages: int, microbatches: int, steps: int) -> None:
     """A fault that can never strike is a mistake."""
     if fault.worker.replica >= replicas or fault.worker.stage >= stages:
-        raise UserError(f"--kill names worker {fault.worker} (replica:stage); the job has replicas 0 to "
-                        f"{replicas - 1} and stages 0 to {stages - 1}.")
+        raise UserError(
+            f"--kill names worker {fault.worker} (replica:stage); the job has replicas 0 to "
+            f"{replicas - 1} and stages 0 to {stages - 1}."
+        )
     if not 1 <= fault.step <= steps:
         raise UserError(f"--kill names step {fault.step}; the job has steps 1 to {steps}.")
     if fault.op and fault.op[0] in "FIW" and int(fault.op[1:].split(".")[-1]) >= microbatches:

@@ -26,17 +26,36 @@ MAX_FACTS = 16 << 20
 MAX_TENSOR = 64 << 30
 MAX_DIMS = 8
 STATE = "X"  # not a parcel: one tensor of a state that a joining worker copies
-DTYPES = [None, torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8,
-          torch.bool]
+DTYPES = [
+    None,
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 
 
 def encode(kind: str, parcel: Parcel | None, facts: Any, tensor: Tensor | None) -> bytes:
     """Everything before the tensor's own bytes."""
     body = b"" if facts is None else json.dumps(facts, separators=(",", ":")).encode()
     shape = () if tensor is None else tuple(tensor.shape)
-    numbers = (0,) * 8 if parcel is None else (
-        parcel.attempt, parcel.step, parcel.stage, *(parcel.microbatch or (-1, -1)), parcel.round, parcel.sender,
-        parcel.owner)
+    numbers = (
+        (0,) * 8
+        if parcel is None
+        else (
+            parcel.attempt,
+            parcel.step,
+            parcel.stage,
+            *(parcel.microbatch or (-1, -1)),
+            parcel.round,
+            parcel.sender,
+            parcel.owner,
+        )
+    )
     dtype = 0 if tensor is None else DTYPES.index(tensor.dtype)
     head = HEAD.pack(MAGIC, kind.encode(), dtype, len(shape), len(body), *numbers)
     return head + struct.pack(f"<{len(shape)}q", *shape) + body
@@ -90,7 +109,7 @@ class Incoming:
 
     def _read_tail(self) -> None:
         shape = struct.unpack_from(f"<{self._dims}q", self._tail)
-        body = bytes(self._tail[8 * self._dims:])
+        body = bytes(self._tail[8 * self._dims :])
         try:
             self.facts = json.loads(body) if body else None
         except ValueError:
@@ -114,7 +133,11 @@ def raw(tensor: Tensor) -> memoryview:
 def facts_of(value: Any) -> Any:
     """A parcel's small facts in JSON's terms."""
     if isinstance(value, Part):
-        return [[list(m) for m in value.microbatches], [[*m, loss] for m, loss in value.losses], value.executed]
+        return [
+            [list(m) for m in value.microbatches],
+            [[*m, loss] for m, loss in value.losses],
+            value.executed,
+        ]
     if isinstance(value, tuple) and len(value) == 2:  # of a COPY
         return [value[0], None if value[1] is None else facts_of(value[1])]
     return value
@@ -133,5 +156,8 @@ def value_of(what: What, facts: Any) -> Any:
 
 def _part(facts: Any) -> Part:
     microbatches, losses, executed = facts
-    return Part(tuple(Microbatch(*m) for m in microbatches),
-                tuple((Microbatch(home, number), loss) for home, number, loss in losses), executed)
+    return Part(
+        tuple(Microbatch(*m) for m in microbatches),
+        tuple((Microbatch(home, number), loss) for home, number, loss in losses),
+        executed,
+    )

@@ -70,8 +70,13 @@ class Attention(nn.Module):
         q = self.rotary(self.q(x).view(rows, length, self.heads, -1))
         k = self.rotary(self.k(x).view(rows, length, self.kv_heads, -1))
         v = self.v(x).view(rows, length, self.kv_heads, -1)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-                                           is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.kv_heads != self.heads,
+        )
         out: Tensor = self.out(y.transpose(1, 2).reshape(rows, length, -1))
         return out
 

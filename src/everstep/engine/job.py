@@ -39,8 +39,11 @@ class ModelSpec:
         if self.build is not None:
             return None
         hints = get_type_hints(presets.Shape)
-        known = {name: checked(hints[name], value, f"model.{name}") for name, value in self.options.items()
-                 if name in hints}
+        known = {
+            name: checked(hints[name], value, f"model.{name}")
+            for name, value in self.options.items()
+            if name in hints
+        }
         return presets.shape(self.preset, **{**self.options, **known})
 
 

@@ -46,8 +46,11 @@ class EmbeddingGrad(NamedTuple):
     grad: Tensor
 
     def run(self, into: Into) -> None:
-        into(self.weight).add_(torch.ops.aten.embedding_dense_backward(
-            self.grad, self.tokens, self.weight.shape[0], self.padding, False))
+        into(self.weight).add_(
+            torch.ops.aten.embedding_dense_backward(
+                self.grad, self.tokens, self.weight.shape[0], self.padding, False
+            )
+        )
 
 
 Queue = list[LinearGrad | EmbeddingGrad]
@@ -78,7 +81,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        grad, = grads
+        (grad,) = grads
         x, weight = ctx.saved_tensors
         need_x, *needed, _ = ctx.needs_input_grad
         if any(needed):
@@ -96,7 +99,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
-        tokens, = ctx.saved_tensors
+        (tokens,) = ctx.saved_tensors
         ctx.queue.append(EmbeddingGrad(ctx.weight, tokens, ctx.padding, *grads))
         return None, None, None, None
 
@@ -114,7 +117,8 @@ class QueuedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.padding_idx, self.queue)
+            input, self.weight, self.padding_idx, self.queue
+        )
         return output
 
 

@@ -61,9 +61,16 @@ class Links:
     connection is gone, `failed` if the thread itself must end.
     """
 
-    def __init__(self, *, token: bytes, host: str, deliver: Callable[[frames.Incoming], None],
-                 broken: Callable[[Address], None], failed: Callable[[BaseException], None],
-                 empty: Any) -> None:
+    def __init__(
+        self,
+        *,
+        token: bytes,
+        host: str,
+        deliver: Callable[[frames.Incoming], None],
+        broken: Callable[[Address], None],
+        failed: Callable[[BaseException], None],
+        empty: Any,
+    ) -> None:
         self._token = token
         self._deliver, self._broken, self._failed, self._empty = deliver, broken, failed, empty
         self._selector = selectors.DefaultSelector()

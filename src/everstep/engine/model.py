@@ -47,8 +47,10 @@ class Model:
             raise UserError("layers is empty; a model has at least one layer.")
         for name, factory in layers.items():
             if isinstance(factory, nn.Module):
-                raise UserError(f"layer {name!r} is a module already built; give a factory such as "
-                                f"lambda: {type(factory).__name__}(...), so that only its worker builds it.")
+                raise UserError(
+                    f"layer {name!r} is a module already built; give a factory such as "
+                    f"lambda: {type(factory).__name__}(...), so that only its worker builds it."
+                )
             if not callable(factory):
                 raise UserError(f"layer {name!r} is a {type(factory).__name__}; give a function to build it.")
         object.__setattr__(self, "layers", dict(layers))
@@ -70,7 +72,7 @@ class Slot(NamedTuple):
         return torch.Size(self.shape).numel()
 
     def of(self, flat: Tensor) -> Tensor:
-        return flat[self.offset:self.offset + self.size].view(self.shape)
+        return flat[self.offset : self.offset + self.size].view(self.shape)
 
 
 def trained(layer: str, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -116,7 +118,7 @@ def slots(model: Model, layers: range, align: int = 64) -> dict[str, Slot]:
     """A place for every trained parameter of some layers, each start a multiple of `align` elements."""
     found: dict[str, Slot] = {}
     offset = 0
-    for layer in model.names[layers.start:layers.stop]:
+    for layer in model.names[layers.start : layers.stop]:
         for name, parameter in trained(layer, skeleton(model, layer)).items():
             found[name] = Slot(offset, tuple(parameter.shape))
             offset += -(-parameter.numel() // align) * align
@@ -144,8 +146,10 @@ def check_tied(model: Model) -> None:
                 raise UserError(f"tied parameter {name!r} is not in the model; names are layer.parameter.")
         shapes = [table[name].shape for name in pair]
         if shapes[0] != shapes[1]:
-            raise UserError(f"tied parameters {pair[0]!r} {shapes[0]} and {pair[1]!r} {shapes[1]} "
-                            "differ in shape; a tied pair is one tensor.")
+            raise UserError(
+                f"tied parameters {pair[0]!r} {shapes[0]} and {pair[1]!r} {shapes[1]} "
+                "differ in shape; a tied pair is one tensor."
+            )
 
 
 def partition(model: Model, stages: int) -> list[range]:
@@ -176,9 +180,14 @@ def _balanced(costs: Sequence[float], parts: int) -> list[range]:
         then: dict[int, tuple[float, float, tuple[int, ...]]] = {}  # layers placed: maximum, squares, cuts
         for stop in range(part + 1, count - (parts - part - 1) + 1):
             then[stop] = min(
-                (max(worst, prefix[stop] - prefix[start]), squares + (prefix[stop] - prefix[start]) ** 2,
-                 (*cuts, stop))
-                for start, (worst, squares, cuts) in best.items() if start < stop)
+                (
+                    max(worst, prefix[stop] - prefix[start]),
+                    squares + (prefix[stop] - prefix[start]) ** 2,
+                    (*cuts, stop),
+                )
+                for start, (worst, squares, cuts) in best.items()
+                if start < stop
+            )
         best = then
     cuts = (0, *best[count][2])
     return [range(start, stop) for start, stop in pairwise(cuts)]

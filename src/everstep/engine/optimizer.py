@@ -30,16 +30,27 @@ Rate = Callable[[int], float]  # step -> multiplier of every group's learning ra
 _SCALARS: dict[str, tuple[type, torch.dtype]] = {"int": (int, torch.int64), "float": (float, torch.float64)}
 
 
-def adamw(*, lr: float = 3e-4, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
-          weight_decay: float = 0.1) -> OptimizerFactory:
+def adamw(
+    *,
+    lr: float = 3e-4,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+) -> OptimizerFactory:
     """AdamW in one fused pass; norms and biases (1-D tensors) do not decay."""
 
     def build(named: Named) -> torch.optim.Optimizer:
         matrices = [(name, p) for name, p in named if p.ndim > 1]
         vectors = [(name, p) for name, p in named if p.ndim <= 1]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps,
-                                 weight_decay=weight_decay, fused=True)
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True,
+        )
 
     return build
 
@@ -47,8 +58,9 @@ def adamw(*, lr: float = 3e-4, betas: tuple[float, float] = (0.9, 0.95), eps: fl
 class Updater:
     """The optimizer of one stage. The factory gets the masters as `named_parameters()` would give them."""
 
-    def __init__(self, stage: Stage, optimizer: OptimizerFactory | None = None,
-                 rate: Rate = lambda step: 1.0) -> None:
+    def __init__(
+        self, stage: Stage, optimizer: OptimizerFactory | None = None, rate: Rate = lambda step: 1.0
+    ) -> None:
         self.stage, self.rate = stage, rate
         self.named: Named = [(name, nn.Parameter(view)) for name, view in stage.views(stage.masters).items()]
         self.optimizer = (optimizer or adamw())(self.named) if self.named else None
@@ -71,8 +83,9 @@ class Updater:
 
     def sum_of_squares(self, flat: Tensor) -> float:
         """For the global norm, in fp64. Of a tied pair only the first counts: once in the whole model."""
-        return float(sum(torch.linalg.vector_norm(flat[part], dtype=torch.float64).square()
-                         for part in self._counted))
+        return float(
+            sum(torch.linalg.vector_norm(flat[part], dtype=torch.float64).square() for part in self._counted)
+        )
 
     # A step, and back.
 
@@ -138,8 +151,10 @@ class Updater:
             if given is None:
                 raise UserError(f"the state holds no tensor model/{name}; was it saved from another model?")
             if given.shape != p.shape:
-                raise UserError(f"tensor model/{name} has shape {tuple(given.shape)} in the state and "
-                                f"{tuple(p.shape)} in the model; was it saved from another model?")
+                raise UserError(
+                    f"tensor model/{name} has shape {tuple(given.shape)} in the state and "
+                    f"{tuple(p.shape)} in the model; was it saved from another model?"
+                )
             p.detach().copy_(given)
             self._set_state(p, dict(self._loaded(p, key, value) for key, value in keyed.get(name, ())))
         self._follow()

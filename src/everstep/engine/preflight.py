@@ -35,8 +35,13 @@ class Checked:
     batch: tuple[Tensor, Tensor]
 
 
-def preflight(job: Job, *, model: Model | None = None, data: Dataset | None = None,
-              optimizer: OptimizerFactory | None = None) -> Checked:
+def preflight(
+    job: Job,
+    *,
+    model: Model | None = None,
+    data: Dataset | None = None,
+    optimizer: OptimizerFactory | None = None,
+) -> Checked:
     """Check a job. A script gives its own `model`, `data` or `optimizer` here; the job names the rest."""
     device.pick(job.device)
     model = model or model_of(job)
@@ -57,8 +62,9 @@ def preflight(job: Job, *, model: Model | None = None, data: Dataset | None = No
     for key, folder in (("checkpoint.folder", checkpoints), ("log", job.log)):
         if folder is not None and job.path(folder).exists() and not job.path(folder).is_dir():
             raise UserError(f"{key} {folder!r} is there and is not a folder; name another.")
-    return Checked(model=model, data=data, optimizer=optimizer, parts=parts, parameters=parameters,
-                   batch=batch)
+    return Checked(
+        model=model, data=data, optimizer=optimizer, parts=parts, parameters=parameters, batch=batch
+    )
 
 
 def _batch(job: Job, data: Dataset) -> tuple[Tensor, Tensor]:
@@ -77,13 +83,17 @@ def _batch(job: Job, data: Dataset) -> tuple[Tensor, Tensor]:
 
     first, again = ask(1, 0), ask(1, 0)
     if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(first, again, strict=True)):
-        raise UserError("data batch(1, 0) gave two different answers to two calls; make it a function of its "
-                        "arguments and the seed alone, or a healed run cannot repeat it.")
+        raise UserError(
+            "data batch(1, 0) gave two different answers to two calls; make it a function of its "
+            "arguments and the seed alone, or a healed run cannot repeat it."
+        )
     last = ask(job.steps, job.microbatches_in_step - 1)
     for a, b, what in zip(first, last, ("inputs", "targets"), strict=True):
         if a.dtype != b.dtype or a.ndim != b.ndim:
-            raise UserError(f"data gives {what} of {a.ndim} dimensions of {a.dtype}, then of {b.ndim} of "
-                            f"{b.dtype}; make every batch alike.")
+            raise UserError(
+                f"data gives {what} of {a.ndim} dimensions of {a.dtype}, then of {b.ndim} of "
+                f"{b.dtype}; make every batch alike."
+            )
     return first
 
 
@@ -93,11 +103,15 @@ def _vocabulary(job: Job, batch: tuple[Tensor, Tensor]) -> None:
         return
     for tokens, what in zip(batch, ("inputs", "targets"), strict=True):
         if tokens.is_floating_point() or tokens.ndim != 2:
-            raise UserError(f"data gives {what} of shape {tuple(tokens.shape)} and {tokens.dtype}; "
-                            "a GPT takes token numbers in rows x length.")
+            raise UserError(
+                f"data gives {what} of shape {tuple(tokens.shape)} and {tokens.dtype}; "
+                "a GPT takes token numbers in rows x length."
+            )
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < form.vocab:
-            raise UserError(f"data gives tokens {int(tokens.min())} to {int(tokens.max())} and the model "
-                            f"knows 0 to {form.vocab - 1}; raise model.vocab.")
+            raise UserError(
+                f"data gives tokens {int(tokens.min())} to {int(tokens.max())} and the model "
+                f"knows 0 to {form.vocab - 1}; raise model.vocab."
+            )
 
 
 def _run(job: Job, model: Model, batch: tuple[Tensor, Tensor]) -> None:
@@ -117,8 +131,9 @@ def _run(job: Job, model: Model, batch: tuple[Tensor, Tensor]) -> None:
         except Exception as error:  # the user's module
             if "leaf Variable" in str(error):
                 raise UserError(f"layer {name!r} changes its input in place; use inplace=False.") from error
-            raise UserError(f"layer {name!r} cannot take what {before} gives, shape {shape}: "
-                            f"{told(error)}.") from error
+            raise UserError(
+                f"layer {name!r} cannot take what {before} gives, shape {shape}: {told(error)}."
+            ) from error
         if not isinstance(x, Tensor):
             raise UserError(f"layer {name!r} gives a {type(x).__name__}; a layer gives one tensor.")
         before = f"layer {name!r}"
@@ -127,8 +142,10 @@ def _run(job: Job, model: Model, batch: tuple[Tensor, Tensor]) -> None:
     except NotImplementedError:
         return
     except Exception as error:  # the user's loss
-        raise UserError(f"the loss cannot take an output of shape {tuple(x.shape)} and targets of shape "
-                        f"{tuple(targets.shape)}: {told(error)}.") from error
+        raise UserError(
+            f"the loss cannot take an output of shape {tuple(x.shape)} and targets of shape "
+            f"{tuple(targets.shape)}: {told(error)}."
+        ) from error
     if not isinstance(loss, Tensor) or loss.ndim:
         given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
         raise UserError(f"the loss is of {given}; it must be one number, such as a mean.")
@@ -140,15 +157,19 @@ def _layer(model: Model, name: str) -> nn.Module:
     module = skeleton(model, name)
     for part in module.modules():
         if isinstance(part, _BatchNorm) and part.track_running_stats:
-            raise UserError(f"layer {name!r} keeps running statistics, which no two workers would share; "
-                            "use LayerNorm, RMSNorm or track_running_stats=False.")
+            raise UserError(
+                f"layer {name!r} keeps running statistics, which no two workers would share; "
+                "use LayerNorm, RMSNorm or track_running_stats=False."
+            )
     return module
 
 
 def _optimizer(build: OptimizerFactory, model: Model, layers: range) -> None:
     """Tried on the first stage's parameters, each one zero seen through its shape."""
-    named = [(name, nn.Parameter(torch.zeros(()).expand(slot.shape)))
-             for name, slot in slots(model, layers).items()]
+    named = [
+        (name, nn.Parameter(torch.zeros(()).expand(slot.shape)))
+        for name, slot in slots(model, layers).items()
+    ]
     made = build(named)
     if not isinstance(made, torch.optim.Optimizer):
         raise UserError(f"optimizer.build gave a {type(made).__name__}; return a torch.optim.Optimizer.")

@@ -32,8 +32,10 @@ class Shape:
             if getattr(self, name) < 1:
                 raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 1.")
         if self.width % self.heads or self.width // self.heads % 2:
-            raise UserError(f"model.width {self.width} over {self.heads} heads is no even head size; "
-                            "make width a multiple of 2 x heads.")
+            raise UserError(
+                f"model.width {self.width} over {self.heads} heads is no even head size; "
+                "make width a multiple of 2 x heads."
+            )
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise UserError(f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}.")
         if not 0 <= self.dropout < 1:

@@ -29,16 +29,30 @@ class Program:
 
     def rules(self) -> Rules:
         job = self.job
-        return Rules(replicas=job.replicas, stages=job.stages, microbatches=job.microbatches, steps=job.steps,
-                     clip=job.optimizer.clip, stagger=job.optimizer.stagger, tied=self._tied_stages(),
-                     checkpoint_every=job.checkpoint.interval if job.checkpoint else 0)
+        return Rules(
+            replicas=job.replicas,
+            stages=job.stages,
+            microbatches=job.microbatches,
+            steps=job.steps,
+            clip=job.optimizer.clip,
+            stagger=job.optimizer.stagger,
+            tied=self._tied_stages(),
+            checkpoint_every=job.checkpoint.interval if job.checkpoint else 0,
+        )
 
     def build(self, stage: int, *, index: int = 0) -> tuple[Stage, Updater]:
         """One worker's layers and their optimizer. `index` spreads workers over GPUs."""
         job = self.job
-        made = Stage(self.model, partition(self.model, job.stages)[stage], data=self.data,
-                     device=devices.pick(job.device, index), seed=job.seed, precision=job.precision,
-                     accumulate=job.accumulate, recompute=job.recompute)
+        made = Stage(
+            self.model,
+            partition(self.model, job.stages)[stage],
+            data=self.data,
+            device=devices.pick(job.device, index),
+            seed=job.seed,
+            precision=job.precision,
+            accumulate=job.accumulate,
+            recompute=job.recompute,
+        )
         return made, Updater(made, self.optimizer, lambda step: job.rate(step - 1))
 
     def _tied_stages(self) -> tuple[int, int] | None:
@@ -53,6 +67,8 @@ class Program:
         apart = {(stage_of(a), stage_of(b)) for a, b in self.model.tied if stage_of(a) != stage_of(b)}
         pairs = {(min(pair), max(pair)) for pair in apart}
         if len(pairs) > 1:
-            raise UserError(f"tied parameters lie in {len(pairs)} different pairs of stages; one pair of stages "
-                            "can share tensors: use fewer stages or tie fewer layers.")
+            raise UserError(
+                f"tied parameters lie in {len(pairs)} different pairs of stages; one pair of stages "
+                "can share tensors: use fewer stages or tie fewer layers."
+            )
         return pairs.pop() if pairs else None

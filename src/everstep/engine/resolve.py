@@ -24,7 +24,7 @@ def resolve(name: str, where: str, base: str | Path = ".") -> Callable[..., Any]
     """The function that `module:function` names; `where` is the key of the job that named it."""
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
-        raise UserError(f"{where} is {name!r}; write it as \"module:function\".")
+        raise UserError(f'{where} is {name!r}; write it as "module:function".')
     for folder in (str(Path.cwd()), str(Path(base).resolve())):
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -33,15 +33,19 @@ def resolve(name: str, where: str, base: str | Path = ".") -> Callable[..., Any]
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(f"{where} {name!r} imports {error.name!r}, which is not installed.") from error
-        raise UserError(f"{where} {name!r}: there is no module {error.name!r} beside the job file, "
-                        "in the working folder or installed.") from None
+        raise UserError(
+            f"{where} {name!r}: there is no module {error.name!r} beside the job file, "
+            "in the working folder or installed."
+        ) from None
     except Exception as error:  # the user's module, run for the first time
         raise UserError(f"{where} {name!r} cannot be imported: {told(error)}.") from error
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if function is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(f"{where} {name!r}: module {module_name!r} has no {function_name!r}; "
-                        f"{closest(function_name, names)}.")
+        raise UserError(
+            f"{where} {name!r}: module {module_name!r} has no {function_name!r}; "
+            f"{closest(function_name, names)}."
+        )
     if not callable(function):
         raise UserError(f"{where} {name!r} is a {type(function).__name__}; it must be a function.")
     return function
@@ -59,8 +63,10 @@ def data_of(job: Job) -> Dataset:
     if spec.build is not None:
         made = _call(resolve(spec.build, "data.build", job.base), "data.build", spec.options)
         if not callable(getattr(made, "batch", None)):
-            raise UserError(f"data.build {spec.build!r} gave a {type(made).__name__} without "
-                            "batch(step, microbatch); return an object that has it.")
+            raise UserError(
+                f"data.build {spec.build!r} gave a {type(made).__name__} without "
+                "batch(step, microbatch); return an object that has it."
+            )
         dataset: Dataset = made
         return dataset
     sequence = spec.sequence or (form.context if form is not None else None)
@@ -68,10 +74,12 @@ def data_of(job: Job) -> Dataset:
         raise UserError("data.sequence is missing; a model of your own needs the length of a row.")
     if spec.kind == "file":
         assert spec.path is not None
-        return TokenFile(job.path(spec.path), sequence=sequence, rows=spec.rows, seed=job.seed,
-                         token=spec.token)
-    return Synthetic(vocab=form.vocab if form is not None else 256, sequence=sequence, rows=spec.rows,
-                     seed=job.seed)
+        return TokenFile(
+            job.path(spec.path), sequence=sequence, rows=spec.rows, seed=job.seed, token=spec.token
+        )
+    return Synthetic(
+        vocab=form.vocab if form is not None else 256, sequence=sequence, rows=spec.rows, seed=job.seed
+    )
 
 
 def optimizer_of(job: Job) -> OptimizerFactory:

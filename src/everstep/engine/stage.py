@@ -55,9 +55,18 @@ class Stash:
 
 
 class Stage:
-    def __init__(self, model: Model, layers: range, *, data: Dataset, device: torch.device, seed: int = 0,
-                 precision: Precision = "fp32", accumulate: Accumulate = "fp64",
-                 recompute: bool = False) -> None:
+    def __init__(
+        self,
+        model: Model,
+        layers: range,
+        *,
+        data: Dataset,
+        device: torch.device,
+        seed: int = 0,
+        precision: Precision = "fp32",
+        accumulate: Accumulate = "fp64",
+        recompute: bool = False,
+    ) -> None:
         self.model, self.layers, self.data, self.device, self.seed = model, layers, data, device, seed
         self.precision, self.accumulate, self.recompute = precision, accumulate, recompute
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.layers)
@@ -67,8 +76,11 @@ class Stage:
         self.tied_names = tuple(name for name in self.slots if name in tied)
         # Masters are what the optimizer changes, working what the layers compute with; for fp32 one tensor.
         self.masters = torch.zeros(self.size, dtype=torch.float32, device=device)
-        self.working = self.masters if precision == "fp32" else torch.zeros(
-            self.size, dtype=DTYPES[precision], device=device)
+        self.working = (
+            self.masters
+            if precision == "fp32"
+            else torch.zeros(self.size, dtype=DTYPES[precision], device=device)
+        )
         self._queue: Queue = []
         self.parameters: dict[str, nn.Parameter] = {}  # what the layers compute with, by logical name
         self._modules = _build(self)
@@ -188,12 +200,16 @@ class Stage:
         """The inverse of `tied_part`."""
         for name in self._tied_elsewhere():
             here = self.slots[name].of(flat)
-            here.copy_(part[:here.numel()].view(here.shape))
-            part = part[here.numel():]
+            here.copy_(part[: here.numel()].view(here.shape))
+            part = part[here.numel() :]
 
     def _tied_elsewhere(self) -> list[str]:
-        return [name for pair in self.model.tied for name in pair
-                if name in self.slots and not all(half in self.slots for half in pair)]
+        return [
+            name
+            for pair in self.model.tied
+            for name in pair
+            if name in self.slots and not all(half in self.slots for half in pair)
+        ]
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat buffer of this stage by logical name."""

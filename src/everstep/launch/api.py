@@ -69,9 +69,18 @@ class Launch:
 launch: Launch | None = None  # set by `everstep run`; a plain `python train.py` makes its own
 
 
-def train(*, model: Layers, data: Dataset | Batch, loss: Loss | None = None,
-          optimizer: OptimizerFactory | None = None, replicas: int = 1, stages: int = 1,
-          microbatches: int = 4, steps: int = 100, **settings: Any) -> Result:
+def train(
+    *,
+    model: Layers,
+    data: Dataset | Batch,
+    loss: Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    replicas: int = 1,
+    stages: int = 1,
+    microbatches: int = 4,
+    steps: int = 100,
+    **settings: Any,
+) -> Result:
     """Train `model` on `replicas` x `stages` workers; each replica brings `microbatches` to every step.
 
     model       a `Model`, or its layers: a dict or list of functions that each build one `nn.Module`
@@ -108,29 +117,40 @@ def parse_kills(texts: Sequence[str], job: Job) -> tuple[Fault, ...]:
     """The faults of `--kill`, each of which must be able to strike."""
     faults = tuple(parse_fault(text) for text in texts)
     for fault in faults:
-        check_fault(fault, replicas=job.replicas, stages=job.stages, microbatches=job.microbatches,
-                    steps=job.steps)
+        check_fault(
+            fault, replicas=job.replicas, stages=job.stages, microbatches=job.microbatches, steps=job.steps
+        )
     return faults
 
 
-def run_job(job: Job, *, faults: tuple[Fault, ...] = (), policy: Policy | None = None,
-            watch: Watcher = lambda kind, what: None, script: list[str] | None = None,
-            born: Nursery | None = None, tick_s: float = 0.1) -> Outcome:
+def run_job(
+    job: Job,
+    *,
+    faults: tuple[Fault, ...] = (),
+    policy: Policy | None = None,
+    watch: Watcher = lambda kind, what: None,
+    script: list[str] | None = None,
+    born: Nursery | None = None,
+    tick_s: float = 0.1,
+) -> Outcome:
     """Start the workers, run the job to its end, and leave no process behind, however it ends.
 
     `born`: the nursery to use, for several runs in a row.
     """
     home = births.nursery(job.threads) if born is None else nullcontext(born)
     with home as mother, _interruptible(watch) as safely:
-        return LocalTask(job, nursery=mother, faults=faults, policy=policy, watch=safely, script=script,
-                         tick_s=tick_s).run()
+        return LocalTask(
+            job, nursery=mother, faults=faults, policy=policy, watch=safely, script=script, tick_s=tick_s
+        ).run()
 
 
 def result_of(outcome: Outcome, job: Job) -> Result:
     rows = outcome.by_step()
-    return Result(losses={step: rows[step].loss for step in sorted(rows)},
-                  grad_norms={step: rows[step].grad_norm for step in sorted(rows)},
-                  document=document(outcome, steps=job.steps))
+    return Result(
+        losses={step: rows[step].loss for step in sorted(rows)},
+        grad_norms={step: rows[step].grad_norm for step in sorted(rows)},
+        document=document(outcome, steps=job.steps),
+    )
 
 
 # ------------------------------------------------------------------ from a call to a job
@@ -146,8 +166,10 @@ class _Function:
 
     def __init__(self, function: Any) -> None:
         if not callable(function):
-            raise UserError(f"data is a {type(function).__name__}; give a function of (step, microbatch), or "
-                            "an object with batch(step, microbatch).")
+            raise UserError(
+                f"data is a {type(function).__name__}; give a function of (step, microbatch), or "
+                "an object with batch(step, microbatch)."
+            )
         self.batch = function
 
 
@@ -156,8 +178,16 @@ def _job(shape: Mapping[str, int], settings: Mapping[str, Any]) -> Job:
     optimizer = {key: settings.pop(key) for key in list(settings) if key in _OPTIMIZER_KEYS}
     if isinstance(settings.get("checkpoint"), str | Path):
         settings["checkpoint"] = {"folder": str(settings["checkpoint"])}
-    return Job.from_dict({"base": str(Path.cwd()), "model": {"build": _IN_THE_SCRIPT}, "optimizer": optimizer,
-                          "data": {"build": _IN_THE_SCRIPT}, **shape, **settings})
+    return Job.from_dict(
+        {
+            "base": str(Path.cwd()),
+            "model": {"build": _IN_THE_SCRIPT},
+            "optimizer": optimizer,
+            "data": {"build": _IN_THE_SCRIPT},
+            **shape,
+            **settings,
+        }
+    )
 
 
 def _this_launch() -> Launch:
@@ -165,8 +195,10 @@ def _this_launch() -> Launch:
     if launch is None:
         path = getattr(sys.modules["__main__"], "__file__", None)
         if path is None:
-            raise UserError("everstep.train was called outside a script, and workers need one to run; put "
-                            "the call in a file, and run it with everstep run FILE.")
+            raise UserError(
+                "everstep.train was called outside a script, and workers need one to run; put "
+                "the call in a file, and run it with everstep run FILE."
+            )
         launch = Launch(script=[path, *sys.argv[1:]])
     if launch.result is not None:
         raise UserError("everstep.train was called a second time; a script trains once.")

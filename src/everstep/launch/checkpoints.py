@@ -33,7 +33,9 @@ class Checkpoints:
         self._parts.setdefault(step, {})[part["file"]] = part
 
     def commit(self, recorded: int) -> Iterator[int]:
-        """Commit what is whole: all stages' parts are there and the step is on record. The steps committed."""
+        """Commit what is whole: all stages' parts are there and the step is on record. The steps
+        committed.
+        """
         spec = self.job.checkpoint
         for step in sorted(self._parts):
             if spec is not None and len(self._parts[step]) == self.job.stages and step <= recorded:

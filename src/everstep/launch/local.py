@@ -21,7 +21,7 @@ from typing import Any
 
 from everstep.core import actions as act
 from everstep.core import events as ev
-from everstep.core.ops import Kind, Worker
+from everstep.core.ops import Kind, Worker, parse_worker
 from everstep.core.recovery import Recovery
 from everstep.core.standing import Policy
 from everstep.core.survey import Shape
@@ -55,9 +55,17 @@ class _Process:
 class LocalTask:
     """Runs one job to its end. `run` blocks; `watch` is told what happens meanwhile."""
 
-    def __init__(self, job: Job, *, nursery: Nursery, faults: tuple[Fault, ...] = (), policy: Policy | None = None,
-                 watch: Watcher = lambda kind, what: None, script: list[str] | None = None,
-                 tick_s: float = 0.1) -> None:
+    def __init__(
+        self,
+        job: Job,
+        *,
+        nursery: Nursery,
+        faults: tuple[Fault, ...] = (),
+        policy: Policy | None = None,
+        watch: Watcher = lambda kind, what: None,
+        script: list[str] | None = None,
+        tick_s: float = 0.1,
+    ) -> None:
         self.job, self.nursery, self.faults, self.watch, self.script = job, nursery, faults, watch, script
         self.policy = policy or Policy()
         self.tick_s = tick_s
@@ -153,20 +161,19 @@ class LocalTask:
             self._perform(self.recovery.handle(event, time.monotonic()))
 
     def _accept(self, listener: Any) -> None:
+        """A process calls. Its first words say which one it is."""
         sock, _ = listener.accept()
         unpacker = wire.Unpacker()
 
         def greet(sock: Any) -> None:
-            data = sock.recv(1 << 16)
-            for message in unpacker.feed(data):
-                worker = Worker(*map(int, message["worker"].split(":")))
-                process = self.processes.get(worker)
-                if process is not None and process.child.pid == message["pid"]:
-                    process.line, process.address = sock, message["address"]
-                    self._selector.modify(sock, selectors.EVENT_READ, lambda _: self._listen(process))
-                    self._hear(ev.WorkerStarted(worker=worker, incarnation=process.incarnation))
-                    return
-            if not data:
+            data = sock.recv(1 << 12)
+            hello = next(unpacker.feed(data), None)
+            process = None if hello is None else self.processes.get(parse_worker(hello["worker"]))
+            if process is not None and hello is not None and process.child.pid == hello["pid"]:
+                process.line, process.unpacker = sock, unpacker
+                self._selector.modify(sock, selectors.EVENT_READ, lambda _: self._listen(process))
+                self._heard(process, b"")
+            elif hello is not None or not data:
                 self._selector.unregister(sock)
                 sock.close()
 
@@ -183,26 +190,49 @@ class LocalTask:
             process.line.close()
             process.line = None
             return
+        self._heard(process, data)
+
+    def _heard(self, process: _Process, data: bytes) -> None:
         for message in process.unpacker.feed(data):
             self._said(process, message)
 
     def _said(self, process: _Process, said: Mapping[str, Any]) -> None:
         worker = process.worker
         match said["kind"]:
+            case "started":
+                process.address = said["address"]
+                self._hear(ev.WorkerStarted(worker=worker, incarnation=process.incarnation))
             case "ledger":
-                self._hear(ev.LedgerReported(worker=worker, epoch=said["epoch"], ledger=wire.ledger_in(said["ledger"])))
+                self._hear(
+                    ev.LedgerReported(
+                        worker=worker, epoch=said["epoch"], ledger=wire.ledger_in(said["ledger"])
+                    )
+                )
             case "sealed":
-                self._hear(ev.StepSealed(step=said["step"], stage=worker.stage, microbatches=said["microbatches"],
-                                         executed=said["executed"], losses=wire.losses_in(said["losses"]),
-                                         sum_of_squares=said["sum_of_squares"]))
+                self._hear(
+                    ev.StepSealed(
+                        step=said["step"],
+                        stage=worker.stage,
+                        microbatches=said["microbatches"],
+                        executed=said["executed"],
+                        losses=wire.losses_in(said["losses"]),
+                        sum_of_squares=said["sum_of_squares"],
+                    )
+                )
             case "times":
                 self.profile.learn(worker, {Kind(k): v for k, v in said["times"].items()})
             case "invalid":
-                self._hear(ev.UpdateInvalidated(worker=worker, step=said["step"], norm=said["norm"],
-                                                attempt=said["attempt"]))
+                self._hear(
+                    ev.UpdateInvalidated(
+                        worker=worker, step=said["step"], norm=said["norm"], attempt=said["attempt"]
+                    )
+                )
             case "copied":
-                self._hear(ev.StateCopied(worker=worker, incarnation=process.incarnation,
-                                          state_step=said["state_step"]))
+                self._hear(
+                    ev.StateCopied(
+                        worker=worker, incarnation=process.incarnation, state_step=said["state_step"]
+                    )
+                )
             case "resumed":
                 self._hear(ev.WorkerResumed(worker=worker, epoch=said["epoch"], at=said["at_ns"] / 1e9))
             case "saved":
@@ -210,8 +240,14 @@ class LocalTask:
                 self._commit_checkpoints()
             case "raised":
                 self.watch("raised", (worker, said["error"], said["traceback"]))
-                self._hear(ev.WorkerRaised(worker=worker, incarnation=process.incarnation, error=said["error"],
-                                           where=said["where"]))
+                self._hear(
+                    ev.WorkerRaised(
+                        worker=worker,
+                        incarnation=process.incarnation,
+                        error=said["error"],
+                        where=said["where"],
+                    )
+                )
 
     def _exited(self, process: _Process) -> None:
         """A pidfd is readable: the process is gone. Hear its last words first."""
@@ -227,8 +263,14 @@ class LocalTask:
         self._bury(process)
         if reading is not None and reading.doing.startswith("dies at"):
             self._killed_at.setdefault(process.worker, reading.at_ns / 1e9)
-        self._hear(ev.WorkerExited(worker=process.worker, incarnation=process.incarnation, reason=reason,
-                                   done_ops=reading.done if reading is not None else 0))
+        self._hear(
+            ev.WorkerExited(
+                worker=process.worker,
+                incarnation=process.incarnation,
+                reason=reason,
+                done_ops=reading.done if reading is not None else 0,
+            )
+        )
 
     def _bury(self, process: _Process) -> None:
         self._selector.unregister(process.child.pidfd)
@@ -256,13 +298,17 @@ class LocalTask:
                     self._hear(answer(action, self.profile.instance(), mode, plan))
                 case act.ResumeStep():
                     self._last_step_at = self._last_step_at or time.monotonic()
-                    self._order(action.worker, {"kind": "resume", "order": wire.resume_out(action.order),
-                                                "book": self._book()})
+                    self._order(
+                        action.worker,
+                        {"kind": "resume", "order": wire.resume_out(action.order), "book": self._book()},
+                    )
                 case act.CopyState():
                     joiner = self.processes.get(action.joiner)
                     if joiner is not None:
-                        self._order(action.source, {"kind": "copy", "joiner": action.joiner.replica,
-                                                    "address": joiner.address})
+                        self._order(
+                            action.source,
+                            {"kind": "copy", "joiner": action.joiner.replica, "address": joiner.address},
+                        )
                 case act.StopFeeding():
                     self._order(action.source, {"kind": "stop_feeding", "joiner": action.joiner.replica})
                 case act.RecordStep():
@@ -281,9 +327,17 @@ class LocalTask:
         path = self._dir / f"beacon-{name}-{action.incarnation}"
         beacon = Beacon(path, create=True)
         faults = [f.text() for f in self.faults if f.worker == worker] if action.incarnation == 1 else []
-        spec = {"worker": str(worker), "incarnation": action.incarnation, "agent": str(self._dir / "agent"),
-                "token": self._token, "host": "127.0.0.1", "beacon": str(path), "faults": faults,
-                "script": self.script, "job": self.job.to_dict()}
+        spec = {
+            "worker": str(worker),
+            "incarnation": action.incarnation,
+            "agent": str(self._dir / "agent"),
+            "token": self._token,
+            "host": "127.0.0.1",
+            "beacon": str(path),
+            "faults": faults,
+            "script": self.script,
+            "job": self.job.to_dict(),
+        }
         child = self.nursery.spawn(spec, output=self.words(worker))
         process = _Process(worker, action.incarnation, child, beacon)
         self.processes[worker] = process

@@ -45,8 +45,15 @@ class Outcome:
     def add(self, record: RecordStep, *, now: float, since: float) -> StepRow:
         """A step is on record."""
         losses = dict(record.losses)
-        row = StepRow(step=record.step, loss=sum(losses[m] for m in sorted(losses)) / max(1, len(losses)),
-                      grad_norm=record.norm, seconds=now - since, epoch=record.epoch, attempt=record.attempt, at=now)
+        row = StepRow(
+            step=record.step,
+            loss=sum(losses[m] for m in sorted(losses)) / max(1, len(losses)),
+            grad_norm=record.norm,
+            seconds=now - since,
+            epoch=record.epoch,
+            attempt=record.attempt,
+            at=now,
+        )
         self.rows.append(row)
         self.losses[row.step] = losses
         self.committed += record.microbatches_committed
@@ -62,9 +69,19 @@ class StepLog:
         self._file: TextIO = (folder / "steps.jsonl").open("a", encoding="utf-8")
 
     def write(self, row: StepRow) -> None:
-        self._file.write(json.dumps({"step": row.step, "loss": row.loss, "grad_norm": row.grad_norm,
-                                     "seconds": round(row.seconds, 6), "epoch": row.epoch,
-                                     "attempt": row.attempt}) + "\n")
+        self._file.write(
+            json.dumps(
+                {
+                    "step": row.step,
+                    "loss": row.loss,
+                    "grad_norm": row.grad_norm,
+                    "seconds": round(row.seconds, 6),
+                    "epoch": row.epoch,
+                    "attempt": row.attempt,
+                }
+            )
+            + "\n"
+        )
         self._file.flush()
 
     def close(self) -> None:

@@ -22,7 +22,9 @@ class Profile:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self._times: dict[Worker, Mapping[Kind, float]] = {}
-        self._planned: dict[Worker, float] | None = None  # a microbatch's time, as the schedule in force takes it
+        self._planned: dict[Worker, float] | None = (
+            None  # a microbatch's time, as the schedule in force takes it
+        )
 
     def learn(self, worker: Worker, times: Mapping[Kind, float]) -> None:
         self._times[worker] = times
@@ -30,7 +32,7 @@ class Profile:
     def drift(self) -> str | None:
         """Does the schedule in force rest on times that are no longer true? One sentence if so.
 
-        What counts is a worker's time against the others': if all are slower alike, the best order is the same.
+        What counts is a worker's time against the others': all slower alike leaves the best order as it is.
         """
         if len({w.stage for w in self._times}) < self.shape.stages:
             return None
@@ -48,12 +50,22 @@ class Profile:
         if self._times:
             self._planned = self._relative()
         stages = range(self.shape.stages)
-        grids = {kind: tuple(tuple(self._time(Worker(k, s), kind) for s in stages) for k in range(self.shape.replicas))
-                 for kind in WORK}
-        return Instance(replicas=self.shape.replicas, stages=self.shape.stages, microbatches=self.shape.microbatches,
-                        forward=grids[Kind.F], input_grad=grids[Kind.I], weight_grad=grids[Kind.W],
-                        reduce=tuple(self._stage_time(s, Kind.R) for s in stages),
-                        update=tuple(self._stage_time(s, Kind.U) for s in stages))
+        grids = {
+            kind: tuple(
+                tuple(self._time(Worker(k, s), kind) for s in stages) for k in range(self.shape.replicas)
+            )
+            for kind in WORK
+        }
+        return Instance(
+            replicas=self.shape.replicas,
+            stages=self.shape.stages,
+            microbatches=self.shape.microbatches,
+            forward=grids[Kind.F],
+            input_grad=grids[Kind.I],
+            weight_grad=grids[Kind.W],
+            reduce=tuple(self._stage_time(s, Kind.R) for s in stages),
+            update=tuple(self._stage_time(s, Kind.U) for s in stages),
+        )
 
     def _relative(self) -> dict[Worker, float]:
         work = {w: sum(self._time(w, kind) for kind in WORK) for w in self.shape.workers()}
@@ -61,7 +73,7 @@ class Profile:
         return {w: time / mean for w, time in work.items()}
 
     def _time(self, worker: Worker, kind: Kind) -> float:
-        """A worker that is about as fast as its stage is taken to be like it: noise must not move microbatches."""
+        """A worker about as fast as its stage is taken to be like it: noise must not move microbatches."""
         own, stage = self._times.get(worker, {}), self._stage_time(worker.stage, kind, otherwise=1.0)
         total = sum(self._stage_time(worker.stage, k) for k in WORK)
         if any(k not in own for k in WORK) or abs(sum(own[k] for k in WORK) / total - 1) < LIKE_THE_STAGE:

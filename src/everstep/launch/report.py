@@ -93,13 +93,18 @@ def death(incident: Incident) -> str:
 def times(incident: Incident) -> list[str]:
     """How long each part of the healing took, in words."""
     start = incident.evidence_at if incident.killed_at is None else incident.killed_at
-    told = [f"replanned in {_told(_ms(incident.planned_at, incident.evidence_at))}",
-            f"resumed after {_told(_ms(incident.resumed_at, start))}"]
+    told = [
+        f"replanned in {_told(_ms(incident.planned_at, incident.evidence_at))}",
+        f"resumed after {_told(_ms(incident.resumed_at, start))}",
+    ]
     if incident.killed_at is not None:
         told.insert(0, f"noticed in {_told(_ms(incident.evidence_at, start))}")
     if incident.restored_from is not None:
-        told.append("back at the initial state" if incident.restored_from == 0
-                    else f"back at the checkpoint of step {incident.restored_from}")
+        told.append(
+            "back at the initial state"
+            if incident.restored_from == 0
+            else f"back at the checkpoint of step {incident.restored_from}"
+        )
     else:
         told.append(f"{incident.replayed_ops} ops to replay")
     return told
@@ -119,8 +124,10 @@ def summary_line(told: Mapping[str, Any]) -> str:
     count = len(told["incidents"])
     healed = {0: "no incident", 1: "1 incident healed"}.get(count, f"{count} incidents healed")
     batches = told["microbatches"]
-    return (f"{step} of {told['steps']} steps, loss {loss:.6f}, {healed}; "
-            f"microbatches: {batches['issued']} issued, {batches['committed']} committed once")
+    return (
+        f"{step} of {told['steps']} steps, loss {loss:.6f}, {healed}; "
+        f"microbatches: {batches['issued']} issued, {batches['committed']} committed once"
+    )
 
 
 def _ms(later: float | None, earlier: float) -> float | None:

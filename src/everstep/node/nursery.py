@@ -50,7 +50,9 @@ class Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "everstep.node.nursery", str(theirs.fileno())]
         env = {**_ALLOCATOR, **os.environ, "OMP_NUM_THREADS": str(self._threads)}
-        self._process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
         theirs.close()
         self._socket = ours
         return self

@@ -32,6 +32,7 @@ def main(spec: dict[str, Any]) -> int:
     agent = socket.socket(socket.AF_UNIX)
     agent.connect(spec["agent"])
     line = _Line(agent)
+    line.tell("hello", {"worker": spec["worker"], "pid": os.getpid()})
     try:
         if spec.get("script"):
             from everstep.node import script
@@ -42,8 +43,14 @@ def main(spec: dict[str, Any]) -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except BaseException as error:
-        line.tell("raised", {"error": f"{type(error).__name__}: {error}", "where": line.doing(),
-                             "traceback": traceback.format_exc(limit=50)})
+        line.tell(
+            "raised",
+            {
+                "error": f"{type(error).__name__}: {error}",
+                "where": line.doing(),
+                "traceback": traceback.format_exc(limit=50),
+            },
+        )
         traceback.print_exc()
         return 1
     return 0
@@ -57,21 +64,32 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
     device = devices.pick(job.device, me.stage * job.replicas + me.replica)
     if job.accumulate == "fp64":
         devices.exact(device)
-    links = Links(token=bytes.fromhex(spec["token"]), host=spec["host"],
-                  deliver=lambda frame: inbox.put(("frame", frame)),
-                  broken=lambda address: inbox.put(("broken", address)),
-                  failed=lambda error: inbox.put(("failed", error)),
-                  empty=lambda shape, dtype: devices.host_empty(shape, dtype, device))
+    links = Links(
+        token=bytes.fromhex(spec["token"]),
+        host=spec["host"],
+        deliver=lambda frame: inbox.put(("frame", frame)),
+        broken=lambda address: inbox.put(("broken", address)),
+        failed=lambda error: inbox.put(("failed", error)),
+        empty=lambda shape, dtype: devices.host_empty(shape, dtype, device),
+    )
     beacon = Beacon(Path(spec["beacon"]))
     saver = _Saver(job, line, me.stage)
-    body = Body(me, Walker(me, program.rules()), lambda: program.build(me.stage, index=me.stage * job.replicas + me.replica),
-                ports=Ports(report=line.report, save=saver.save, load=saver.load), links=links, inbox=inbox,
-                beacon=beacon, faults=tuple(parse_fault(text) for text in spec.get("faults", ())))
-    line.doing = lambda: f"step {body.walker.now.step} {body.walker.now.todo[-1] if body.walker.now.todo else ''}"
+    body = Body(
+        me,
+        Walker(me, program.rules()),
+        lambda: program.build(me.stage, index=me.stage * job.replicas + me.replica),
+        ports=Ports(report=line.report, save=saver.save, load=saver.load),
+        links=links,
+        inbox=inbox,
+        beacon=beacon,
+        faults=tuple(parse_fault(text) for text in spec.get("faults", ())),
+    )
+    line.doing = lambda: (
+        f"step {body.walker.now.step} {body.walker.now.todo[-1] if body.walker.now.todo else ''}"
+    )
     links.start()
     line.listen(inbox)
-    line.tell("started", {"worker": spec["worker"], "incarnation": spec["incarnation"], "pid": os.getpid(),
-                          "address": links.address})
+    line.tell("started", {"address": links.address})
     body.run()
     saver.finish()
     links.stop()

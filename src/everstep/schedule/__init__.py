@@ -5,5 +5,18 @@ from everstep.schedule.instance import Done, Instance, per_stage, same_cap, unif
 from everstep.schedule.planner import plan
 from everstep.schedule.schedule import MODES, Planned, Schedule
 
-__all__ = ["MODES", "Done", "Instance", "Kind", "Microbatch", "Op", "Planned", "Schedule", "Worker",
-           "per_stage", "plan", "same_cap", "uniform"]
+__all__ = [
+    "MODES",
+    "Done",
+    "Instance",
+    "Kind",
+    "Microbatch",
+    "Op",
+    "Planned",
+    "Schedule",
+    "Worker",
+    "per_stage",
+    "plan",
+    "same_cap",
+    "uniform",
+]

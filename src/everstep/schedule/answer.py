@@ -23,8 +23,9 @@ def answer(question: ComputePlan, healthy: Instance, mode: str, plan: Planner) -
         rest = plan(replace(healthy, dead=broken.dead, done=done), mode).schedule
         lists[step] = rest.ops
         hosts[step] = away_from_home(rest) | away_from_home_done(broken.done)
-    return PlanComputed(epoch=question.epoch, lists=lists, steady=steady.ops, hosts=hosts,
-                        steady_hosts=away_from_home(steady))
+    return PlanComputed(
+        epoch=question.epoch, lists=lists, steady=steady.ops, hosts=hosts, steady_hosts=away_from_home(steady)
+    )
 
 
 def away_from_home(schedule: Schedule) -> dict[Place, int]:

@@ -83,7 +83,7 @@ def lower_bound(instance: Instance, mode: str, caps: list[int] | None = None) ->
     stages = [_stage(instance, s, mode in FUSED_MODES, caps) for s in range(instance.stages)]
     best = 0.0
     for j, below in enumerate(stages):
-        trip = sum(x.forward + x.backward + 2 * instance.hop for x in stages[j + 1:])
+        trip = sum(x.forward + x.backward + 2 * instance.hop for x in stages[j + 1 :])
         spans = [worker.spans(trip) for worker in below.busiest]
         from_the_top = 0.0 if staggered else sum(x.forward + instance.hop for x in stages[:j])
         best = max(best, from_the_top + min(span for span, _ in spans) + below.closing)
@@ -105,15 +105,23 @@ def _stage(instance: Instance, stage: int, fused: bool, caps: list[int] | None) 
         if caps is not None:
             early, late = min(early, caps[stage]), min(late, caps[stage])
         work = work_time(instance, worker)
-        busiest[_Busiest(
-            forward=instance.time(Kind.F, worker),
-            backward=instance.time(Kind.B if fused else Kind.I, worker),
-            weight=0.0 if fused else instance.time(Kind.W, worker),
-            jobs=max(1, math.ceil(level / work - 1e-9)) if work > 0 else 1,
-            early=max(1.0, early), late=max(1.0, late))] = None
-    return _Stage(forward=min(x.forward for x in busiest), backward=min(x.backward for x in busiest),
-                  weight=min(x.weight for x in busiest), busiest=tuple(busiest),
-                  closing=instance.closing(stage))
+        busiest[
+            _Busiest(
+                forward=instance.time(Kind.F, worker),
+                backward=instance.time(Kind.B if fused else Kind.I, worker),
+                weight=0.0 if fused else instance.time(Kind.W, worker),
+                jobs=max(1, math.ceil(level / work - 1e-9)) if work > 0 else 1,
+                early=max(1.0, early),
+                late=max(1.0, late),
+            )
+        ] = None
+    return _Stage(
+        forward=min(x.forward for x in busiest),
+        backward=min(x.backward for x in busiest),
+        weight=min(x.weight for x in busiest),
+        busiest=tuple(busiest),
+        closing=instance.closing(stage),
+    )
 
 
 def _bound_of_the_rest(instance: Instance) -> float:

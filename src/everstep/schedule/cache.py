@@ -112,8 +112,12 @@ class PlanCache:
 
         def workers() -> list[Worker]:
             shape = self.healthy
-            return [w for k in range(shape.replicas) for s in range(shape.stages)
-                    if (w := Worker(k, s)) not in dead]
+            return [
+                w
+                for k in range(shape.replicas)
+                for s in range(shape.stages)
+                if (w := Worker(k, s)) not in dead
+            ]
 
         def old(worker: Worker) -> Worker:
             return Worker(to_old[worker.replica], worker.stage)
@@ -124,9 +128,12 @@ class PlanCache:
             return Op(op.kind, Microbatch(to_new[op.microbatch.home], op.microbatch.number), op.stage)
 
         ops = LazyByWorker(workers, lambda w: tuple(map(rename, planned.schedule.ops[old(w)])))
-        return replace(planned, schedule=Schedule(ops),
-                       starts=LazyByWorker(workers, lambda w: planned.starts[old(w)]),
-                       peak_stash=LazyByWorker(workers, lambda w: planned.peak_stash[old(w)]))
+        return replace(
+            planned,
+            schedule=Schedule(ops),
+            starts=LazyByWorker(workers, lambda w: planned.starts[old(w)]),
+            peak_stash=LazyByWorker(workers, lambda w: planned.peak_stash[old(w)]),
+        )
 
 
 def _sorts(instance: Instance) -> list[int]:

@@ -28,8 +28,11 @@ def violations(instance: Instance, planned: Planned) -> list[str]:
     found = [*_incomplete(instance, planned.schedule), *deadlocks(instance, planned.schedule)]
     if found:
         return found  # the clock of a broken order means nothing
-    return [*_too_early(instance, planned), *_too_full(instance, planned.schedule),
-            *_wrong_totals(instance, planned)]
+    return [
+        *_too_early(instance, planned),
+        *_too_full(instance, planned.schedule),
+        *_wrong_totals(instance, planned),
+    ]
 
 
 def deadlocks(instance: Instance, schedule: Schedule) -> list[str]:
@@ -47,8 +50,11 @@ def deadlocks(instance: Instance, schedule: Schedule) -> list[str]:
                 finished.add((op.kind, op.microbatch, op.stage))
                 at[worker] += 1
                 moved = True
-    return [f"worker {w} waits for ever before {schedule.ops[w][i]}." for w, i in at.items()
-            if i < len(schedule.ops[w])]
+    return [
+        f"worker {w} waits for ever before {schedule.ops[w][i]}."
+        for w, i in at.items()
+        if i < len(schedule.ops[w])
+    ]
 
 
 def _incomplete(instance: Instance, schedule: Schedule) -> Iterator[str]:
@@ -99,8 +105,11 @@ def _holds(need: tuple[str, Microbatch, int], finished: set[tuple[str, Microbatc
 
 
 def _done_before(instance: Instance) -> set[tuple[str, Microbatch | None, int]]:
-    return {(letter, microbatch, stage) for (microbatch, stage), done in instance.done.items()
-            for letter in done.kinds}
+    return {
+        (letter, microbatch, stage)
+        for (microbatch, stage), done in instance.done.items()
+        for letter in done.kinds
+    }
 
 
 def _too_early(instance: Instance, planned: Planned) -> Iterator[str]:
@@ -137,8 +146,11 @@ def _too_full(instance: Instance, schedule: Schedule) -> Iterator[str]:
     for worker, ops in schedule.ops.items():
         early = instance.held_forward[worker.stage] if instance.held_forward else 0.0
         late = instance.held_weight[worker.stage] if instance.held_weight else 0.0
-        mine = [done.kinds for (_, stage), done in instance.done.items()
-                if stage == worker.stage and done.host == worker.replica]
+        mine = [
+            done.kinds
+            for (_, stage), done in instance.done.items()
+            if stage == worker.stage and done.host == worker.replica
+        ]
         waiting, ready = mine.count("F"), mine.count("FI")
         for op in ops:
             done = instance.kinds_done(op.microbatch, op.stage) if op.microbatch is not None else ""

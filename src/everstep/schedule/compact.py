@@ -50,8 +50,12 @@ class Compact:
 
     def num_ops(self) -> int:
         weights = sum(self.have_input) if self.fused else len(self.host)
-        return 2 * len(self.host) - sum(self.have_forward) - sum(self.have_input) \
+        return (
+            2 * len(self.host)
+            - sum(self.have_forward)
+            - sum(self.have_input)
             + max(0, weights - sum(self.have_weight))
+        )
 
     def op(self, code: int, replica: int) -> Op:
         """The op behind a code, on behalf of `replica` where the simulated one only stands for it."""
@@ -69,8 +73,13 @@ _SPLIT = (Kind.F, Kind.I, Kind.W)
 _FUSED = (Kind.F, Kind.B, Kind.W)
 
 
-def compact(instance: Instance, *, fused: bool, stash_cap: Sequence[int] | None = None,
-            moved: dict[Place, int] | None = None) -> Compact:
+def compact(
+    instance: Instance,
+    *,
+    fused: bool,
+    stash_cap: Sequence[int] | None = None,
+    moved: dict[Place, int] | None = None,
+) -> Compact:
     """Choose hosts (unless given), fold clean replicas. `stash_cap` per stage tightens the instance's own."""
     moved = choose_hosts(instance) if moved is None else moved
     replicas, stands_for = _fold(instance, moved)
@@ -93,12 +102,27 @@ def compact(instance: Instance, *, fused: bool, stash_cap: Sequence[int] | None 
         backward = [b + w for b, w in zip(backward, weight, strict=True)]
     limits = [_stash(instance, worker, stash_cap) for worker in workers]
     return Compact(
-        stages=stages, microbatches=count, replicas=replicas, stands_for=stands_for,
-        hop=instance.hop, fused=fused, forward=[instance.forward[k][s] for k, s in workers],
-        backward=backward, weight=weight, closing=[instance.closing(s) for s in range(stages)],
-        room=[x[0] for x in limits], takes=[x[1] for x in limits],
-        frees_early=[x[1] - x[2] for x in limits], frees_late=[x[2] for x in limits],
-        host=host, key=key, have_forward=have[0], have_input=have[1], have_weight=have[2], moved=moved)
+        stages=stages,
+        microbatches=count,
+        replicas=replicas,
+        stands_for=stands_for,
+        hop=instance.hop,
+        fused=fused,
+        forward=[instance.forward[k][s] for k, s in workers],
+        backward=backward,
+        weight=weight,
+        closing=[instance.closing(s) for s in range(stages)],
+        room=[x[0] for x in limits],
+        takes=[x[1] for x in limits],
+        frees_early=[x[1] - x[2] for x in limits],
+        frees_late=[x[2] for x in limits],
+        host=host,
+        key=key,
+        have_forward=have[0],
+        have_input=have[1],
+        have_weight=have[2],
+        moved=moved,
+    )
 
 
 def stash_limit(instance: Instance, worker: Worker) -> tuple[float, float]:
@@ -118,8 +142,13 @@ def stash_limit(instance: Instance, worker: Worker) -> tuple[float, float]:
 
 def _stash(instance: Instance, worker: Worker, stash_cap: Sequence[int] | None) -> tuple[float, float, float]:
     """(room, what F takes, what is left from I to W), in bytes if only bytes limit, else in microbatches."""
-    in_bytes = (stash_cap is None and instance.stash_cap is None and instance.memory is not None
-                and worker in instance.memory and instance.bytes_per_microbatch(worker.stage) > 0)
+    in_bytes = (
+        stash_cap is None
+        and instance.stash_cap is None
+        and instance.memory is not None
+        and worker in instance.memory
+        and instance.bytes_per_microbatch(worker.stage) > 0
+    )
     if in_bytes:
         assert instance.memory is not None
         # F reserves the larger phase: an I that had to wait for memory could wait for ever.
@@ -157,8 +186,9 @@ def _sort(instance: Instance, replica: int) -> object:
     return instance.forward[replica], instance.input_grad[replica], instance.weight_grad[replica], limits
 
 
-def _what_is_done(instance: Instance, folded: dict[int, int],
-                  size: int) -> tuple[bytearray, bytearray, bytearray]:
+def _what_is_done(
+    instance: Instance, folded: dict[int, int], size: int
+) -> tuple[bytearray, bytearray, bytearray]:
     have = bytearray(size), bytearray(size), bytearray(size)
     for (microbatch, stage), done in instance.done.items():
         unit = (folded[microbatch.home] * instance.microbatches + microbatch.number) * instance.stages + stage

@@ -35,11 +35,13 @@ def compare(instance: Instance) -> list[Row]:
     """Fault-free references first, then what each policy makes of the dead."""
     healthy = instance.fault_free()
     rows = []
-    for name, mode, who in (("fault-free 1F1B", "1f1b", healthy),
-                            ("fault-free zero bubble", "zero-bubble", healthy),
-                            ("re-route, fused backward", "reroute", instance),
-                            ("re-route, decoupled", "decoupled", instance),
-                            ("re-route, staggered", "staggered", instance)):
+    for name, mode, who in (
+        ("fault-free 1F1B", "1f1b", healthy),
+        ("fault-free zero bubble", "zero-bubble", healthy),
+        ("re-route, fused backward", "reroute", instance),
+        ("re-route, decoupled", "decoupled", instance),
+        ("re-route, staggered", "staggered", instance),
+    ):
         planned = plan(who, mode)
         rows.append(Row(name, planned.value, planned.lower_bound))
     for mode, label in (("1f1b", "1F1B"), ("zero-bubble", "zero bubble")):
@@ -72,9 +74,15 @@ def redundancy(instance: Instance) -> float | None:
     alive = [k for k in range(instance.replicas) if k not in lost]
     if not alive:
         return None
-    shadowed = replace(instance, dead=frozenset(), done={}, forward=tuple(
-        tuple(row[s] + (row[s + 1] if s < last else 0.0) for s in range(instance.stages))
-        for row in instance.forward))
+    shadowed = replace(
+        instance,
+        dead=frozenset(),
+        done={},
+        forward=tuple(
+            tuple(row[s] + (row[s + 1] if s < last else 0.0) for s in range(instance.stages))
+            for row in instance.forward
+        ),
+    )
     whole = [k for k in alive if k not in broken]
     share = -(-instance.replicas * instance.microbatches // len(alive))
     times = [plan(_pipelines(shadowed, whole, share), "1f1b").value] if whole else []
@@ -88,12 +96,24 @@ def _pipelines(instance: Instance, replicas: list[int], microbatches: int | None
     total = instance.replicas * instance.microbatches
     caps = None
     if instance.stash_cap is not None:
-        caps = {Worker(i, s): instance.stash_cap[Worker(k, s)] for i, k in enumerate(replicas)
-                for s in range(instance.stages) if Worker(k, s) in instance.stash_cap}
-    return replace(instance, replicas=len(replicas), microbatches=microbatches or -(-total // len(replicas)),
-                   forward=_pick(instance.forward, replicas), input_grad=_pick(instance.input_grad, replicas),
-                   weight_grad=_pick(instance.weight_grad, replicas), stash_cap=caps, memory=None,
-                   dead=frozenset(), done={})
+        caps = {
+            Worker(i, s): instance.stash_cap[Worker(k, s)]
+            for i, k in enumerate(replicas)
+            for s in range(instance.stages)
+            if Worker(k, s) in instance.stash_cap
+        }
+    return replace(
+        instance,
+        replicas=len(replicas),
+        microbatches=microbatches or -(-total // len(replicas)),
+        forward=_pick(instance.forward, replicas),
+        input_grad=_pick(instance.input_grad, replicas),
+        weight_grad=_pick(instance.weight_grad, replicas),
+        stash_cap=caps,
+        memory=None,
+        dead=frozenset(),
+        done={},
+    )
 
 
 def _merged(instance: Instance, replica: int, dead: list[int], microbatches: int) -> Instance:
@@ -104,11 +124,19 @@ def _merged(instance: Instance, replica: int, dead: list[int], microbatches: int
     def merge(row: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(row[s] + sum(row[d] for d in dead if (d - 1) % instance.stages == s) for s in keep)
 
-    return replace(one, stages=len(keep), stash_cap=None, held_forward=(), held_weight=(), boundary=(),
-                   forward=(merge(one.forward[0]),), input_grad=(merge(one.input_grad[0]),),
-                   weight_grad=(merge(one.weight_grad[0]),),
-                   reduce=tuple(one.reduce[s] for s in keep if one.reduce),
-                   update=tuple(one.update[s] for s in keep if one.update))
+    return replace(
+        one,
+        stages=len(keep),
+        stash_cap=None,
+        held_forward=(),
+        held_weight=(),
+        boundary=(),
+        forward=(merge(one.forward[0]),),
+        input_grad=(merge(one.input_grad[0]),),
+        weight_grad=(merge(one.weight_grad[0]),),
+        reduce=tuple(one.reduce[s] for s in keep if one.reduce),
+        update=tuple(one.update[s] for s in keep if one.update),
+    )
 
 
 def _pick(grid: Grid, replicas: list[int]) -> Grid:

@@ -48,10 +48,16 @@ class Habit(NamedTuple):
 
 
 # In the order in which they did best over the suite of bench/schedule.py. The last is plain list scheduling.
-HABITS = (Habit(), Habit(await_first=False), Habit(await_last=True, patience=0.8),
-          Habit(clear_a_place=False, await_last=True, patience=0.4), Habit(patience=0.4),
-          Habit(await_first=False, patience=0.0), Habit(False, False, True, True, 0.6),
-          Habit(False, False, False, False, 0.0))
+HABITS = (
+    Habit(),
+    Habit(await_first=False),
+    Habit(await_last=True, patience=0.8),
+    Habit(clear_a_place=False, await_last=True, patience=0.4),
+    Habit(patience=0.4),
+    Habit(await_first=False, patience=0.0),
+    Habit(False, False, True, True, 0.6),
+    Habit(False, False, False, False, 0.0),
+)
 
 
 def dispatch(problem: Compact, habit: Habit, target: float) -> list[list[int]]:
@@ -125,8 +131,11 @@ def dispatch(problem: Compact, habit: Habit, target: float) -> list[list[int]]:
                 if await_last and not forwards_left[worker] and now < due < now + 0.67 * weight[worker]:
                     continue
                 if patience and spare[worker] > 0.0:
-                    if now < forward_due[worker] and held[worker] + takes[worker] <= room[worker] and (
-                            due <= now or forward_due[worker] < due):
+                    if (
+                        now < forward_due[worker]
+                        and held[worker] + takes[worker] <= room[worker]
+                        and (due <= now or forward_due[worker] < due)
+                    ):
                         due = forward_due[worker]
                     wait = due - now
                     if 0.0 < wait <= patience * weight[worker] and wait < spare[worker]:

@@ -24,9 +24,26 @@ from everstep.schedule.instance import Done, Grid, Instance
 from everstep.schedule.schedule import Planned
 
 N = TypeVar("N", int, float)
-FIELDS = frozenset({"replicas", "stages", "microbatches", "forward", "input_grad", "weight_grad", "hop",
-                    "reduce", "update", "stash_cap", "memory", "held_forward", "held_weight", "boundary",
-                    "dead", "done"})
+FIELDS = frozenset(
+    {
+        "replicas",
+        "stages",
+        "microbatches",
+        "forward",
+        "input_grad",
+        "weight_grad",
+        "hop",
+        "reduce",
+        "update",
+        "stash_cap",
+        "memory",
+        "held_forward",
+        "held_weight",
+        "boundary",
+        "dead",
+        "done",
+    }
+)
 
 
 def instance_from(document: Any) -> Instance:
@@ -35,37 +52,65 @@ def instance_from(document: Any) -> Instance:
         raise UserError("the instance must be a JSON object with replicas, stages, microbatches and times.")
     unknown = sorted(set(document) - FIELDS)
     if unknown:
-        raise UserError(f"the instance has an unknown field {unknown[0]!r}; the fields are "
-                        f"{', '.join(sorted(FIELDS))}.")
+        raise UserError(
+            f"the instance has an unknown field {unknown[0]!r}; the fields are {', '.join(sorted(FIELDS))}."
+        )
     replicas, stages, count = (_whole(document, name) for name in ("replicas", "stages", "microbatches"))
     return Instance(
-        replicas=replicas, stages=stages, microbatches=count,
+        replicas=replicas,
+        stages=stages,
+        microbatches=count,
         forward=_grid(document, "forward", replicas, stages),
         input_grad=_grid(document, "input_grad", replicas, stages),
         weight_grad=_grid(document, "weight_grad", replicas, stages),
-        hop=_number("hop", document.get("hop", 0.0)), reduce=_row(document, "reduce", stages),
+        hop=_number("hop", document.get("hop", 0.0)),
+        reduce=_row(document, "reduce", stages),
         update=_row(document, "update", stages),
         stash_cap=_by_worker(document, "stash_cap", replicas, stages, lambda name, x: int(_number(name, x))),
         memory=_by_worker(document, "memory", replicas, stages, _number),
         held_forward=_row(document, "held_forward", stages),
         held_weight=_row(document, "held_weight", stages),
         boundary=_row(document, "boundary", stages),
-        dead=frozenset(parse_worker(str(x)) for x in document.get("dead") or ()), done=_done(document))
+        dead=frozenset(parse_worker(str(x)) for x in document.get("dead") or ()),
+        done=_done(document),
+    )
 
 
-def document_of(instance: Instance, planned: Planned, *, planning_ms: float,
-                fault_free: Mapping[str, float]) -> dict[str, Any]:
+def document_of(
+    instance: Instance, planned: Planned, *, planning_ms: float, fault_free: Mapping[str, float]
+) -> dict[str, Any]:
     """What `everstep schedule --json` prints."""
-    ops = [{"worker": [t.worker.replica, t.worker.stage], "kind": str(t.op.kind),
-            "microbatch": [t.op.microbatch.home, t.op.microbatch.number], "start": t.start, "end": t.end}
-           for t in planned.timeline(instance.time) if t.op.microbatch is not None]
-    closing = {t.worker.stage: {"stage": t.worker.stage, "reduced": t.start, "updated": t.end}
-               for t in planned.timeline(instance.time) if t.op.kind is Kind.U}
-    return {"mode": planned.mode, "period": planned.period, "makespan": planned.makespan,
-            "lower_bound": planned.lower_bound, "gap": planned.gap, **fault_free, "planning_ms": planning_ms,
-            "peak_stash": {str(w): planned.peak_stash[w] for w in sorted(planned.peak_stash)},
-            "rerouted": planned.rerouted, "rerouted_bytes": planned.rerouted_bytes,
-            "because": planned.because, "ops": ops, "closing": [closing[s] for s in sorted(closing)]}
+    ops = [
+        {
+            "worker": [t.worker.replica, t.worker.stage],
+            "kind": str(t.op.kind),
+            "microbatch": [t.op.microbatch.home, t.op.microbatch.number],
+            "start": t.start,
+            "end": t.end,
+        }
+        for t in planned.timeline(instance.time)
+        if t.op.microbatch is not None
+    ]
+    closing = {
+        t.worker.stage: {"stage": t.worker.stage, "reduced": t.start, "updated": t.end}
+        for t in planned.timeline(instance.time)
+        if t.op.kind is Kind.U
+    }
+    return {
+        "mode": planned.mode,
+        "period": planned.period,
+        "makespan": planned.makespan,
+        "lower_bound": planned.lower_bound,
+        "gap": planned.gap,
+        **fault_free,
+        "planning_ms": planning_ms,
+        "peak_stash": {str(w): planned.peak_stash[w] for w in sorted(planned.peak_stash)},
+        "rerouted": planned.rerouted,
+        "rerouted_bytes": planned.rerouted_bytes,
+        "because": planned.because,
+        "ops": ops,
+        "closing": [closing[s] for s in sorted(closing)],
+    }
 
 
 def _whole(document: dict[str, Any], name: str) -> int:
@@ -99,8 +144,9 @@ def _grid(document: dict[str, Any], name: str, replicas: int, stages: int) -> Gr
     return (_row(document, name, stages),) * replicas
 
 
-def _by_worker(document: dict[str, Any], name: str, replicas: int, stages: int,
-               read: Callable[[str, Any], N]) -> dict[Worker, N] | None:
+def _by_worker(
+    document: dict[str, Any], name: str, replicas: int, stages: int, read: Callable[[str, Any], N]
+) -> dict[Worker, N] | None:
     value = document.get(name)
     if value is None:
         return None

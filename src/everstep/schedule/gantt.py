@@ -19,11 +19,23 @@ from everstep.errors import UserError
 from everstep.schedule.instance import Instance
 from everstep.schedule.schedule import STAGGERED_MODES, Planned
 
-COLOURS = {Kind.F: "#8ecae6", Kind.I: "#ffb703", Kind.W: "#95d5b2", Kind.B: "#fb8500", Kind.R: "#b8a9c9",
-           Kind.U: "#7d6b91"}
+COLOURS = {
+    Kind.F: "#8ecae6",
+    Kind.I: "#ffb703",
+    Kind.W: "#95d5b2",
+    Kind.B: "#fb8500",
+    Kind.R: "#b8a9c9",
+    Kind.U: "#7d6b91",
+}
 REROUTED = {Kind.F: "#1d6fa3", Kind.I: "#c26a00", Kind.W: "#2d7a4f", Kind.B: "#b04a00"}
-NAMES = {Kind.F: "forward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.B: "backward",
-         Kind.R: "reduce", Kind.U: "update"}
+NAMES = {
+    Kind.F: "forward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.B: "backward",
+    Kind.R: "reduce",
+    Kind.U: "update",
+}
 INK, PALE, IDLE, FRAME = "#22223b", "#6c757d", "#f1f3f5", "#11111f"
 WIDTH, LEFT, TOP, ROW, GAP, FOOT = 1280.0, 74.0, 92.0, 22.0, 10.0, 46.0
 MOST_ROWS = 48
@@ -92,14 +104,24 @@ def picture(instance: Instance, planned: Planned, *, title: str = "", most_rows:
         op, y = timed.op, rows[timed.worker]
         away = op.microbatch is not None and op.microbatch.home != timed.worker.replica
         width = (timed.end - timed.start) * scale
-        box = Box(LEFT + timed.start * scale, y, width, ROW - 2, (REROUTED if away else COLOURS)[op.kind],
-                  FRAME if away else "#ffffff", 1.3 if away else 0.7,
-                  f"{op} on {timed.worker}, {timed.start:g} to {timed.end:g}")
+        box = Box(
+            LEFT + timed.start * scale,
+            y,
+            width,
+            ROW - 2,
+            (REROUTED if away else COLOURS)[op.kind],
+            FRAME if away else "#ffffff",
+            1.3 if away else 0.7,
+            f"{op} on {timed.worker}, {timed.start:g} to {timed.end:g}",
+        )
         drawing.boxes.append(box)
         label = "" if op.microbatch is None else str(op.microbatch) if away else str(op.microbatch.number)
         if width > 6.2 * len(label) + 2:
-            drawing.words.append(Word(box.x + width / 2, y + ROW * 0.66, label, 9.5,
-                                      "#ffffff" if away else INK, "middle", away))
+            drawing.words.append(
+                Word(
+                    box.x + width / 2, y + ROW * 0.66, label, 9.5, "#ffffff" if away else INK, "middle", away
+                )
+            )
     _furniture(instance, planned, drawing, title, bottom, scale)
     return drawing
 
@@ -109,7 +131,7 @@ def _rows(instance: Instance, most_rows: int) -> dict[Worker, float]:
     y = TOP
     broken = {w.replica for w in instance.dead}
     order = sorted(range(instance.replicas), key=lambda k: (k not in broken, k))
-    shown = sorted(order[:max(1, most_rows // instance.stages)])
+    shown = sorted(order[: max(1, most_rows // instance.stages)])
     for replica in shown:
         for stage in range(instance.stages):
             rows[Worker(replica, stage)] = y
@@ -118,16 +140,19 @@ def _rows(instance: Instance, most_rows: int) -> dict[Worker, float]:
     return rows
 
 
-def _furniture(instance: Instance, planned: Planned, drawing: Picture, title: str, bottom: float,
-               scale: float) -> None:
+def _furniture(
+    instance: Instance, planned: Planned, drawing: Picture, title: str, bottom: float, scale: float
+) -> None:
     """Title, legend, axis, bound."""
     staggered = planned.mode in STAGGERED_MODES
     distance = "the best possible" if planned.gap < 1e-9 else f"at most {planned.gap:.1%} above the best"
     measure = "period" if staggered else "makespan"
     heading = title or f"{planned.mode}: {measure} {planned.value:g}, {distance}"
     drawing.words.append(Word(LEFT, 30, heading, 18, INK, bold=True))
-    shape = (f"{instance.replicas} replicas x {instance.stages} stages x "
-             f"{instance.microbatches} microbatches, {len(instance.dead)} dead, {planned.rerouted} re-routed")
+    shape = (
+        f"{instance.replicas} replicas x {instance.stages} stages x "
+        f"{instance.microbatches} microbatches, {len(instance.dead)} dead, {planned.rerouted} re-routed"
+    )
     drawing.words.append(Word(LEFT, 50, shape, 12, PALE))
     x = LEFT
     used = {op.kind for ops in list(planned.schedule.ops.values())[:1] for op in ops}
@@ -149,8 +174,16 @@ def _furniture(instance: Instance, planned: Planned, drawing: Picture, title: st
     if not staggered:
         at = LEFT + planned.lower_bound * scale
         drawing.lines.append(Line(at, TOP - 6, at, bottom, "#c1121f", dashed=True))
-        drawing.words.append(Word(at - 4, bottom + 34, f"no schedule can end before {planned.lower_bound:g}",
-                                  10.5, "#c1121f", "end"))
+        drawing.words.append(
+            Word(
+                at - 4,
+                bottom + 34,
+                f"no schedule can end before {planned.lower_bound:g}",
+                10.5,
+                "#c1121f",
+                "end",
+            )
+        )
     else:
         best = "no schedule can do better" if planned.gap < 1e-9 else f"the bound is {planned.lower_bound:g}"
         note = f"a stage starts its next step when its own update is done, every {planned.period:g}; {best}"
@@ -170,22 +203,30 @@ def _ticks(span: float) -> Iterator[float]:
 def svg(drawing: Picture) -> str:
     """The picture as an SVG document; hovering over a box names its op."""
     size = f"{drawing.width:g} {drawing.height:g}"
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{drawing.width:g}" height="{drawing.height:g}" '
-             f'viewBox="0 0 {size}" font-family="Helvetica, Arial, sans-serif">',
-             '<rect width="100%" height="100%" fill="#ffffff"/>']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{drawing.width:g}" height="{drawing.height:g}" '
+        f'viewBox="0 0 {size}" font-family="Helvetica, Arial, sans-serif">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+    ]
     for box in drawing.boxes:
         tip = f"<title>{escape(box.tip)}</title>" if box.tip else ""
-        parts.append(f'<rect x="{box.x:.2f}" y="{box.y:.2f}" width="{box.width:.2f}" '
-                     f'height="{box.height:.2f}" rx="2" fill="{box.fill}" '
-                     f'stroke="{box.stroke}" stroke-width="{box.stroke_width:g}">{tip}</rect>')
+        parts.append(
+            f'<rect x="{box.x:.2f}" y="{box.y:.2f}" width="{box.width:.2f}" '
+            f'height="{box.height:.2f}" rx="2" fill="{box.fill}" '
+            f'stroke="{box.stroke}" stroke-width="{box.stroke_width:g}">{tip}</rect>'
+        )
     for line in drawing.lines:
         dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-        parts.append(f'<line x1="{line.x1:.2f}" y1="{line.y1:.2f}" x2="{line.x2:.2f}" y2="{line.y2:.2f}" '
-                     f'stroke="{line.stroke}" stroke-width="1.2"{dash}/>')
+        parts.append(
+            f'<line x1="{line.x1:.2f}" y1="{line.y1:.2f}" x2="{line.x2:.2f}" y2="{line.y2:.2f}" '
+            f'stroke="{line.stroke}" stroke-width="1.2"{dash}/>'
+        )
     for word in drawing.words:
         weight = ' font-weight="bold"' if word.bold else ""
-        parts.append(f'<text x="{word.x:.2f}" y="{word.y:.2f}" font-size="{word.size:g}" fill="{word.fill}" '
-                     f'text-anchor="{word.anchor}"{weight}>{escape(word.text)}</text>')
+        parts.append(
+            f'<text x="{word.x:.2f}" y="{word.y:.2f}" font-size="{word.size:g}" fill="{word.fill}" '
+            f'text-anchor="{word.anchor}"{weight}>{escape(word.text)}</text>'
+        )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -196,24 +237,45 @@ def png(drawing: Picture, *, dots_per_inch: int = 144) -> bytes:
         from matplotlib.figure import Figure
         from matplotlib.patches import FancyBboxPatch
     except ImportError:
-        raise UserError("a PNG needs matplotlib; install it with: pip install 'everstep[plot]', or ask for "
-                        "an .svg.") from None
+        raise UserError(
+            "a PNG needs matplotlib; install it with: pip install 'everstep[plot]', or ask for an .svg."
+        ) from None
     figure = Figure(figsize=(drawing.width / 96, drawing.height / 96), dpi=dots_per_inch, facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, drawing.width)
     axes.set_ylim(drawing.height, 0)
     axes.axis("off")
     for box in drawing.boxes:
-        axes.add_patch(FancyBboxPatch((box.x, box.y), box.width, box.height, facecolor=box.fill,
-                                      boxstyle="round,pad=0,rounding_size=2", edgecolor=box.stroke,
-                                      linewidth=box.stroke_width * 0.75))
+        axes.add_patch(
+            FancyBboxPatch(
+                (box.x, box.y),
+                box.width,
+                box.height,
+                facecolor=box.fill,
+                boxstyle="round,pad=0,rounding_size=2",
+                edgecolor=box.stroke,
+                linewidth=box.stroke_width * 0.75,
+            )
+        )
     for line in drawing.lines:
-        axes.plot((line.x1, line.x2), (line.y1, line.y2), color=line.stroke, linewidth=0.9,
-                  linestyle=(0, (5, 4)) if line.dashed else "-")
+        axes.plot(
+            (line.x1, line.x2),
+            (line.y1, line.y2),
+            color=line.stroke,
+            linewidth=0.9,
+            linestyle=(0, (5, 4)) if line.dashed else "-",
+        )
     for word in drawing.words:
-        axes.text(word.x, word.y, word.text, fontsize=word.size * 0.72, color=word.fill, va="baseline",
-                  ha={"start": "left", "end": "right", "middle": "center"}[word.anchor],
-                  fontweight="bold" if word.bold else "normal")
+        axes.text(
+            word.x,
+            word.y,
+            word.text,
+            fontsize=word.size * 0.72,
+            color=word.fill,
+            va="baseline",
+            ha={"start": "left", "end": "right", "middle": "center"}[word.anchor],
+            fontweight="bold" if word.bold else "normal",
+        )
     out = io.BytesIO()
     FigureCanvasAgg(figure).print_png(out)  # type: ignore[no-untyped-call]
     return out.getvalue()

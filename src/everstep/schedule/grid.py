@@ -29,8 +29,10 @@ class Grid(NamedTuple):
 
     def text(self) -> str:
         label = max((len(str(worker)) for worker, _ in self.rows), default=0)
-        return "\n".join(f"{worker!s:>{label}} |{''.join(cell.text for cell in cells)}".rstrip()
-                         for worker, cells in self.rows)
+        return "\n".join(
+            f"{worker!s:>{label}} |{''.join(cell.text for cell in cells)}".rstrip()
+            for worker, cells in self.rows
+        )
 
 
 def draw(instance: Instance, planned: Planned, *, columns: int = 160, most_rows: int = 64) -> Grid:
@@ -38,8 +40,9 @@ def draw(instance: Instance, planned: Planned, *, columns: int = 160, most_rows:
     workers = sorted(planned.schedule.ops)[:most_rows]
     shown = set(workers)
     width = len(str(instance.microbatches - 1)) + 2
-    shortest = min((t for w in workers for k in (Kind.F, Kind.I, Kind.W) if (t := instance.time(k, w)) > 0),
-                   default=1.0)
+    shortest = min(
+        (t for w in workers for k in (Kind.F, Kind.I, Kind.W) if (t := instance.time(k, w)) > 0), default=1.0
+    )
     span = max(planned.makespan, shortest)
     if span / shortest * width > columns:
         width = 1

@@ -58,11 +58,14 @@ def work_time(instance: Instance, worker: Worker, done: str = "") -> float:
     return sum(instance.time(kind, worker) for kind in (Kind.F, Kind.I, Kind.W) if kind not in done)
 
 
-def _spread(instance: Instance, stage: int, quota: dict[int, int], busiest: float, broken: set[int], *,
-            few: bool) -> dict[Place, int]:
+def _spread(
+    instance: Instance, stage: int, quota: dict[int, int], busiest: float, broken: set[int], *, few: bool
+) -> dict[Place, int]:
     count = instance.microbatches
-    keep = {k: min(count, max(n, int(busiest / max(work_time(instance, Worker(k, stage)), 1e-12) + 1e-9)))
-            for k, n in quota.items()}
+    keep = {
+        k: min(count, max(n, int(busiest / max(work_time(instance, Worker(k, stage)), 1e-12) + 1e-9)))
+        for k, n in quota.items()
+    }
     homeless = [(m, k) for k in range(instance.replicas) for m in _shed(count, count - keep.get(k, 0))]
     room = {k: n - keep[k] for k, n in quota.items() if n > keep[k]}
     helpers = sorted(room, key=lambda k: (k in broken, k))

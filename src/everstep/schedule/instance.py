@@ -56,15 +56,18 @@ class Instance:
         for name in ("forward", "input_grad", "weight_grad"):
             grid: Grid = getattr(self, name)
             if len(grid) != self.replicas or any(len(row) != self.stages for row in grid):
-                raise UserError(f"{name} must have one row per replica and one time per stage in each "
-                                f"({self.replicas} x {self.stages}).")
+                raise UserError(
+                    f"{name} must have one row per replica and one time per stage in each "
+                    f"({self.replicas} x {self.stages})."
+                )
         for name in ("reduce", "update", "held_forward", "held_weight", "boundary"):
             if len(getattr(self, name)) not in (0, self.stages):
                 raise UserError(f"{name} must be empty or give one number per stage ({self.stages}).")
         for worker in self.dead:
             if not (0 <= worker.replica < self.replicas and 0 <= worker.stage < self.stages):
-                raise UserError(f"dead worker {worker} is outside the {self.replicas} replicas x "
-                                f"{self.stages} stages.")
+                raise UserError(
+                    f"dead worker {worker} is outside the {self.replicas} replicas x {self.stages} stages."
+                )
         for stage in range(self.stages):
             if not self.live(stage):
                 raise UserError(f"stage {stage} has no live worker; give it one, or restore a checkpoint.")
@@ -77,13 +80,17 @@ class Instance:
             for worker in self.workers():
                 need = self.bytes_per_microbatch(worker.stage)
                 if self.memory.get(worker, need) < need:
-                    raise UserError(f"memory of worker {worker} is {self.memory[worker]:g} bytes; one "
-                                    f"microbatch of stage {worker.stage} needs {need:g}.")
+                    raise UserError(
+                        f"memory of worker {worker} is {self.memory[worker]:g} bytes; one "
+                        f"microbatch of stage {worker.stage} needs {need:g}."
+                    )
 
     def bytes_per_microbatch(self, stage: int) -> float:
         """The most bytes one microbatch holds at a stage."""
-        return max(self.held_forward[stage] if self.held_forward else 0.0,
-                   self.held_weight[stage] if self.held_weight else 0.0)
+        return max(
+            self.held_forward[stage] if self.held_forward else 0.0,
+            self.held_weight[stage] if self.held_weight else 0.0,
+        )
 
     def live(self, stage: int) -> list[int]:
         """The replicas that live at a stage."""
@@ -91,8 +98,12 @@ class Instance:
 
     def workers(self) -> Iterator[Worker]:
         """The live workers."""
-        return (Worker(k, s) for k in range(self.replicas) for s in range(self.stages)
-                if Worker(k, s) not in self.dead)
+        return (
+            Worker(k, s)
+            for k in range(self.replicas)
+            for s in range(self.stages)
+            if Worker(k, s) not in self.dead
+        )
 
     def homes(self) -> Iterator[Microbatch]:
         return (Microbatch(k, m) for k in range(self.replicas) for m in range(self.microbatches))

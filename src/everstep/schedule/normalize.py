@@ -98,8 +98,9 @@ def _best_spread(costs: list[list[float]], now: list[int], moves: int) -> list[i
     return found[1] if found else None
 
 
-def _moves(instance: Instance, now: list[int], spread: list[int],
-           state: tuple[float, ...]) -> tuple[Move, ...]:
+def _moves(
+    instance: Instance, now: list[int], spread: list[int], state: tuple[float, ...]
+) -> tuple[Move, ...]:
     """Who moves: from stages that take a failure to stages that lose one, out of broken replicas first.
 
     A worker of a replica that is broken anyway costs no whole pipeline; best is the dead one's own replica.
@@ -110,11 +111,11 @@ def _moves(instance: Instance, now: list[int], spread: list[int],
     for stage in range(instance.stages):
         for _ in range(now[stage] - spread[stage]):
             gone = min(w for w in dead if w.stage == stage)
-            donors = [s for s in range(instance.stages)
-                      if sum(w.stage == s for w in dead) < spread[s]]
-            worker = min((Worker(k, s) for s in donors for k in range(instance.replicas)
-                          if Worker(k, s) not in dead),
-                         key=lambda w: (w.replica != gone.replica, w.replica not in broken, w))
+            donors = [s for s in range(instance.stages) if sum(w.stage == s for w in dead) < spread[s]]
+            worker = min(
+                (Worker(k, s) for s in donors for k in range(instance.replicas) if Worker(k, s) not in dead),
+                key=lambda w: (w.replica != gone.replica, w.replica not in broken, w),
+            )
             dead.discard(gone)
             dead.add(worker)
             moves.append(Move(worker, gone, state[stage]))

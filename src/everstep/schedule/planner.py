@@ -75,8 +75,9 @@ def time_order(problem: Compact, order: list[list[int]], mode: str) -> Timing:
     return steady(problem, order, first) if mode in STAGGERED_MODES else first
 
 
-def answer(instance: Instance, mode: str, problem: Compact, order: list[list[int]], timing: Timing,
-           bound: float) -> Planned:
+def answer(
+    instance: Instance, mode: str, problem: Compact, order: list[list[int]], timing: Timing, bound: float
+) -> Planned:
     """Unfold a compact order into a plan; ops and start times are written out when they are read."""
     workers = instance.workers
     stages = problem.stages
@@ -100,18 +101,27 @@ def answer(instance: Instance, mode: str, problem: Compact, order: list[list[int
     makespan = timing.makespan()
     period = timing.period() if mode in STAGGERED_MODES else makespan
     planned = Planned(
-        mode=mode, schedule=Schedule(LazyByWorker(workers, ops_of)), period=period, makespan=makespan,
-        lower_bound=bound, starts=LazyByWorker(workers, starts_of),
-        peak_stash=LazyByWorker(workers, stash_of), rerouted=len(problem.moved),
-        rerouted_bytes=_crossing_bytes(instance, problem))
+        mode=mode,
+        schedule=Schedule(LazyByWorker(workers, ops_of)),
+        period=period,
+        makespan=makespan,
+        lower_bound=bound,
+        starts=LazyByWorker(workers, starts_of),
+        peak_stash=LazyByWorker(workers, stash_of),
+        rerouted=len(problem.moved),
+        rerouted_bytes=_crossing_bytes(instance, problem),
+    )
     return replace(planned, because=_because(instance, planned))
 
 
 def _peak_stash(problem: Compact, codes: list[int], worker: int) -> int:
     """Most microbatches held at once, those done before we started included."""
     have_input, have_weight = problem.have_input, problem.have_weight
-    held = sum(1 for unit, host in enumerate(problem.host) if host == worker and not have_weight[unit]
-               and problem.have_forward[unit])
+    held = sum(
+        1
+        for unit, host in enumerate(problem.host)
+        if host == worker and not have_weight[unit] and problem.have_forward[unit]
+    )
     peak = held
     for code in codes:
         unit, kind = divmod(code, 3)
@@ -135,7 +145,12 @@ def _crossing_bytes(instance: Instance, problem: Compact) -> float:
 
 
 def _because(instance: Instance, planned: Planned) -> str:
-    who = f"{len(instance.dead)} dead, {planned.rerouted} microbatch-stages re-routed" if instance.dead \
+    who = (
+        f"{len(instance.dead)} dead, {planned.rerouted} microbatch-stages re-routed"
+        if instance.dead
         else "nobody dead"
-    return (f"{planned.mode}: {planned.value:g} with {who}; no schedule can beat {planned.lower_bound:g}, "
-            f"so at most {planned.gap:.1%} is lost.")
+    )
+    return (
+        f"{planned.mode}: {planned.value:g} with {who}; no schedule can beat {planned.lower_bound:g}, "
+        f"so at most {planned.gap:.1%} is lost."
+    )

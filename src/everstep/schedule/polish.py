@@ -28,8 +28,9 @@ Progress = Callable[[float, float, float], None]  # best value so far, best boun
 FINEST = 1_000
 
 
-def polish(instance: Instance, mode: str, *, seconds: float, workers: int = 2,
-           progress: Progress | None = None) -> Planned:
+def polish(
+    instance: Instance, mode: str, *, seconds: float, workers: int = 2, progress: Progress | None = None
+) -> Planned:
     """The best plan found within the time limit, never worse than `plan`'s; its bound may be the solver's."""
     cp_model = _solver()
     caps = [instance.stages - s for s in range(instance.stages)] if mode == "1f1b" else None
@@ -82,8 +83,15 @@ def _tick(problem: Compact) -> float:
     return max(_durations(problem), default=1.0) / FINEST
 
 
-def _model(cp_model: Any, problem: Compact, order: list[list[int]], timing: Timing, staggered: bool,
-           bound: float, tick: float) -> tuple[Any, dict[int, Any]]:
+def _model(
+    cp_model: Any,
+    problem: Compact,
+    order: list[list[int]],
+    timing: Timing,
+    staggered: bool,
+    bound: float,
+    tick: float,
+) -> tuple[Any, dict[int, Any]]:
     model = cp_model.CpModel()
     begin = min(s[0] for s in timing.starts if s)
     horizon = int(2 * (max(timing.ends) - begin) / tick) + 10
@@ -128,8 +136,15 @@ def _model(cp_model: Any, problem: Compact, order: list[list[int]], timing: Timi
     return model, starts
 
 
-def _stash(model: Any, problem: Compact, worker: int, codes: list[int], starts: dict[int, Any],
-           length: dict[int, int], horizon: int) -> None:
+def _stash(
+    model: Any,
+    problem: Compact,
+    worker: int,
+    codes: list[int],
+    starts: dict[int, Any],
+    length: dict[int, int],
+    horizon: int,
+) -> None:
     """Each microbatch takes a share of the room from its F to its I, and what is left of it until its W."""
     if problem.room[worker] == UNLIMITED:
         return

@@ -55,13 +55,18 @@ class Schedule:
 
     def hosts(self) -> dict[tuple[Microbatch, int], int]:
         """Who hosts each (microbatch, stage) that has an op here."""
-        return {(op.microbatch, op.stage): worker.replica
-                for worker, ops in self.ops.items() for op in ops if op.microbatch is not None}
+        return {
+            (op.microbatch, op.stage): worker.replica
+            for worker, ops in self.ops.items()
+            for op in ops
+            if op.microbatch is not None
+        }
 
     def text(self) -> str:
         """One line a worker: `1:2 = 2F1.0 2I1.0 2W1.0 2R 2U`; `notation.parse_schedule` is the inverse."""
-        return "\n".join(f"{worker} = {' '.join(map(str, ops))}".rstrip()
-                         for worker, ops in sorted(self.ops.items()))
+        return "\n".join(
+            f"{worker} = {' '.join(map(str, ops))}".rstrip() for worker, ops in sorted(self.ops.items())
+        )
 
 
 class Timed(NamedTuple):

@@ -32,8 +32,13 @@ class Timing:
 def steady(problem: Compact, order: Sequence[Sequence[int]], first: Timing) -> Timing:
     """The best round found of a repeating order."""
     # The first round knows no earlier one: a stage's window opens with its first op.
-    opens = [min((s[0] for s in first.starts[stage::problem.stages] if s),
-                 default=first.ends[stage] - problem.closing[stage]) for stage in range(problem.stages)]
+    opens = [
+        min(
+            (s[0] for s in first.starts[stage :: problem.stages] if s),
+            default=first.ends[stage] - problem.closing[stage],
+        )
+        for stage in range(problem.stages)
+    ]
     best = Timing(first.starts, first.ends, opens)
     # Everything began with stage 0's first op: if stage 0 is the slowest, its window cannot shrink.
     if best.period() > best.ends[0] - best.released[0] + 1e-9:
@@ -99,6 +104,9 @@ def run(problem: Compact, order: Sequence[Sequence[int]], released: Sequence[flo
         at[worker] = position
         clock[worker] = now
     assert all(len(s) == len(o) for s, o in zip(starts, order, strict=True)), "the order deadlocks"
-    ends = [max((clock[w] for w in range(stage, num_workers, stages) if order[w]), default=released[stage])
-            + problem.closing[stage] for stage in range(stages)]
+    ends = [
+        max((clock[w] for w in range(stage, num_workers, stages) if order[w]), default=released[stage])
+        + problem.closing[stage]
+        for stage in range(stages)
+    ]
     return Timing(starts, ends, list(released))

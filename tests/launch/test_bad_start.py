@@ -1,0 +1,17 @@
+"""A worker that cannot even start ends the task with its own words."""
+
+from dataclasses import replace
+
+from bench.sweep import Sweep
+from everstep.engine.job import ModelSpec
+
+
+def test_a_model_that_cannot_be_built_is_told_in_its_own_words() -> None:
+    sweep = Sweep(limit_s=60)
+    try:
+        broken = replace(sweep.job, replicas=2, stages=2, model=ModelSpec(build="no_such_module:build"))
+        outcome = sweep.run(broken, ())
+    finally:
+        sweep.close()
+    assert outcome.failure is not None
+    assert "no_such_module" in outcome.failure
