@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: demo test lint types unit sweep bench clean
+.PHONY: demo test lint types unit sweep storms clean
 
 demo: $(STAMP)           ## train, kill, heal, compare; about a minute on a laptop
 	.venv/bin/everstep demo
@@ -21,6 +21,10 @@ unit: $(STAMP)
 
 sweep: $(STAMP)          ## SIGKILL at every kind of moment, with real processes (minutes)
 	$(PY) bench/sweep.py
+
+STORMS := 2000
+storms: $(STAMP)         ## tens of thousands of random deaths in a virtual world (some twenty minutes)
+	$(PY) -m pytest tests/core/test_recovery_storms.py --storms $(STORMS)
 
 $(STAMP): pyproject.toml
 	python3 -m venv .venv

@@ -2,13 +2,9 @@
 ends.
 """
 
-import os
-
 import pytest
 
 from tests.core.world import World
-
-STORMS = int(os.environ.get("EVERSTEP_STORMS", "150"))
 
 CASES = {
     "one death": {"deaths": 1},
@@ -34,8 +30,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_storm_of_deaths_loses_no_microbatch_and_ends(name: str) -> None:
-    for seed in range(STORMS):
+def test_a_storm_of_deaths_loses_no_microbatch_and_ends(name: str, storms: int) -> None:
+    for seed in range(storms):
         world = World(seed, **CASES[name])
         try:
             assert world.run() == "finished"

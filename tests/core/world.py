@@ -41,7 +41,7 @@ class Virtual:
     sums: dict = field(default_factory=dict)
     losses: dict = field(default_factory=dict)
     inbox: deque = field(default_factory=deque)  # orders from recovery
-    reported_epoch: int = 0
+    may_work: bool | None = None  # has it a task? None: something has happened to it since it was asked
 
 
 class World:
@@ -149,10 +149,11 @@ class World:
         for worker, virtual in self.workers.items():
             if virtual.inbox:
                 found.append(lambda w=worker: self.obey(w))
-            task = virtual.walker.next()
-            if not isinstance(task, msg.Wait | msg.Paused | msg.Finished):
+            if virtual.may_work is None:
+                virtual.may_work = not isinstance(virtual.walker.next(), msg.Wait | msg.Paused | msg.Finished)
+                self.carry_out(worker, virtual)
+            if virtual.may_work:
                 found += [lambda w=worker: self.work(w)] * 3
-            self.carry_out(worker, virtual)
         for key, queue in self.links.items():
             if queue:
                 found.append(lambda k=key: self.deliver(k))
@@ -256,6 +257,7 @@ class World:
 
     def obey(self, worker: Worker) -> None:
         virtual = self.workers[worker]
+        virtual.may_work = None
         verb, value = virtual.inbox.popleft()
         match verb:
             case "interrupt":
@@ -276,6 +278,7 @@ class World:
         (_, (worker, _)) = key
         parcel, value, payload = self.links[key].popleft()
         virtual = self.workers[worker]
+        virtual.may_work = None
         if isinstance(parcel, tuple) and parcel[0] == "snapshot":
             virtual.state = payload
             virtual.walker.snapshot_arrived(parcel[1])
@@ -345,6 +348,7 @@ class World:
 
     def work(self, worker: Worker) -> None:
         virtual = self.workers[worker]
+        virtual.may_work = None
         walker = virtual.walker
         task = walker.next()
         self.carry_out(worker, virtual)

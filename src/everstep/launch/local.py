@@ -7,6 +7,7 @@ for `core.recovery`, whose actions are carried out here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import selectors
@@ -50,6 +51,7 @@ class _Process:
     line: socket.socket | None = None
     address: list[Any] | None = None
     unpacker: wire.Unpacker = field(default_factory=wire.Unpacker)
+    raised: str | None = None
 
 
 class LocalTask:
@@ -125,6 +127,7 @@ class LocalTask:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._dir / "agent"))
         self._listener.listen(128)
+        self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         if self.job.log is not None:
             self._log = StepLog(self.job.path(self.job.log))
@@ -150,9 +153,16 @@ class LocalTask:
             self._turn()
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(self.tick_s):
-            key.data(key.fileobj)
+        self._serve(self.tick_s)
         self.watch("tick", self)
+
+    def _serve(self, within_s: float) -> None:
+        """Handle what is ready. A handler may serve others too, so an event can be stale: nothing blocks."""
+        for key, _ in self._selector.select(within_s):
+            now = self._selector.get_map().get(key.fd)
+            if now is not None:
+                with contextlib.suppress(BlockingIOError):
+                    now.data(now.fileobj)
 
     # -------------------------------------------------------------- events
 
@@ -163,10 +173,11 @@ class LocalTask:
     def _accept(self, listener: Any) -> None:
         """A process calls. Its first words say which one it is."""
         sock, _ = listener.accept()
+        sock.setblocking(True)
         unpacker = wire.Unpacker()
 
         def greet(sock: Any) -> None:
-            data = sock.recv(1 << 12)
+            data = sock.recv(1 << 12, socket.MSG_DONTWAIT)
             hello = next(unpacker.feed(data), None)
             process = None if hello is None else self.processes.get(parse_worker(hello["worker"]))
             if process is not None and hello is not None and process.child.pid == hello["pid"]:
@@ -182,7 +193,7 @@ class LocalTask:
     def _listen(self, process: _Process) -> None:
         assert process.line is not None
         try:
-            data = process.line.recv(1 << 20)
+            data = process.line.recv(1 << 20, socket.MSG_DONTWAIT)
         except ConnectionResetError:
             data = b""
         if not data:
@@ -239,6 +250,7 @@ class LocalTask:
                 self.checkpoints.part_written(said["step"], said["part"])
                 self._commit_checkpoints()
             case "raised":
+                process.raised = f"raised {said['error']}"
                 self.watch("raised", (worker, said["error"], said["traceback"]))
                 self._hear(
                     ev.WorkerRaised(
@@ -251,15 +263,18 @@ class LocalTask:
 
     def _exited(self, process: _Process) -> None:
         """A pidfd is readable: the process is gone. Hear its last words first."""
-        if process.line is not None:
-            process.line.setblocking(False)
-            try:
-                while process.line is not None:
-                    self._listen(process)
-            except BlockingIOError:
-                pass
+        if process.line is None:
+            self._selector.unregister(process.child.pidfd)
+            for _ in range(3):  # it may have died at the door: accept, greet, listen
+                self._serve(0)
+            self._selector.register(
+                process.child.pidfd, selectors.EVENT_READ, lambda _: self._exited(process)
+            )
+        with contextlib.suppress(BlockingIOError):
+            while process.line is not None:
+                self._listen(process)
         reading = process.beacon.read()
-        reason = exit_reason(process.child.pid)
+        reason = process.raised or exit_reason(process.child.pid)
         self._bury(process)
         if reading is not None and reading.doing.startswith("dies at"):
             self._killed_at.setdefault(process.worker, reading.at_ns / 1e9)
@@ -351,11 +366,8 @@ class LocalTask:
     def _tell(self, process: _Process, message: Mapping[str, Any]) -> None:
         if process.line is None:
             return
-        try:
-            process.line.setblocking(True)
+        with contextlib.suppress(OSError):  # it is dying: its pidfd says so
             process.line.sendall(wire.pack(message))
-        except OSError:
-            pass  # it is dying: its pidfd says so
 
     def _book(self) -> list[list[Any]]:
         return [[*worker, *process.address] for worker, process in self.processes.items() if process.address]
