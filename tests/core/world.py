@@ -23,8 +23,9 @@ from everstep.core.rules import Rules
 from everstep.core.standing import Policy
 from everstep.core.survey import Shape
 from everstep.core.walker import Walker
-from everstep.schedule import Instance, plan, uniform
+from everstep.schedule import Instance, uniform
 from everstep.schedule.answer import answer
+from everstep.schedule.cache import PlanCache
 
 
 @dataclass
@@ -230,7 +231,7 @@ class World:
                         input_grad=grid,
                         weight_grad=grid,
                     )
-                    self.pending.append(answer(action, healthy, self.mode, plan))
+                    self.pending.append(answer(action, PlanCache(healthy), self.mode))
                 case act.ResumeStep():
                     self.order(action.worker, ("resume", action.order))
                 case act.CopyState():

@@ -24,7 +24,7 @@ from everstep.core import actions as act
 from everstep.core import events as ev
 from everstep.core.ops import Kind, Worker, parse_worker
 from everstep.core.recovery import Recovery
-from everstep.core.standing import Policy
+from everstep.core.standing import Policy, Running
 from everstep.core.survey import Shape
 from everstep.engine.beacon import Beacon, Reading
 from everstep.engine.faults import Fault
@@ -34,8 +34,8 @@ from everstep.launch.outcome import Outcome, StepLog
 from everstep.launch.profile import Profile
 from everstep.node import wire
 from everstep.node.nursery import Child, Nursery, exit_reason
-from everstep.schedule import plan
 from everstep.schedule.answer import answer
+from everstep.schedule.cache import PlanCache
 
 PROFILE_STEPS = 3  # after these the schedule is made again, with measured times
 PROFILE_EVERY = 20
@@ -75,6 +75,10 @@ class LocalTask:
         self.profile = Profile(self.shape)
         self.outcome = Outcome()
         self.checkpoints = Checkpoints(job)
+        self._mode = "decoupled" if job.optimizer.stagger == "never" else "staggered"
+        self._plans: PlanCache | None = None
+        self._gone: frozenset[Worker] = frozenset()
+        self._all_ready = False
         self.processes: dict[Worker, _Process] = {}
         self._selector = selectors.DefaultSelector()
         self._token = secrets.token_hex(32)
@@ -153,16 +157,19 @@ class LocalTask:
             self._turn()
 
     def _turn(self) -> None:
-        self._serve(self.tick_s)
+        if not self._serve(self.tick_s):
+            self._think_ahead()
         self.watch("tick", self)
 
-    def _serve(self, within_s: float) -> None:
+    def _serve(self, within_s: float) -> bool:
         """Handle what is ready. A handler may serve others too, so an event can be stale: nothing blocks."""
-        for key, _ in self._selector.select(within_s):
+        ready = self._selector.select(within_s)
+        for key, _ in ready:
             now = self._selector.get_map().get(key.fd)
             if now is not None:
                 with contextlib.suppress(BlockingIOError):
                     now.data(now.fileobj)
+        return bool(ready)
 
     # -------------------------------------------------------------- events
 
@@ -309,8 +316,7 @@ class LocalTask:
                     for worker in action.workers:
                         self._order(worker, {"kind": "interrupt", "epoch": action.epoch})
                 case act.ComputePlan():
-                    mode = "decoupled" if self.job.optimizer.stagger == "never" else "staggered"
-                    self._hear(answer(action, self.profile.instance(), mode, plan))
+                    self._hear(self._planned(action))
                 case act.ResumeStep():
                     self._last_step_at = self._last_step_at or time.monotonic()
                     self._order(
@@ -335,6 +341,17 @@ class LocalTask:
                 case act.FailTask():
                     self.outcome.failure = action.because
                     self._over = True
+
+    def _planned(self, question: act.ComputePlan) -> ev.PlanComputed:
+        if self._plans is None or self.profile.drift() is not None:
+            self._plans = PlanCache(self.profile.instance())
+        self._gone, self._all_ready = question.dead, False
+        return answer(question, self._plans, self._mode)
+
+    def _think_ahead(self) -> None:
+        """In an idle moment: plan for one of the deaths that may come next."""
+        if self._plans is not None and not self._all_ready and isinstance(self.recovery.phase, Running):
+            self._all_ready = self._plans.prepare(self._gone, self._mode, most=1) == 0
 
     def _start(self, action: act.StartWorker) -> None:
         worker = action.worker

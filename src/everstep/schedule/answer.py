@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from everstep.core.actions import ComputePlan
 from everstep.core.events import PlanComputed
 from everstep.core.messages import Place
-from everstep.schedule.instance import Done, Instance
-from everstep.schedule.schedule import Planned, Schedule
+from everstep.schedule.cache import PlanCache
+from everstep.schedule.instance import Done
+from everstep.schedule.planner import plan
+from everstep.schedule.schedule import Schedule
 
-Planner = Callable[[Instance, str], Planned]
 
-
-def answer(question: ComputePlan, healthy: Instance, mode: str, plan: Planner) -> PlanComputed:
-    """`healthy` is the task's instance with nobody dead and nothing done: its shape and op times."""
-    steady = plan(replace(healthy, dead=question.dead), mode).schedule
+def answer(question: ComputePlan, plans: PlanCache, mode: str) -> PlanComputed:
+    """The step that repeats comes from the cache, mostly thought of before; the rest of a step is its own."""
+    steady = plans.get(question.dead, mode).schedule
     lists, hosts = {}, {}
     for step, broken in question.broken.items():
         done = {place: Done(host, kinds) for place, (host, kinds) in broken.done.items()}
-        rest = plan(replace(healthy, dead=broken.dead, done=done), mode).schedule
+        rest = plan(replace(plans.healthy, dead=broken.dead, done=done), mode).schedule
         lists[step] = rest.ops
         hosts[step] = away_from_home(rest) | away_from_home_done(broken.done)
     return PlanComputed(
