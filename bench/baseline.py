@@ -58,7 +58,7 @@ def flat_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
     flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
     at = 0
     for p in parameters:
-        p.grad = flat[at:at + p.numel()].view(p.shape)
+        p.grad = flat[at : at + p.numel()].view(p.shape)
         at += p.numel()
     return flat
 
@@ -79,8 +79,13 @@ class Pipeline:
         self.module = stage_module(self.model, partition(self.model, self.stages)[self.stage], spec["seed"])
         self.optimizer = adamw(lr=spec["lr"])(list(self.module.named_parameters()))
         self.flat = flat_gradients(self.module.parameters()) if spec["reduce"] == "flat" else None
-        wrapped: nn.Module = self.module if self.flat is not None else DistributedDataParallel(
-            self.module, process_group=self.data_group, gradient_as_bucket_view=True)
+        wrapped: nn.Module = (
+            self.module
+            if self.flat is not None
+            else DistributedDataParallel(
+                self.module, process_group=self.data_group, gradient_as_bucket_view=True
+            )
+        )
         stage = PipelineStage(wrapped, self.stage, self.stages, torch.device("cpu"), group=self.pipe_group)
         self.schedule = Schedule1F1B(stage, self.total, loss_fn=self.model.loss)
 
@@ -145,8 +150,12 @@ def stage_module(model: Model, layers: range, seed: int) -> nn.Sequential:
 
 
 def pipeline(spec: dict[str, Any], diary: Diary) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{spec['meet']}", rank=spec["rank"],
-                            world_size=spec["replicas"] * spec["stages"])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{spec['meet']}",
+        rank=spec["rank"],
+        world_size=spec["replicas"] * spec["stages"],
+    )
     Pipeline(spec).train(diary)
     dist.barrier()
     dist.destroy_process_group()

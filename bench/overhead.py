@@ -92,8 +92,9 @@ def baseline(mode: str, **environment: str) -> Contestant:
 def _spawn(trial: Trial, argv: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     # Before torch is imported: some of its matrix products ignore torch.set_num_threads.
     env = {**os.environ, **environment, "OMP_NUM_THREADS": str(trial.threads)}
-    return subprocess.Popen([sys.executable, *argv], env=env, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, *argv], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def _result(trial: Trial, processes: list[subprocess.Popen[str]]) -> Result:
@@ -123,10 +124,23 @@ def be_everstep(spec: dict[str, Any]) -> None:
     from everstep.node.nursery import Nursery
 
     optimizer = {name: spec[name] for name in ("lr", "clip", "stagger")}
-    same = ("accumulate", "steps", "replicas", "stages", "microbatches", "precision", "seed", "device",
-            "threads")
-    job = Job(model=ModelSpec(preset=spec["preset"]), data=DataSpec(kind="synthetic", rows=spec["rows"]),
-              optimizer=OptimizerSpec(decay="constant", **optimizer), **{name: spec[name] for name in same})
+    same = (
+        "accumulate",
+        "steps",
+        "replicas",
+        "stages",
+        "microbatches",
+        "precision",
+        "seed",
+        "device",
+        "threads",
+    )
+    job = Job(
+        model=ModelSpec(preset=spec["preset"]),
+        data=DataSpec(kind="synthetic", rows=spec["rows"]),
+        optimizer=OptimizerSpec(decay="constant", **optimizer),
+        **{name: spec[name] for name in same},
+    )
     cpu: list[float] = []
 
     def watch(kind: str, what: Any) -> None:
@@ -176,30 +190,38 @@ def summary(trial: Trial, results: dict[str, list[Result]], reference: str) -> d
         pairs = zip(own, results[reference], strict=True)
         ratios = [a.steps_per_s / b.steps_per_s for a, b in pairs]
         speed = statistics.median(r.steps_per_s for r in own)
-        rows.append({
-            "name": name, "steps_per_s": speed, "steps_per_s_all": [r.steps_per_s for r in own],
-            "cpu_ms_per_step": 1e3 * statistics.median(r.cpu_s_per_step for r in own),
-            "tflops": speed * trial.flops_per_step / 1e12,
-            "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
-            "last_loss": own[-1].losses[-1],
-        })
+        rows.append(
+            {
+                "name": name,
+                "steps_per_s": speed,
+                "steps_per_s_all": [r.steps_per_s for r in own],
+                "cpu_ms_per_step": 1e3 * statistics.median(r.cpu_s_per_step for r in own),
+                "tflops": speed * trial.flops_per_step / 1e12,
+                "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+                "last_loss": own[-1].losses[-1],
+            }
+        )
     turns = len(results[reference])
     return {"trial": asdict(trial), "reference": reference, "turns": turns, "contestants": rows}
 
 
 def table(found: dict[str, Any]) -> str:
     trial = found["trial"]
-    head = (f"{trial['preset']}, {trial['replicas']} replicas x {trial['stages']} stages, "
-            f"{trial['microbatches']} microbatches of {trial['rows']} rows a replica, {trial['precision']}, "
-            f"{trial['threads']} thread(s) a worker, {trial['device']}; "
-            f"{found['turns']} turns of {trial['steps'] - trial['warmup']} steps")
+    head = (
+        f"{trial['preset']}, {trial['replicas']} replicas x {trial['stages']} stages, "
+        f"{trial['microbatches']} microbatches of {trial['rows']} rows a replica, {trial['precision']}, "
+        f"{trial['threads']} thread(s) a worker, {trial['device']}; "
+        f"{found['turns']} turns of {trial['steps'] - trial['warmup']} steps"
+    )
     columns = f"{'steps/s':>9} {'ratio':>7} {'range':>15} {'CPU ms/step':>12} {'TFLOP/s':>9} {'loss':>9}"
     lines = [head, f"{'':34} {columns}"]
     for row in found["contestants"]:
         ratio = row["ratio"]
         spread = f"{ratio['min']:.3f} - {ratio['max']:.3f}"
-        lines.append(f"{row['name']:34} {row['steps_per_s']:9.3f} {ratio['median']:7.3f} {spread:>15} "
-                     f"{row['cpu_ms_per_step']:12.1f} {row['tflops']:9.4f} {row['last_loss']:9.6f}")
+        lines.append(
+            f"{row['name']:34} {row['steps_per_s']:9.3f} {ratio['median']:7.3f} {spread:>15} "
+            f"{row['cpu_ms_per_step']:12.1f} {row['tflops']:9.4f} {row['last_loss']:9.6f}"
+        )
     return "\n".join(lines)
 
 
@@ -211,13 +233,17 @@ def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
     for preset in args.preset or ["gpt-1m", "gpt-10m"]:
         trial = _trial(args, preset, replicas=args.replicas, stages=args.stages)
         name = f"torch 1F1B + {trial.reduce}"
-        contestants = {name: baseline("pipeline"),
-                       "the same, allocator as ours": baseline("pipeline", **ALLOCATOR),
-                       "everstep, sums in fp32": everstep("fp32"),
-                       "everstep, sums in fp64 (default)": everstep("fp64")}
+        contestants = {
+            name: baseline("pipeline"),
+            "the same, allocator as ours": baseline("pipeline", **ALLOCATOR),
+            "everstep, sums in fp32": everstep("fp32"),
+            "everstep, sums in fp64 (default)": everstep("fp64"),
+        }
         if args.reduce == "both":
-            contestants = {"torch 1F1B + flat": _with(baseline("pipeline"), reduce="flat"),
-                           "torch 1F1B + ddp": _with(baseline("pipeline"), reduce="ddp")}
+            contestants = {
+                "torch 1F1B + flat": _with(baseline("pipeline"), reduce="flat"),
+                "torch 1F1B + ddp": _with(baseline("pipeline"), reduce="ddp"),
+            }
             name = "torch 1F1B + flat"
         found.append(summary(trial, take_turns(trial, contestants, args.turns), name))
     return found
@@ -225,11 +251,13 @@ def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def single(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
-    for preset in args.preset or ["gpt-10m"]:
+    for preset in args.preset or ["gpt-1m"]:
         trial = _trial(args, preset, replicas=1, stages=1)
-        contestants = {"torch, a plain loop": baseline("loop"),
-                       "the same, allocator as ours": baseline("loop", **ALLOCATOR),
-                       "everstep, sums in fp32": everstep("fp32")}
+        contestants = {
+            "torch, a plain loop": baseline("loop"),
+            "the same, allocator as ours": baseline("loop", **ALLOCATOR),
+            "everstep, sums in fp32": everstep("fp32"),
+        }
         if trial.device != "cpu":
             del contestants["the same, allocator as ours"]  # it is the CPU's
         found.append(summary(trial, take_turns(trial, contestants, args.turns), "torch, a plain loop"))
@@ -241,13 +269,21 @@ def _with(run: Contestant, **changes: Any) -> Contestant:
 
 
 def _trial(args: argparse.Namespace, preset: str, *, replicas: int, stages: int) -> Trial:
-    small = preset in ("gpt-tiny", "gpt-1m")
-    precision = args.precision or ("bf16" if args.device.startswith("cuda") else "fp32")
-    steps = args.steps or (60 if small else 12)
+    gpu = args.device.startswith("cuda")
+    quick = gpu or preset in ("gpt-tiny", "gpt-1m")
+    steps = args.steps or (40 if quick else 8)
     warmup = args.warmup or max(3, steps // 5)
-    same = {name: getattr(args, name) for name in ("rows", "microbatches", "threads", "device", "stagger")}
-    return Trial(preset=preset, steps=steps + warmup, warmup=warmup, replicas=replicas, stages=stages,
-                 precision=precision, reduce=args.reduce, **same)
+    same = {name: getattr(args, name) for name in ("microbatches", "threads", "device", "stagger", "reduce")}
+    return Trial(
+        preset=preset,
+        rows=args.rows or (4 if quick else 1),
+        steps=steps + warmup,
+        warmup=warmup,
+        replicas=replicas,
+        stages=stages,
+        precision=args.precision or ("bf16" if gpu else "fp32"),
+        **same,
+    )
 
 
 def main() -> None:
@@ -260,14 +296,18 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4, help="of each replica")
-    parser.add_argument("--rows", type=int, default=4, help="sequences in a microbatch")
+    parser.add_argument("--rows", type=int, help="sequences in a microbatch; default 4, 1 if that is slow")
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
-    parser.add_argument("--steps", type=int, help="measured in each turn; default 60 up to gpt-1m, else 12")
+    parser.add_argument("--steps", type=int, help="measured in each turn; default 40, 8 if that is slow")
     parser.add_argument("--warmup", type=int, help="steps before those; default a fifth as many")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--stagger", choices=["auto", "always", "never"], default="auto")
-    parser.add_argument("--reduce", choices=["flat", "ddp", "both"], default="flat",
-                        help="the baseline's data parallelism; both: compare the two with each other")
+    parser.add_argument(
+        "--reduce",
+        choices=["flat", "ddp", "both"],
+        default="flat",
+        help="the baseline's data parallelism; both: compare the two with each other",
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--everstep", help=argparse.SUPPRESS)
     args = parser.parse_args()

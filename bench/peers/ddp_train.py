@@ -1,6 +1,6 @@
 """The trial for systems that run a person's own loop: data parallel with gloo, a checkpoint to restart from.
 
-    torchrun --standalone --nproc_per_node 2 --max-restarts 3 ddp_train.py DIARY FOLDER STEPS
+torchrun --standalone --nproc_per_node 2 --max-restarts 3 ddp_train.py DIARY FOLDER STEPS
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The trial under Everstep: 2 replicas x 1 stage, one microbatch each; writes the same diary.
 
-    python everstep_train.py DIARY FOLDER STEPS
+python everstep_train.py DIARY FOLDER STEPS
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ from everstep.node.nursery import Nursery
 
 
 def job(folder: str, steps: int) -> Job:
-    return Job(model=ModelSpec(build="trial:layers"), data=DataSpec(build="trial:Data"), steps=steps,
-               optimizer=OptimizerSpec(build="trial:optimizer", decay="constant", clip=None),
-               checkpoint=CheckpointSpec(folder=folder, interval=CHECKPOINT_EVERY),
-               replicas=WORKERS, stages=1, microbatches=1, threads=1, base=str(Path(__file__).parent))
+    return Job(
+        model=ModelSpec(build="trial:layers"),
+        data=DataSpec(build="trial:Data"),
+        steps=steps,
+        optimizer=OptimizerSpec(build="trial:optimizer", decay="constant", clip=None),
+        checkpoint=CheckpointSpec(folder=folder, interval=CHECKPOINT_EVERY),
+        replicas=WORKERS,
+        stages=1,
+        microbatches=1,
+        threads=1,
+        base=str(Path(__file__).parent),
+    )
 
 
 def main() -> None:
@@ -34,8 +42,14 @@ def main() -> None:
         for rank in range(WORKERS):
             process = task.processes.get(Worker(rank, 0))
             if process is not None:
-                diary.write(rank=rank, step=what.step, life=f"epoch {what.epoch}", world=len(task.processes),
-                            pid=process.child.pid, at=what.at)
+                diary.write(
+                    rank=rank,
+                    step=what.step,
+                    life=f"epoch {what.epoch}",
+                    world=len(task.processes),
+                    pid=process.child.pid,
+                    at=what.at,
+                )
 
     nursery = Nursery(threads=1).start()
     try:

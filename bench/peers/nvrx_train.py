@@ -18,8 +18,13 @@ import torch
 from ddp_train import train
 from trial import Diary
 
-INTERVALS = ("monitor_thread_interval", "monitor_process_interval", "heartbeat_interval",
-             "progress_watchdog_interval", "last_call_wait")
+INTERVALS = (
+    "monitor_thread_interval",
+    "monitor_process_interval",
+    "heartbeat_interval",
+    "progress_watchdog_interval",
+    "last_call_wait",
+)
 
 
 def main() -> None:

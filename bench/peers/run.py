@@ -144,8 +144,14 @@ class Trial:
         # Threads are limited here, before torch is loaded: later is too late for some of its kernels.
         env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
         with (self.folder / "output").open("ab") as output:
-            return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                                    start_new_session=True)
+            return subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
 
     def _kill(self) -> float:
         """SIGKILL in the middle of a step of the victim; when it was."""
@@ -154,8 +160,10 @@ class Trial:
             return any(line["rank"] == VICTIM and line["step"] >= self.args.kill_at for line in lines)
 
         if not self._wait(due, self.args.start_limit_s):
-            raise SystemExit(f"{self.system.name} did not reach step {self.args.kill_at} within "
-                             f"{self.args.start_limit_s:.0f} s:\n{self._output()}")
+            raise SystemExit(
+                f"{self.system.name} did not reach step {self.args.kill_at} within "
+                f"{self.args.start_limit_s:.0f} s:\n{self._output()}"
+            )
         lines = [line for line in self.lines() if line["rank"] == VICTIM]
         time.sleep(max(0.0, lines[-1]["at"] + step_s(lines) / 2 - time.monotonic()))
         now = time.monotonic()
@@ -171,11 +179,15 @@ class Trial:
         beyond = past(lines, killed)
         done = max(line["step"] for line in before)
         return Measured(
-            system=self.system.name, hung=beyond is None, step_ms=1e3 * step_s(before),
+            system=self.system.name,
+            hung=beyond is None,
+            step_ms=1e3 * step_s(before),
             first_s=after[0]["at"] - killed if after else None,
             past_s=beyond["at"] - killed if beyond else None,
             steps_redone=max(0, done - after[0]["step"] + 1) if after else None,
-            world_after=after[-1]["world"] if after else None, launch_s=lines[0]["at"] - self.launched)
+            world_after=after[-1]["world"] if after else None,
+            launch_s=lines[0]["at"] - self.launched,
+        )
 
     def _wait(self, is_so: Callable[[list[Line]], bool], limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
@@ -191,8 +203,10 @@ class Trial:
     def lines(self) -> list[Line]:
         """The whole lines of the diary, in the order of time."""
         text = self.diary.read_text() if self.diary.exists() else ""
-        return sorted((json.loads(line) for line in text.splitlines(True) if line.endswith("\n")),
-                      key=lambda line: line["at"])
+        return sorted(
+            (json.loads(line) for line in text.splitlines(True) if line.endswith("\n")),
+            key=lambda line: line["at"],
+        )
 
     def _output(self) -> str:
         return (self.folder / "output").read_text(errors="replace")[-4000:]
@@ -259,8 +273,10 @@ def rounds(args: argparse.Namespace, root: Path) -> Iterator[Measured]:
 
 
 def table(found: list[Measured]) -> str:
-    lines = [f"{'':34} {'runs':>4} {'hung':>4} {'first s':>20} {'past s':>20} {'redone':>6} {'world':>5} "
-             f"{'step ms':>7} {'launch s':>8}"]
+    lines = [
+        f"{'':34} {'runs':>4} {'hung':>4} {'first s':>20} {'past s':>20} {'redone':>6} {'world':>5} "
+        f"{'step ms':>7} {'launch s':>8}"
+    ]
     for name in dict.fromkeys(run.system for run in found):
         runs = [run for run in found if run.system == name]
         healed = [run for run in runs if not run.hung]
@@ -268,7 +284,8 @@ def table(found: list[Measured]) -> str:
             f"{name:34} {len(runs):4} {len(runs) - len(healed):4} {_spread([r.first_s for r in healed]):>20} "
             f"{_spread([r.past_s for r in healed]):>20} {_most([r.steps_redone for r in healed]):>6} "
             f"{_most([r.world_after for r in healed]):>5} {statistics.median(r.step_ms for r in runs):7.1f} "
-            f"{statistics.median(r.launch_s for r in runs):8.1f}")
+            f"{statistics.median(r.launch_s for r in runs):8.1f}"
+        )
     return "\n".join(lines)
 
 

@@ -80,8 +80,15 @@ class Diary:
     def __init__(self, path: str | Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def write(self, *, rank: int, step: int, life: str, world: int, pid: int | None = None,
-              at: float | None = None) -> None:
-        line: dict[str, Any] = {"rank": rank, "step": step, "life": life, "world": world,
-                                "pid": pid or os.getpid(), "at": time.monotonic() if at is None else at}
+    def write(
+        self, *, rank: int, step: int, life: str, world: int, pid: int | None = None, at: float | None = None
+    ) -> None:
+        line: dict[str, Any] = {
+            "rank": rank,
+            "step": step,
+            "life": life,
+            "world": world,
+            "pid": pid or os.getpid(),
+            "at": time.monotonic() if at is None else at,
+        }
         os.write(self._file, (json.dumps(line) + "\n").encode())
