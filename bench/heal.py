@@ -127,7 +127,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--preset", default="gpt-1m")
+    parser.add_argument("--preset", default="gpt-tiny")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--growth", action="store_true", help="4, 8 and 16 workers")
     parser.add_argument("--json", action="store_true")
