@@ -27,7 +27,7 @@ from everstep.core.ops import Worker
 from everstep.core.standing import Member, Policy
 from everstep.engine.job import DataSpec, Job, ModelSpec
 from everstep.launch.local import LocalTask
-from everstep.launch.outcome import StepRow
+from everstep.launch.outcome import Outcome, StepRow
 from everstep.node.nursery import Nursery
 
 
@@ -89,10 +89,11 @@ def measure(
     outcome = LocalTask(
         job, nursery=nursery, watch=chaos, policy=Policy(max_restarts=10_000), tick_s=0.01
     ).run()
-    return evaluate(chaos, [row.at for row in outcome.rows], (outcome.issued, outcome.committed))
+    return evaluate(chaos, outcome)
 
 
-def evaluate(chaos: Chaos, ends: list[float], issued: tuple[int, int]) -> dict[str, Any]:
+def evaluate(chaos: Chaos, outcome: Outcome) -> dict[str, Any]:
+    ends = [row.at for row in outcome.rows]
     times = [moment for moment, _ in chaos.killed]
     touched = [(t, next((e for e in ends if e > t), t)) for t in times]
     rejoined = {i for i, e in enumerate(ends) if any(t <= e <= done + 1.0 for t, done in touched)}
@@ -108,8 +109,8 @@ def evaluate(chaos: Chaos, ends: list[float], issued: tuple[int, int]) -> dict[s
         "noticed_ms": spread(noticed),
         "first_op_ms": spread(first),
         "next_step_in_healthy_steps": spread(following, 2),
-        "steps_redone": len(ends) - len(set(ends)),
-        "microbatches": {"issued": issued[0], "committed": issued[1]},
+        "steps_redone": len(outcome.rows) - len(outcome.by_step()),
+        "microbatches": {"issued": outcome.issued, "committed": outcome.committed},
     }
 
 
