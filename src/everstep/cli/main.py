@@ -19,7 +19,23 @@ _COMMANDS = {  # name: where its function lives
     "demo": "everstep.cli.demo:demo_command",
     "train": "everstep.cli.train:train_command",
     "run": "everstep.cli.run:run_command",
+    "coordinator": "everstep.cli.coordinator:coordinator_command",
+    "agent": "everstep.cli.agent:agent_command",
+    "submit": "everstep.cli.cluster:submit_command",
+    "status": "everstep.cli.cluster:status_command",
+    "drain": "everstep.cli.cluster:drain_command",
+    "cancel": "everstep.cli.cluster:cancel_command",
+    "logs": "everstep.cli.cluster:logs_command",
+    "explain": "everstep.cli.explain:explain_command",
     "schedule": "everstep.cli.schedule:schedule_command",
+    "plan": "everstep.cli.plan:plan_command",
+    "simulate": "everstep.cli.simulate:simulate_command",
+    "diagnose": "everstep.cli.diagnose:diagnose_command",
+}
+_GROUPS = {  # name: where its typer app lives, for commands with commands of their own
+    "sim": "everstep.cli.sim:sim_app",
+    "fabric": "everstep.cli.fabric:fabric_app",
+    "ckpt": "everstep.cli.ckpt:ckpt_app",
 }
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the script is the script's
 
@@ -41,10 +57,16 @@ def build_app(first: str | None = None) -> typer.Typer:
     def everstep() -> None:
         """Makes the app a group, also while it has one command."""
 
-    for name in [first] if first in _COMMANDS else _COMMANDS:
-        module, function = _COMMANDS[name].split(":")
-        if find_spec(module) is not None:
-            app.command(name, context_settings=_SETTINGS.get(name))(getattr(import_module(module), function))
+    places = _COMMANDS | _GROUPS
+    for name in [first] if first in places else places:
+        module, function = places[name].split(":")
+        if find_spec(module) is None:
+            continue
+        command = getattr(import_module(module), function)
+        if name in _GROUPS:
+            app.add_typer(command, name=name)
+        else:
+            app.command(name, context_settings=_SETTINGS.get(name))(command)
     return app
 
 
