@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from everstep.errors import UserError
 from everstep.schedule import Instance, Microbatch, Worker, plan, same_cap, uniform
-from everstep.schedule.bounds import lower_bound
+from everstep.schedule.bounds import lower_bound, relative_throughput
 from everstep.schedule.cache import PlanCache
 from everstep.schedule.check import violations
 from everstep.schedule.compact import compact
@@ -194,3 +194,24 @@ def test_who_hosts_what_is_told() -> None:
     hosts = plan(step(3, 4, 6, dead=(Worker(1, 2),)), "staggered").schedule.hosts()
     assert len(hosts) == 3 * 4 * 6
     assert {hosts[Microbatch(1, m), 2] for m in range(6)} == {0, 2}
+
+
+def test_relative_throughput_is_what_plans_say_without_making_one() -> None:
+    """Against zero bubble the best re-routing can do is the live share of the worst stage, min_s l_s / D."""
+    wide = step(16, 8, 48, cap=16, times=(10.0, 11.0, 9.0), hop=1.0, dead=(Worker(1, 2), Worker(3, 2)))
+    assert relative_throughput(wide, "staggered") == pytest.approx(14 / 16, rel=0.02)
+    for mode in ("reroute", "decoupled", "staggered"):
+        planned = plan(wide.fault_free(), mode).value / plan(wide, mode).value
+        assert relative_throughput(wide, mode) == pytest.approx(planned, rel=0.05)
+        assert relative_throughput(wide.fault_free(), mode) == 1.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sets(st.tuples(st.integers(1, 4), st.integers(0, 2)), max_size=6),
+    st.sampled_from(["reroute", "staggered"]),
+)
+def test_no_death_makes_a_step_faster(gone: set[tuple[int, int]], mode: str) -> None:
+    """Not even a slow worker's: nobody has to give it work."""
+    healthy = replace(step(5, 3, 4, hop=0.5, cap=3), forward=((1.0, 1.0, 1.0),) * 4 + ((3.0, 1.0, 1.0),))
+    assert 0 < relative_throughput(replace(healthy, dead=frozenset(Worker(*w) for w in gone)), mode) <= 1

@@ -29,11 +29,12 @@ A fused backward is the same algebra with I := I + W and W := 0.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
-from everstep.core.ops import Kind, Worker
-from everstep.schedule.compact import stash_limit
-from everstep.schedule.hosts import stage_quotas, work_time
+from everstep.core.ops import Worker
+from everstep.schedule.compact import UNLIMITED, stash_limit
+from everstep.schedule.hosts import least_busiest, work_time
 from everstep.schedule.instance import Instance
 from everstep.schedule.schedule import FUSED_MODES, STAGGERED_MODES
 
@@ -97,19 +98,44 @@ def lower_bound(instance: Instance, mode: str, caps: list[int] | None = None) ->
     return best
 
 
+def relative_throughput(instance: Instance, mode: str) -> float:
+    """Steps per second with the instance's dead, over steps per second with nobody dead: 1.0 loses nothing.
+
+    From bounds alone, no schedule is built: about a millisecond for a thousand workers, for planners and
+    simulators that ask it of many shapes. Both sides are lower bounds of the same mode, so what the answer
+    is off by is the difference of their gaps (see docs/schedules.md). It is about steady steps: what is
+    `done` of a broken one is ignored. Build the question with `replace(healthy, dead=...)`; a stage without
+    a live worker is no instance and raises there.
+    """
+    return steady_bound(instance.fault_free(), mode) / steady_bound(replace(instance, done={}), mode)
+
+
+def steady_bound(instance: Instance, mode: str) -> float:
+    """`lower_bound` with the stash that the mode itself prescribes."""
+    return lower_bound(instance, mode, stash_of_mode(instance, mode))
+
+
+def stash_of_mode(instance: Instance, mode: str) -> list[int] | None:
+    """1F1B holds `stages - s` microbatches at stage s; other modes hold what the instance allows."""
+    return [instance.stages - s for s in range(instance.stages)] if mode == "1f1b" else None
+
+
 def _stage(instance: Instance, stage: int, fused: bool, caps: list[int] | None) -> _Stage:
-    level, _ = stage_quotas(instance, stage)
+    sorts = _sorts(instance, stage)
+    counts: Counter[float] = Counter()
+    for (forward, input_grad, weight, _, _), count in sorts.items():
+        counts[forward + input_grad + weight] += count
+    level = least_busiest(counts, instance.replicas * instance.microbatches)
     busiest: dict[_Busiest, None] = {}
-    for worker in (Worker(k, stage) for k in instance.live(stage)):
-        early, late = stash_limit(instance, worker)
+    for forward, input_grad, weight, early, late in sorts:
         if caps is not None:
             early, late = min(early, caps[stage]), min(late, caps[stage])
-        work = work_time(instance, worker)
+        work = forward + input_grad + weight
         busiest[
             _Busiest(
-                forward=instance.time(Kind.F, worker),
-                backward=instance.time(Kind.B if fused else Kind.I, worker),
-                weight=0.0 if fused else instance.time(Kind.W, worker),
+                forward=forward,
+                backward=input_grad + weight if fused else input_grad,
+                weight=0.0 if fused else weight,
                 jobs=max(1, math.ceil(level / work - 1e-9)) if work > 0 else 1,
                 early=max(1.0, early),
                 late=max(1.0, late),
@@ -122,6 +148,18 @@ def _stage(instance: Instance, stage: int, fused: bool, caps: list[int] | None) 
         busiest=tuple(busiest),
         closing=instance.closing(stage),
     )
+
+
+def _sorts(instance: Instance, stage: int) -> Counter[tuple[float, float, float, float, float]]:
+    """The live workers of a stage by what tells them apart: F, I, W, and the two limits of their stash."""
+    unlimited = (UNLIMITED, UNLIMITED)
+    free = instance.stash_cap is None and instance.memory is None
+    found: Counter[tuple[float, float, float, float, float]] = Counter()
+    for k in instance.live(stage):
+        limits = unlimited if free else stash_limit(instance, Worker(k, stage))
+        times = instance.forward[k][stage], instance.input_grad[k][stage], instance.weight_grad[k][stage]
+        found[*times, *limits] += 1
+    return found
 
 
 def _bound_of_the_rest(instance: Instance) -> float:

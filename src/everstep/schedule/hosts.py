@@ -15,7 +15,8 @@ Rejected: round-robin over all peers (ReCycle). It ignores speed, and makes ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from everstep.core.ops import Kind, Microbatch, Worker
 from everstep.schedule.instance import Instance
@@ -43,14 +44,21 @@ def stage_quotas(instance: Instance, stage: int) -> tuple[float, dict[int, int]]
     """The least possible time of a stage's busiest worker, and how many microbatches each fits into it."""
     work = {k: work_time(instance, Worker(k, stage)) for k in instance.live(stage)}
     jobs = instance.replicas * instance.microbatches
-    if min(work.values()) <= 0:
+    level = least_busiest(Counter(work.values()), jobs)
+    if level == 0.0:
         return 0.0, dict.fromkeys(work, jobs)
-    level = jobs / sum(1 / w for w in work.values())
     quota = {k: int(level / w + 1e-9) for k, w in work.items()}
-    while sum(quota.values()) < jobs:
-        level = min((n + 1) * work[k] for k, n in quota.items())
-        quota = {k: int(level / w + 1e-9) for k, w in work.items()}
     return max(n * work[k] for k, n in quota.items()), quota
+
+
+def least_busiest(counts: Mapping[float, int], jobs: int) -> float:
+    """The least time in which `jobs` equal jobs fit on machines, `counts[time a job takes]` of each sort."""
+    if min(counts) <= 0:
+        return 0.0
+    level = jobs / sum(count / work for work, count in counts.items())
+    while sum(count * int(level / work + 1e-9) for work, count in counts.items()) < jobs:
+        level = min((int(level / work + 1e-9) + 1) * work for work in counts)
+    return level
 
 
 def work_time(instance: Instance, worker: Worker, done: str = "") -> float:

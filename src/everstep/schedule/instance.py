@@ -94,7 +94,8 @@ class Instance:
 
     def live(self, stage: int) -> list[int]:
         """The replicas that live at a stage."""
-        return [k for k in range(self.replicas) if Worker(k, stage) not in self.dead]
+        gone = {worker.replica for worker in self.dead if worker.stage == stage}
+        return [k for k in range(self.replicas) if k not in gone]
 
     def workers(self) -> Iterator[Worker]:
         """The live workers."""

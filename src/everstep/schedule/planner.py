@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from everstep.core.ops import Op, Worker
 from everstep.errors import UserError
-from everstep.schedule.bounds import lower_bound
+from everstep.schedule.bounds import lower_bound, stash_of_mode
 from everstep.schedule.compact import Compact, compact
 from everstep.schedule.dispatch import HABITS, dispatch
 from everstep.schedule.instance import Instance
@@ -47,7 +47,7 @@ def plan(instance: Instance, mode: str = "reroute", *, effort: int = ONLINE_EFFO
     """
     if mode not in MODES:
         raise UserError(f"mode {mode!r} is not one of {', '.join(MODES)}.")
-    caps = [instance.stages - s for s in range(instance.stages)] if mode == "1f1b" else None
+    caps = stash_of_mode(instance, mode)
     problem = compact(instance, fused=mode in FUSED_MODES, stash_cap=caps)
     bound = lower_bound(instance, mode, caps)
     order, timing = best_order(problem, mode, bound, effort)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from everstep.errors import UserError
-from everstep.schedule.bounds import lower_bound
+from everstep.schedule.bounds import lower_bound, stash_of_mode
 from everstep.schedule.compact import UNLIMITED, Compact, compact
 from everstep.schedule.instance import Instance
 from everstep.schedule.planner import THOROUGH_EFFORT, answer, best_order, time_order
@@ -33,7 +33,7 @@ def polish(
 ) -> Planned:
     """The best plan found within the time limit, never worse than `plan`'s; its bound may be the solver's."""
     cp_model = _solver()
-    caps = [instance.stages - s for s in range(instance.stages)] if mode == "1f1b" else None
+    caps = stash_of_mode(instance, mode)
     problem = compact(instance, fused=mode in FUSED_MODES, stash_cap=caps)
     bound = lower_bound(instance, mode, caps)
     order, timing = best_order(problem, mode, bound, THOROUGH_EFFORT)
