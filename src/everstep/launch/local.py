@@ -29,13 +29,13 @@ from everstep.core.survey import Shape
 from everstep.engine.beacon import Beacon, Reading
 from everstep.engine.faults import Fault
 from everstep.engine.job import Job
-from everstep.launch.checkpoints import Checkpoints
 from everstep.launch.outcome import Outcome, StepLog
-from everstep.launch.profile import Profile
 from everstep.node import wire
+from everstep.node.checkpoints import Checkpoints
 from everstep.node.nursery import Child, Nursery, exit_reason
 from everstep.schedule.answer import answer
 from everstep.schedule.cache import PlanCache
+from everstep.schedule.profile import Profile
 
 PROFILE_STEPS = 3  # after these the schedule is made again, with measured times
 PROFILE_EVERY = 20
