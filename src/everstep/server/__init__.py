@@ -1,0 +1,1 @@
+"""The coordinator daemon: its journal, its API, its metrics."""
