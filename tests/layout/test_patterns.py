@@ -1,0 +1,115 @@
+"""The pattern language yields the builders' layouts, and says what is wrong with a pattern."""
+
+import numpy as np
+import pytest
+
+from everstep.errors import UserError
+from everstep.layout import Tensor, reshard
+from everstep.layout import builders as build
+from everstep.layout.moving import gathered, move, placed
+from everstep.layout.patterns import Patterns, read_patterns
+from everstep.layout.picture import draw
+
+LLAMA = r"""
+[[pattern]]
+match = 'embed\.weight'
+kind = "fragment"
+dim = 0
+pad_to = 4
+[[pattern]]
+match = 'layers\.\d+\.qkv\.weight'
+kind = "fragment"
+dim = 0
+parts = [8, "=2", "=2"]
+[[pattern]]
+match = 'layers\.\d+\.down\.weight'
+kind = "fragment"
+dim = 1
+[[pattern]]
+match = 'layers\.\d+\.experts'
+kind = "fragment"
+experts = 4
+[[pattern]]
+match = '.*norm\.weight'
+kind = "replicated"
+[[pattern]]
+match = 'router\.bias'
+kind = "average"
+[[pattern]]
+match = 'step'
+kind = "unique"
+"""
+TENSORS = [
+    Tensor(name="embed.weight", shape=(10, 4)),
+    Tensor(name="layers.0.qkv.weight", shape=(12, 4)),
+    Tensor(name="layers.0.down.weight", shape=(4, 6)),
+    Tensor(name="layers.0.experts", shape=(8, 3)),
+    Tensor(name="layers.0.norm.weight", shape=(4,)),
+    Tensor(name="router.bias", shape=(3,)),
+    Tensor(name="step", shape=()),
+]
+PARTS = [[0, 1], [2, 3]]
+
+
+def patterns() -> Patterns:
+    return read_patterns(LLAMA)
+
+
+def test_each_kind_is_the_builder_of_its_name() -> None:
+    layout = patterns().layout(TENSORS, PARTS)
+    layout.validate()
+    for tensor, built in {
+        0: build.padded(TENSORS[0], 0, PARTS, 4),
+        1: build.fused(TENSORS[1], 0, [8, build.Segment(2, False), build.Segment(2, False)], PARTS),
+        2: build.split(TENSORS[2], 1, PARTS),
+        3: build.experts(TENSORS[3], 4, PARTS),
+        4: build.replicated(TENSORS[4], [0, 1, 2, 3]),
+        6: build.replicated(TENSORS[6], [0]),
+    }.items():
+        assert tuple(layout.of(TENSORS[tensor].name)) == built.pieces
+    assert layout.tensors["router.bias"].combine == "mean"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_same_patterns_under_zero_hold_the_same_values(stage: int) -> None:
+    values = {t.name: np.random.default_rng(1).standard_normal(t.shape) for t in TENSORS}
+    plain = [t for t in TENSORS if t.name != "router.bias"]
+    a, b = patterns().layout(plain, PARTS), patterns().flat(plain, [[0, 1, 2], [3, 4]], stage=stage)
+    b.validate()
+    target = {key: np.zeros(size) for key, size in b.buffers.items()}
+    move(reshard(a, b), placed(a, values), target)
+    assert all(np.array_equal(gathered(b, target)[t.name], values[t.name]) for t in plain)
+
+
+def test_a_name_that_matches_none_or_two_is_named() -> None:
+    with pytest.raises(UserError, match=r"'head.weight' matches no pattern; add one"):
+        patterns().layout([Tensor(name="head.weight", shape=(1,))], PARTS)
+    with pytest.raises(UserError, match="matches only its beginning"):
+        patterns().of("embed.weight.extra")
+    with pytest.raises(UserError, match=r"'layers.0.down.weight' matches two patterns"):
+        read_patterns(LLAMA + "[[pattern]]\nmatch='layers.*'\nkind='replicated'").of("layers.0.down.weight")
+    assert patterns().unused([t.name for t in TENSORS[1:]]) == [r"embed\.weight"]
+
+
+WRONG = {
+    "kind is 'fragments'; it is one of": 'match="a"\nkind="fragments"',
+    "is no regular expression": 'match="("\nkind="unique"',
+    "is a fragment without dim": 'match="a"\nkind="fragment"',
+    "has both sizes and parts": 'match="a"\nkind="fragment"\ndim=0\nsizes=[1]\nparts=[1]',
+    "dim is for fragments only": 'match="a"\nkind="unique"\ndim=0',
+    "pattern 1: shape is not a key": 'match="a"\nkind="unique"\nshape=[1]',
+    "pattern 1: dim is 'x', and must be int": 'match="a"\nkind="fragment"\ndim="x"',
+    "pattern 1: match is missing": 'kind="unique"',
+    "is not TOML": "match=",
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_a_wrong_pattern_is_one_sentence(says: str) -> None:
+    with pytest.raises(UserError, match=says) as raised:
+        read_patterns("[[pattern]]\n" + WRONG[says])
+    assert "\n" not in str(raised.value)
+
+
+def test_who_holds_what_is_drawn() -> None:
+    assert draw(patterns().layout(TENSORS, PARTS)) == ["0 ▆▅▄▄███", "1 ▆▅▄▄██·", "2 ▂▅▄▄██·", "3 ▂▅▄▄██·"]
