@@ -1,0 +1,110 @@
+"""What must hold, looked at from outside: nothing here is used by the system that is checked.
+
+    exactly once     every sealed sum holds each microbatch once, computed from the right weights
+    one epoch        no two members work in different epochs
+    one owner        no place has two processes that the coordinator believes in
+    the right state  checkpoints, restored states and final states are those of a run without faults
+    in order         steps go on record one after the other; after a restore from the restored one on
+    nothing twice    no op is run again on a worker that lives
+    no leak          what a worker keeps is bounded by the steps that can be open
+    incidents close  once a worker runs an op of an epoch, the incidents before it are over
+    no false alarm   without a fault there is no incident, no restart and one epoch
+    journal          replayed, it gives the state that the crash destroyed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from everstep.core.actions import RecordStep
+from everstep.core.ops import Worker
+from everstep.core.recovery import Recovery
+from everstep.core.rules import Rules
+from everstep.core.walker import Walker
+from everstep.sim.storm.truth import Bag, State, Truth
+
+
+class Violation(Exception):
+    """A storm has found a bug; one sentence says which invariant broke."""
+
+
+class Checkers:
+    def __init__(self, truth: Truth, rules: Rules, *, calm: bool) -> None:
+        self.truth, self.rules, self.calm = truth, rules, calm
+        self.recorded = 0
+        self.last_attempt = 0
+        self.num_sums = 0
+        self._everyone = tuple(m for m, _ in truth.whole_sum)
+        self.resumed_in_epoch = 0  # the last epoch in which a worker is known to have run an op
+        total = rules.total_microbatches
+        self.most_payloads = 8 * total + 8 * rules.replicas + 8 * rules.stages + 16
+
+    def sum_used(self, worker: Worker, step: int, bag: Bag) -> None:
+        self.num_sums += 1
+        if bag != self.truth.whole_sum:
+            raise Violation(
+                f"exactly once: the sum of step {step} at {worker} holds {_count(bag)}, "
+                f"not each of {len(self.truth.whole_sum)} microbatches once from the right weights"
+            )
+
+    def sum_is_whole(self, worker: Worker, step: int, bag: Bag) -> None:
+        """Each microbatch once; whether from the right weights is not known yet."""
+        if tuple(m for m, _ in bag) != self._everyone:
+            raise Violation(f"exactly once: the sum of step {step} at {worker} holds {_count(bag)}")
+
+    def sums_agree(self, worker: Worker, step: int, one: Bag, other: Bag) -> None:
+        if one != other:
+            raise Violation(f"exactly once: two owners of step {step} at {worker} summed different things")
+
+    def state_saved(self, worker: Worker, step: int, state: State) -> None:
+        if state != self.truth.states[step]:
+            raise Violation(f"the right state: {worker} saves another state of step {step}")
+
+    def state_restored(self, worker: Worker, step: int, state: State | None) -> None:
+        if state != self.truth.states[step]:
+            raise Violation(f"the right state: {worker} restores a checkpoint of step {step} that is not it")
+
+    def resumed(self, me: Worker, epoch: int, others: Iterable[tuple[Worker, Walker]]) -> None:
+        for worker, walker in others:
+            if not walker.paused and not walker.joining and walker.epoch != epoch:
+                raise Violation(
+                    f"one epoch: {me} goes on in epoch {epoch} while {worker} works in {walker.epoch}"
+                )
+
+    def kept(self, worker: Worker, num_payloads: int) -> None:
+        if num_payloads > self.most_payloads:
+            raise Violation(f"no leak: {worker} keeps {num_payloads} payloads")
+
+    def step_recorded(self, action: RecordStep) -> None:
+        total = self.rules.total_microbatches
+        if action.microbatches_committed != total:
+            raise Violation(f"exactly once: step {action.step} counts {action.microbatches_committed}")
+        if action.replayed_elsewhere:
+            raise Violation(f"nothing twice: step {action.step} ran {action.replayed_elsewhere} ops again")
+        if action.step != self.recorded + 1 and action.attempt <= self.last_attempt:
+            raise Violation(f"in order: step {action.step} is recorded after step {self.recorded}")
+        self.recorded, self.last_attempt = action.step, action.attempt
+
+    def journal_replayed(self, before: str, after: str) -> None:
+        if before != after:
+            raise Violation(f"journal: replay gives another state\n  was {before}\n  is  {after}")
+
+    def at_the_end(self, recovery: Recovery, walkers: Mapping[Worker, tuple[Walker, State]]) -> None:
+        steps = self.rules.steps
+        if self.recorded != steps:
+            raise Violation(f"in order: the task ends with step {self.recorded} on record, not {steps}")
+        for worker, (walker, state) in walkers.items():
+            if not walker.joining and walker.now.step == steps + 1 and state != self.truth.states[steps]:
+                raise Violation(f"the right state: {worker} ends with another state")
+        for incident in recovery.incidents:
+            if incident.resumed_at is None and self.resumed_in_epoch == recovery.epoch:
+                raise Violation(f"incidents close: number {incident.number} ({incident.what}) is open")
+        if self.calm and (recovery.incidents or recovery.epoch != 1 or max(recovery.restarts.values()) > 1):
+            invalid = all("updated eagerly" in i.what for i in recovery.incidents) and recovery.incidents
+            if not invalid:
+                raise Violation(f"no false alarm: {recovery.incidents} in a calm run")
+
+
+def _count(bag: Bag) -> str:
+    wrong = sum(1 for _, right in bag if not right)
+    return f"{len(bag)} ({len({m for m, _ in bag})} distinct, {wrong} from wrong weights)"

@@ -1,0 +1,59 @@
+"""What goes wrong, as values: a storm is its spec and a list of these, and a smaller list is a smaller storm.
+
+A fault strikes at a moment, or a while after the n-th time that something happens (`after`): uniform moments
+rarely hit the few microseconds between two messages, aimed ones do. Its target is a number that is resolved
+when it strikes, among those who live then; `here` means the worker that set it off.
+
+    kill 3 at 1200 ms               node 1 for 900 ms, 40 us after sum 4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+HERE = -1
+
+
+class What(StrEnum):
+    KILL = "kill"  # a worker's process, by SIGKILL
+    RAISE = "raise"  # a worker raises, reports it, and ends
+    NODE = "node"  # a node loses power; it is back after `span`
+    RACK = "rack"  # all nodes of a rack do
+    LEMON = "lemon"  # a node that dies again soon after each of its next returns
+    SLOW = "slow"  # a worker's GPU is `factor` times slower for `span`
+    FLAP = "flap"  # the same, on and off
+    HANG = "hang"  # a worker stands still until its agent kills it
+    LAG = "lag"  # all messages from and to a node take `factor` times longer
+    CUT = "cut"  # a connection breaks; what was under way is lost, the transport mends it after `span`
+    PART = "partition"  # a node cannot be reached by the others, nor reach them; held back, then delivered
+    ONE_WAY = "one-way"  # it can be heard, but does not hear
+    MUTE = "mute"  # the coordinator does not hear a node: it takes its workers for dead, and they are not
+    HEAD = "coordinator"  # the coordinator crashes; what its journal had not synced is lost
+
+
+WHO_WORKERS = (What.KILL, What.RAISE, What.SLOW, What.FLAP, What.HANG, What.CUT)
+TRIGGERS = ("interrupt", "resume", "plan", "sum", "hold", "update", "copy", "feed", "save", "start", "enter")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    what: What
+    at_us: int  # from the start, or from the moment that sets it off
+    target: int
+    span_us: int = 0
+    factor: int = 1
+    after: str = ""  # one of TRIGGERS, or empty
+    nth: int = 1
+
+    def __str__(self) -> str:
+        who = "here" if self.target == HERE else str(self.target)
+        if self.what is What.HEAD:
+            who = ""
+        span = f" for {self.span_us / 1e3:g} ms" if self.span_us else ""
+        times = f" x{self.factor}" if self.factor > 1 else ""
+        when = f"{self.at_us / 1e3:g} ms after {self.after} {self.nth}" if self.after else ""
+        return f"{self.what} {who}".rstrip() + span + times + (f", {when}" if when else self._moment())
+
+    def _moment(self) -> str:
+        return f" at {self.at_us / 1e3:g} ms"

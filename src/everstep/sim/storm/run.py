@@ -1,0 +1,88 @@
+"""One storm from its seed: a safety phase with faults, then a healed phase in which it must end.
+
+    0 ─────────────── faults ──────────────► heal ─────────── nothing new ──────────► the budget's end
+      whatever happens, no invariant breaks        whatever has happened, training ends
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.sim.storm.checkers import Violation
+from everstep.sim.storm.head import fingerprint
+from everstep.sim.storm.spec import Spec, run_time_us
+from everstep.sim.storm.strikes import Strikes
+from everstep.sim.storm.world import World
+
+SAFETY_RUN_TIMES = 3  # the faults last this many fault-free run times
+LIVENESS_RUN_TIMES = 60
+MOST_EVENTS = 60_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    seed: int
+    violation: str | None  # None: it passed
+    hash: str
+    events: int
+    virtual_ms: float
+    deaths: int
+    incidents: int
+    faults_struck: tuple[str, ...]
+    transcript: tuple[str, ...] = ()
+
+
+def run_storm(spec: Spec, *, record: bool = False) -> Report:
+    """Never raises for what the system does wrong: that is a violation, in words."""
+    world = World(spec, record=record)
+    strikes = Strikes(world, spec.faults)
+    violation: str | None = None
+    try:
+        _run(world, strikes)
+    except Violation as found:
+        violation = str(found)
+    except Exception as error:
+        violation = f"{type(error).__name__}: {error}"
+    return Report(
+        seed=spec.seed,
+        violation=violation,
+        hash=world.trace.hash(),
+        events=world.agenda.done,
+        virtual_ms=world.agenda.now_us / 1e3,
+        deaths=world.num_deaths,
+        incidents=len(world.head.recovery.incidents),
+        faults_struck=tuple(str(f) for f in strikes.struck),
+        transcript=tuple(world.trace.lines or ()),
+    )
+
+
+def _run(world: World, strikes: Strikes) -> None:
+    spec, agenda = world.spec, world.agenda
+    usual = run_time_us(spec)
+    heal_at = SAFETY_RUN_TIMES * usual
+    end_at = heal_at + LIVENESS_RUN_TIMES * usual + 40 * max(
+        spec.weather.start_us, spec.weather.silence_us, spec.weather.overdue_us
+    )
+    agenda.at(heal_at, strikes.heal)
+    world.begin()
+    step = agenda.step
+    while world.outcome is None:
+        if not step():
+            raise Violation(f"liveness: nothing is left to happen; {_standing(world)}")
+        if agenda.now_us > end_at or agenda.done > MOST_EVENTS:
+            raise Violation(f"liveness: no end {agenda.now_us / 1e3:g} ms after the start; {_standing(world)}")
+    if world.outcome != "finished":
+        raise Violation(f"liveness: the task {world.outcome}")
+    recovery = world.head.recovery
+    walkers = {w: (body.walker, body.state) for w, body in world.bodies.items()}
+    world.checkers.at_the_end(recovery, walkers)
+    if spec.seed % 4 == 0:
+        again = world.head.replayed(world.head.acted)
+        world.checkers.journal_replayed(fingerprint(recovery), fingerprint(again))
+
+
+def _standing(world: World) -> str:
+    workers = ", ".join(
+        f"{w} {b.walker.next()}{' paused' if b.walker.paused else ''}" for w, b in world.bodies.items()
+    )
+    return f"{world.head.recovery.phase}; {workers}"

@@ -1,0 +1,138 @@
+"""One storm, drawn from one seed: shape, rules, weather and faults.
+
+A swarm, as in TigerBeetle's simulator: every seed switches a random few kinds of fault on and the others off.
+A mix of everything would be the same grey storm each time, where one common fault hides the rare ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from everstep.core.rules import Rules
+from everstep.sim.draw import Draw
+from everstep.sim.storm.faults import HERE, TRIGGERS, WHO_WORKERS, Fault, What
+
+OP_US = 1_000  # a typical op; all else is in proportion to it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weather:
+    """How long things take when nothing is wrong."""
+
+    op_us: int = OP_US
+    hop_us: int = 300  # between two workers
+    order_us: int = 300  # between coordinator and worker
+    plan_us: int = 2_000
+    sync_us: int = 100  # until a journal entry is on disk
+    start_us: int = 8_000  # until a process is up
+    exit_us: int = 500  # until an agent knows that a process is gone
+    silence_us: int = 6_000  # until the coordinator gives up on a node
+    overdue_us: int = 30_000  # until an agent kills a worker that stands still
+    save_us: int = 3_000  # until a checkpoint's part is on disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    seed: int
+    rules: Rules
+    mode: str = "decoupled"
+    rejoin_after_steps: int = 0
+    max_restarts: int = 200
+    workers_per_node: int = 1
+    nodes_per_rack: int = 2
+    scattered: bool = False  # places are spread over nodes at random, else in order
+    weather: Weather = Weather()
+    faults: tuple[Fault, ...] = ()
+
+    def keep(self, which: tuple[int, ...]) -> Spec:
+        return replace(self, faults=tuple(self.faults[i] for i in which))
+
+    def lines(self) -> list[str]:
+        """Seed first, then every parameter: what a reader needs before the storm begins."""
+        r, w = self.rules, self.weather
+        return [
+            f"seed {self.seed}",
+            f"shape {r.replicas} x {r.stages}, {r.microbatches} microbatches, {r.steps} steps, {self.mode}",
+            f"rules clip {r.clip}, stagger {r.stagger}, tied {r.tied}, checkpoint every {r.checkpoint_every}",
+            f"nodes of {self.workers_per_node} workers, racks of {self.nodes_per_rack} nodes, "
+            f"{'scattered' if self.scattered else 'in order'}; rejoin after {self.rejoin_after_steps} steps",
+            f"weather op {w.op_us} us, hop {w.hop_us}, order {w.order_us}, plan {w.plan_us}, sync {w.sync_us}, "
+            f"start {w.start_us}, exit {w.exit_us}, silence {w.silence_us}, save {w.save_us}",
+            *(f"fault {i}: {fault}" for i, fault in enumerate(self.faults)),
+        ]
+
+
+def draw_spec(seed: int) -> Spec:
+    """Everything about one storm."""
+    draw = Draw(seed, "spec")
+    rules = _draw_rules(draw)
+    weather = Weather(
+        hop_us=draw.choice((30, 300, 3_000)),
+        order_us=draw.choice((30, 300, 3_000)),
+        plan_us=draw.choice((100, 2_000, 20_000)),
+        start_us=draw.choice((500, 8_000, 40_000)),
+        silence_us=draw.choice((2_000, 6_000, 30_000)),
+        save_us=draw.choice((100, 3_000, 20_000)),
+    )
+    spec = Spec(
+        seed=seed,
+        rules=rules,
+        mode=draw.choice(("decoupled", "decoupled", "staggered", "reroute")),
+        rejoin_after_steps=draw.choice((0, 0, 0, 1, 2)),
+        workers_per_node=draw.choice((1, 1, 2, 2, 3)),
+        nodes_per_rack=draw.choice((1, 2, 3)),
+        scattered=draw.chance(0.5),
+        weather=weather,
+    )
+    return replace(spec, faults=draw_faults(Draw(seed, "faults"), spec))
+
+
+def _draw_rules(draw: Draw) -> Rules:
+    replicas = draw.choice((1, 2, 2, 2, 3, 3, 3, 4))
+    stages = draw.choice((1, 2, 2, 2, 3, 3))
+    microbatches = draw.choice((1, 1, 2, 2, 3) if replicas * stages <= 6 else (1, 2))
+    clip = draw.chance(0.5)
+    return Rules(
+        replicas=replicas,
+        stages=stages,
+        microbatches=microbatches,
+        steps=draw.between(3, 6),
+        clip=1.0 if clip else None,
+        stagger=draw.choice(("auto", "always", "always", "never")),
+        checkpoint_every=draw.choice((0, 1, 2)) if replicas > 1 else draw.choice((1, 2)),
+        tied=(0, stages - 1) if stages > 1 and draw.chance(0.2) else None,
+    )
+
+
+def draw_faults(draw: Draw, spec: Spec, kinds: tuple[What, ...] = tuple(What)) -> tuple[Fault, ...]:
+    """A random few kinds of fault, and a random number of faults of these kinds. One seed in sixteen is calm."""
+    if draw.chance(1 / 16):
+        return ()
+    chosen = draw.shuffled(kinds)[: draw.choice((1, 1, 2, 2, 3, 5))]
+    if draw.chance(0.7):
+        chosen.append(What.KILL)
+    duration = run_time_us(spec)
+    return tuple(_draw_fault(draw, draw.choice(chosen), duration) for _ in range(draw.between(1, 6)))
+
+
+def _draw_fault(draw: Draw, what: What, duration_us: int) -> Fault:
+    aimed = draw.chance(0.5)
+    target = draw.below(64)
+    if aimed and what in WHO_WORKERS and draw.chance(0.6):
+        target = HERE
+    return Fault(
+        what=what,
+        at_us=draw.spread(draw.choice((20, 300, 2_000))) if aimed else draw.below(duration_us),
+        target=target,
+        span_us=draw.spread(draw.choice((1_000, 10_000, 60_000))),
+        factor=draw.choice((2, 5, 20)) if what in (What.SLOW, What.FLAP, What.LAG) else 1,
+        after=draw.choice(TRIGGERS) if aimed else "",
+        nth=draw.between(1, draw.choice((4, 40))),
+    )
+
+
+def run_time_us(spec: Spec) -> int:
+    """About how long the storm would take if nothing went wrong."""
+    rules, weather = spec.rules, spec.weather
+    a_step = 3 * weather.op_us * (rules.microbatches + rules.stages) + weather.hop_us * (2 * rules.stages + 3)
+    return weather.start_us + weather.plan_us + rules.steps * a_step
