@@ -1,0 +1,157 @@
+"""What no routing can beat: seconds that the worst link must take, whoever goes where.
+
+`lower_bound_s` counts: all that leaves a leaf must go over its uplinks, all that leaves a NIC over its
+ports; and n equal flows over K equal links put ⌈n / K⌉ on one of them. `linear_bound_s` solves the linear
+program in which flows may be cut at will (a true bound, below what whole flows can reach). The larger of
+the two is `bound`. Both are for tasks of weight 1, and count of each task its heaviest phase.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from everstep.errors import UserError
+from everstep.fabric.flows import Endpoint, Flow
+from everstep.fabric.routing import BITS
+from everstep.fabric.topology import Topology
+
+Cut = tuple[str, Endpoint | str]  # what a flow crosses on any path: NIC out, leaf out, leaf in, NIC in
+
+
+def lower_bound_s(topology: Topology, flows: Sequence[Flow]) -> float:
+    """By counting; 0 if a cut is dead (then there is no routing to bound)."""
+    rooms = _Rooms(topology)
+    crossed: dict[tuple[Endpoint, Endpoint], list[Cut]] = {}
+    sums: dict[Cut, dict[str, dict[str, list[float]]]] = {}
+    for flow in flows:
+        ends = flow.source, flow.target
+        if ends not in crossed:
+            crossed[ends] = _cuts(topology, flow)
+        for cut in crossed[ends]:
+            sums.setdefault(cut, {}).setdefault(flow.task, {}).setdefault(flow.phase, []).append(flow.bytes)
+    worst = 0.0
+    for cut, tasks in sums.items():
+        room = rooms[cut]
+        if not room:
+            continue
+        heaviest = [max(phases.values(), key=sum) for phases in tasks.values()]
+        sizes = [size * BITS for sizes in heaviest for size in sizes]
+        worst = max(worst, sum(sizes) / sum(room), _whole_flows(sizes, room))
+    return worst
+
+
+def _whole_flows(sizes: list[float], room: list[float]) -> float:
+    """Of the k largest flows on m links, one link gets ⌈k/m⌉ at least; each no smaller than the k-th."""
+    sizes = sorted(sizes, reverse=True)
+    links, fastest = len(room), max(room)
+    worst = sizes[0] / fastest
+    for k in range(links, len(sizes), links):
+        worst = max(worst, (k // links + 1) * sizes[k] / fastest)
+    return worst
+
+
+def _cuts(topology: Topology, flow: Flow) -> list[Cut]:
+    cuts: list[Cut] = [("nic out", flow.source), ("nic in", flow.target)]
+    pairs = list(topology.port_pairs(flow.source, flow.target))
+    if len({(one.leaf, other.leaf) for one, other in pairs}) == 1 and pairs[0][0].leaf != pairs[0][1].leaf:
+        return [*cuts, ("leaf out", pairs[0][0].leaf), ("leaf in", pairs[0][1].leaf)]
+    if pairs and all(one.leaf != other.leaf for one, other in pairs):  # dual-homed: the leaves together
+        sources = " ".join(sorted({one.leaf for one, _ in pairs}))
+        targets = " ".join(sorted({other.leaf for _, other in pairs}))
+        return [*cuts, ("leaf out", sources), ("leaf in", targets)]
+    return cuts
+
+
+class _Rooms:
+    """The live capacities behind a cut."""
+
+    def __init__(self, topology: Topology) -> None:
+        leaves = {leaf.name for leaf in topology.leaves}
+        spines = {spine.name for spine in topology.spines}
+        self._behind: dict[Cut, list[float]] = {}
+        for link, gbps in zip(topology.links, topology.capacity.tolist(), strict=True):
+            for way, here, far in (("out", link.sender, link.receiver), ("in", link.receiver, link.sender)):
+                if gbps <= 0 or here in spines:
+                    continue
+                if here not in leaves:
+                    node, nic, _ = here.rsplit(".", 2)
+                    self._behind.setdefault((f"nic {way}", (node, int(nic))), []).append(gbps)
+                elif far in spines:
+                    self._behind.setdefault((f"leaf {way}", here), []).append(gbps)
+
+    def __getitem__(self, cut: Cut) -> list[float]:
+        kind, where = cut
+        if isinstance(where, tuple):
+            return self._behind.get((kind, where), [])
+        return [gbps for leaf in where.split(" ") for gbps in self._behind.get((kind, leaf), [])]
+
+
+def linear_bound_s(topology: Topology, flows: Sequence[Flow]) -> float:
+    """The least worst load if flows could be cut at will: a linear program over bundles of flows.
+
+    Flows of one task, phase and pair of NICs are one bundle. For one phase a task (else the heaviest phases
+    are maxima, which this program states as well, one variable a link and task).
+    """
+    try:
+        from scipy.optimize import linprog
+        from scipy.sparse import coo_matrix
+    except ImportError:
+        raise UserError("the linear bound needs scipy: pip install scipy.") from None
+    bundles: dict[tuple[str, str, Endpoint, Endpoint, int | None], float] = {}
+    for flow in flows:
+        key = flow.task, flow.phase, flow.source, flow.target, flow.plane
+        bundles[key] = bundles.get(key, 0.0) + flow.bytes * BITS
+    if not bundles:
+        return 0.0
+    phases: dict[str, dict[str, int]] = {}
+    for task, phase, *_ in bundles:
+        phases.setdefault(task, {}).setdefault(phase, len(phases.get(task, {})))
+    num_links = len(topology.links)
+    multi = [task for task, found in phases.items() if len(found) > 1]
+    peak_at = {task: 1 + n * num_links for n, task in enumerate(multi)}  # variables: T, peaks, amounts
+    column = 1 + len(multi) * num_links
+    upper: list[tuple[int, int, float]] = [
+        (link, 0, -float(topology.capacity[link])) for link in range(num_links)
+    ]
+    equal: list[tuple[int, int, float]] = []
+    row_of: dict[tuple[str, str], int] = {}
+    rows = num_links
+    for task in multi:
+        upper += [(link, peak_at[task] + link, 1.0) for link in range(num_links)]
+        for phase in phases[task]:
+            row_of[task, phase] = rows
+            upper += [(rows + link, peak_at[task] + link, -1.0) for link in range(num_links)]
+            rows += num_links
+    for number, (task, phase, source, target, plane) in enumerate(bundles):
+        paths = topology.paths(source, target)
+        paths = paths[topology.alive(paths)]
+        for path in paths:
+            if plane is not None and not topology.links[path[0]].sender.endswith(f".p{plane}"):
+                continue
+            first = row_of.get((task, phase), 0)
+            upper += [(first + int(link), column, 1.0) for link in path if link >= 0]
+            equal.append((number, column, 1.0))
+            column += 1
+    cost = np.zeros(column)
+    cost[0] = 1.0
+
+    def sparse(entries: list[tuple[int, int, float]], height: int) -> object:
+        i, j, x = (np.array(part) for part in zip(*entries, strict=True))
+        return coo_matrix((x, (i, j)), shape=(height, column)).tocsr()
+
+    solved = linprog(
+        cost,
+        A_ub=sparse(upper, rows),
+        b_ub=np.zeros(rows),
+        A_eq=sparse(equal, len(bundles)),
+        b_eq=np.array(list(bundles.values())),
+        method="highs",
+    )
+    return math.inf if solved.x is None else float(solved.x[0])
+
+
+def bound_s(topology: Topology, flows: Sequence[Flow]) -> float:
+    return max(lower_bound_s(topology, flows), linear_bound_s(topology, flows))

@@ -1,0 +1,116 @@
+"""Which source port takes which path: what probing has found out, for as long as it holds.
+
+A hash maps a connection's addresses and ports to a path; it cannot be computed from outside, so ports are
+tried. The answer is for one tuple (protocol, source, target, target port); UDP's answers say nothing about
+TCP's. A path is named by the addresses where its links arrive, as probes that die there tell them. An entry
+is good until it is older than `fresh_s`, or a link of its path has been reported: switches re-hash when
+links come and go, so any report makes everything through that fabric worth a second look, and the dead
+link's entries are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.errors import UserError
+
+Hops = tuple[str, ...]  # where each link of the fabric arrives: spine, far leaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Tuple4:
+    """A connection but for its source port."""
+
+    protocol: str
+    source: str
+    target: str
+    target_port: int
+
+    def __str__(self) -> str:
+        return f"{self.protocol} {self.source} > {self.target}:{self.target_port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    port: int
+    hops: Hops
+    seen_s: float
+
+
+@dataclass(slots=True)
+class Catalogue:
+    fresh_s: float = 300.0
+    _entries: dict[Tuple4, dict[int, Entry]] = field(default_factory=dict)
+
+    def learn(self, key: Tuple4, found: Mapping[int, Hops], now_s: float) -> None:
+        table = self._entries.setdefault(key, {})
+        for port, hops in found.items():
+            table[port] = Entry(port=port, hops=hops, seen_s=now_s)
+
+    def ports(self, key: Tuple4, now_s: float) -> dict[Hops, list[int]]:
+        """Fresh ports by the path they take."""
+        found: dict[Hops, list[int]] = {}
+        for port, entry in sorted(self._entries.get(key, {}).items()):
+            if now_s - entry.seen_s <= self.fresh_s:
+                found.setdefault(entry.hops, []).append(port)
+        return found
+
+    def take(self, key: Tuple4, hops: Hops, now_s: float, *, avoid: Iterable[int] = ()) -> int | None:
+        """A port whose path has these hops (a prefix is enough); it is then not given out again."""
+        table = self._entries.get(key, {})
+        busy = set(avoid)
+        for port, entry in sorted(table.items()):
+            if entry.hops[: len(hops)] == hops and now_s - entry.seen_s <= self.fresh_s and port not in busy:
+                del table[port]
+                return port
+        return None
+
+    def drop_link(self, address: str) -> int:
+        """A link is dead: forget every entry that goes over it, and doubt the others. How many went."""
+        dropped = 0
+        for table in self._entries.values():
+            for port in [port for port, entry in table.items() if address in entry.hops]:
+                del table[port]
+                dropped += 1
+        return dropped
+
+    def forget_all(self) -> None:
+        """Routes have changed: hashes map anew."""
+        self._entries.clear()
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "fresh_s": self.fresh_s,
+            "entries": [
+                {
+                    "protocol": key.protocol,
+                    "source": key.source,
+                    "target": key.target,
+                    "target_port": key.target_port,
+                    "ports": {
+                        str(port): {"hops": list(entry.hops), "seen_s": entry.seen_s}
+                        for port, entry in sorted(table.items())
+                    },
+                }
+                for key, table in sorted(self._entries.items())
+            ],
+        }
+
+    @staticmethod
+    def from_document(document: Mapping[str, Any]) -> Catalogue:
+        try:
+            catalogue = Catalogue(fresh_s=float(document["fresh_s"]))
+            for row in document["entries"]:
+                key = Tuple4(
+                    protocol=row["protocol"],
+                    source=row["source"],
+                    target=row["target"],
+                    target_port=int(row["target_port"]),
+                )
+                for port, entry in row["ports"].items():
+                    catalogue.learn(key, {int(port): tuple(entry["hops"])}, float(entry["seen_s"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"catalogue: {error!r} is missing or wrong; probe again to rewrite it.") from None
+        return catalogue
