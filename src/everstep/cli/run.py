@@ -1,11 +1,16 @@
-"""`everstep run train.py`: a person's own script, launched the way torchrun launches one."""
+"""`everstep run train.py`: a person's own script, launched the way torchrun launches one.
+
+Without `--nproc` the script calls `everstep.train`, and its workers heal in the middle of a step. With
+`--nproc` it is any script that torchrun could start; then a fault ends all ranks and starts them again.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,25 +18,172 @@ from everstep.cli import render
 from everstep.cli.train import JSON, KILL
 from everstep.errors import UserError
 
+if TYPE_CHECKING:
+    from everstep.core.ranks import Policy
+
+_OWN, _ANY = "Scripts that call everstep.train", "Any script (with --nproc)"
+
 
 def run_command(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A file that calls everstep.train.")],
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A file; with --module, a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its own.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Instead of the script's replicas.")] = None,
-    stages: Annotated[int | None, typer.Option(help="Instead of the script's stages.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="Instead of the script's replicas.", rich_help_panel=_OWN)
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Instead of the script's stages.", rich_help_panel=_OWN)
+    ] = None,
     kill: Annotated[list[str] | None, KILL] = None,
+    nproc: Annotated[
+        str | None,
+        typer.Option(
+            "--nproc",
+            "--nproc-per-node",
+            "--nproc_per_node",
+            metavar="N",
+            rich_help_panel=_ANY,
+            help="Start so many ranks of the script: a number, gpu or cpu.",
+        ),
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", rich_help_panel=_ANY, help="SCRIPT is a module's name.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", "--max_restarts", rich_help_panel=_ANY, help="Of all ranks.")
+    ] = 3,
+    rdzv_port: Annotated[
+        int,
+        typer.Option(
+            "--rdzv-port",
+            "--master-port",
+            "--master_port",
+            rich_help_panel=_ANY,
+            help="MASTER_PORT; 0 is a free one for every start.",
+        ),
+    ] = 0,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option("--log-dir", "--log_dir", rich_help_panel=_ANY, help="Default: runs/."),
+    ] = None,
+    hang_after: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            rich_help_panel=_ANY,
+            help="Restart when no rank has used a CPU or written anything for so long.",
+        ),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", rich_help_panel=_ANY, help="From SIGTERM to SIGKILL.")
+    ] = 5.0,
+    preload: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            rich_help_panel=_ANY,
+            help="Load it once and fork every rank from there; restarts then save that time. "
+            "Usually torch. May be given several times.",
+        ),
+    ] = None,
+    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> int:
-    """Run a script that calls [bold]everstep.train[/bold], with workers that heal.
+    """Run a person's own script: with workers that heal, or as torchrun would.
 
-    The script is run here up to that call, and once more in every worker.
+    A script that calls [bold]everstep.train[/bold] is run here up to that call, and once more in every
+    worker.
+
+    With [bold]--nproc[/bold] it may be any script that torchrun can start: the same environment variables,
+    a log for each rank, and when a rank dies, raises, stops or hangs: who it was, why, a restart of all.
 
     [bold]Examples[/bold]
 
       everstep run examples/own_model.py
 
       everstep run --replicas 3 --kill stage=1,replica=0,step=7 examples/own_model.py --steps 20
+
+      everstep run --nproc 2 --hang-after 60 examples/torchrun_style.py --steps 50
+
+      everstep run --nproc gpu --max-restarts 10 --preload torch train.py
     """
+    if nproc is None:
+        given = {"--module": module, "--hang-after": hang_after, "--preload": preload, "--log-dir": log_dir}
+        for name, value in given.items():
+            if value:
+                raise UserError(f"{name} is for scripts that torchrun could start; give --nproc too.")
+        return _heal(script, arguments or [], replicas, stages, kill or [], as_json)
+    for name, value in {"--replicas": replicas, "--stages": stages, "--kill": kill}.items():
+        if value:
+            raise UserError(f"{name} is for scripts that call everstep.train; leave it or --nproc out.")
+    if not module and not script.is_file():
+        raise UserError(f"script {str(script)!r} is not a file.")
+    _check("--max-restarts", max_restarts, least=0)
+    _check("--hang-after", hang_after, least=1)
+    _check("--grace", grace, least=0)
+    if not 0 <= rdzv_port < 2**16:
+        raise UserError(f"--rdzv-port is {rdzv_port}; give a port from 1 to 65535, or 0 for a free one.")
+    from everstep.core.ranks import Policy
+
+    ranks = _count(nproc)
+    policy = Policy(ranks=ranks, max_restarts=max_restarts, hang_after_s=hang_after, grace_s=grace)
+    command = ["-m", str(script), *(arguments or [])] if module else [str(script), *(arguments or [])]
+    return _supervise(command, policy, rdzv_port, log_dir or Path("runs"), preload or [], as_json)
+
+
+def _supervise(
+    command: list[str], policy: Policy, port: int, log_dir: Path, preload: list[str], as_json: bool
+) -> int:
+    from everstep.launch import rank_report
+    from everstep.launch.rank_birth import Births, Cradle, PlainBirths
+    from everstep.launch.ranks import Launch, Ranks
+
+    launch = Launch(
+        command=command,
+        policy=policy,
+        run_id=rank_report.run_id(),
+        log_dir=log_dir.resolve(),
+        master_port=port,
+        output=sys.stderr.buffer if as_json else sys.stdout.buffer,
+    )
+    births: Births = Cradle(preload).open() if preload else PlainBirths()
+    run = Ranks(launch, births, lambda action, at_s: render.note(rank_report.line(action, at_s)))
+    ran = run.run()
+    if as_json:
+        render.emit(rank_report.document(launch, ran))
+    render.note(rank_report.summary(launch, ran))
+    return ran.code
+
+
+def _count(nproc: str) -> int:
+    """A number of ranks, as torchrun reads it."""
+    if nproc in ("gpu", "auto"):
+        import torch
+
+        if found := torch.cuda.device_count():
+            return found
+        if nproc == "gpu":
+            raise UserError("--nproc is gpu, but torch sees no GPU here; give a number.")
+    if nproc in ("cpu", "auto"):
+        return len(os.sched_getaffinity(0))
+    if not nproc.isdecimal() or int(nproc) < 1:
+        raise UserError(f"--nproc is {nproc!r}; give a number from 1, gpu or cpu.")
+    return int(nproc)
+
+
+def _check(name: str, value: float | None, *, least: float) -> None:
+    if value is not None and not value >= least:
+        raise UserError(f"{name} is {value:g}; give at least {least:g}.")
+
+
+def _heal(
+    script: Path,
+    arguments: list[str],
+    replicas: int | None,
+    stages: int | None,
+    kill: list[str],
+    as_json: bool,
+) -> int:
+    """A script that calls everstep.train."""
     if not script.is_file():
         raise UserError(f"script {str(script)!r} is not a file.")
     from everstep.launch import api, report
@@ -39,8 +191,8 @@ def run_command(
 
     overrides = {"replicas": replicas, "stages": stages}
     launch = api.Launch(
-        script=[str(script.resolve()), *(arguments or ())],
-        kills=kill or (),
+        script=[str(script.resolve()), *arguments],
+        kills=kill,
         overrides={name: value for name, value in overrides.items() if value is not None},
         watch=lambda job: render.watching(job, as_json=as_json),
     )
@@ -48,7 +200,7 @@ def run_command(
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         api.launch = launch
         try:
-            run_as_main(str(script), arguments or [])
+            run_as_main(str(script), arguments)
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         finally:

@@ -1,0 +1,206 @@
+"""How a rank's process comes to be: started as any Python is, or forked from one that has loaded torch.
+
+Loading torch takes seconds, and after a fault everybody waits for it. With `--preload torch` one process, the
+cradle, loads it once and is forked for every rank of every life. That changes what a script can count on
+(torch reads some environment variables while it is loaded), so it is the person's choice.
+
+Either way a rank leads a session of its own: its children are its process group, and end with it. A dead rank
+is not reaped before its group has been killed, so that no stranger can get its number in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from everstep.errors import EverstepError
+
+_LATER = {"torch": ("torch._dynamo",)}  # its optimizers load this at their first use; as slow as torch itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Birth:
+    """What a rank starts with. The file descriptors stay the caller's."""
+
+    command: Sequence[str]  # of rank_main: the script and its arguments, or -m and a module
+    environment: dict[str, str]
+    stdout: int
+    stderr: int
+    line: int
+
+
+class Process(Protocol):
+    pid: int
+    pidfd: int  # readable when it has ended
+
+    def exit_code(self) -> int:
+        """Of an ended one; negative for a signal. Does not reap it."""
+
+    def reap(self) -> None: ...
+
+
+class Births(Protocol):
+    def start(self, birth: Birth) -> Process: ...
+
+    def close(self) -> None: ...
+
+
+# ------------------------------------------------------------------ started
+
+
+class StartedProcess:
+    def __init__(self, birth: Birth) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, "-u", "-m", "everstep.launch.rank_main", *birth.command],
+            env=birth.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=birth.stdout,
+            stderr=birth.stderr,
+            pass_fds=[birth.line],
+            start_new_session=True,
+        )
+        self.pid = self._popen.pid
+        self.pidfd = os.pidfd_open(self.pid)
+
+    def exit_code(self) -> int:
+        found = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+        assert found is not None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+    def reap(self) -> None:
+        self._popen.wait()
+        os.close(self.pidfd)
+
+
+class PlainBirths:
+    def start(self, birth: Birth) -> Process:
+        return StartedProcess(birth)
+
+    def close(self) -> None:
+        pass
+
+
+# ------------------------------------------------------------------ forked
+
+
+class ForkedProcess:
+    def __init__(self, pid: int, pidfd: int, cradle: socket.socket) -> None:
+        self.pid, self.pidfd, self._cradle = pid, pidfd, cradle
+
+    def exit_code(self) -> int:
+        """Field 52 of /proc/PID/stat: it is not our child, so that there is nothing to wait for."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # the cradle has gone, and everything with it
+            return -signal.SIGKILL
+        return os.waitstatus_to_exitcode(int(fields[49]))
+
+    def reap(self) -> None:
+        with contextlib.suppress(OSError):
+            self._cradle.send(json.dumps({"reap": self.pid}).encode())
+        os.close(self.pidfd)
+
+
+class Cradle:
+    """`preload`: modules to load before the first fork."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self._preload = tuple(preload)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def open(self) -> Cradle:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "everstep.launch.rank_birth", str(theirs.fileno()), *self._preload],
+                env=env,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._socket = ours
+        return self
+
+    def start(self, birth: Birth) -> Process:
+        assert self._socket is not None, "the cradle is not open"
+        told = {"command": list(birth.command), "environment": birth.environment, "cwd": os.getcwd()}
+        socket.send_fds(self._socket, [json.dumps(told).encode()], [birth.stdout, birth.stderr, birth.line])
+        data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
+        if not data or not fds:
+            names = ", ".join(self._preload)
+            raise EverstepError(f"--preload {names} has failed; what it said is above")
+        return ForkedProcess(json.loads(data)["pid"], fds[0], self._socket)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            self._process.kill()  # ranks die with it
+            self._process.wait()
+
+
+def _serve(fd: int, preload: Sequence[str]) -> None:
+    for name in preload:
+        importlib.import_module(name)
+        for more in _LATER.get(name, ()):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(more)
+    line = socket.socket(fileno=fd)
+    while True:
+        data, fds, _, _ = socket.recv_fds(line, 1 << 20, 3)
+        if not data:
+            return
+        request = json.loads(data)
+        if "reap" in request:
+            os.waitpid(request["reap"], 0)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            line.close()
+            _live(request, fds)
+        pidfd = os.pidfd_open(pid)
+        socket.send_fds(line, [json.dumps({"pid": pid}).encode()], [pidfd])
+        for each in (*fds, pidfd):
+            os.close(each)
+
+
+def _live(request: dict[str, Any], fds: list[int]) -> None:
+    """A rank's whole life, in the fork. Ends as a Python process does: threads, atexit, then the code."""
+    from everstep.launch import rank_main
+
+    stdout, stderr, line = fds
+    os.setsid()
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.closerange(3, line)
+    os.closerange(line + 1, 256)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.environ[rank_main.LINE] = str(line)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "numpy" in sys.modules:  # its global generator was copied by the fork; `random` sees to itself
+        sys.modules["numpy"].random.seed()
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    rank_main.main(request["command"])
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from everstep.launch.rank_main import die_with_parent
+
+    die_with_parent()
+    _serve(int(sys.argv[1]), sys.argv[2:])
