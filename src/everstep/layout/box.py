@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from types import EllipsisType
 
 Shape = tuple[int, ...]
 
@@ -74,8 +75,9 @@ class Box:
     def moved(self, by: Sequence[int]) -> Box:
         return Box(tuple(a + b for a, b in zip(self.start, by, strict=True)), self.size)
 
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+    def slices(self) -> tuple[slice | EllipsisType, ...]:
+        """To index an array with; the dots make it a view of a 0-dimensional array too."""
+        return *(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True)), ...
 
     def cut(self, parts: int) -> list[Box]:
         """Up to `parts` boxes of nearly the same size, cut along the first dimension that allows it."""

@@ -145,9 +145,9 @@ class _Saver:
         self._thread: threading.Thread | None = None
 
     @property
-    def _root(self) -> Path:
+    def _root(self) -> str | Path:
         assert self._job.checkpoint is not None
-        return self._job.path(self._job.checkpoint.folder)
+        return folder.root_of(self._job.base, self._job.checkpoint.folder)
 
     def save(self, step: int, state: dict[str, torch.Tensor]) -> None:
         self.finish()
@@ -156,14 +156,14 @@ class _Saver:
 
     def _write(self, step: int, state: dict[str, torch.Tensor]) -> None:
         try:
-            part = folder.write_part(folder.partial(self._root, step), f"stage-{self._stage}", state)
+            part = folder.write_part(self._root, step, f"stage-{self._stage}", state)
         except OSError as error:
             print(f"checkpoint of step {step} not written: {error}", file=sys.stderr)
             return
         self._line.tell("saved", {"step": step, "part": part})
 
     def load(self, step: int, names: list[str]) -> Any:
-        checkpoint = folder.open_checkpoint(self._root / f"step-{step:08d}")
+        checkpoint = folder.open_step(self._root, f"step-{step:08d}")
         wanted = set(names)
         return checkpoint.read([name for name in checkpoint.tensors if _parameter(name) in wanted])
 

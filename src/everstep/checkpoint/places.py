@@ -1,0 +1,231 @@
+"""Where checkpoints are kept: a local folder, or any URL fsspec knows. How each makes a step appear at once.
+
+    local    <root>/step-00000010.partial/ is filled and flushed, then renamed: complete or not there
+    remote   <url>/step-00000010/ is filled, its index.json last: a folder without one is not a checkpoint
+
+Object stores have no rename, but a put is atomic, and the index is the one file a reader looks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from everstep.checkpoint import index as indexes
+from everstep.checkpoint import parts
+from everstep.checkpoint.index import Part, Refused
+from everstep.checkpoint.parts import CHUNK_BYTES, Planned, Progress
+from everstep.checkpoint.ranges import Access, RangeFile, RemoteFile
+from everstep.errors import InternalError, UserError
+
+STEP = re.compile(r"step-(\d{8,18})")
+_RENAME_EXCHANGE = 2
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+class LocalPlace:
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def complete(self) -> list[tuple[int, str]]:
+        """The steps that were committed, oldest first; not yet verified."""
+        found = []
+        for path in self.root.glob("step-*"):
+            match = STEP.fullmatch(path.name)
+            if match and path.is_dir() and not path.is_symlink():
+                found.append((int(match[1]), path.name))
+        return sorted(found)
+
+    def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile:
+        """A plain file of this folder: a link could lead anywhere."""
+        path = self.root / folder / name
+        try:
+            mode = path.lstat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            raise Refused(f"{name} is missing") from None
+        if not stat.S_ISREG(mode):
+            raise Refused(f"{name} is not a plain file")
+        return RangeFile(path, access)
+
+    def write_part(
+        self,
+        step: int,
+        name: str,
+        slices: Sequence[Planned],
+        *,
+        threads: int = 1,
+        chunk_bytes: int = CHUNK_BYTES,
+        progress: Progress = lambda count: None,
+    ) -> Part:
+        folder = self.root / f"{step_name(step)}.partial"
+        return parts.write_part(
+            folder, name, slices, threads=threads, chunk_bytes=chunk_bytes, progress=progress
+        )
+
+    def commit(self, step: int, text: str, files: dict[str, int]) -> str:
+        source, target = self.root / f"{step_name(step)}.partial", self.root / step_name(step)
+        for file, size in files.items():
+            if (source / file).stat().st_size != size:
+                raise InternalError(f"{source / file} is not as long as its writer said.")
+        with open(source / "index.json", "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        _fsync_folder(source)
+        if target.exists():  # a run that went back has made this step again: at no moment is there none
+            if not _exchange(source, target):
+                self.remove(target.name)
+                os.rename(source, target)
+            shutil.rmtree(source, ignore_errors=True)
+        else:
+            os.rename(source, target)
+        _fsync_folder(self.root)
+        return target.name
+
+    def remove(self, folder: str) -> None:
+        """Gone at once for readers, whatever happens half-way."""
+        doomed = self.root / f"{folder}.old.partial"
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(self.root / folder, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def clean(self) -> list[Path]:
+        """Remove what a crash left half written. Not while a checkpoint is being written."""
+        left = [path for path in sorted(self.root.glob("step-*.partial")) if not path.is_symlink()]
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        return left
+
+
+class RemotePlace(LocalPlace):
+    """Any fsspec URL, fsspec being imported here and nowhere before."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec
+        except ImportError:
+            raise UserError(
+                f"{url} needs fsspec; pip install fsspec and the package of its scheme."
+            ) from None
+        try:
+            self._fs, path = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"{url} is no place fsspec knows: {error}.") from None
+        super().__init__(path)
+        self._url, self._path = url.rstrip("/"), str(path).rstrip("/")
+
+    def __str__(self) -> str:
+        return self._url
+
+    def complete(self) -> list[tuple[int, str]]:
+        self._fs.invalidate_cache()
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._fs.ls(self._path, detail=False):
+                match = STEP.fullmatch(path.rstrip("/").rpartition("/")[2])
+                if match and self._fs.exists(f"{self._path}/{match[0]}/index.json"):
+                    found.append((int(match[1]), match[0]))
+        return sorted(found)
+
+    def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile:
+        path = f"{self._path}/{folder}/{name}"
+        if not self._fs.isfile(path):
+            raise Refused(f"{name} is missing")
+        return RemoteFile(self._fs, path)
+
+    def write_part(
+        self,
+        step: int,
+        name: str,
+        slices: Sequence[Planned],
+        *,
+        threads: int = 1,
+        chunk_bytes: int = CHUNK_BYTES,
+        progress: Progress = lambda count: None,
+    ) -> Part:
+        """In one stream; object stores take no writes at a place."""
+        folder, file = f"{self._path}/{step_name(step)}", f"{name}.safetensors"
+        if not indexes.PART_NAME.fullmatch(file):
+            raise InternalError(f"{name!r} is no name for a part of a checkpoint.")
+        self._fs.makedirs(folder, exist_ok=True)
+        head, places, total = parts.header(slices)
+        hashes = []
+        with self._fs.open(f"{folder}/{file}", "wb") as out:
+            out.write(head)
+            for one in slices:
+                texts = []
+                for start in range(0, one.num_bytes, parts.BLOCK_BYTES):
+                    block = parts.block_of(one.source, start, min(start + parts.BLOCK_BYTES, one.num_bytes))
+                    texts += [
+                        indexes.digest(block[at : at + chunk_bytes])
+                        for at in range(0, len(block), chunk_bytes)
+                    ]
+                    out.write(bytes(block))
+                    progress(len(block))
+                hashes.append("".join(texts))
+        return parts.describe(file, slices, places, hashes, total, chunk_bytes)
+
+    def commit(self, step: int, text: str, files: dict[str, int]) -> str:
+        folder = f"{self._path}/{step_name(step)}"
+        for file, size in files.items():
+            if self._fs.size(f"{folder}/{file}") != size:
+                raise InternalError(f"{folder}/{file} is not as long as its writer said.")
+        self._fs.pipe_file(f"{folder}/index.json", text.encode())
+        return step_name(step)
+
+    def remove(self, folder: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._path}/{folder}/index.json")
+        self._fs.rm(f"{self._path}/{folder}", recursive=True)
+
+    def clean(self) -> list[Path]:
+        left = []
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._fs.ls(self._path, detail=False):
+                match = STEP.fullmatch(path.rstrip("/").rpartition("/")[2])
+                if match and not self._fs.exists(f"{self._path}/{match[0]}/index.json"):
+                    self._fs.rm(path, recursive=True)
+                    left.append(Path(path))
+        return left
+
+
+def place_of(root: str | Path) -> LocalPlace:
+    text = str(root)
+    if text.startswith("file://"):
+        return LocalPlace(text.removeprefix("file://"))
+    return RemotePlace(text) if "://" in text else LocalPlace(root)
+
+
+def root_of(base: str | Path, folder: str) -> str | Path:
+    """A job's checkpoint folder: a URL as it is, a path from the job's own folder."""
+    return folder if "://" in folder else Path(base, folder)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Two names change places in one moment, where the system can do it."""
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    at_cwd = -100
+    return bool(libc.renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), _RENAME_EXCHANGE) == 0)
+
+
+def _fsync_folder(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

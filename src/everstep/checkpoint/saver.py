@@ -1,0 +1,115 @@
+"""Saving behind the training's back: training stalls for one copy into host memory, nothing else.
+
+    step t      snapshot ─► buffer A ─► writer thread: hash, write, flush, tell
+    step t + k  snapshot ─► buffer B      (A may still be on its way to disk)
+    step t + 2k waits for A, if it is not done: memory is bounded by two copies of the state
+
+Buffers are kept from save to save, so that after the first two nothing is allocated and no page is touched
+for the first time. Tensors of a GPU are copied into pinned memory on a stream of their own: `save` returns
+when the copies are queued, and the training must not change the tensors before `wait_copied`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Write = Callable[[int, dict[str, Tensor]], Any]
+
+
+class Snapshots:
+    """One set of host buffers for a state, filled again and again."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.copied: Any = None  # a CUDA event, after which the buffers hold the state
+        self._stream: Any = None
+
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Copy a state. On a GPU this queues the copies behind what the current stream is doing."""
+        fitted = {name: self._buffer(name, tensor) for name, tensor in state.items()}
+        self.tensors = fitted
+        cuda = next((tensor.device for tensor in state.values() if tensor.is_cuda), None)
+        if cuda is None:
+            _copy([fitted[name] for name in state], list(state.values()))
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(cuda)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(cuda))
+        with torch.cuda.stream(self._stream):
+            for name, tensor in state.items():
+                fitted[name].copy_(tensor.detach(), non_blocking=True)
+                if tensor.is_cuda:
+                    tensor.record_stream(self._stream)
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record(self._stream)
+
+    def wait_copied(self) -> None:
+        """Until the state may change again."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def hold_stream(self) -> None:
+        """Later work of the current stream waits for the copies; the CPU does not."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        old = self.tensors.get(name)
+        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+            return old
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+class AsyncSaver:
+    """`write(step, tensors)` runs in a thread, on a copy; at most two copies exist."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._buffers = (Snapshots(), Snapshots())
+        self._pending: list[tuple[Snapshots, Future[Any]]] = []
+
+    def save(self, step: int, state: Mapping[str, Tensor]) -> Future[Any]:
+        """Copy the state and return; the future has what `write` returned."""
+        if len(self._pending) == 2:
+            self._pending[0][1].exception()  # wait; its owner hears of errors from the future
+            self._pending.pop(0)
+        busy = [snapshots for snapshots, _ in self._pending]
+        snapshots = next(one for one in self._buffers if one not in busy)
+        snapshots.take(state)
+        snapshots.hold_stream()
+        done: Future[Any] = Future()
+        before = self._pending[-1][1] if self._pending else None
+        thread = threading.Thread(target=self._run, args=(step, snapshots, before, done), name="saver")
+        self._pending.append((snapshots, done))
+        thread.start()
+        return done
+
+    def finish(self) -> None:
+        """Until everything is on disk."""
+        while self._pending:
+            self._pending.pop(0)[1].exception()
+
+    def _run(self, step: int, snapshots: Snapshots, before: Future[Any] | None, done: Future[Any]) -> None:
+        try:
+            if before is not None:
+                before.exception()  # one at a time, in order
+            snapshots.wait_copied()
+            done.set_result(self._write(step, snapshots.tensors))
+        except BaseException as error:  # handed to whoever asks the future
+            done.set_exception(error)
+
+
+def _copy(into: list[Tensor], given: list[Tensor]) -> None:
+    """Large tensors with all threads, one after the other; small ones in one call."""
+    small = [(a, b.detach()) for a, b in zip(into, given, strict=True) if b.numel() < 1 << 16]
+    for a, b in zip(into, given, strict=True):
+        if b.numel() >= 1 << 16:
+            a.copy_(b.detach())
+    if small:
+        torch._foreach_copy_([a for a, _ in small], [b for _, b in small])
