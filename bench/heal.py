@@ -22,13 +22,16 @@ import threading
 import time
 from typing import Any
 
-from everstep.core.actions import Incident
+from everstep.core.cluster import Patience
+from everstep.core.incidents import Incident
 from everstep.core.ops import Worker
-from everstep.core.standing import Member, Policy
+from everstep.core.standing import Member
 from everstep.engine.job import DataSpec, Job, ModelSpec
 from everstep.launch.local import LocalTask
 from everstep.launch.outcome import Outcome, StepRow
 from everstep.node.nursery import Nursery
+
+EAGER = Patience(restarts_per_place=10_000, restarts_per_node=10_000, backoff_s=0.0)  # chaos kills on and on
 
 
 class Chaos:
@@ -87,7 +90,7 @@ def measure(
     )
     chaos = Chaos(kills, seed)
     outcome = LocalTask(
-        job, nursery=nursery, watch=chaos, policy=Policy(max_restarts=10_000), tick_s=0.01
+        job, nursery=nursery, watch=chaos, patience=EAGER, tick_s=0.01
     ).run()
     return evaluate(chaos, outcome)
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from everstep.core.ops import Worker
-from everstep.core.standing import Policy
+from everstep.core.cluster import Patience
 from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local import LocalTask
 from everstep.node.nursery import Nursery
@@ -51,7 +51,7 @@ def measure(replicas: int, stages: int, preset: str, depth: int) -> dict[str, An
             task.kill(victim)
 
     nursery = Nursery().start()
-    task = LocalTask(job, nursery=nursery, watch=watch, policy=Policy(max_restarts=0))
+    task = LocalTask(job, nursery=nursery, watch=watch, patience=Patience(restarts_per_place=0))
     rows = task.run().by_step()
     nursery.close()
     spans = {"before": range(SETTLE + 1, KILL_AT), "after": range(KILL_AT + SETTLE, STEPS)}

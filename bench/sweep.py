@@ -18,7 +18,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from everstep.core.standing import Policy
 from everstep.engine.faults import parse_fault
 from everstep.engine.job import CheckpointSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local import LocalTask
@@ -224,7 +223,7 @@ class Sweep:
                 what.finish("everybody is killed")
 
         task = LocalTask(
-            job, nursery=self.nursery, faults=tuple(map(parse_fault, faults)), policy=Policy(), watch=watch
+            job, nursery=self.nursery, faults=tuple(map(parse_fault, faults)), watch=watch
         )
         return task.run()
 

@@ -159,10 +159,10 @@ def _both_runs(job: Job, script: Script, console: Console, *, as_json: bool) -> 
 def _run_twice(
     job: Job, script: Script, console: Console, born: Nursery, *, as_json: bool
 ) -> tuple[Outcome, Outcome]:
-    from everstep.core.standing import Policy
+    from everstep.core.cluster import Patience
     from everstep.launch import api
 
-    policy = Policy(rejoin_after_steps=script.rejoin_after_steps)
+    patience = Patience(rejoin_after_steps=script.rejoin_after_steps)
     console.print("[bold]1[/bold]  without faults, to compare with")
     with _watcher(job, console, as_json=as_json) as watch:
         clean = _finished(api.run_job(job, watch=watch, born=born))
@@ -172,7 +172,7 @@ def _run_twice(
     losses = {step: row.loss for step, row in clean.by_step().items()}
     with _watcher(job, console, as_json=as_json, clean=losses) as watch:
         healed = _finished(
-            api.run_job(job, watch=Killer(script, watch), born=born, policy=policy, tick_s=0.02)
+            api.run_job(job, watch=Killer(script, watch), born=born, patience=patience, tick_s=0.02)
         )
     return clean, healed
 

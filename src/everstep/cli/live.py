@@ -19,7 +19,6 @@ from rich.text import Text
 
 from everstep.core import actions as act
 from everstep.core.ops import Kind, Worker, parse_op
-from everstep.core.standing import Running
 from everstep.engine.beacon import Reading
 from everstep.engine.job import Job
 from everstep.errors import UserError
@@ -113,7 +112,7 @@ class LiveView:
         if not self._begun:
             self._begin(task)
         now = time.monotonic()
-        if now - self._drawn_at >= FRAME_S and isinstance(task.recovery.phase, Running):
+        if now - self._drawn_at >= FRAME_S and task.running:
             self._drawn_at = now
             self._live.update(self._frame(task), refresh=True)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from everstep.core.incidents import Incident
 from everstep.core.messages import Place, Resume
 from everstep.core.ops import Microbatch, Worker
 
@@ -92,25 +93,6 @@ class FinishTask:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailTask:
     because: str
-
-
-@dataclass(slots=True, kw_only=True)
-class Incident:
-    """One disturbance, from its evidence to the resumed step. Times are those given to `handle`."""
-
-    number: int
-    workers: list[Worker]
-    what: str
-    step: int
-    evidence_at: float
-    planned_at: float | None = None
-    resumed_at: float | None = None
-    replayed_ops: int = 0
-    replayed_elsewhere: int = 0
-    epoch: int = 0
-    restored_from: int | None = None
-    killed_at: float | None = None  # where the killer is known, as in a demo
-    story: list[str] = field(default_factory=list)
 
 
 Action = (

@@ -15,6 +15,7 @@ class WorkerStarted:
 
     worker: Worker
     incarnation: int
+    address: tuple[str, int] | None = None  # where its peers reach it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class WorkerExited:
     incarnation: int
     reason: str
     done_ops: int = 0
+    planned: bool = False  # it was asked to go: no incident
+    killed_at: float | None = None  # where that is known, as in a demo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class WorkerRaised:
     incarnation: int
     error: str
     where: str  # the op it was in, as text: "step 7 1F0.3"
+    traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,21 @@ class ProfileChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacesGranted:
+    """These places have a slot from now on, and no others. `moved`: on another machine than before."""
+
+    places: frozenset[Worker]
+    moved: frozenset[Worker] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStalled:
+    """Everybody waits and nobody is at fault: something got lost between them."""
+
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCommitted:
     step: int
 
@@ -118,5 +137,7 @@ Event = (
     | StateCopied
     | WorkerResumed
     | ProfileChanged
+    | PlacesGranted
+    | TrainingStalled
     | CheckpointCommitted
 )

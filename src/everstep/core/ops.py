@@ -60,6 +60,7 @@ class Op(NamedTuple):
 
 _OP = re.compile(r"(\d+)([FIWBRU])(?:(\d+)\.(\d+))?")
 _WORKER = re.compile(r"(\d+):(\d+)")
+_MICROBATCH = re.compile(r"(\d+)\.(\d+)")
 
 
 def parse_op(text: str) -> Op:
@@ -79,3 +80,11 @@ def parse_worker(text: str) -> Worker:
     if found is None:
         raise UserError(f"worker {text!r} is not of the form replica:stage, for example 1:2.")
     return Worker(int(found[1]), int(found[2]))
+
+
+def parse_microbatch(text: str) -> Microbatch:
+    """The inverse of `str(microbatch)`."""
+    found = _MICROBATCH.fullmatch(text)
+    if found is None:
+        raise UserError(f"microbatch {text!r} is not of the form home.number, for example 1.0.")
+    return Microbatch(int(found[1]), int(found[2]))

@@ -30,7 +30,6 @@ from everstep.core.actions import (
     CopyState,
     FailTask,
     FinishTask,
-    Incident,
     InterruptWorkers,
     RecordStep,
     ResumeStep,
@@ -41,17 +40,19 @@ from everstep.core.events import (
     CheckpointCommitted,
     Event,
     LedgerReported,
+    PlacesGranted,
     PlanComputed,
     ProfileChanged,
     StateCopied,
     StepSealed,
+    TrainingStalled,
     UpdateInvalidated,
     WorkerExited,
     WorkerRaised,
     WorkerResumed,
     WorkerStarted,
 )
-from everstep.core.incidents import IncidentLog
+from everstep.core.incidents import Incident, IncidentLog, TaskIncidents
 from everstep.core.messages import Ledger, Members, Resume
 from everstep.core.ops import Kind, Op, Worker
 from everstep.core.standing import (
@@ -74,7 +75,17 @@ from everstep.core.survey import Shape, survey
 class Recovery:
     """The state machine. `handle` is its only way to change."""
 
-    def __init__(self, shape: Shape, *, steps: int, policy: Policy, first_step: int = 1) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        steps: int,
+        policy: Policy,
+        first_step: int = 1,
+        granted: frozenset[Worker] | None = None,
+        log: TaskIncidents | None = None,
+    ) -> None:
+        """`granted`: the places that have a slot (None: all of them); only these are ever started."""
         self.shape = shape
         self.steps = steps
         self.policy = policy
@@ -83,18 +94,20 @@ class Recovery:
         self.recorded = first_step - 1
         self.checkpoint = first_step - 1
         self.places: dict[Worker, Standing] = {w: Absent(0, "not started yet") for w in shape.workers()}
-        self.restarts = dict.fromkeys(shape.workers(), 0)
+        self.granted = frozenset(shape.workers()) if granted is None else granted
+        self.incarnations = dict.fromkeys(shape.workers(), 0)
+        self.restarts = dict.fromkeys(shape.workers(), 0)  # on the machine it has now
         self.phase: Phase = Assembling(restore=first_step - 1, wait_for_all=True)
         self.members: tuple[Members, ...] = ()
         self.rewind: int | None = None
         self.sealed: dict[int, dict[int, StepSealed]] = {}
-        self.log = IncidentLog()
+        self.log = IncidentLog().of_task("") if log is None else log
         self.raised: dict[str, tuple[Worker, int]] = {}  # where -> who raised there first
 
     def begin(self) -> list[Action]:
-        """The first actions: a process for every place."""
+        """The first actions: a process for every place that has a slot."""
         actions: list[Action] = []
-        for worker in self.shape.workers():
+        for worker in sorted(self.granted):
             actions += self._start(worker, "the task begins")
         return actions
 
@@ -121,8 +134,10 @@ class Recovery:
                 return self._copied(event)
             case WorkerResumed():
                 return self._resumed(event)
-            case ProfileChanged():
+            case ProfileChanged() | TrainingStalled():
                 return self._gather(event.because) if isinstance(self.phase, Running) else []
+            case PlacesGranted():
+                return self._granted(event)
             case CheckpointCommitted():
                 self.checkpoint = max(self.checkpoint, event.step)
                 return []
@@ -146,8 +161,18 @@ class Recovery:
 
     def _start(self, worker: Worker, because: str) -> list[Action]:
         self.restarts[worker] += 1
-        self.places[worker] = Starting(self.restarts[worker])
-        return [StartWorker(worker=worker, incarnation=self.restarts[worker], because=because)]
+        self.incarnations[worker] += 1
+        self.places[worker] = Starting(self.incarnations[worker])
+        return [StartWorker(worker=worker, incarnation=self.incarnations[worker], because=because)]
+
+    def _granted(self, event: PlacesGranted) -> list[Action]:
+        """Who has a slot now. A place without one stays empty: its microbatches go elsewhere."""
+        self.granted = event.places
+        for worker in event.moved:
+            self.restarts[worker] = 0
+        if isinstance(self.phase, Assembling):
+            return self._bring_back_for_assembly()
+        return self._bring_back_the_due()
 
     def _started(self, event: WorkerStarted) -> list[Action]:
         place = self.places[event.worker]
@@ -176,7 +201,9 @@ class Recovery:
         if isinstance(self.phase, Planning) and self.phase.restore is not None:
             return actions + self._assemble()  # nobody has moved yet
         if was_member:
-            self.log.open(worker, event.reason, self.recorded + 1, now, event.done_ops)
+            if not event.planned:
+                incident = self.log.open(worker, event.reason, self.recorded + 1, now, event.done_ops)
+                incident.killed_at = incident.killed_at or event.killed_at
             actions += self._gather(f"worker {worker} is gone: {event.reason}")
         elif isinstance(self.phase, Running):
             actions += self._feed_joiners()
@@ -197,11 +224,7 @@ class Recovery:
     def _bring_back_the_due(self) -> list[Action]:
         actions: list[Action] = []
         for worker, place in self.places.items():
-            if (
-                isinstance(place, Absent)
-                and place.due_step <= self.recorded
-                and self.restarts[worker] <= self.policy.max_restarts
-            ):
+            if isinstance(place, Absent) and place.due_step <= self.recorded and self._may_start(worker):
                 actions += self._start(
                     worker,
                     f"worker {worker} was lost ({place.because}); start number {self.restarts[worker] + 1}",
@@ -391,10 +414,12 @@ class Recovery:
         assert isinstance(self.phase, Assembling)
         actions: list[Action] = []
         for worker, place in self.places.items():
-            if isinstance(place, Absent) and self.restarts[worker] <= self.policy.max_restarts:
+            if isinstance(place, Absent) and self._may_start(worker):
                 actions += self._start(worker, f"stage {worker.stage} needs a worker ({place.because})")
         for stage in range(self.shape.stages):
-            if all(isinstance(place, Absent) for w, place in self.places.items() if w.stage == stage):
+            granted = any(worker.stage == stage for worker in self.granted)  # else it waits for a slot
+            places = (place for w, place in self.places.items() if w.stage == stage)
+            if granted and all(isinstance(place, Absent) for place in places):
                 last = next(
                     p.because for w, p in self.places.items() if w.stage == stage and isinstance(p, Absent)
                 )
@@ -567,6 +592,9 @@ class Recovery:
         settled = [number for first, number in earlier if first <= self.recorded][-1:]
         open_still = [(first, number) for first, number in earlier if first > self.recorded]
         self.attempts = ((0, settled[0] if settled else 0), *open_still, (step, attempt))
+
+    def _may_start(self, worker: Worker) -> bool:
+        return worker in self.granted and self.restarts[worker] <= self.policy.max_restarts
 
     def _having(self, standing: type[Standing]) -> list[Worker]:
         return [worker for worker, place in self.places.items() if isinstance(place, standing)]

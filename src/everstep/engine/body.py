@@ -143,6 +143,7 @@ class Body:
         for peer, known in self.book.items():
             if known == address:
                 self.walker.link_reopened(peer)
+                self.ports.report("mended", {"peer": str(peer)})
 
     def _arrived(self, frame: frames.Incoming) -> None:
         if frame.kind == frames.STATE:

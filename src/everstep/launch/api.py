@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from everstep.core.standing import Policy
+from everstep.core.cluster import Patience
 from everstep.engine import context
 from everstep.engine.data import Dataset
 from everstep.engine.faults import Fault, check_fault, parse_fault
@@ -127,7 +127,7 @@ def run_job(
     job: Job,
     *,
     faults: tuple[Fault, ...] = (),
-    policy: Policy | None = None,
+    patience: Patience | None = None,
     watch: Watcher = lambda kind, what: None,
     script: list[str] | None = None,
     born: Nursery | None = None,
@@ -140,7 +140,7 @@ def run_job(
     home = births.nursery(job.threads) if born is None else nullcontext(born)
     with home as mother, _interruptible(watch) as safely:
         return LocalTask(
-            job, nursery=mother, faults=faults, policy=policy, watch=safely, script=script, tick_s=tick_s
+            job, nursery=mother, faults=faults, patience=patience, watch=safely, script=script, tick_s=tick_s
         ).run()
 
 

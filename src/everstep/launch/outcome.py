@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from everstep.core.actions import Incident, RecordStep
+from everstep.core.actions import RecordStep
+from everstep.core.incidents import Incident
 from everstep.core.ops import Microbatch
 
 

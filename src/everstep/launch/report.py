@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from everstep.core.actions import Incident
+from everstep.core.incidents import Incident
 from everstep.launch.outcome import Outcome, StepRow
 
 

@@ -32,7 +32,7 @@ def main(spec: dict[str, Any]) -> int:
     agent = socket.socket(socket.AF_UNIX)
     agent.connect(spec["agent"])
     line = _Line(agent)
-    line.tell("hello", {"worker": spec["worker"], "pid": os.getpid()})
+    line.tell("hello", {"task": spec["task"], "worker": spec["worker"], "pid": os.getpid()})
     try:
         if spec.get("script"):
             from everstep.node import script

@@ -1,0 +1,65 @@
+"""A worker's words to its agent, as reports for the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.core import cluster as msg
+from everstep.core import events as ev
+from everstep.core.ops import Worker, parse_worker
+from everstep.node import wire
+
+MAX_TRACEBACK = 16_384
+
+
+def report_of(task: str, worker: Worker, incarnation: int, said: Mapping[str, Any]) -> msg.NodeReport | None:
+    """None: nothing the coordinator needs to know."""
+    match said["kind"]:
+        case "saved":
+            return msg.PartWritten(task=task, step=said["step"], stage=worker.stage, part=said["part"])
+        case "times":
+            return msg.TimesTold(task=task, worker=worker, times=said["times"])
+        case "mended":
+            return msg.LinkMended(task=task, worker=worker, peer=parse_worker(said["peer"]))
+        case _:
+            event = _event(worker, incarnation, said)
+            return None if event is None else msg.TaskEvent(task=task, event=event)
+
+
+def _event(worker: Worker, incarnation: int, said: Mapping[str, Any]) -> ev.Event | None:
+    match said["kind"]:
+        case "started":
+            host, port = said["address"]
+            return ev.WorkerStarted(worker=worker, incarnation=incarnation, address=(host, port))
+        case "ledger":
+            return ev.LedgerReported(
+                worker=worker, epoch=said["epoch"], ledger=wire.ledger_in(said["ledger"])
+            )
+        case "sealed":
+            return ev.StepSealed(
+                step=said["step"],
+                stage=worker.stage,
+                microbatches=said["microbatches"],
+                executed=said["executed"],
+                losses=wire.losses_in(said["losses"]),
+                sum_of_squares=said["sum_of_squares"],
+            )
+        case "invalid":
+            return ev.UpdateInvalidated(
+                worker=worker, step=said["step"], norm=said["norm"], attempt=said["attempt"]
+            )
+        case "copied":
+            return ev.StateCopied(worker=worker, incarnation=incarnation, state_step=said["state_step"])
+        case "resumed":
+            return ev.WorkerResumed(worker=worker, epoch=said["epoch"], at=said["at_ns"] / 1e9)
+        case "raised":
+            return ev.WorkerRaised(
+                worker=worker,
+                incarnation=incarnation,
+                error=said["error"],
+                where=said["where"],
+                traceback=said["traceback"][-MAX_TRACEBACK:],
+            )
+        case _:
+            return None
