@@ -1,0 +1,25 @@
+"""Which task gets which workers, and is it worth the move: WAF, throughput model. Pure."""
+
+from everstep.plan.answer import Plan, assign, decide
+from everstep.plan.cluster import Assignment, Cluster, Node, Place
+from everstep.plan.curve import Curve, from_model, from_table, replicated
+from everstep.plan.shape import Shape
+from everstep.plan.task import TaskSpec
+from everstep.plan.transition import Costs
+
+__all__ = [
+    "Assignment",
+    "Cluster",
+    "Costs",
+    "Curve",
+    "Node",
+    "Place",
+    "Plan",
+    "Shape",
+    "TaskSpec",
+    "assign",
+    "decide",
+    "from_model",
+    "from_table",
+    "replicated",
+]

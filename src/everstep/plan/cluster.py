@@ -1,0 +1,112 @@
+"""The machines a plan may use, and who sits where today."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from everstep.errors import UserError
+from everstep.plan.shape import Shape
+from everstep.plan.transition import Costs
+
+DAY_S = 86_400.0
+FAILURES_PER_1000_NODE_DAYS = 6.5  # Meta RSC-1, 24,000 A100 over 11 months
+
+
+class Place(NamedTuple):
+    node: str
+    slot: int
+
+    def __str__(self) -> str:
+        return f"{self.node}:{self.slot}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine. A lost one may be under repair; a slot may be bad while the others are good."""
+
+    name: str
+    slots: int = 8
+    rack: str | None = None
+    bad_slots: frozenset[int] = frozenset()
+    lost: bool = False
+    back_in_s: float | None = None  # of a lost node: when its repair is expected to end; None: nobody knows
+    failures_per_1000_days: float | None = None  # None: as the cluster's
+
+    def usable(self) -> list[int]:
+        return [] if self.lost else [s for s in range(self.slots) if s not in self.bad_slots]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Nodes, how often they fail, and what a change costs on them."""
+
+    nodes: Sequence[Node]
+    whole_nodes: bool = False  # give tasks nodes, not slots
+    failures_per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS
+    running_s: float | None = None  # the expected time to the next event, if somebody knows better
+    hysteresis: float = 1.0  # a change nobody forced must earn this many times its cost
+    costs: Costs = field(default_factory=Costs)
+    _by_name: dict[str, Node] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for node in self.nodes:
+            if node.name in self._by_name:
+                raise UserError(f"node {node.name!r} is named twice; give every node its own name.")
+            self._by_name[node.name] = node
+
+    def node(self, name: str) -> Node:
+        if name not in self._by_name:
+            known = ", ".join(list(self._by_name)[:6]) + (", ..." if len(self._by_name) > 6 else "")
+            raise UserError(f"there is no node {name!r}; the cluster has {known}.")
+        return self._by_name[name]
+
+    @property
+    def unit(self) -> int:
+        """Slots that are given away together."""
+        return max((node.slots for node in self.nodes), default=1) if self.whole_nodes else 1
+
+    def offered(self, node: Node) -> list[int]:
+        """The slots a plan may use: all that are good, or in whole-node mode all or none."""
+        good = node.usable()
+        return [] if self.whole_nodes and len(good) < self.unit else good
+
+    @property
+    def capacity(self) -> int:
+        return sum(len(self.offered(node)) for node in self.nodes)
+
+    def is_usable(self, place: Place) -> bool:
+        node = self._by_name.get(place.node)
+        if node is None or node.lost or not 0 <= place.slot < node.slots:
+            return False
+        return not node.bad_slots if self.whole_nodes else place.slot not in node.bad_slots
+
+    def failures_per_s(self) -> float:
+        """How often an event comes: all living nodes, in use or not."""
+        per_1000_days = sum(
+            self.failures_per_1000_node_days
+            if node.failures_per_1000_days is None
+            else node.failures_per_1000_days
+            for node in self.nodes
+            if not node.lost
+        )
+        return per_1000_days / 1000 / DAY_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Who sits where: per task its places in worker order (replica, stage, shard), None where one is missing.
+
+    A task that re-routes around a dead worker keeps its shape and has a hole. `shapes` may be left out for
+    tasks whose curve knows the best shape of as many workers.
+    """
+
+    places: Mapping[str, Sequence[Place | None]] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+
+    def of(self, task: str) -> Sequence[Place | None]:
+        return self.places.get(task, ())
+
+    def workers(self, task: str) -> int:
+        return sum(place is not None for place in self.of(task))

@@ -1,0 +1,220 @@
+"""A task's throughput as a function of its workers: the best feasible shape for each count.
+
+Two sources. A `Model` on a `Gpu`: every cut (stages x shards x microbatch x recomputation) that divides and
+fits is timed, and the best kept. Or a table of measured throughput, in any unit, by number of workers from
+0. Curves are not monotone, and should not be: 11 workers may have no good shape where 10 have one. A plan
+then simply leaves the eleventh to somebody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from everstep.plan import memory
+from everstep.plan.hardware import Gpu, Stack
+from everstep.plan.memory import RECOMPUTE, Floats
+from everstep.plan.models import Model
+from everstep.plan.shape import Shape
+from everstep.plan.throughput import Cut, divides, step_time
+
+MICROBATCHES = (1, 2, 4, 8)
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SameCut:
+    """One way to cut the model, at every number of replicas: what adding or dropping replicas gives."""
+
+    stages: int
+    shards: int
+    throughput: Floats  # by replicas, from 0; 0 where it does not divide or fit
+    microbatch: Ints
+    recompute: npt.NDArray[np.int8]
+
+    def shape(self, replicas: int) -> Shape:
+        return Shape(
+            replicas,
+            self.stages,
+            self.shards,
+            int(self.microbatch[replicas]),
+            RECOMPUTE[self.recompute[replicas]] if self.microbatch[replicas] else "",
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Curve:
+    """Throughput by workers, from 0. Beyond its end more workers bring nothing."""
+
+    throughput: Floats
+    cut_of: Ints  # per number of workers: index into `cuts`, -1 where no shape is known
+    cuts: tuple[SameCut, ...] = ()
+    state_bytes: float = 0.0  # weights and optimizer of the whole task
+    work_per_step: float = 0.0  # in the unit of throughput; 0: unknown
+    batch: int = 0
+    schedule: str = "staggered"
+    replicated: bool = True  # a live replica holds all there is; not so when ZeRO-1 splits the optimizer
+    _index: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    @property
+    def most(self) -> int:
+        return len(self.throughput) - 1
+
+    def at(self, workers: int) -> float:
+        return float(self.throughput[min(workers, self.most)])
+
+    def shape(self, workers: int) -> Shape | None:
+        if workers > self.most or self.cut_of[workers] < 0:
+            return None
+        cut = self.cuts[int(self.cut_of[workers])]
+        return cut.shape(workers // (cut.stages * cut.shards))
+
+    def like(self, shape: Shape) -> SameCut | None:
+        """The throughput of this cut at every number of replicas."""
+        found = self._index.get((shape.stages, shape.shards))
+        return None if found is None else self.cuts[found]
+
+    def of_shape(self, shape: Shape) -> float:
+        """Throughput in exactly this shape, not the best shape of as many workers."""
+        cut = self.like(shape)
+        if cut is None:
+            return self.at(shape.workers)
+        return float(cut.throughput[shape.replicas]) if shape.replicas < len(cut.throughput) else 0.0
+
+    def step_s(self, throughput: float) -> float:
+        return self.work_per_step / throughput if throughput > 0 else 0.0
+
+
+def from_table(
+    throughput: Sequence[float],
+    *,
+    stages: int | None = None,
+    shards: int = 1,
+    state_bytes: float = 0.0,
+    step_s: float = 0.0,
+    batch: int = 0,
+) -> Curve:
+    """A measured curve. With `stages`, workers are replicas x stages x shards, and re-routing is possible."""
+    values = np.asarray(throughput, dtype=np.float64)
+    cut_of = np.full(len(values), -1, dtype=np.int64)
+    cuts: tuple[SameCut, ...] = ()
+    if stages is not None:
+        each = stages * shards
+        cut_of[::each] = 0
+        rows = values[::each].copy()
+        none = np.zeros(len(rows), dtype=np.int64)
+        cuts = (SameCut(stages, shards, rows, none, none.astype(np.int8)),)
+    best = float(values.max(initial=0.0))
+    return Curve(
+        throughput=values,
+        cut_of=cut_of,
+        cuts=cuts,
+        state_bytes=state_bytes,
+        work_per_step=best * step_s,
+        batch=batch,
+        _index={(cut.stages, cut.shards): i for i, cut in enumerate(cuts)},
+    )
+
+
+def replicated(
+    *, stages: int, per_replica: float, most_replicas: int, shards: int = 1, state_bytes: float = 0.0
+) -> Curve:
+    """A job with a fixed cut whose replicas each bring the same: what is known before measuring."""
+    each = stages * shards
+    table = np.zeros(most_replicas * each + 1)
+    table[::each] = per_replica * np.arange(most_replicas + 1)
+    return from_table(table.tolist(), stages=stages, shards=shards, state_bytes=state_bytes)
+
+
+def from_model(model: Model, gpu: Gpu, stack: Stack, *, most: int, slots_per_node: int = 8) -> Curve:
+    """The best shape for each number of workers up to `most`."""
+    best = np.zeros(most + 1)
+    cut_of = np.full(most + 1, -1, dtype=np.int64)
+    cuts: list[SameCut] = []
+    for stages, shards in _cuts(model, min(slots_per_node, stack.most_shards), most):
+        cut = _same_cut(model, gpu, stack, stages, shards, most, slots_per_node)
+        if not cut.throughput.any():
+            continue
+        replicas = np.flatnonzero(cut.throughput)
+        workers = replicas * stages * shards
+        better = cut.throughput[replicas] > best[workers] * (1 + 1e-9)
+        best[workers[better]] = cut.throughput[replicas[better]]
+        cut_of[workers[better]] = len(cuts)
+        cuts.append(cut)
+    return Curve(
+        throughput=best,
+        cut_of=cut_of,
+        cuts=tuple(cuts),
+        state_bytes=memory.STATE * model.parameters,
+        work_per_step=model.flops_per_step,
+        batch=model.batch,
+        schedule=stack.schedule,
+        replicated=not stack.zero_1,
+        _index={(cut.stages, cut.shards): i for i, cut in enumerate(cuts)},
+    )
+
+
+def _cuts(model: Model, most_shards: int, most: int) -> Iterator[tuple[int, int]]:
+    """Shards stay within a node and divide the heads; stages divide the layers."""
+    for shards in (1, 2, 4, 8, 16):
+        if shards > min(most_shards, most) or model.heads % shards:
+            continue
+        for stages in range(1, min(model.layers, most // shards) + 1):
+            if divides(model, stages):
+                yield stages, shards
+
+
+def _same_cut(
+    model: Model, gpu: Gpu, stack: Stack, stages: int, shards: int, most: int, slots_per_node: int
+) -> SameCut:
+    top = min(most // (stages * shards), model.batch)
+    throughput = np.zeros(top + 1)
+    microbatches = np.zeros(top + 1, dtype=np.int64)
+    recomputes = np.zeros(top + 1, dtype=np.int8)
+    for microbatch in MICROBATCHES:
+        share = model.batch // microbatch if model.batch % microbatch == 0 else 0
+        replicas = np.array([d for d in _divisors(share) if d <= top], dtype=np.int64)
+        if not len(replicas):
+            continue
+        for code, recompute in enumerate(RECOMPUTE):
+            if recompute == "selective" and stack.fused_attention:
+                continue
+            for chunks in range(1, stack.most_chunks + 1):
+                if chunks > 1 and (stages == 1 or model.layers % (stages * chunks)):
+                    continue
+                cut = Cut(
+                    stages=stages, shards=shards, microbatch=microbatch, recompute=recompute, chunks=chunks
+                )
+                rate = _rate(model, gpu, stack, cut, replicas.astype(np.float64), slots_per_node)
+                better = rate > throughput[replicas]
+                chosen = replicas[better]
+                throughput[chosen] = rate[better]
+                microbatches[chosen] = microbatch
+                recomputes[chosen] = code
+    return SameCut(stages, shards, throughput, microbatches, recomputes)
+
+
+def _rate(model: Model, gpu: Gpu, stack: Stack, cut: Cut, replicas: Floats, slots_per_node: int) -> Floats:
+    """FLOP/s of all workers; 0 where memory does not suffice."""
+    need = memory.needed(
+        model,
+        stack,
+        stages=cut.stages,
+        shards=cut.shards,
+        replicas=replicas,
+        microbatch=cut.microbatch,
+        recompute=cut.recompute,
+        chunks=cut.chunks,
+    )
+    seconds = step_time(model, gpu, stack, cut, replicas, slots_per_node=slots_per_node).total
+    return np.where(memory.fits(gpu, need), model.flops_per_step / seconds, 0.0)
+
+
+def _divisors(number: int) -> list[int]:
+    if number < 1:
+        return []
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -1,0 +1,211 @@
+"""Why this plan: what every task gains and pays, when the moves have paid, and what came second."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from everstep.plan.cluster import Cluster
+from everstep.plan.options import Choice, Kind, Options
+from everstep.plan.placement import Placement
+from everstep.plan.running import Period
+from everstep.plan.shape import Shape
+from everstep.plan.task import Standing
+from everstep.plan.transition import Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """One task's part of a plan."""
+
+    kind: Kind
+    workers_before: int
+    workers_after: int
+    shape_before: Shape | None
+    shape_after: Shape | None
+    throughput_before: float
+    throughput_after: float
+    damaged: bool
+    transition_s: float
+    moves: int  # workers on slots the task did not have
+    source: Source
+    reward: float
+    cost: float
+    way_back: float
+
+    @property
+    def ratio(self) -> float:
+        return self.throughput_after / self.throughput_before if self.throughput_before else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """The best other plan, and why it lost."""
+
+    allocation: Mapping[str, int]
+    choices: Mapping[str, Kind]
+    objective: float
+    behind: float  # share of the objective
+    because: str
+
+
+def gains_of(
+    standings: Mapping[str, Standing], choices: Mapping[str, Choice], placement: Placement | None
+) -> dict[str, Gain]:
+    return {
+        name: Gain(
+            kind=choice.kind,
+            workers_before=standings[name].workers,
+            workers_after=choice.workers,
+            shape_before=standings[name].shape,
+            shape_after=choice.shape if choice.workers else None,
+            throughput_before=standings[name].throughput,
+            throughput_after=choice.throughput,
+            damaged=standings[name].damaged,
+            transition_s=choice.transition_s,
+            moves=placement.moves.get(name, 0) if placement else 0,
+            source=standings[name].source,
+            reward=choice.reward,
+            cost=choice.cost,
+            way_back=choice.way_back,
+        )
+        for name, choice in choices.items()
+    }
+
+
+def span(seconds: float) -> str:
+    """A time for people: 45 s, 3.2 h, 6 d."""
+    for size, word in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.3g} {word}"
+    return f"{seconds:.3g} s"
+
+
+def reasons(
+    cluster: Cluster,
+    event: str,
+    period: Period,
+    every: Mapping[str, Options],
+    choices: Mapping[str, Choice],
+    gains: Mapping[str, Gain],
+    unpromised: Mapping[str, Choice] | None = None,
+) -> tuple[str, float | None]:
+    """The sentence for the log, and when the changes nobody forced have paid for themselves.
+
+    `unpromised` is what would have been chosen had nobody promised a repair.
+    """
+    changed = [name for name, gain in gains.items() if gain.kind is not Kind.KEEP and _is_news(gain)]
+    parts = [_told(name, gains[name]) for name in changed[:6]]
+    if len(changed) > 6:
+        parts.append(f"{len(changed) - 6} more tasks change")
+    if not changed:
+        parts = ["nothing changes: no move would earn back what it costs"]
+    elif len(changed) < len(gains):
+        parts.append("the others keep what they have")
+    payback_s = _payback(every, choices)
+    if payback_s is not None:
+        parts.append(f"the move has paid for itself after {span(payback_s)}")
+    if period.repaired:
+        back = ", ".join(period.repaired[:3]) + (" and others" if len(period.repaired) > 3 else "")
+        due = min(n.back_in_s or 0.0 for n in cluster.nodes if n.name in period.repaired)
+        parts.append(f"{back} should be back in {span(due)}{_otherwise(choices, unpromised)}")
+    opening = f"{event}: " if event else ""
+    return f"{opening}{'; '.join(parts)}.", payback_s
+
+
+def _otherwise(choices: Mapping[str, Choice], unpromised: Mapping[str, Choice] | None) -> str:
+    """What the promise of a repair has changed."""
+    other = [
+        f"{name} would {choice.kind.infinitive} ({choice.workers} workers)"
+        for name, choice in (unpromised or {}).items()
+        if not choice.same(choices[name])
+    ]
+    return f"; without that, {', '.join(other[:3])}" if other else ", which changes nothing now"
+
+
+def _is_news(gain: Gain) -> bool:
+    return gain.workers_before > 0 or gain.workers_after > 0
+
+
+def _told(name: str, gain: Gain) -> str:
+    count = f"{gain.workers_before} → {gain.workers_after} workers"
+    if gain.kind is Kind.START:
+        shape = f", {gain.shape_after}" if gain.shape_after else ""
+        return f"{name} starts on {gain.workers_after} workers{shape}"
+    if gain.kind is Kind.STOP:
+        return f"{name} stops ({count})"
+    kept = f", {gain.ratio:.0%} of its throughput"
+    shape = ""
+    if gain.kind is Kind.RESHAPE and gain.shape_after is not None:
+        shape = f" to {gain.shape_after}"
+    state = "" if gain.source is Source.LIVE or gain.kind is Kind.REROUTE else f", state from {gain.source}"
+    verb = gain.kind.verb
+    if gain.damaged and gain.kind is Kind.GROW:
+        verb = "replaces what it lost"
+    return f"{name} {verb}{shape} ({count}{kept}{state})"
+
+
+def _payback(every: Mapping[str, Options], choices: Mapping[str, Choice]) -> float | None:
+    """Against the least anybody could do: who is whole keeps, who is hurt goes on with what it has."""
+    extra_cost = extra_rate = 0.0
+    for name, choice in choices.items():
+        least = least_change(every[name])
+        if least.same(choice):
+            continue
+        weight = every[name].task.weight
+        extra_cost += choice.cost - least.cost
+        extra_rate += weight * (choice.throughput - least.throughput)
+    if extra_rate <= 0 or extra_cost <= 0:
+        return None
+    return extra_cost / extra_rate
+
+
+def least_change(options: Options) -> Choice:
+    """What a task does if nobody plans for it."""
+    today = options.standing
+    if not today.workers:
+        return options.choice(0)
+    stay = options.layers[-1]
+    for index in range(len(stay.units)):
+        if Kind(int(stay.kind[index])) in (Kind.KEEP, Kind.REROUTE):
+            return options._write_out(stay, index)
+    return options.choice(0)
+
+
+def runner_up_sentence(best: Mapping[str, Choice], other: Mapping[str, Choice], period: Period) -> RunnerUp:
+    """Name what differs, and which term decided."""
+    differ = [name for name in best if not best[name].same(other[name])]
+    told = []
+    for name in differ[:3]:
+        choice = other[name]
+        told.append(f"{name} {choice.kind.verb} ({choice.workers} workers)")
+    more = f" and {len(differ) - 3} more differ" if len(differ) > 3 else ""
+    objective = sum(choice.worth for choice in best.values())
+    worth = sum(choice.worth for choice in other.values())
+    reward = sum(other[n].reward - best[n].reward for n in differ)
+    cost = sum(other[n].cost - best[n].cost for n in differ)
+    back = sum(other[n].way_back - best[n].way_back for n in differ)
+    over = max(period.running_s, 1e-9)
+    if reward < 0 and cost <= 0 and back <= 0:
+        why = f"it trains {-reward / over:.3g} slower, which its cheaper transition does not make up"
+    elif reward < 0:
+        why = f"it trains {-reward / over:.3g} slower"
+        why += " and costs more to reach" if cost + back > 0 else ""
+    elif back > cost and back > 0:
+        why = "it would have to be undone when the repair ends, before it has paid"
+    else:
+        rate = max(reward / over, 1e-300)
+        why = (
+            f"its transition costs more than it earns in the {span(over)} until the next event"
+            if reward > 0
+            else "it earns no more and costs more to reach"
+        )
+        if reward > 0:
+            why += f" (it would pay after {span((cost + back) / rate)})"
+    return RunnerUp(
+        allocation={name: choice.workers for name, choice in other.items()},
+        choices={name: choice.kind for name, choice in other.items()},
+        objective=worth,
+        behind=(objective - worth) / abs(objective) if objective else 0.0,
+        because=f"{', '.join(told)}{more}: {why}.",
+    )

@@ -1,0 +1,372 @@
+"""Everything a task could do next, each with its worth: what the allocation chooses from.
+
+An option takes some units (slots, or nodes) and is worth
+
+    w T(option) D_running  -  w T(today) D_transition  -  P(repair) w T(after) D_back
+
+the first two terms are Unicron's, with our D_transition; the third is what going back will cost when a repair
+ends the period (`running.py`). Options come in layers: the best shape for every number of units; today's cut
+with more or fewer replicas; and staying as we are, whole or re-routed around the dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from everstep.plan.cluster import Cluster
+from everstep.plan.memory import Floats
+from everstep.plan.shape import Shape
+from everstep.plan.task import Standing, TaskSpec
+from everstep.plan.transition import Source
+
+Ints = npt.NDArray[np.int64]
+NEVER = -np.inf
+MUST_RUN = 1e4  # stopping a task that must run costs so many times the most it could earn
+
+
+class Kind(IntEnum):
+    STOP = 0
+    KEEP = 1
+    REROUTE = 2
+    DROP = 3
+    GROW = 4
+    RESHAPE = 5
+    START = 6
+
+    @property
+    def verb(self) -> str:
+        return {
+            Kind.STOP: "stops",
+            Kind.KEEP: "keeps its workers",
+            Kind.REROUTE: "keeps its shape and re-routes",
+            Kind.DROP: "drops replicas",
+            Kind.GROW: "adds replicas",
+            Kind.RESHAPE: "changes shape",
+            Kind.START: "starts",
+        }[self]
+
+    @property
+    def infinitive(self) -> str:
+        return {
+            Kind.STOP: "stop",
+            Kind.KEEP: "keep its workers",
+            Kind.REROUTE: "re-route",
+            Kind.DROP: "drop replicas",
+            Kind.GROW: "add replicas",
+            Kind.RESHAPE: "change shape",
+            Kind.START: "start",
+        }[self]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One option, written out."""
+
+    kind: Kind
+    units: int
+    workers: int
+    shape: Shape | None
+    throughput: float
+    transition_s: float
+    back_s: float = 0.0
+    reward: float = 0.0  # w T D_running
+    cost: float = 0.0  # w T(today) D_transition
+    way_back: float = 0.0  # P(repair) w T(after) D_back
+
+    @property
+    def worth(self) -> float:
+        return self.reward - self.cost - self.way_back
+
+    def same(self, other: Choice | None) -> bool:
+        return other is not None and (self.kind, self.workers, self.shape) == (
+            other.kind,
+            other.workers,
+            other.shape,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layer:
+    """Options side by side, as columns."""
+
+    units: Ints
+    workers: Ints
+    throughput: Floats
+    transition_s: Floats
+    kind: npt.NDArray[np.int8]
+    cut: Ints  # index into the curve's cuts, -1: unknown
+    back_s: Floats
+    worth: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Horizon:
+    """What the worth of an option is counted over."""
+
+    running_s: float
+    ends_by_repair: float = 0.0
+    target: Choice | None = None  # what the task will want when the repair comes
+
+
+@dataclass(slots=True, eq=False)
+class Options:
+    """A task's options; `units` and `worth` are what the allocation sees, best of all layers."""
+
+    task: TaskSpec
+    standing: Standing
+    horizon: Horizon
+    layers: tuple[Layer, ...]
+    units: Ints = field(init=False)
+    worth: Floats = field(init=False)
+    _winner: tuple[Ints, Ints] = field(init=False)
+
+    def __post_init__(self) -> None:
+        where = np.concatenate([np.full(len(layer.units), i) for i, layer in enumerate(self.layers)])
+        index = np.concatenate([np.arange(len(layer.units)) for layer in self.layers])
+        units = np.concatenate([layer.units for layer in self.layers])
+        worth = np.concatenate([layer.worth for layer in self.layers])
+        # The last layer stays as it is today: on a tie it goes first, and nothing changes.
+        order = np.lexsort((-where, -worth, units))
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = units[order[1:]] != units[order[:-1]]
+        best = order[first & (worth[order] > NEVER)]
+        self.units, self.worth = units[best], worth[best]
+        self._winner = where[best], index[best]
+
+    def choice(self, units: int) -> Choice:
+        """The best option of so many units, written out."""
+        at = int(np.searchsorted(self.units, units))
+        assert self.units[at] == units
+        where, index = int(self._winner[0][at]), int(self._winner[1][at])
+        return self._write_out(self.layers[where], index)
+
+    def _write_out(self, layer: Layer, index: int) -> Choice:
+        kind, workers = Kind(int(layer.kind[index])), int(layer.workers[index])
+        throughput, cut = float(layer.throughput[index]), int(layer.cut[index])
+        shape: Shape | None = None
+        if kind in (Kind.KEEP, Kind.REROUTE):
+            shape = self.standing.shape
+        elif cut >= 0:
+            same_cut = self.task.curve.cuts[cut]
+            shape = same_cut.shape(workers // (same_cut.stages * same_cut.shards))
+        w, target = self.task.weight, self.horizon.target
+        return Choice(
+            kind=kind,
+            units=int(layer.units[index]),
+            workers=workers,
+            shape=shape,
+            throughput=throughput,
+            transition_s=float(layer.transition_s[index]),
+            back_s=float(layer.back_s[index]),
+            reward=w * throughput * self.horizon.running_s,
+            cost=w * self.standing.throughput * float(layer.transition_s[index]),
+            way_back=self.horizon.ends_by_repair
+            * w
+            * (target.throughput if target else 0.0)
+            * float(layer.back_s[index]),
+        )
+
+    def without(self, units: int) -> Options | None:
+        """The same options less the best one of so many units, in whichever layers it stands."""
+        chosen = self.choice(units)
+        layers = []
+        for layer in self.layers:
+            worth = layer.worth.copy()
+            for index in np.flatnonzero(layer.units == units):
+                if self._write_out(layer, int(index)).same(chosen):
+                    worth[index] = NEVER
+            layers.append(replace(layer, worth=worth))
+        if not any((layer.worth > NEVER).any() for layer in layers):
+            return None
+        return Options(self.task, self.standing, self.horizon, tuple(layers))
+
+
+def options(task: TaskSpec, standing: Standing, cluster: Cluster, horizon: Horizon) -> Options:
+    """All options of a task on a cluster of this size."""
+    build = _Build(task, standing, cluster, horizon)
+    return Options(task, standing, horizon, tuple(build.layers()))
+
+
+class _Build:
+    """The columns of every layer. One object, because they all read the same dozen facts."""
+
+    def __init__(self, task: TaskSpec, standing: Standing, cluster: Cluster, horizon: Horizon) -> None:
+        self.task, self.today, self.horizon = task, standing, horizon
+        self.curve, self.costs, self.unit = task.curve, cluster.costs, cluster.unit
+        self.top = cluster.capacity // cluster.unit
+        self.fixed_s = task.transition_s if task.transition_s is not None else cluster.costs.transition_s
+        self.step_s = task.curve.step_s(standing.throughput)
+        self.cut_today = -1
+        if standing.shape is not None:
+            self.cut_today = task.curve._index.get((standing.shape.stages, standing.shape.shards), -1)
+        self.hysteresis = 1.0 if standing.damaged else cluster.hysteresis
+        self.parts = np.array([cut.stages * cut.shards for cut in task.curve.cuts] or [1], dtype=np.float64)
+
+    def layers(self) -> Iterator[Layer]:
+        yield self._best_shapes()
+        if self.cut_today >= 0 and self.today.workers:
+            yield self._todays_cut()
+        yield self._stay()
+
+    def _best_shapes(self) -> Layer:
+        """For each number of units the best that fits into them and not into one fewer."""
+        unit, curve = self.unit, self.curve
+        most = min(self.top * unit, curve.most, self.task.max_workers or curve.most)
+        top = -(-most // unit)
+        table = np.zeros(top * unit)
+        table[:most] = curve.throughput[1 : most + 1]
+        table[: self.task.min_workers - 1] = 0.0
+        rows = table.reshape(top, unit)
+        column = rows.argmax(axis=1)
+        throughput = rows[np.arange(top), column]
+        good = np.flatnonzero(throughput > 0)
+        units = good + 1
+        workers = good * unit + column[good] + 1
+        cut = curve.cut_of[workers]
+        return self._layer(units, workers, throughput[good], cut)
+
+    def _todays_cut(self) -> Layer:
+        same = self.curve.cuts[self.cut_today]
+        each = same.stages * same.shards
+        replicas = np.flatnonzero(same.throughput)
+        workers = replicas * each
+        most = min(self.top * self.unit, self.task.max_workers or self.top * self.unit)
+        fits = (workers >= self.task.min_workers) & (workers <= most)
+        workers, throughput = workers[fits], same.throughput[replicas[fits]]
+        return self._layer(
+            -(-workers // self.unit), workers, throughput, np.full(len(workers), self.cut_today)
+        )
+
+    def _layer(self, units: Ints, workers: Ints, throughput: Floats, cut: Ints) -> Layer:
+        kind, seconds = self._change(workers, throughput, cut)
+        return self._worth(units, workers, throughput, cut, kind, seconds)
+
+    def _change(self, workers: Ints, throughput: Floats, cut: Ints) -> tuple[npt.NDArray[np.int8], Floats]:
+        """What kind of change leads there, and its seconds."""
+        today, costs = self.today, self.costs
+        if not today.workers:
+            return np.full(len(workers), Kind.START, dtype=np.int8), np.zeros(len(workers))
+        count = workers.astype(np.float64)
+        kind = np.full(len(workers), Kind.RESHAPE, dtype=np.int8)
+        seconds = costs.reshape_s(
+            today.source, self.curve.state_bytes, self.step_s, count, self.parts[np.maximum(cut, 0)]
+        )
+        if self.cut_today >= 0 and today.source is Source.LIVE:
+            same = cut == self.cut_today
+            fewer = same & (workers <= today.live_workers)
+            more = same & ~fewer
+            kind[fewer], kind[more] = Kind.DROP, Kind.GROW
+            seconds = np.where(fewer, costs.drop_s(self.step_s, count), seconds)
+            gain = (throughput - today.rerouted) / max(today.throughput, 1e-300)
+            grown = costs.grow_s(
+                self.curve.state_bytes, self.step_s, count, float(self.parts[self.cut_today]), gain
+            )
+            seconds = np.where(more, grown, seconds)
+        if self.cut_today < 0:
+            kind[:] = np.where(workers > today.live_workers, Kind.GROW, Kind.DROP)
+        if self.fixed_s is not None:
+            seconds = np.full(len(workers), self.fixed_s)
+        if not today.damaged:
+            still = (workers == today.workers) & (cut == self.cut_today) & (not today.missing)
+            kind[still], seconds = Kind.KEEP, np.where(still, 0.0, seconds)
+        return kind, seconds
+
+    def _stay(self) -> Layer:
+        """Stop; go on as today; go on around the dead."""
+        today = self.today
+        rows = [(0, 0, 0.0, self._stop_s(), Kind.STOP)]
+        if today.workers and not today.damaged and today.throughput > 0:
+            rows.append((self._units(today.workers), today.workers, today.throughput, 0.0, Kind.KEEP))
+        live = today.live_workers
+        if today.damaged and today.rerouted > 0 and live >= self.task.min_workers:
+            assert today.shape is not None
+            per_stage = [
+                sum(w.stage == s for w in today.dead) / today.shape.replicas
+                for s in range(today.shape.stages)
+            ]
+            worst = max(per_stage)
+            seconds = self.costs.reroute_seconds(self.step_s, worst / max(1e-9, 1 - worst))
+            rows.append((self._units(live), live, today.rerouted, seconds, Kind.REROUTE))
+        rows = [row for row in rows if row[0] <= self.top]
+        units, workers, throughput, seconds_, kinds = zip(*rows, strict=True)
+        layer = self._worth(
+            np.array(units, dtype=np.int64),
+            np.array(workers, dtype=np.int64),
+            np.array(throughput),
+            np.full(len(rows), self.cut_today),
+            np.array(kinds, dtype=np.int8),
+            np.array(seconds_, dtype=np.float64),
+        )
+        if self.task.must_run:
+            most = self.task.weight * float(self.curve.throughput.max()) * self.horizon.running_s
+            layer.worth[0] -= MUST_RUN * most
+        return layer
+
+    def _stop_s(self) -> float:
+        if not self.today.workers:
+            return 0.0
+        if self.fixed_s is not None:
+            return self.fixed_s
+        return 0.0 if self.today.damaged else self.costs.stop_s(self.curve.state_bytes)
+
+    def _units(self, workers: int) -> int:
+        return -(-workers // self.unit)
+
+    def _worth(
+        self,
+        units: Ints,
+        workers: Ints,
+        throughput: Floats,
+        cut: Ints,
+        kind: npt.NDArray[np.int8],
+        seconds: Floats,
+    ) -> Layer:
+        w, today, horizon = self.task.weight, self.today, self.horizon
+        back = self._way_back(workers, throughput, cut, kind)
+        after = horizon.target.throughput if horizon.target else 0.0
+        worth = (
+            w * throughput * horizon.running_s
+            - self.hysteresis * w * today.throughput * seconds
+            - horizon.ends_by_repair * w * after * back
+        )
+        return Layer(
+            units=units,
+            workers=workers,
+            throughput=throughput,
+            transition_s=seconds,
+            kind=kind,
+            cut=cut,
+            back_s=back,
+            worth=worth,
+        )
+
+    def _way_back(self, workers: Ints, throughput: Floats, cut: Ints, kind: npt.NDArray[np.int8]) -> Floats:
+        """Seconds from each option to what the task will want after the repair."""
+        target = self.horizon.target
+        if target is None or not target.workers or not self.horizon.ends_by_repair:
+            return np.zeros(len(workers))
+        count = np.full(len(workers), float(target.workers))
+        goal = -1
+        if target.shape is not None:
+            goal = self.curve._index.get((target.shape.stages, target.shape.shards), -1)
+        parts = np.full(len(workers), self.parts[max(goal, 0)])
+        seconds = self.costs.reshape_s(Source.LIVE, self.curve.state_bytes, self.step_s, count, parts)
+        if goal >= 0:
+            same = cut == goal
+            gain = (target.throughput - throughput) / max(target.throughput, 1e-300)
+            grown = self.costs.grow_s(
+                self.curve.state_bytes, self.step_s, count, float(self.parts[goal]), gain
+            )
+            fewer = same & (workers > target.workers)
+            seconds = np.where(same, np.where(fewer, self.costs.drop_s(self.step_s, count), grown), seconds)
+        restored = self.costs.reshape_s(Source.DISK, self.curve.state_bytes, 0.0, count, parts)
+        restored = restored - self.costs.lost_work_s(Source.DISK, 0.0)  # it stopped in good order
+        seconds = np.where(kind == Kind.STOP, restored, seconds)
+        if self.fixed_s is not None:
+            seconds = np.full(len(workers), self.fixed_s)
+        return np.where((workers == target.workers) & (cut == goal) & (kind != Kind.STOP), 0.0, seconds)

@@ -1,0 +1,271 @@
+"""Which workers, not just how many.
+
+    shards      of one (replica, stage) sit in one node
+    replicas    of one stage: no node holds more than half of them, nor a rack where racks are named; so one
+                node's loss never takes a stage's last copy
+    moves       as few as possible: whoever stays, stays where it is and keeps its stage
+    fullness    new groups go to the fullest node that has room, so that whole nodes stay free for wide shards
+
+The second rule bends, with a warning, where the cluster is too small for it. Shards never bend: a shape that
+finds no node with room for a whole group is reported, and the allocation chooses again without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from everstep.plan.cluster import Assignment, Cluster, Place
+from everstep.plan.options import Choice, Kind
+from everstep.plan.shape import Shape
+
+
+class Unplaceable(Exception):
+    """A task's shape finds no room, though there are slots enough."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__(task)
+        self.task = task
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    assignment: Assignment
+    moves: Mapping[str, int]  # per task: workers on a slot the task did not have
+    warnings: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Seat:
+    """One task on its way to its places."""
+
+    name: str
+    choice: Choice
+    shape: Shape
+    groups: dict[tuple[int, int], tuple[Place, ...]]  # (replica, stage) -> places that stay
+    had: frozenset[Place]
+    own: list[Place] = field(default_factory=list)  # slots it may keep for other parts of the model
+    on_node: Counter[tuple[int, str]] = field(default_factory=Counter)  # (stage, node) -> replicas
+    in_rack: Counter[tuple[int, str]] = field(default_factory=Counter)
+
+
+def place(
+    cluster: Cluster, now: Assignment, choices: Mapping[str, Choice], untouched: Iterable[str] = ()
+) -> Placement:
+    """Seat everybody; `choices` in the order of the tasks."""
+    room = _Room(cluster)
+    seats: list[_Seat] = []
+    places: dict[str, Sequence[Place | None]] = {}
+    shapes: dict[str, Shape] = {}
+    for name, choice in choices.items():
+        seat = _keep_what_stays(cluster, now, name, choice)
+        if choice.kind in (Kind.KEEP, Kind.REROUTE):
+            places[name] = _with_holes(seat, len(now.of(name)))
+        elif choice.kind is not Kind.STOP:
+            seats.append(seat)
+        if choice.shape is not None and choice.workers:
+            shapes[name] = choice.shape
+        for group in seat.groups.values():
+            room.take(name, group)
+    for seat in seats:
+        if not seat.groups and seat.own:
+            room.reserve(seat)
+    warnings: list[str] = []
+    for seat in sorted(seats, key=lambda seat: (-seat.shape.shards, not seat.had, -seat.shape.workers)):
+        _fill(room, seat, warnings)
+    for seat in seats:
+        places[seat.name] = _in_order(seat)
+    ordered = {name: places[name] for name in choices if name in places}
+    moves = {
+        name: sum(p is not None and p not in frozenset(now.of(name)) for p in seats_)
+        for name, seats_ in ordered.items()
+    }
+    return Placement(Assignment(places=ordered, shapes=shapes), moves, tuple(warnings))
+
+
+def _keep_what_stays(cluster: Cluster, now: Assignment, name: str, choice: Choice) -> _Seat:
+    """Groups that go on in the same role; for another cut, the slots it may use again."""
+    old = now.of(name)
+    live = [p if p is not None and cluster.is_usable(p) else None for p in old]
+    shape = choice.shape or Shape(choice.workers)
+    had = frozenset(p for p in old if p is not None)
+    seat = _Seat(name, choice, shape, {}, had)
+    was = now.shapes.get(name)
+    if choice.kind is Kind.STOP or not choice.workers:
+        return seat
+    if choice.kind is Kind.KEEP and choice.shape is None:
+        seat.groups = {(i, 0): (p,) for i, p in enumerate(live) if p is not None}
+        return seat
+    cut = was if was is not None and was.workers == len(old) else None
+    if cut is None and choice.kind in (Kind.KEEP, Kind.REROUTE):
+        cut = shape
+    if cut is not None and cut.same_cut(shape):
+        groups = _live_groups(cut, live)
+        seat.groups = groups if choice.kind in (Kind.KEEP, Kind.REROUTE) else _chosen(groups, shape)
+    elif cut is None and choice.shape is None:
+        seat.groups = _chosen({(i, 0): (p,) for i, p in enumerate(live) if p is not None}, shape)
+    else:
+        seat.own = [p for p in live if p is not None]
+    for (_, stage), group in seat.groups.items():
+        _count(cluster, seat, stage, group[0].node)
+    return seat
+
+
+def _live_groups(shape: Shape, live: Sequence[Place | None]) -> dict[tuple[int, int], tuple[Place, ...]]:
+    found = {}
+    for index in range(shape.groups):
+        members = live[index * shape.shards : (index + 1) * shape.shards]
+        if all(p is not None for p in members):
+            whole = tuple(p for p in members if p is not None)
+            found[index // shape.stages, index % shape.stages] = whole
+    return found
+
+
+def _chosen(
+    groups: dict[tuple[int, int], tuple[Place, ...]], shape: Shape
+) -> dict[tuple[int, int], tuple[Place, ...]]:
+    """Of each stage as many groups as there will be replicas, renumbered. Who sits where most of the task
+    sits stays, so that whole nodes come free, but never all on one node if it can be helped."""
+    weight = Counter(group[0].node for group in groups.values())
+    chosen = {}
+    for stage in range(shape.stages):
+        mine = [(r, group) for (r, s), group in groups.items() if s == stage]
+        mine.sort(key=lambda item: (-weight[item[1][0].node], item[0]))
+        kept, rest = mine[: shape.replicas], mine[shape.replicas :]
+        nodes = {group[0].node for _, group in kept}
+        elsewhere = [item for item in rest if item[1][0].node not in nodes]
+        if len(kept) > 1 and len(nodes) == 1 and elsewhere:
+            kept[-1] = elsewhere[0]
+        free = [r for r in range(shape.replicas) if r not in {r for r, _ in kept}]
+        for replica, group in sorted(kept):
+            number = replica if replica < shape.replicas else free.pop()
+            chosen[number, stage] = group
+    return chosen
+
+
+def _count(cluster: Cluster, seat: _Seat, stage: int, node: str) -> None:
+    seat.on_node[stage, node] += 1
+    rack = cluster.node(node).rack
+    if rack is not None:
+        seat.in_rack[stage, rack] += 1
+
+
+class _Room:
+    """Free slots, by node, nodes kept by how many they have left."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.free = {node.name: cluster.offered(node) for node in cluster.nodes}
+        self.size = {name: len(slots) for name, slots in self.free.items()}
+        self.racks = {node.rack for node in cluster.nodes if node.rack is not None and not node.lost}
+        self.owner: dict[str, str] = {}
+        self.held: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        self.by_count: dict[int, dict[str, None]] = defaultdict(dict)
+        for name, slots in self.free.items():
+            self.by_count[len(slots)][name] = None
+
+    def take(self, task: str, group: Iterable[Place]) -> None:
+        for node, slot in group:
+            del self.by_count[len(self.free[node])][node]
+            self.free[node].remove(slot)
+            self.by_count[len(self.free[node])][node] = None
+            self.owner.setdefault(node, task)
+
+    def reserve(self, seat: _Seat) -> None:
+        """Slots of a task that changes its cut are its own before they are anybody's."""
+        for node, slot in seat.own:
+            self.held[node][seat.name].add(slot)
+            self.owner.setdefault(node, seat.name)
+
+    def slots(self, task: str, node: str) -> list[int]:
+        """What this task may take there: its own old slots first, nobody else's reserved ones."""
+        if self.cluster.whole_nodes and self.owner.get(node, task) != task:
+            return []
+        mine: set[int] = set()
+        others: set[int] = set()
+        for name, slots in self.held.get(node, {}).items():
+            (mine if name == task else others).update(slots)
+        free = [slot for slot in self.free[node] if slot not in others or slot in mine]
+        return sorted(free, key=lambda slot: (slot not in mine, slot))
+
+    def nodes(self, seat: _Seat, used: dict[str, None]) -> Iterator[str]:
+        """Where to look, in this order: the task's old nodes, nodes it is on, then the fullest with room."""
+        seen = set()
+        for node in [*dict.fromkeys(p.node for p in seat.own), *used]:
+            if node not in seen:
+                seen.add(node)
+                yield node
+        for count in range(seat.shape.shards, max(self.by_count, default=0) + 1):
+            for node in list(self.by_count.get(count, ())):
+                if node not in seen:
+                    yield node
+
+
+def _fill(room: _Room, seat: _Seat, warnings: list[str]) -> None:
+    """Find a place for every group that has none."""
+    used = dict.fromkeys(group[0].node for group in seat.groups.values())
+    for replica in range(seat.shape.replicas):
+        for stage in range(seat.shape.stages):
+            if (replica, stage) in seat.groups:
+                continue
+            node = _best_node(room, seat, stage, used)
+            if node is None:
+                raise Unplaceable(seat.name)
+            group = tuple(Place(node, slot) for slot in room.slots(seat.name, node)[: seat.shape.shards])
+            room.take(seat.name, group)
+            used[node] = None
+            seat.groups[replica, stage] = group
+            _count(room.cluster, seat, stage, node)
+    _warn(seat, warnings)
+
+
+def _best_node(room: _Room, seat: _Seat, stage: int, used: dict[str, None]) -> str | None:
+    half = max(1, seat.shape.replicas // 2)
+    budget = seat.choice.units if room.cluster.whole_nodes else None
+    spread_only: str | None = None
+    anywhere: str | None = None
+    for node in room.nodes(seat, used):
+        if len(room.slots(seat.name, node)) < seat.shape.shards:
+            continue
+        if budget is not None and node not in used and len(used) >= budget:
+            continue
+        if seat.shape.replicas == 1:
+            return node
+        anywhere = anywhere or node
+        if seat.on_node[stage, node] >= half:
+            continue
+        spread_only = spread_only or node
+        rack = room.cluster.node(node).rack
+        if len(room.racks) < 2 or rack is None or seat.in_rack[stage, rack] < half:
+            return node
+    return spread_only or anywhere
+
+
+def _warn(seat: _Seat, warnings: list[str]) -> None:
+    if seat.shape.replicas < 2:
+        return
+    for (stage, node), count in seat.on_node.items():
+        if count == seat.shape.replicas:
+            warnings.append(
+                f"all {count} replicas of stage {stage} of {seat.name} are on {node}: its loss would take "
+                "the last copy."
+            )
+            return
+
+
+def _in_order(seat: _Seat) -> tuple[Place | None, ...]:
+    return tuple(
+        place
+        for replica in range(seat.shape.replicas)
+        for stage in range(seat.shape.stages)
+        for place in seat.groups[replica, stage]
+    )
+
+
+def _with_holes(seat: _Seat, count: int) -> tuple[Place | None, ...]:
+    places: list[Place | None] = [None] * count
+    for (replica, stage), group in seat.groups.items():
+        first = (replica * seat.shape.stages + stage) * seat.shape.shards
+        places[first : first + len(group)] = group
+    return tuple(places)

@@ -1,0 +1,33 @@
+"""A task's shape: replicas x stages x shards, and how the batch is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """Workers are numbered replica by replica, stage by stage, shard by shard."""
+
+    replicas: int
+    stages: int = 1
+    shards: int = 1
+    microbatch: int = 0  # sequences; 0 where nobody asked
+    recompute: str = ""  # none, selective or full; "" where nobody asked
+
+    @property
+    def workers(self) -> int:
+        return self.replicas * self.stages * self.shards
+
+    @property
+    def groups(self) -> int:
+        """Places of one (replica, stage): a group of shards is lost when one of them is."""
+        return self.replicas * self.stages
+
+    def same_cut(self, other: Shape) -> bool:
+        """The model is cut alike: what a worker holds in one shape, a worker holds in the other."""
+        return (self.stages, self.shards) == (other.stages, other.shards)
+
+    def __str__(self) -> str:
+        parts = [self.replicas, self.stages] + ([self.shards] if self.shards > 1 else [])
+        return " x ".join(map(str, parts))

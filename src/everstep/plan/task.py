@@ -1,0 +1,109 @@
+"""What a plan is asked about a task, and how the task stands today."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from everstep.core.ops import Worker
+from everstep.errors import UserError
+from everstep.plan.cluster import Assignment, Cluster
+from everstep.plan.curve import Curve
+from everstep.plan.reroute import dead_groups, live_per_stage, throughput_ratio
+from everstep.plan.shape import Shape
+from everstep.plan.transition import Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """One training job: what it is worth, what it needs, what it makes of its workers."""
+
+    name: str
+    curve: Curve
+    weight: float = 1.0
+    min_workers: int = 1
+    max_workers: int | None = None
+    transition_s: float | None = None  # what any change costs, if somebody knows better
+    must_run: bool = False  # not to be stopped while any other plan is possible
+    expected: bool = False  # not submitted yet; kept in mind for the table of next events
+
+    def __post_init__(self) -> None:
+        if not (self.weight > 0 and math.isfinite(self.weight)):
+            raise UserError(f"weight of task {self.name!r} is {self.weight:g}; make it more than 0.")
+        if self.min_workers < 1:
+            raise UserError(f"min_workers of task {self.name!r} is {self.min_workers}; make it at least 1.")
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            raise UserError(
+                f"max_workers of task {self.name!r} is {self.max_workers}, below its min_workers "
+                f"{self.min_workers}; raise one or lower the other."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """A task as the event left it."""
+
+    workers: int  # before the event
+    throughput: float  # before the event
+    shape: Shape | None
+    damaged: bool  # lost a worker
+    missing: tuple[int, ...]  # workers, by number, that are not there now
+    dead: frozenset[Worker]  # groups of shards that are not whole now
+    rerouted: float  # throughput if it goes on with what is left, same shape
+    source: Source  # the nearest state
+
+    @property
+    def live_workers(self) -> int:
+        """What re-routing uses: whole groups only."""
+        if self.shape is None:
+            return self.workers - len(self.missing)
+        return (self.shape.groups - len(self.dead)) * self.shape.shards
+
+
+def standing(task: TaskSpec, cluster: Cluster, now: Assignment) -> Standing:
+    """Compare where the task's workers are with what is still usable."""
+    places = now.of(task.name)
+    before = sum(place is not None for place in places)
+    holes = [i for i, place in enumerate(places) if place is None]
+    gone = [i for i, place in enumerate(places) if place is not None and not cluster.is_usable(place)]
+    shape = now.shapes.get(task.name) or task.curve.shape(len(places))
+    if shape is not None and shape.workers != len(places):
+        raise UserError(
+            f"task {task.name!r} has {len(places)} places and the shape {shape}; they must agree."
+        )
+    if not before:
+        shape = None
+    if shape is None:
+        whole = task.curve.at(before) if before else 0.0
+        source = Source.LIVE if before > len(gone) and task.curve.replicated else _fallback(cluster)
+        return Standing(
+            workers=before,
+            throughput=whole if before >= task.min_workers else 0.0,
+            shape=None,
+            damaged=bool(gone),
+            missing=tuple(gone),
+            dead=frozenset(),
+            rerouted=0.0,
+            source=source,
+        )
+    whole = task.curve.of_shape(shape)
+    before_dead, after_dead = dead_groups(shape, holes), dead_groups(shape, holes + gone)
+    ratio = {
+        dead: throughput_ratio(shape, dead, batch=task.curve.batch, schedule=task.curve.schedule)
+        for dead in (before_dead, after_dead)
+    }
+    alive = min(live_per_stage(shape, after_dead)) > 0
+    return Standing(
+        workers=before,
+        throughput=whole * ratio[before_dead] if before >= task.min_workers else 0.0,
+        shape=shape,
+        damaged=bool(gone),
+        missing=tuple(sorted(holes + gone)),
+        dead=after_dead,
+        rerouted=whole * ratio[after_dead] if task.curve.replicated or not after_dead else 0.0,
+        source=Source.LIVE if alive and (task.curve.replicated or not gone) else _fallback(cluster),
+    )
+
+
+def _fallback(cluster: Cluster) -> Source:
+    return Source.MEMORY if cluster.costs.memory_copies else Source.DISK

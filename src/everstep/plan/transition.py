@@ -1,0 +1,88 @@
+"""What a change costs: D_transition, in seconds of the throughput the task had before.
+
+    keep        nothing
+    re-route    a moment to agree, and the dead workers' ops of the broken step on their peers; no state moves
+    drop        replicas fewer, same cut: every stage's reduce group is formed anew; no state moves
+    grow, fill  replicas more, same cut: new workers copy the state of a live peer *while training goes on*;
+                the task loses what it would have gained in that time, and the forming of the groups
+    reshape     another cut: the task stands still while every worker fetches its new part
+    restore     no live replica of some stage is left: the state comes from the memory of other hosts, or
+                from disk, and the work since then is lost
+
+The nearest state wins: live replica, then memory, then disk. With ZeRO-1 a live replica does not hold the
+dead one's part of the optimizer, so the first source is not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from everstep.plan.memory import Floats
+
+
+class Source(StrEnum):
+    LIVE = "a live replica"
+    MEMORY = "the memory of other hosts"
+    DISK = "the checkpoint on disk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Times and bandwidths of a change; one number for all of it, as in Unicron, is `transition_s`."""
+
+    transition_s: float | None = None
+    reroute_s: float = 1.0  # stop after the op in hand, tell the ledger, take the new lists
+    groups_s: float = 5.0  # forming reduce groups, however few
+    groups_per_worker_s: float = 0.002  # and for every worker in them: 17 s at 16k GPUs, 200 s at 98k
+    network_bandwidth: float = 20e9  # bytes/s a worker receives from another node
+    disk_bandwidth: float = 20e9  # bytes/s of the shared storage, all readers together
+    memory_copies: bool = False  # hosts keep each other's state in memory
+    memory_every_steps: float = 1.0
+    checkpoint_every_s: float = 1800.0
+
+    def groups(self, workers: Floats) -> Floats:
+        return self.groups_s + self.groups_per_worker_s * workers
+
+    def lost_work_s(self, source: Source, step_s: float) -> float:
+        """Seconds of work done again: half a step, or half of what lies between two copies."""
+        match source:
+            case Source.LIVE:
+                return 0.5 * step_s
+            case Source.MEMORY:
+                return (0.5 + 0.5 * self.memory_every_steps) * step_s
+            case Source.DISK:
+                return 0.5 * self.checkpoint_every_s + 0.5 * step_s
+
+    def fetch_s(self, source: Source, state_bytes: float, parts: Floats) -> Floats:
+        """Until every worker holds its part; from disk the whole state is read once, then passed on."""
+        part = state_bytes / np.maximum(parts, 1.0) / self.network_bandwidth
+        return part + (state_bytes / self.disk_bandwidth if source is Source.DISK else 0.0)
+
+    def reshape_s(
+        self, source: Source, state_bytes: float, step_s: float, workers: Floats, parts: Floats
+    ) -> Floats:
+        """Another cut, or a restart: everybody stands still."""
+        return (
+            self.groups(workers) + self.fetch_s(source, state_bytes, parts) + self.lost_work_s(source, step_s)
+        )
+
+    def grow_s(
+        self, state_bytes: float, step_s: float, workers: Floats, parts: float, gain: Floats
+    ) -> Floats:
+        """`gain`: how much of today's throughput the new workers will add, as a fraction of it."""
+        copying = self.fetch_s(Source.LIVE, state_bytes, np.array(parts))
+        return self.groups(workers) + copying * np.maximum(gain, 0.0) + 0.0 * step_s
+
+    def drop_s(self, step_s: float, workers: Floats) -> Floats:
+        return self.groups(workers) + 0.5 * step_s
+
+    def reroute_seconds(self, step_s: float, dead_share: float) -> float:
+        """The dead workers' ops of one step are run again by their peers."""
+        return self.reroute_s + step_s * min(1.0, dead_share)
+
+    def stop_s(self, state_bytes: float) -> float:
+        """A last checkpoint."""
+        return state_bytes / self.disk_bandwidth
