@@ -1,0 +1,262 @@
+"""`everstep explain`: what each error means to us, and the story of one incident, from evidence to remedy."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+from rich.text import Text
+
+from everstep.core.severity import MEANINGS, REMEDIES, TABLE, ErrorKind, Severity
+from everstep.core.symptoms import SYMPTOMS, XIDS
+from everstep.errors import EverstepError, PeerError, UserError
+
+DEFAULT_ADDRESS = "http://127.0.0.1:7077"
+_MAX_ANSWER_BYTES = 16 << 20
+_STYLES = {Severity.SEV1: "bold red", Severity.SEV2: "yellow", Severity.SEV3: "green"}
+
+
+def explain_command(
+    what: Annotated[str, typer.Argument(help="The number of an incident, or `severities`.", metavar="WHAT")],
+    address: Annotated[
+        str, typer.Option(envvar="EVERSTEP_ADDRESS", help="Where the coordinator listens.")
+    ] = DEFAULT_ADDRESS,
+    token: Annotated[
+        str, typer.Option(envvar="EVERSTEP_TOKEN", help="The coordinator's token.", show_default=False)
+    ] = "",
+    ca: Annotated[
+        Path | None, typer.Option(help="For https: the certificate that signed the coordinator's.")
+    ] = None,
+    patterns: Annotated[
+        bool, typer.Option("--patterns", help="With `severities`: the texts each kind is known by.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Explain an incident: evidence, verdict and remedies, each with its time and its reason.
+
+    \b
+    everstep explain 7                       the story of incident 7
+    everstep explain severities              which error leads to which remedy
+    everstep explain severities --patterns   and by which words it is recognised
+    """
+    if what == "severities":
+        document = severities_document()
+        _emit(document) if as_json else _show_severities(with_patterns=patterns)
+    elif what.isdecimal():
+        document = fetch_incident(int(what), address=address, token=token, ca=ca)
+        _emit(document) if as_json else _show_incident(document)
+    else:
+        raise UserError(f"{what!r} is not a thing to explain; give the number of an incident, or severities.")
+
+
+def _emit(document: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+# The table of severities
+
+
+def severities_document() -> dict[str, Any]:
+    return {
+        "severities": {str(severity): remedy for severity, remedy in REMEDIES.items()},
+        "kinds": [
+            {
+                "kind": str(kind),
+                "severity": str(severity),
+                "meaning": MEANINGS[kind],
+                "patterns": [
+                    {"pattern": s.pattern.pattern, "from": s.origin, "sources": sorted(s.sources)}
+                    for s in SYMPTOMS
+                    if s.kind is kind
+                ],
+                "xids": [number for number, (of_kind, _) in XIDS.items() if of_kind is kind],
+            }
+            for kind, severity in TABLE.items()
+        ],
+        "xids": {
+            str(number): {"kind": str(kind), "meaning": meaning} for number, (kind, meaning) in XIDS.items()
+        },
+    }
+
+
+def _show_severities(*, with_patterns: bool) -> None:
+    console = Console(highlight=False)
+    table = Table(
+        Column("severity"),
+        Column("kind", no_wrap=True),
+        "what it is",
+        Column("Xid", max_width=16),
+        box=SIMPLE,
+    )
+    for kind, severity in TABLE.items():
+        xids = " ".join(str(number) for number, (of_kind, _) in XIDS.items() if of_kind is kind)
+        table.add_row(Text(str(severity), style=_STYLES[severity]), str(kind), MEANINGS[kind], xids)
+    console.print(table)
+    for severity, remedy in REMEDIES.items():
+        console.print(Text(str(severity), style=_STYLES[severity]), f"{remedy};", end=" ")
+    console.print("a remedy that fails escalates to the next graver one.")
+    if with_patterns:
+        console.print(_pattern_table())
+
+
+def _pattern_table() -> Table:
+    table = Table("kind", "pattern, first match wins", "from")
+    before: ErrorKind | None = None
+    for symptom in SYMPTOMS:
+        name = "" if symptom.kind is before else str(symptom.kind)
+        table.add_row(name, escape(symptom.pattern.pattern), symptom.origin)
+        before = symptom.kind
+    return table
+
+
+# The story of an incident
+
+
+def fetch_incident(number: int, *, address: str, token: str, ca: Path | None) -> dict[str, Any]:
+    """What the coordinator knows of it: a JSON object, as it came."""
+    request = urllib.request.Request(f"{_checked(address)}/v1/incidents/{number}")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        context = ssl.create_default_context(cafile=ca) if address.startswith("https") else None
+        with urllib.request.urlopen(request, timeout=10, context=context) as answer:
+            body = answer.read(_MAX_ANSWER_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        raise _refused(number, address, error.code) from None
+    except (OSError, ssl.SSLError) as error:  # URLError is an OSError
+        reason = getattr(error, "reason", error)
+        raise UserError(
+            f"no coordinator answers at {address} ({reason}); start one, or give --address."
+        ) from None
+    return _document(body, address)
+
+
+def _checked(address: str) -> str:
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(f"--address {address!r} is not an address; write it like {DEFAULT_ADDRESS}.")
+    return address.rstrip("/")
+
+
+def _refused(number: int, address: str, code: int) -> EverstepError:
+    match code:
+        case 404:
+            return UserError(f"the coordinator at {address} knows no incident {number}; see everstep status.")
+        case 401 | 403:
+            return UserError(f"the coordinator at {address} wants another token; give --token.")
+        case _:
+            return PeerError(f"the coordinator at {address} answered with HTTP status {code}")
+
+
+def _document(body: bytes, address: str) -> dict[str, Any]:
+    try:
+        document = json.loads(body[:_MAX_ANSWER_BYTES])
+    except ValueError:
+        document = None
+    if not isinstance(document, dict) or not isinstance(document.get("number"), int):
+        raise PeerError(f"what answers at {address} is no coordinator: its answer is not an incident")
+    return document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    at: float
+    what: str  # evidence, verdict, remedy, outcome, note, closed
+    text: str
+
+
+_RANKS = {"evidence": 0, "verdict": 1, "remedy": 2, "note": 3, "closed": 4}
+
+
+def story(document: Mapping[str, Any]) -> list[Moment]:
+    """Everything that has a time, in order; what happened at one time, in the order of cause and effect."""
+    moments = list(_moments(document))
+    return sorted(moments, key=lambda moment: (moment.at, _RANKS[moment.what]))
+
+
+def _moments(document: Mapping[str, Any]) -> Iterator[Moment]:
+    evidence = document.get("evidence") or []
+    remedies = document.get("remedies") or []
+    for seen in evidence:
+        yield Moment(at=seen["at"], what="evidence", text=f"{seen['source']}: {seen['text']}")
+    if verdict := document.get("verdict"):
+        text = f"{verdict['kind']}, {_severity(verdict['severity'])}: {verdict['because']}"
+        yield Moment(at=_verdict_at(document, verdict), what="verdict", text=text)
+    for remedy in remedies:
+        outcome = f" ({remedy['outcome']})" if remedy.get("outcome") else " (under way)"
+        yield Moment(at=remedy["at"], what="remedy", text=f"{remedy['what']}{outcome}: {remedy['because']}")
+    for note in document.get("timeline") or []:
+        yield Moment(at=note["at"], what="note", text=note["because"])
+    if document.get("closed_at") is not None:
+        yield Moment(at=document["closed_at"], what="closed", text="the incident is closed")
+
+
+def _verdict_at(document: Mapping[str, Any], verdict: Mapping[str, Any]) -> float:
+    """Where no time is told: with the last evidence before the first remedy."""
+    if verdict.get("at") is not None:
+        return float(verdict["at"])
+    first_remedy = min((remedy["at"] for remedy in document.get("remedies") or []), default=float("inf"))
+    seen = [each["at"] for each in document.get("evidence") or [] if each["at"] <= first_remedy]
+    return float(max(seen, default=document.get("opened_at") or 0.0))
+
+
+def _severity(value: int | str) -> str:
+    return f"SEV{value}" if isinstance(value, int) else value
+
+
+def _show_incident(document: Mapping[str, Any]) -> None:
+    try:
+        moments = story(document)
+        lines = list(_header(document))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PeerError(
+            f"incident {document['number']} was told in a way this version cannot read: {error!r}"
+        ) from None
+    console = Console(highlight=False)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    began = min((moment.at for moment in moments), default=0.0)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(justify="right", style="cyan", no_wrap=True)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for moment in moments:
+        table.add_row(_offset(moment.at - began), moment.what, Text(moment.text))
+    console.print(table)
+
+
+def _header(document: Mapping[str, Any]) -> Iterator[Text]:
+    workers = ", ".join(str(worker) for worker in document.get("workers") or [])
+    places = [f"task {document['task']}"] if document.get("task") else []
+    places += [f"node {document['node']}"] if document.get("node") else []
+    places += [f"worker {workers}"] if workers else []
+    yield Text(f"incident {document['number']}: {document.get('what') or 'unnamed'}", style="bold")
+    if places:
+        yield Text(", ".join(places))
+    opened, closed = document.get("opened_at"), document.get("closed_at")
+    if opened is not None:
+        state = f"closed after {_offset(closed - opened)[1:]}" if closed is not None else "still open"
+        yield Text(f"opened {_clock(opened)}, {state}", style="dim")
+
+
+def _clock(at: float) -> str:
+    """A time of day where it can be one; a clock of another kind is shown as it is."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at > 1e9 else f"at {at:.3f} s"
+
+
+def _offset(seconds: float) -> str:
+    return f"+{seconds * 1e3:,.0f} ms" if seconds < 100 else f"+{seconds:,.1f} s"
