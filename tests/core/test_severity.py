@@ -439,6 +439,13 @@ def test_every_symptom_is_the_first_for_some_text_of_this_file() -> None:
     assert [symptom.pattern.pattern for symptom in SYMPTOMS if symptom not in first] == []
 
 
+def test_no_text_can_make_a_pattern_run_for_long() -> None:
+    """A repeat is bounded or of one small class: else a hostile log would hold up the coordinator for minutes."""
+    for symptom in SYMPTOMS:
+        without_small = re.sub(r"\\[dw]\+", "", symptom.pattern.pattern)
+        assert not re.search(r"(?<!\\)[*+]", without_small), symptom.pattern.pattern
+
+
 def test_of_several_xids_the_gravest_is_the_cause() -> None:
     lines = "\n".join(text for text, kind in XID_LINES if kind in (E.CUDA, E.GPU_LOST))
     judgement = judge("kernel", lines)

@@ -25,7 +25,13 @@ class Body:
     """One process: a walker, its payloads, its inbox."""
 
     def __init__(
-        self, walker: Walker, incarnation: int, node: int, truth: Truth, checkers: Checkers, disk: CheckpointDisk
+        self,
+        walker: Walker,
+        incarnation: int,
+        node: int,
+        truth: Truth,
+        checkers: Checkers,
+        disk: CheckpointDisk,
     ) -> None:
         self.walker, self.incarnation, self.node = walker, incarnation, node
         self.me: Worker = walker.me

@@ -44,9 +44,7 @@ class Head:
 
     def _fresh(self) -> Recovery:
         rules = self.spec.rules
-        policy = Policy(
-            rejoin_after_steps=self.spec.rejoin_after_steps, max_restarts=self.spec.max_restarts
-        )
+        policy = Policy(rejoin_after_steps=self.spec.rejoin_after_steps, max_restarts=self.spec.max_restarts)
         return Recovery(
             Shape(rules.replicas, rules.stages, rules.microbatches), steps=rules.steps, policy=policy
         )

@@ -1,7 +1,7 @@
 """One storm from its seed: a safety phase with faults, then a healed phase in which it must end.
 
-    0 ─────────────── faults ──────────────► heal ─────────── nothing new ──────────► the budget's end
-      whatever happens, no invariant breaks        whatever has happened, training ends
+0 ─────────────── faults ──────────────► heal ─────────── nothing new ──────────► the budget's end
+  whatever happens, no invariant breaks        whatever has happened, training ends
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ def _run(world: World, strikes: Strikes) -> None:
     spec, agenda = world.spec, world.agenda
     usual = run_time_us(spec)
     heal_at = SAFETY_RUN_TIMES * usual
-    end_at = heal_at + LIVENESS_RUN_TIMES * usual + 40 * max(
-        spec.weather.start_us, spec.weather.silence_us, spec.weather.overdue_us
+    end_at = (
+        heal_at
+        + LIVENESS_RUN_TIMES * usual
+        + 40 * max(spec.weather.start_us, spec.weather.silence_us, spec.weather.overdue_us)
     )
     agenda.at(heal_at, strikes.heal)
     world.begin()
@@ -70,7 +72,9 @@ def _run(world: World, strikes: Strikes) -> None:
         if not step():
             raise Violation(f"liveness: nothing is left to happen; {_standing(world)}")
         if agenda.now_us > end_at or agenda.done > MOST_EVENTS:
-            raise Violation(f"liveness: no end {agenda.now_us / 1e3:g} ms after the start; {_standing(world)}")
+            raise Violation(
+                f"liveness: no end {agenda.now_us / 1e3:g} ms after the start; {_standing(world)}"
+            )
     if world.outcome != "finished":
         raise Violation(f"liveness: the task {world.outcome}")
     recovery = world.head.recovery

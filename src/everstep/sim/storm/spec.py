@@ -112,10 +112,11 @@ def draw_faults(draw: Draw, spec: Spec, kinds: tuple[What, ...] = tuple(What)) -
     if draw.chance(0.7):
         chosen.append(What.KILL)
     duration = run_time_us(spec)
-    return tuple(_draw_fault(draw, draw.choice(chosen), duration) for _ in range(draw.between(1, 6)))
+    return tuple(draw_fault(draw, draw.choice(chosen), duration) for _ in range(draw.between(1, 6)))
 
 
-def _draw_fault(draw: Draw, what: What, duration_us: int) -> Fault:
+def draw_fault(draw: Draw, what: What, duration_us: int) -> Fault:
+    """One fault of this kind: aimed at something that happens, or at any moment."""
     aimed = draw.chance(0.5)
     target = draw.below(64)
     if aimed and what in WHO_WORKERS and draw.chance(0.6):

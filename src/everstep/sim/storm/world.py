@@ -279,8 +279,9 @@ class World:
                 if body.book.get(peer) == incarnation:
                     walker.link_reopened(peer)
             case _:
-                state_step, body.state = value
-                walker.snapshot_arrived(state_step)
+                if walker.joining:  # as the engine does: a member needs nobody's state
+                    state_step, body.state = value
+                    walker.snapshot_arrived(state_step)
         self._carry_out(body)
 
     def _others(self, me: Body) -> Iterator[tuple[Worker, Walker]]:

@@ -1,0 +1,177 @@
+"""`everstep sim storm`: thousands of random storms around the real recovery, by seed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from everstep.errors import UserError
+
+sim_app = typer.Typer(no_args_is_help=True, help="The deterministic simulator's storms (for tests).")
+SHOWN = 3  # failing seeds told in full
+TAIL = 40  # lines of their transcripts
+
+
+@sim_app.callback()
+def sim() -> None:
+    """The deterministic simulator's storms. For policies and failure rates see `everstep simulate`."""
+
+
+@sim_app.command("storm")
+def storm_command(
+    seeds: Annotated[str, typer.Option(help="From:to, the end not included; or one seed.")] = "0:1000",
+    keep: Annotated[str, typer.Option(help="Only these faults of the seed, by number: 0,3")] = "",
+    transcript: Annotated[bool, typer.Option(help="Print everything that happens, in virtual time.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Random faults in a virtual cluster around the real recovery, scheduler and workers' decisions.
+
+    Every seed is one storm: shape, weather and faults come from it. Invariants are checked all along; after a
+    while everything heals and training must end. A failing seed is shrunk to few faults, told, and the
+    command that replays it is printed.
+
+    Examples:
+
+        everstep sim storm --seeds 0:1000
+
+        everstep sim storm --seeds 17 --transcript
+
+        everstep sim storm --seeds 583 --keep 0,3 --transcript
+    """
+    from everstep.sim.storm import draw_spec, run_storm
+
+    first, last = _range(seeds)
+    kept = _numbers(keep)
+    if (transcript or kept is not None) and last != first + 1:
+        raise UserError("--transcript and --keep look at one storm; give one seed, as in --seeds 17.")
+    if transcript or kept is not None:
+        raise typer.Exit(_show_one(first, kept, transcript, as_json))
+    began = time.process_time()
+    failed, events, deaths, incidents = [], 0, 0, 0
+    digest = 0
+    with _bar(last - first, quiet=as_json) as advance:
+        for seed in range(first, last):
+            report = run_storm(draw_spec(seed))
+            events += report.events
+            deaths += report.deaths
+            incidents += report.incidents
+            digest = (digest * 31 + int(report.hash, 16)) % (1 << 64)
+            if report.violation is not None:
+                failed.append((seed, report.violation))
+            advance()
+    spent = time.process_time() - began
+    result = {
+        "seeds": [first, last],
+        "passed": last - first - len(failed),
+        "failed": [{"seed": s, "violation": v, "replay": _replay(s)} for s, v in failed],
+        "events": events,
+        "deaths": deaths,
+        "incidents": incidents,
+        "cpu_seconds": round(spent, 2),
+        "seeds_per_second": round((last - first) / max(spent, 1e-9), 1),
+        "hash": f"{digest:016x}",
+    }
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _tell(result, failed)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _show_one(seed: int, kept: tuple[int, ...] | None, transcript: bool, as_json: bool) -> int:
+    from everstep.sim.storm import draw_spec, run_storm
+
+    spec = draw_spec(seed)
+    if kept is not None:
+        if any(not 0 <= i < len(spec.faults) for i in kept):
+            raise UserError(
+                f"--keep names a fault that seed {seed} does not have; it has {len(spec.faults)}."
+            )
+        spec = spec.keep(kept)
+    report = run_storm(spec, record=transcript)
+    if as_json:
+        fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
+        print(json.dumps(fields | {"spec": spec.lines()}))
+    else:
+        print("\n".join([*spec.lines(), *report.transcript]))
+        print(f"hash {report.hash}; {report.violation or 'passed'}")
+    return 0 if report.violation is None else 1
+
+
+def _tell(result: dict[str, Any], failed: list[tuple[int, str]]) -> None:
+    first, last = result["seeds"]
+    print(
+        f"seeds {first}:{last}: {result['passed']} passed, {len(failed)} failed; {result['events']} events, "
+        f"{result['deaths']} deaths, {result['incidents']} incidents; {result['cpu_seconds']} s of one core, "
+        f"{result['seeds_per_second']} seeds/s; hash {result['hash']}"
+    )
+    for seed, _ in failed[:SHOWN]:
+        _tell_failure(seed)
+    for seed, violation in failed[SHOWN:]:
+        print(f"seed {seed}: {violation[:160]}\n  {_replay(seed)}")
+
+
+def _tell_failure(seed: int) -> None:
+    from everstep.sim.storm import draw_spec, run_storm
+    from everstep.sim.storm.shrink import shrink
+
+    spec = draw_spec(seed)
+    few = shrink(spec)
+    report = run_storm(spec.keep(few), record=True)
+    print("\n".join(["", *spec.keep(few).lines()]))
+    print("\n".join(line[:200] for line in report.transcript[-TAIL:]))
+    print(f"seed {seed}: {report.violation}")
+    print(f"replay: {_replay(seed)}")
+    print(f"with {len(few)} of its {len(spec.faults)} faults: {_replay(seed, few)}")
+
+
+def _replay(seed: int, few: tuple[int, ...] | None = None) -> str:
+    kept = "" if few is None else f" --keep {','.join(map(str, few))}"
+    return f"everstep sim storm --seeds {seed}{kept} --transcript"
+
+
+def _range(text: str) -> tuple[int, int]:
+    parts = text.split(":")
+    if not all(p.isdigit() for p in parts) or len(parts) > 2:
+        raise UserError(f"--seeds {text!r} is not of the form 0:1000 or 17.")
+    first, last = int(parts[0]), int(parts[-1]) + (len(parts) == 1)
+    if last <= first:
+        raise UserError(f"--seeds {text!r} holds no seed; the second number must be larger.")
+    return first, last
+
+
+def _numbers(text: str) -> tuple[int, ...] | None:
+    if not text:
+        return None
+    if not all(p.strip().isdigit() for p in text.split(",")):
+        raise UserError(f"--keep {text!r} is not a list of fault numbers such as 0,3.")
+    return tuple(int(p) for p in text.split(","))
+
+
+class _bar:
+    """A progress bar on stderr, where that is a terminal."""
+
+    def __init__(self, total: int, *, quiet: bool) -> None:
+        self.total, self.quiet = total, quiet or not sys.stderr.isatty()
+
+    def __enter__(self) -> Any:
+        if self.quiet:
+            return lambda: None
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+        self.progress = Progress(
+            "storms", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+        )
+        self.progress.start()
+        task = self.progress.add_task("storms", total=self.total)
+        return lambda: self.progress.advance(task)
+
+    def __exit__(self, *_: object) -> None:
+        if not self.quiet:
+            self.progress.stop()

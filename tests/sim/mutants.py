@@ -1,0 +1,173 @@
+"""Planted bugs: production functions replaced by slightly wrong ones. A storm that cannot see them is blind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from everstep.core import recovery as recovery_module
+from everstep.core import survey as survey_module
+from everstep.core.events import LedgerReported
+from everstep.core.mail import Mail
+from everstep.core.messages import Ledger, Members, Resume
+from everstep.core.recovery import Recovery
+from everstep.core.reduction import Reduction
+from everstep.core.standing import Gathering, Joining
+from everstep.core.stepstate import StepState
+from everstep.core.walker import Walker
+
+Patch = tuple[Any, str, Any]  # owner, name, the wrong function
+
+
+def outbox_dropped_too_early() -> list[Patch]:
+    """Boundary tensors go when the own stage holds its sum, not when every stage has sealed."""
+    right = Reduction.tell_held
+
+    def wrong(self: Reduction, state: StepState) -> None:
+        right(self, state)
+        self.mail.drop_sent(state.step)
+
+    return [(Reduction, "tell_held", wrong)]
+
+
+def reduce_sealed_too_early() -> list[Patch]:
+    """A worker that holds the sum seals at once, without asking whether its peers hold it."""
+    return [(Reduction, "all_hold", lambda self, state: True)]
+
+
+def reduce_sums_two_rounds() -> list[Patch]:
+    """Parts of a reduce group that no longer exists are added up with those of the new one."""
+    return [(Mail, "round", lambda self, step: 0)]
+
+
+def stale_epoch_accepted() -> list[Patch]:
+    """A ledger of an earlier epoch counts for this one."""
+    right = Recovery._ledger
+
+    def wrong(self: Recovery, event: LedgerReported) -> list[Any]:
+        phase = self.phase
+        if isinstance(phase, Gathering) and event.epoch != phase.epoch:
+            event = replace(event, epoch=phase.epoch)
+        return right(self, event)
+
+    return [(Recovery, "_ledger", wrong)]
+
+
+def ledger_without_done_before() -> list[Patch]:
+    """A worker does not tell what it did in the step before, which may be open elsewhere."""
+    right = Walker.interrupt
+
+    def wrong(self: Walker, epoch: int) -> Ledger:
+        return replace(right(self, epoch), done_before=())
+
+    return [(Walker, "interrupt", wrong)]
+
+
+def joiner_admitted_a_step_early() -> list[Patch]:
+    """A joiner is let in at a step that others have entered already."""
+    right = recovery_module.survey
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        found = right(*args, **kwargs)
+        return replace(found, high=found.high - 1) if found.high > 1 else found
+
+    return [(recovery_module, "survey", wrong)]
+
+
+def ghosts_dropped() -> list[Patch]:
+    """What a dead worker's outbox held, and a neighbour will ask for, is not made again."""
+    return [(survey_module._StepView, "ghosts", lambda self: {})]
+
+
+def attempts_not_counted() -> list[Patch]:
+    """After an undone update, parcels computed from the wrong weights are as good as new ones."""
+    return [(Recovery, "_void_from", lambda self, step: None)]
+
+
+def undo_forgotten() -> list[Patch]:
+    """An eager update that turned out invalid stays in the weights."""
+    right = Walker._rewind
+
+    def wrong(self: Walker, step: int) -> None:
+        right(self, step)
+        self._first.clear()
+
+    return [(Walker, "_rewind", wrong)]
+
+
+def mended_link_sends_nothing_again() -> list[Patch]:
+    """A connection broke and is back; what was lost on it stays lost."""
+    return [(Walker, "link_reopened", lambda self, peer: None)]
+
+
+def group_kept_after_a_death() -> list[Patch]:
+    """A stage with ops owed keeps its reduce group: a part sent before the death counts without them."""
+    right = Recovery._regroup
+
+    def wrong(self: Recovery, low: int, *, restarting: frozenset[int]) -> None:
+        before = self.members
+        right(self, low, restarting=frozenset())
+        if before:
+            self.members = tuple(Members(m.from_step, m.live, before[-1].rounds) for m in self.members)
+
+    return [(Recovery, "_regroup", wrong)]
+
+
+def feed_ends_a_step_early() -> list[Patch]:
+    """A joiner is fed up to the step before the one it needs."""
+    right = Walker.resume
+
+    def wrong(self: Walker, order: Resume) -> None:
+        feeds = {k: None if last is None else last - 1 for k, last in order.feeds.items()}
+        right(self, replace(order, feeds=feeds))
+
+    return [(Walker, "resume", wrong)]
+
+
+def copy_counts_without_a_source() -> list[Patch]:
+    """A joiner keeps standing as copied though the peer that feeds it has died."""
+    right = Recovery._settle_joiners
+
+    def wrong(self: Recovery, told: Any) -> Any:
+        for worker, place in self.places.items():
+            if isinstance(place, Joining) and place.enter_at is not None and worker in told:
+                told = {**told, worker: replace(told[worker], step=place.enter_at)}
+        return right(self, told)
+
+    return [(Recovery, "_settle_joiners", wrong)]
+
+
+MUTANTS: dict[str, Callable[[], list[Patch]]] = {
+    make.__name__: make
+    for make in (
+        outbox_dropped_too_early,
+        reduce_sealed_too_early,
+        reduce_sums_two_rounds,
+        stale_epoch_accepted,
+        ledger_without_done_before,
+        joiner_admitted_a_step_early,
+        ghosts_dropped,
+        attempts_not_counted,
+        undo_forgotten,
+        mended_link_sends_nothing_again,
+        group_kept_after_a_death,
+        feed_ends_a_step_early,
+        copy_counts_without_a_source,
+    )
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Production code with one bug, until the block ends."""
+    patches = MUTANTS[name]()
+    kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
+    for owner, attribute, wrong in patches:
+        setattr(owner, attribute, wrong)
+    try:
+        yield
+    finally:
+        for owner, attribute, right in kept:
+            setattr(owner, attribute, right)
