@@ -16,6 +16,7 @@ import hmac
 import os
 import selectors
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from torch import Tensor
 from everstep.core.messages import Parcel
 from everstep.engine import frames
 from everstep.errors import PeerError
+
+_DISCARD = struct.pack("ii", 1, 0)  # SO_LINGER: on, no time
 
 
 class Address(NamedTuple):
@@ -45,6 +48,7 @@ class _Outgoing:
     connected: bool = False
     broken: bool = False
     registered: int = 0
+    forgotten: bool = False  # closed for good, or told already: nobody is to mend it
 
 
 @dataclass(slots=True)
@@ -58,7 +62,8 @@ class Links:
     """All connections of one worker.
 
     Called in the I/O thread: `deliver` with every whole message, `broken` with the address of a peer whose
-    connection is gone, `failed` if the thread itself must end.
+    connection is gone, `failed` if the thread itself must end. Asked when a connection is opened:
+    `source_port` with the peer's host and port, for fabrics on which the source port decides the path.
     """
 
     def __init__(
@@ -70,9 +75,11 @@ class Links:
         broken: Callable[[Address], None],
         failed: Callable[[BaseException], None],
         empty: Any,
+        source_port: Callable[[str, int], int | None] | None = None,
     ) -> None:
         self._token = token
         self._deliver, self._broken, self._failed, self._empty = deliver, broken, failed, empty
+        self._source_port = source_port
         self._selector = selectors.DefaultSelector()
         self._listener = socket.create_server((host, 0), backlog=128)
         self._listener.setblocking(False)
@@ -115,9 +122,26 @@ class Links:
         """Close the connections to everybody else."""
         for address in [a for a in self._out if a not in keep]:
             link = self._out.pop(address)
-            link.broken = True
+            link.broken = link.forgotten = True
             self._ask.append(link)
         self._wake()
+
+    def move(self, to: Address) -> None:
+        """Close the connection to a peer that lives; the next one may take another path.
+
+        To the rest of the worker it is a link that broke: what was under way is sent again.
+        """
+        link = self._out.get(to)
+        if link is not None:
+            with contextlib.suppress(OSError):
+                link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DISCARD)
+            link.broken = True
+            self._ask.append(link)
+            self._wake()
+
+    def sockets(self) -> list[tuple[Address, socket.socket]]:
+        """The connections to peers that are open now, to be looked at."""
+        return [(to, link.socket) for to, link in list(self._out.items()) if not link.broken]
 
     # -------------------------------------------------------------- sending
 
@@ -125,6 +149,11 @@ class Links:
         sock = socket.socket()
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        port = self._source_port(*to) if self._source_port is not None else None
+        if port is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):  # taken since: any path is better than none
+                sock.bind((self.address.host, port))
         with contextlib.suppress(BlockingIOError):
             sock.connect(to)
         link = _Outgoing(to, sock)
@@ -221,6 +250,8 @@ class Links:
         link.queue.clear()
         if self._out.get(link.address) is link:
             del self._out[link.address]
+        if not link.forgotten:  # also if the next one is open by now: what this one held is lost
+            link.forgotten = True
             self._broken(link.address)
 
     def _receive(self, conn: _Receiving) -> None:

@@ -169,7 +169,7 @@ class Watch:
             reasons[name] = (
                 f"{name} had no acknowledgement for {now_s - seen.progressed_s:.2g} s: dead is {where}"
                 if seen.dead
-                else f"{name} gets {seen.rate_gbps:.3g}, not {seen.expected_gbps:.3g} Gbit/s: suspect is {where}"
+                else f"{name} gets {seen.rate_gbps:.3g} of {seen.expected_gbps:.3g} Gbit/s over {where}"
             )
         return actions + (self._reroute(reasons, now_s) if reasons else [])
 

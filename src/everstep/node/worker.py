@@ -25,6 +25,7 @@ from everstep.engine.job import Job
 from everstep.engine.links import Address, Links
 from everstep.engine.program import Program
 from everstep.node import wire
+from everstep.node.steer import steering_from, watch_links
 
 
 def main(spec: dict[str, Any]) -> int:
@@ -64,6 +65,7 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
     device = devices.pick(job.device, me.stage * job.replicas + me.replica)
     if job.accumulate == "fp64":
         devices.exact(device)
+    steering = steering_from(spec["fabric"]) if spec.get("fabric") else None
     links = Links(
         token=bytes.fromhex(spec["token"]),
         host=spec["host"],
@@ -71,6 +73,7 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
         broken=lambda address: inbox.put(("broken", address)),
         failed=lambda error: inbox.put(("failed", error)),
         empty=lambda shape, dtype: devices.host_empty(shape, dtype, device),
+        source_port=None if steering is None else steering.ports,
     )
     beacon = Beacon(Path(spec["beacon"]))
     saver = _Saver(job, line, me.stage)
@@ -88,10 +91,13 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
         f"step {body.walker.now.step} {body.walker.now.todo[-1] if body.walker.now.todo else ''}"
     )
     links.start()
+    flows = None if steering is None else watch_links(steering, links, line.tell)
     line.listen(inbox)
     line.tell("started", {"address": links.address})
     body.run()
     saver.finish()
+    if flows is not None:
+        flows.stop()
     links.stop()
 
 
