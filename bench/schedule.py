@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from everstep.schedule import Instance, Worker, per_stage, plan, same_cap, uniform
 from everstep.schedule.compare import compare
-from everstep.schedule.planner import ONLINE_EFFORT
 from everstep.schedule.polish import polish
+from everstep.schedule.search import ONLINE_EFFORT
 
 OPTIMA = {"reroute": (29, 30, 33, 36), "decoupled": (27, 28, 29, 30), "staggered": (27, 27, 27, 27)}
 

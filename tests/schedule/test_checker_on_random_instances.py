@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.schedule import MODES, Done, Instance, Microbatch, Schedule, Worker, plan
+from everstep.schedule.bounds import stash_of_mode
 from everstep.schedule.check import deadlocks, violations
+from everstep.schedule.lockstep import lockstep
+from everstep.schedule.planner import answer_in_step
 
 
 @st.composite
@@ -82,6 +85,23 @@ def breaks(draw: st.DrawFn, instance: Instance) -> Instance:
 @given(instances(), st.sampled_from(MODES))
 def test_every_plan_is_valid(instance: Instance, mode: str) -> None:
     assert violations(instance, plan(instance, mode)) == []
+
+
+@settings(max_examples=80, deadline=None)
+@given(instances(), st.sampled_from(MODES))
+def test_a_step_in_lockstep_is_valid_and_moves_only_the_homeless(instance: Instance, mode: str) -> None:
+    """Whatever died, the workers of a stage being alike: no worker hosts more than one microbatch a slot."""
+    alike = replace(
+        instance,
+        forward=(instance.forward[0],) * instance.replicas,
+        input_grad=(instance.input_grad[0],) * instance.replicas,
+        weight_grad=(instance.weight_grad[0],) * instance.replicas,
+    )
+    caps = stash_of_mode(alike, mode)
+    in_step = lockstep(alike, mode, 0.0, 10_000, caps)
+    assert in_step is not None
+    assert violations(alike, answer_in_step(alike, mode, in_step, 0.0)) == []
+    assert len(in_step.moved) == len(alike.dead) * alike.microbatches
 
 
 @settings(max_examples=120, deadline=None)

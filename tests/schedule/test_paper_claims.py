@@ -80,6 +80,16 @@ def test_replicas_without_rerouted_work_are_scheduled_once() -> None:
     assert {op.microbatch.home for op in mine if op.microbatch is not None} == {clean[-1]}
 
 
+def test_in_lockstep_a_stash_of_one_costs_nothing() -> None:
+    """The last stage holds one microbatch, as in 1F1B: there one that is late stops its worker."""
+    caps = {Worker(k, s): (5, 3, 2, 1)[s] for k in range(16) for s in range(4)}
+    dead = (Worker(0, 0), Worker(3, 1), Worker(5, 2), Worker(9, 2), Worker(2, 3), Worker(11, 3))
+    instance = replace(step(16, 4, 64, dead=dead, times=(10.0, 11.0, 9.0), hop=1.0), stash_cap=caps)
+    planned = plan(instance, "staggered")
+    assert planned.gap < 0.001
+    assert violations(instance, planned) == []
+
+
 def test_a_slow_worker_sheds_work_only_if_that_shortens_the_step() -> None:
     slow = step(4, 2, 12)
     slow = replace(slow, forward=((3.0, 1.0), *slow.forward[1:]))

@@ -66,11 +66,11 @@ class Compact:
         if home != replica and self.stands_for[replica] == folded:
             home = replica
         fused = self.fused and not self.have_weight[unit]
-        return Op((_FUSED if fused else _SPLIT)[kind], Microbatch(home, number), stage)
+        return Op((FUSED_KINDS if fused else SPLIT_KINDS)[kind], Microbatch(home, number), stage)
 
 
-_SPLIT = (Kind.F, Kind.I, Kind.W)
-_FUSED = (Kind.F, Kind.B, Kind.W)
+SPLIT_KINDS = (Kind.F, Kind.I, Kind.W)
+FUSED_KINDS = (Kind.F, Kind.B, Kind.W)
 
 
 def compact(

@@ -1,10 +1,11 @@
 """`plan`: the best step a set of survivors can run.
 
-    hosts      who runs what, balanced by speed                              hosts.py
-    fold       replicas that are alike become one                            compact.py
-    dispatch   list scheduling, once for each of a few habits                dispatch.py
-    time       the order's makespan, or its period when it repeats           timing.py
     bound      how short any schedule could be, hence the gap                bounds.py
+    lockstep   all replicas in the order of one pipeline                     lockstep.py
+    hosts      else: who runs what, balanced by speed                        hosts.py
+    fold       replicas that are alike become one                            compact.py
+    dispatch   list scheduling, once for each of a few habits                dispatch.py, search.py
+    time       the order's makespan, or its period when it repeats           timing.py
 
 The number of habits tried depends on the size of the folded step, never on a clock: the same instance gives
 the same schedule on every machine, so every survivor could compute it for itself. Rejected: a time limit
@@ -14,14 +15,16 @@ docs/schedules.md).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from everstep.core.ops import Op, Worker
+from everstep.core.ops import Kind, Op, Worker
 from everstep.errors import UserError
 from everstep.schedule.bounds import lower_bound, stash_of_mode
 from everstep.schedule.compact import Compact, compact
-from everstep.schedule.dispatch import HABITS, dispatch
+from everstep.schedule.hosts import Place
 from everstep.schedule.instance import Instance
+from everstep.schedule.lockstep import Lockstep, lockstep
 from everstep.schedule.schedule import (
     FUSED_MODES,
     MODES,
@@ -31,11 +34,12 @@ from everstep.schedule.schedule import (
     Schedule,
     closing_ops,
 )
-from everstep.schedule.timing import Timing, run, steady
+from everstep.schedule.search import GOOD_ENOUGH, ONLINE_EFFORT, best_order
+from everstep.schedule.timing import Timing
 
-ONLINE_EFFORT = 13_000  # ops dispatched, over all habits tried: about 40 ms
-THOROUGH_EFFORT = 10_000_000
-GOOD_ENOUGH = 1e-3
+LOCKSTEP_SHARE = 4  # a fourth of the effort is lockstep's, which needs little; in a large step it is cheap
+LONG_SEARCH = 5  # times the effort: list scheduling of a step this large takes a fifth of a second
+NOT_WORTH_A_LONG_SEARCH = 0.02  # the gap it is not begun for
 
 
 def plan(instance: Instance, mode: str = "reroute", *, effort: int = ONLINE_EFFORT) -> Planned:
@@ -48,98 +52,114 @@ def plan(instance: Instance, mode: str = "reroute", *, effort: int = ONLINE_EFFO
     if mode not in MODES:
         raise UserError(f"mode {mode!r} is not one of {', '.join(MODES)}.")
     caps = stash_of_mode(instance, mode)
-    problem = compact(instance, fused=mode in FUSED_MODES, stash_cap=caps)
     bound = lower_bound(instance, mode, caps)
-    order, timing = best_order(problem, mode, bound, effort)
-    return answer(instance, mode, problem, order, timing, bound)
+    num_ops = 3 * instance.replicas * instance.stages * instance.microbatches
+    share = effort // LOCKSTEP_SHARE
 
+    def in_step(effort: int) -> Planned | None:
+        found = lockstep(instance, mode, bound, effort, caps) if instance.dead else None
+        return answer_in_step(instance, mode, found, bound) if found else None
 
-def best_order(problem: Compact, mode: str, bound: float, effort: int) -> tuple[list[list[int]], Timing]:
-    """The best of a few habits; one at least, and no more once the bound is met."""
-    best: tuple[float, list[list[int]], Timing] | None = None
-    cost = max(1, problem.num_ops())
-    for tried, habit in enumerate(HABITS):
-        if best is not None and (cost * (tried + 1) > effort or best[0] <= bound * (1 + GOOD_ENOUGH)):
-            break
-        order = dispatch(problem, habit, bound)
-        timing = time_order(problem, order, mode)
-        value = timing.period() if mode in STAGGERED_MODES else max(timing.ends)
-        if best is None or value < best[0] - 1e-12:
-            best = value, order, timing
-    assert best is not None
-    return best[1], best[2]
+    def dispatched() -> Planned:
+        problem = compact(instance, fused=mode in FUSED_MODES, stash_cap=caps)
+        order, timing = best_order(problem, mode, bound, effort - share)
+        return answer(instance, mode, problem, order, timing, bound)
 
-
-def time_order(problem: Compact, order: list[list[int]], mode: str) -> Timing:
-    first = run(problem, order, [0.0] * problem.stages)
-    return steady(problem, order, first) if mode in STAGGERED_MODES else first
+    # The likelier one first: where it is good enough, the other need not be tried.
+    if num_ops <= effort:
+        first = dispatched()
+        second = in_step(share) if first.gap > GOOD_ENOUGH else None
+    else:
+        quick = in_step(effort)
+        limit = NOT_WORTH_A_LONG_SEARCH if num_ops > LONG_SEARCH * effort else GOOD_ENOUGH
+        if quick is not None and quick.gap <= limit:
+            return quick
+        first, second = dispatched(), quick
+    return second if second is not None and second.value < first.value - 1e-12 else first
 
 
 def answer(
     instance: Instance, mode: str, problem: Compact, order: list[list[int]], timing: Timing, bound: float
 ) -> Planned:
     """Unfold a compact order into a plan; ops and start times are written out when they are read."""
-    workers = instance.workers
     stages = problem.stages
-    origin = min((s[0] for s in timing.starts if s), default=min(timing.released))
 
     def folded(worker: Worker) -> int:
         return problem.stands_for[worker.replica] * stages + worker.stage
 
     def ops_of(worker: Worker) -> tuple[Op, ...]:
-        ops = tuple(problem.op(code, worker.replica) for code in order[folded(worker)])
-        return ops + closing_ops(worker.stage)
+        return tuple(problem.op(code, worker.replica) for code in order[folded(worker)])
 
-    def starts_of(worker: Worker) -> tuple[float, ...]:
+    def starts_of(worker: Worker) -> Sequence[float]:
+        return timing.starts[folded(worker)]
+
+    return _planned(instance, mode, timing, bound, problem.moved, ops_of, starts_of)
+
+
+def answer_in_step(instance: Instance, mode: str, in_step: Lockstep, bound: float) -> Planned:
+    """A plan from a step in lockstep."""
+    return _planned(instance, mode, in_step.timing, bound, in_step.moved, in_step.ops_of, in_step.starts_of)
+
+
+def _planned(
+    instance: Instance,
+    mode: str,
+    timing: Timing,
+    bound: float,
+    moved: dict[Place, int],
+    ops_of: Callable[[Worker], tuple[Op, ...]],
+    starts_of: Callable[[Worker], Sequence[float]],
+) -> Planned:
+    origin = min((s[0] for s in timing.starts if s), default=min(timing.released))
+
+    def all_ops_of(worker: Worker) -> tuple[Op, ...]:
+        return ops_of(worker) + closing_ops(worker.stage)
+
+    def all_starts_of(worker: Worker) -> tuple[float, ...]:
         reduce = timing.ends[worker.stage] - instance.closing(worker.stage)
         update = reduce + (instance.reduce[worker.stage] if instance.reduce else 0.0)
-        return tuple(t - origin for t in (*timing.starts[folded(worker)], reduce, update))
-
-    def stash_of(worker: Worker) -> int:
-        return _peak_stash(problem, order[folded(worker)], folded(worker))
+        return tuple(t - origin for t in (*starts_of(worker), reduce, update))
 
     makespan = timing.makespan()
-    period = timing.period() if mode in STAGGERED_MODES else makespan
     planned = Planned(
         mode=mode,
-        schedule=Schedule(LazyByWorker(workers, ops_of)),
-        period=period,
+        schedule=Schedule(LazyByWorker(instance.workers, all_ops_of)),
+        period=timing.period() if mode in STAGGERED_MODES else makespan,
         makespan=makespan,
         lower_bound=bound,
-        starts=LazyByWorker(workers, starts_of),
-        peak_stash=LazyByWorker(workers, stash_of),
-        rerouted=len(problem.moved),
-        rerouted_bytes=_crossing_bytes(instance, problem),
+        starts=LazyByWorker(instance.workers, all_starts_of),
+        peak_stash=LazyByWorker(instance.workers, lambda w: _peak_stash(instance, w, ops_of(w))),
+        rerouted=len(moved),
+        rerouted_bytes=_crossing_bytes(instance, moved),
     )
     return replace(planned, because=_because(instance, planned))
 
 
-def _peak_stash(problem: Compact, codes: list[int], worker: int) -> int:
+def _peak_stash(instance: Instance, worker: Worker, ops: tuple[Op, ...]) -> int:
     """Most microbatches held at once, those done before we started included."""
-    have_input, have_weight = problem.have_input, problem.have_weight
     held = sum(
-        1
-        for unit, host in enumerate(problem.host)
-        if host == worker and not have_weight[unit] and problem.have_forward[unit]
+        done.host == worker.replica and stage == worker.stage and "F" in done.kinds and "W" not in done.kinds
+        for (_, stage), done in instance.done.items()
     )
     peak = held
-    for code in codes:
-        unit, kind = divmod(code, 3)
-        if kind == 0:
+    for op in ops:
+        assert op.microbatch is not None
+        done = instance.kinds_done(op.microbatch, op.stage)
+        if op.kind is Kind.F:
             peak = max(peak, held + 1)
-            held += not have_input[unit]
+            held += "I" not in done
         else:
-            held -= kind == 2 or problem.fused or bool(have_weight[unit])
+            held -= op.kind in (Kind.W, Kind.B) or "W" in done
     return peak
 
 
-def _crossing_bytes(instance: Instance, problem: Compact) -> float:
+def _crossing_bytes(instance: Instance, moved: dict[Place, int]) -> float:
     """Boundary bytes, both ways, between different replicas."""
     if not instance.boundary:
         return 0.0
     total = 0.0
-    for home, number in {(home, number) for home, number, _ in problem.moved}:
-        path = [problem.moved.get((home, number, s), home) for s in range(instance.stages)]
+    for home, number in {(home, number) for home, number, _ in moved}:
+        path = [moved.get((home, number, s), home) for s in range(instance.stages)]
         total += sum(2 * instance.boundary[s] for s in range(instance.stages - 1) if path[s] != path[s + 1])
     return total
 

@@ -20,8 +20,9 @@ from everstep.errors import UserError
 from everstep.schedule.bounds import lower_bound, stash_of_mode
 from everstep.schedule.compact import UNLIMITED, Compact, compact
 from everstep.schedule.instance import Instance
-from everstep.schedule.planner import THOROUGH_EFFORT, answer, best_order, time_order
+from everstep.schedule.planner import answer
 from everstep.schedule.schedule import FUSED_MODES, STAGGERED_MODES, Planned
+from everstep.schedule.search import THOROUGH_EFFORT, best_order, time_order
 from everstep.schedule.timing import Timing
 
 Progress = Callable[[float, float, float], None]  # best value so far, best bound so far, seconds

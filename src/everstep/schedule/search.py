@@ -1,0 +1,38 @@
+"""The best order found of a compact step: one dispatch for each of a few habits, until the bound is met."""
+
+from __future__ import annotations
+
+from everstep.schedule.compact import Compact
+from everstep.schedule.dispatch import HABITS, dispatch
+from everstep.schedule.schedule import STAGGERED_MODES
+from everstep.schedule.timing import Timing, run, steady
+
+ONLINE_EFFORT = 13_000  # ops dispatched, over all habits tried: about 40 ms
+THOROUGH_EFFORT = 10_000_000
+GOOD_ENOUGH = 1e-3
+
+
+def best_order(problem: Compact, mode: str, bound: float, effort: int) -> tuple[list[list[int]], Timing]:
+    """The best of a few habits; one at least, and no more once the bound is met."""
+    best: tuple[float, list[list[int]], Timing] | None = None
+    cost = max(1, problem.num_ops())
+    for tried, habit in enumerate(HABITS):
+        if best is not None and (cost * (tried + 1) > effort or best[0] <= bound * (1 + GOOD_ENOUGH)):
+            break
+        order = dispatch(problem, habit, bound)
+        timing = time_order(problem, order, mode)
+        value = value_of(timing, mode)
+        if best is None or value < best[0] - 1e-12:
+            best = value, order, timing
+    assert best is not None
+    return best[1], best[2]
+
+
+def time_order(problem: Compact, order: list[list[int]], mode: str) -> Timing:
+    first = run(problem, order, [0.0] * problem.stages)
+    return steady(problem, order, first) if mode in STAGGERED_MODES else first
+
+
+def value_of(timing: Timing, mode: str) -> float:
+    """What the mode minimises."""
+    return timing.period() if mode in STAGGERED_MODES else max(timing.ends)
