@@ -9,7 +9,7 @@ then simply leaves the eleventh to somebody else.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -120,13 +120,24 @@ def from_table(
 
 
 def replicated(
-    *, stages: int, per_replica: float, most_replicas: int, shards: int = 1, state_bytes: float = 0.0
+    *,
+    stages: int,
+    per_replica: float,
+    most_replicas: int,
+    shards: int = 1,
+    state_bytes: float = 0.0,
+    batch: int = 0,
+    schedule: str = "staggered",
 ) -> Curve:
-    """A job with a fixed cut whose replicas each bring the same: what is known before measuring."""
+    """A job with a fixed cut whose replicas each bring the same: what is known before measuring.
+
+    `batch` is its microbatches a step, over all replicas; re-routing depends on how many there are.
+    """
     each = stages * shards
     table = np.zeros(most_replicas * each + 1)
     table[::each] = per_replica * np.arange(most_replicas + 1)
-    return from_table(table.tolist(), stages=stages, shards=shards, state_bytes=state_bytes)
+    curve = from_table(table.tolist(), stages=stages, shards=shards, state_bytes=state_bytes, batch=batch)
+    return replace(curve, schedule=schedule)
 
 
 def from_model(model: Model, gpu: Gpu, stack: Stack, *, most: int, slots_per_node: int = 8) -> Curve:

@@ -172,6 +172,11 @@ def least_change(options: Options) -> Choice:
     return options.choice(0)
 
 
+def _share(amount: float, choices: Mapping[str, Choice]) -> float:
+    whole = sum(choice.reward for choice in choices.values())
+    return amount / whole if whole else 0.0
+
+
 def runner_up_sentence(best: Mapping[str, Choice], other: Mapping[str, Choice], period: Period) -> RunnerUp:
     """Name what differs, and which term decided."""
     differ = [name for name in best if not best[name].same(other[name])]
@@ -186,10 +191,11 @@ def runner_up_sentence(best: Mapping[str, Choice], other: Mapping[str, Choice], 
     cost = sum(other[n].cost - best[n].cost for n in differ)
     back = sum(other[n].way_back - best[n].way_back for n in differ)
     over = max(period.running_s, 1e-9)
+    slower = f"all tasks together, weighted, train {_share(-reward, best):.2%} slower"
     if reward < 0 and cost <= 0 and back <= 0:
-        why = f"it trains {-reward / over:.3g} slower, which its cheaper transition does not make up"
+        why = f"{slower}, which its cheaper transition does not make up"
     elif reward < 0:
-        why = f"it trains {-reward / over:.3g} slower"
+        why = slower
         why += " and costs more to reach" if cost + back > 0 else ""
     elif back > cost and back > 0:
         why = "it would have to be undone when the repair ends, before it has paid"

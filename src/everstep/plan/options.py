@@ -216,10 +216,13 @@ class _Build:
     def _best_shapes(self) -> Layer:
         """For each number of units the best that fits into them and not into one fewer."""
         unit, curve = self.unit, self.curve
-        most = min(self.top * unit, curve.most, self.task.max_workers or curve.most)
+        end = max(curve.most, self.task.min_workers)  # a table may end before the user's minimum
+        most = min(self.top * unit, end, self.task.max_workers or end)
         top = -(-most // unit)
         table = np.zeros(top * unit)
-        table[:most] = curve.throughput[1 : most + 1]
+        known = min(most, curve.most)
+        table[:known] = curve.throughput[1 : known + 1]
+        table[known:most] = curve.throughput[-1]
         table[: self.task.min_workers - 1] = 0.0
         rows = table.reshape(top, unit)
         column = rows.argmax(axis=1)
@@ -227,7 +230,7 @@ class _Build:
         good = np.flatnonzero(throughput > 0)
         units = good + 1
         workers = good * unit + column[good] + 1
-        cut = curve.cut_of[workers]
+        cut = np.where(workers <= curve.most, curve.cut_of[np.minimum(workers, curve.most)], -1)
         return self._layer(units, workers, throughput[good], cut)
 
     def _todays_cut(self) -> Layer:
