@@ -78,7 +78,7 @@ def _symptom(
     return Symptom(kind=kind, pattern=re.compile(pattern, flags), origin=origin, sources=sources)
 
 
-XID_LINE = re.compile(r"NVRM: Xid \([0-9A-Za-z:.]+\): (\d{1,4})(?:,[^\n]{0,300})?")
+XID_LINE = re.compile(r"NVRM: Xid \([0-9A-Za-z:.]{1,32}\): (\d{1,4})(?:,[^\n]{0,300})?")
 XIDS: dict[int, tuple[ErrorKind, str]] = {  # NVIDIA, "Xid Errors" and its catalog
     13: (ErrorKind.CUDA, "graphics engine exception"),
     31: (ErrorKind.ILLEGAL_MEMORY_ACCESS, "GPU memory page fault"),
@@ -129,10 +129,12 @@ SYMPTOMS: tuple[Symptom, ...] = (
     # Hardware: the GPU
     _symptom(ErrorKind.ECC, r"uncorrectable ECC error encountered", "CUDA: cudaErrorECCUncorrectable"),
     _symptom(ErrorKind.NVLINK, r"uncorrectable NVLink error detected", "CUDA: cudaErrorNvlinkUncorrectable"),
-    _symptom(ErrorKind.NVLINK, r"SXid \([0-9A-Za-z:.]+\): \d+, Fatal", "kernel: nvidia-nvswitch", KERNEL),
+    _symptom(
+        ErrorKind.NVLINK, r"SXid \([0-9A-Za-z:.]{1,32}\): \d+, Fatal", "kernel: nvidia-nvswitch", KERNEL
+    ),
     _symptom(
         ErrorKind.NVLINK_NONFATAL,
-        r"SXid \([0-9A-Za-z:.]+\): \d+, Non-fatal",
+        r"SXid \([0-9A-Za-z:.]{1,32}\): \d+, Non-fatal",
         "kernel: nvidia-nvswitch",
         KERNEL,
     ),
@@ -244,7 +246,10 @@ SYMPTOMS: tuple[Symptom, ...] = (
     _symptom(ErrorKind.CUDA, r"CUBLAS_STATUS_\w+|CUDNN_STATUS_\w+|CUDA_ERROR_\w+", "cuBLAS, cuDNN", PROGRAM),
     # Hangs and timeouts of collectives
     _symptom(
-        ErrorKind.TASK_HANG, r"INFO: task \S+ blocked for more than \d+ seconds", "kernel: khungtaskd", KERNEL
+        ErrorKind.TASK_HANG,
+        r"INFO: task \S{1,99} blocked for more than \d+ seconds",
+        "kernel: khungtaskd",
+        KERNEL,
     ),
     _symptom(ErrorKind.TASK_HANG, r"soft lockup - CPU#\d+ stuck for", "kernel: watchdog", KERNEL),
     _symptom(
@@ -342,13 +347,13 @@ SYMPTOMS: tuple[Symptom, ...] = (
     _symptom(ErrorKind.DATA, r"in DataLoader worker process \d+", "torch: DataLoader", PROGRAM),
     _symptom(
         ErrorKind.DATA,
-        r"DataLoader worker \(pid[^)]*\)* \d*[^\n]{0,300}(?:exited unexpectedly|is killed by signal)",
+        r"DataLoader worker \(pid[^\n]{0,80}(?:exited unexpectedly|is killed by signal)",
         "torch: DataLoader",
         PROGRAM,
     ),
     _symptom(
         ErrorKind.DATA,
-        r"^(?:\w+\.)*(?:UnicodeDecodeError|JSONDecodeError|ArrowInvalid|SafetensorError|BadZipFile)\b",
+        r"^(?:\w{1,40}\.){0,6}(?:UnicodeDecodeError|JSONDecodeError|ArrowInvalid|SafetensorError|BadZipFile)\b",
         "Python and its readers",
         PROGRAM,
         re.M,
