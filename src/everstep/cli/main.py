@@ -25,6 +25,8 @@ _COMMANDS = {  # name: where its function lives
     "status": "everstep.cli.cluster:status_command",
     "drain": "everstep.cli.cluster:drain_command",
     "cancel": "everstep.cli.cluster:cancel_command",
+    "pause": "everstep.cli.cluster:pause_command",
+    "resize": "everstep.cli.cluster:resize_command",
     "logs": "everstep.cli.cluster:logs_command",
     "explain": "everstep.cli.explain:explain_command",
     "schedule": "everstep.cli.schedule:schedule_command",

@@ -2,7 +2,7 @@
 
 The types are the schema. A dataclass becomes an object of its fields; where a field may be one of several
 dataclasses, the object says which in "is". Ops, workers and microbatches are their own text. A mapping with
-keys that are not text becomes a list of pairs. Decoding checks every value against its type, so a message
+keys that are not text becomes a list of pairs. A field of type Any is JSON already and is left alone. Decoding checks every value against its type, so a message
 that is not what it claims to be is refused by name before it reaches a decision.
 
 Written by hand because core is standard library only; the libraries that do this (msgspec, cattrs) would earn
@@ -37,6 +37,8 @@ def encode(value: Any) -> Any:
     if is_dataclass(value):
         return {"is": type(value).__name__} | {f.name: encode(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
+        if all(type(key) is str for key in value):
+            return {key: encode(item) for key, item in value.items()}
         return [[encode(key), encode(item)] for key, item in value.items()]
     if isinstance(value, set | frozenset):
         return [encode(item) for item in sorted(value)]
@@ -72,7 +74,8 @@ def _decode(kind: Any, data: Any) -> Any:
         return _tuple(kind, get_args(kind), _of(list, data))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         key, item = get_args(kind)
-        return {_decode(key, k): _decode(item, v) for k, v in _of(list, data)}
+        pairs = data.items() if isinstance(data, dict) else _of(list, data)
+        return {_decode(key, k): _decode(item, v) for k, v in pairs}
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(data)
     if is_dataclass(kind):

@@ -426,9 +426,11 @@ class Supervision:
             who = testimony.names(tuple(sorted(self._live)))
             self._live.clear()
             return self._end_run(ending.exit_code, f"Not even SIGKILL ends {who}: it hangs in the kernel.")
+        if now < ending.terminate_at:
+            return []
         late = tuple(rank for rank in ending.terminate_later if rank in self._live)
-        if late and now >= ending.terminate_at:
-            ending.terminate_later = ()
+        ending.terminate_later = ()
+        if late:
             because = f"has raised, and has not ended within {self.policy.last_words_s:g} s."
             return [SignalRanks(ranks=late, signal="SIGTERM", because=because)]
         return []

@@ -112,7 +112,8 @@ def incident_of(witnesses: Sequence[Witness], *, number: int, life: int, now: fl
     others = [witness for witness in witnesses if witness is not cause]
     because = cause.judgement.because
     if others and not cause.is_hearsay:
-        because += f" {names(tuple(w.rank for w in others if w.rank is not None))} only lost touch with it."
+        victims = names(tuple(w.rank for w in others if w.rank is not None))
+        because += f" {victims.capitalize()} only lost touch with it."
     incident = Incident(
         number=number,
         what=cause.what,

@@ -116,6 +116,9 @@ class Crew:
             if task.closing and now >= task.deadline:
                 self._press(name, task, now)
 
+    def nursery_of(self, task: str) -> Nursery:
+        return self._nursery(self.tasks[task].job)
+
     def words(self, task: str, worker: Worker) -> Path:
         """The file with what a worker printed."""
         folder = self._words or self.folder
@@ -157,14 +160,9 @@ class Crew:
                 for process in list(self.processes.values()):
                     if (process.task, process.worker, process.incarnation) not in order.keep:
                         os.kill(process.child.pid, signal.SIGKILL)
-            case msg.FindCheckpoint():
-                checkpoints = Checkpoints(Job.from_dict(order.job))
-                step = checkpoints.newest()
-                self.report(
-                    msg.CheckpointFound(task=order.task, step=step, refused=tuple(checkpoints.refused))
-                )
-            case msg.CommitCheckpoint():
-                self._commit(order)
+            case msg.FindCheckpoint() | msg.CommitCheckpoint():
+                for report in self.at_leisure(order):
+                    self.report(report)
             case _:
                 assert_never(order)
 
@@ -231,12 +229,19 @@ class Crew:
             for process in left:
                 os.kill(process.child.pid, signal.SIGKILL)
 
-    def _commit(self, order: msg.CommitCheckpoint) -> None:
+    def at_leisure(self, order: msg.FindCheckpoint | msg.CommitCheckpoint) -> list[msg.NodeReport]:
+        """Work on the disk, which may take long; touches nothing of the crew, so any thread may do it."""
+        if isinstance(order, msg.FindCheckpoint):
+            checkpoints = Checkpoints(Job.from_dict(order.job))
+            step = checkpoints.newest()
+            return [msg.CheckpointFound(task=order.task, step=step, refused=tuple(checkpoints.refused))]
         checkpoints = Checkpoints(self.tasks[order.task].job)
         for part in order.parts:
             checkpoints.part_written(order.step, part)
-        for step in checkpoints.commit(order.step):
-            self.report(msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=step)))
+        committed = list(checkpoints.commit(order.step))
+        return [
+            msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=step)) for step in committed
+        ]
 
     def _tell(self, process: Process, message: Mapping[str, Any]) -> None:
         if process.line is None:

@@ -43,6 +43,7 @@ class Nursery:
 
     def __init__(self, *, threads: int = 1) -> None:
         self._threads = threads
+        self.warm = False
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -55,7 +56,16 @@ class Nursery:
         )
         theirs.close()
         self._socket = ours
+        self.warm = False
         return self
+
+    def warm_up(self) -> None:
+        """Wait until torch is loaded. A spawn before that waits as well."""
+        assert self._socket is not None, "the nursery is not started"
+        self._socket.send(json.dumps({"ping": True}).encode())
+        if not self._socket.recv(4096):
+            raise InternalError("the nursery has died; its last words are on stderr")
+        self.warm = True
 
     def spawn(self, spec: dict[str, Any], *, output: Path) -> Child:
         """Fork a worker. Its stdout and stderr go to the file `output`."""
@@ -103,6 +113,9 @@ def serve(fd: int) -> None:
     children: set[int] = set()
     while data := sock.recv(1 << 20):
         request = json.loads(data)
+        if "ping" in request:
+            sock.send(b"{}")
+            continue
         if "reap" in request:
             os.waitpid(request["reap"], 0)
             children.discard(request["reap"])

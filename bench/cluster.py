@@ -1,0 +1,179 @@
+"""A cluster of real processes on this machine: a coordinator, agents, tasks; for benchmarks and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from everstep.cli.client import Client
+
+EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
+
+
+class Cluster:
+    """Everything it starts, it ends. Files lie under `folder`."""
+
+    def __init__(self, folder: Path, *, etcd: Sequence[str] = (), token: str = "") -> None:
+        self.folder, self.etcd, self.token = folder, etcd, token
+        self.coordinators: dict[str, subprocess.Popen[bytes]] = {}
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.addresses: dict[str, str] = {}
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        everyone = [*self.agents.values(), *self.coordinators.values()]
+        for process in everyone:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+        for process in everyone:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    # -------------------------------------------------------------- starting and killing
+
+    def start_coordinator(self, name: str = "first", *, port: int = 0, wait: bool = True) -> str:
+        """Again on its old port, if it ran before."""
+        if name in self.addresses:
+            port = int(self.addresses[name].rpartition(":")[2])
+        command = [*EVERSTEP, "coordinator", "--port", str(port), "--json", "--name", name]
+        command += ["--state", str(self.folder / f"state-{'shared' if self.etcd else name}")]
+        if self.etcd:
+            command += ["--etcd", ",".join(self.etcd)]
+        log = (self.folder / f"coordinator-{name}.log").open("ab")
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, env=self._environment(), start_new_session=True
+        )
+        self.coordinators[name] = process
+        assert process.stdout is not None
+        told = b""
+        while not told.rstrip().endswith(b"}"):
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError((self.folder / f"coordinator-{name}.log").read_text()[-2000:])
+            told += line
+        self.addresses[name] = json.loads(told)["address"]
+        if wait:
+            self.until(lambda: _healthy(self.addresses[name]), "the coordinator leads")
+        return self.addresses[name]
+
+    def start_agent(self, node: str, *, slots: int, through: str | None = None) -> None:
+        coordinators = through or ",".join(self.addresses.values())
+        command = [*EVERSTEP, "agent", "--node", node, "--slots", str(slots), "--coordinator", coordinators]
+        log = (self.folder / f"agent-{node}.log").open("ab")
+        self.agents[node] = subprocess.Popen(
+            command, stdout=log, stderr=log, env=self._environment(), start_new_session=True
+        )
+
+    def kill_coordinator(self, name: str = "first") -> None:
+        self.coordinators[name].kill()
+        self.coordinators[name].wait()
+
+    def signal_node(self, node: str, number: int) -> None:
+        """To the agent and everything below it: what a node's death or freeze is to the others."""
+        for pid in [*descendants(self.agents[node].pid), self.agents[node].pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1"} | ({"EVERSTEP_TOKEN": self.token} if self.token else {})
+
+    # -------------------------------------------------------------- asking
+
+    @property
+    def client(self) -> Client:
+        return Client(address=next(a for a in self.addresses.values() if _healthy(a)), token=self.token)
+
+    def submit(self, job: dict[str, Any], name: str = "job", **more: Any) -> Any:
+        return self.client.post("/v1/tasks", {"name": name, "job": job, **more})
+
+    def task(self, name: str = "job") -> Any:
+        return self.client.get(f"/v1/tasks/{name}")
+
+    def incidents(self) -> list[Any]:
+        found: list[Any] = self.client.get("/v1/incidents")
+        return found
+
+    def workers(self, name: str = "job") -> dict[str, Any]:
+        """By worker: its node, pid and beacon."""
+        return {row["worker"]: row for row in self.client.get(f"/v1/tasks/{name}/readings")["workers"]}
+
+    def losses(self, name: str = "job") -> dict[int, float]:
+        rows = self.task(name)["rows"]
+        return {row["step"]: row["loss"] for row in rows}
+
+    def until(self, true: Callable[[], Any], what: str, *, within_s: float = 120.0) -> Any:
+        """Ask again and again, with a deadline; what it said when it was true."""
+        deadline = time.monotonic() + within_s
+        while True:
+            with contextlib.suppress(Exception):
+                if (told := true()) not in (None, False):
+                    return told
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {within_s:g} s: {what}\n{self.logs()}")
+            time.sleep(0.02)
+
+    def nodes_up(self, number: int) -> None:
+        def up() -> bool:
+            nodes = self.client.get("/v1/status")["nodes"]
+            return sum(node["state"] == "up" and node["connected"] for node in nodes) >= number
+
+        self.until(up, f"{number} nodes are up")
+
+    def step_reached(self, step: int, name: str = "job", *, within_s: float = 180.0) -> None:
+        self.until(lambda: self.task(name)["step"] >= step, f"step {step} of {name}", within_s=within_s)
+
+    def finished(self, name: str = "job", *, within_s: float = 240.0) -> Any:
+        def over() -> Any:
+            told = self.task(name)
+            return told if told["state"] in ("finished", "failed", "cancelled") else None
+
+        return self.until(over, f"{name} is over", within_s=within_s)
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("*.log"))
+        )
+
+
+def _healthy(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/v1/health", timeout=2) as answer:
+            return bool(json.load(answer)["leads"])
+    except (OSError, ValueError):
+        return False
+
+
+def descendants(pid: int) -> Iterator[int]:
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield from descendants(int(child))
+        yield int(child)
+
+
+def small_job(folder: Path, *, steps: int, replicas: int = 2, stages: int = 2, **more: Any) -> dict[str, Any]:
+    """A job of a fraction of a second a step."""
+    return {
+        "base": str(folder),
+        "replicas": replicas,
+        "stages": stages,
+        "microbatches": 4,
+        "steps": steps,
+        "model": {"preset": "gpt-tiny"},
+        "data": {"kind": "synthetic"},
+        **more,
+    }

@@ -1,0 +1,92 @@
+"""`everstep coordinator`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from everstep.cli import render
+
+
+def coordinator_command(
+    host: Annotated[str, typer.Option(help="Beyond loopback a token is needed.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 7077,
+    state: Annotated[Path, typer.Option(help="The folder of its journal.")] = Path("everstep-state"),
+    token: Annotated[
+        str, typer.Option(envvar="EVERSTEP_TOKEN", help="What callers must know.", show_default=False)
+    ] = "",
+    etcd: Annotated[
+        str,
+        typer.Option(
+            help="Endpoints of etcd, comma-separated: the journal lives there, and a second "
+            "coordinator takes over when this one dies."
+        ),
+    ] = "",
+    etcd_prefix: Annotated[str, typer.Option(help="Where in etcd.")] = "/everstep",
+    name: Annotated[str, typer.Option(help="Among several coordinators.", show_default=False)] = "",
+    cert: Annotated[Path | None, typer.Option(help="TLS: the certificate's file.")] = None,
+    key: Annotated[Path | None, typer.Option(help="TLS: the key's file.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print its address as JSON once it listens.")
+    ] = False,
+) -> int:
+    """Run the coordinator of a cluster: agents connect to it, tasks are submitted to it.
+
+    It writes everything into its journal before it acts; kill and start it again as you like: training goes
+    on meanwhile.
+
+    [bold]Examples[/bold]
+
+      everstep coordinator
+
+      EVERSTEP_TOKEN=... everstep coordinator --host 0.0.0.0 --cert cert.pem --key key.pem
+
+      everstep coordinator --etcd http://10.0.0.1:2379,http://10.0.0.2:2379
+    """
+    from everstep.server.serve import ServerSettings, serve
+
+    settings = ServerSettings(
+        folder=state,
+        host=host,
+        port=port,
+        token=token or None,
+        etcd=tuple(filter(None, etcd.split(","))),
+        etcd_prefix=etcd_prefix,
+        name=name or f"{socket.gethostname()}:{port}",
+        cert=cert,
+        key=key,
+    )
+    settings.check()
+
+    def ready(address: str) -> None:
+        render.note(f"coordinator: {address}")
+        if as_json:
+            render.emit({"address": address, "state": str(state)})
+
+    return until_signalled(serve(settings, ready=ready))
+
+
+def until_signalled(work: object) -> int:
+    """Run until SIGINT or SIGTERM; 130 or 143 then."""
+
+    async def main() -> int:
+        loop, job = asyncio.get_running_loop(), asyncio.ensure_future(work)  # type: ignore[call-overload]
+        ended: list[int] = []
+
+        def end(number: int) -> None:
+            ended.append(number)
+            job.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end, number)
+        with contextlib.suppress(asyncio.CancelledError):
+            await job
+        return 128 + ended[0] if ended else 0
+
+    return asyncio.run(main())

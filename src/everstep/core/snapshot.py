@@ -1,0 +1,93 @@
+"""The coordinator's whole state as JSON and back, and its hash: what a journal may be shortened to.
+
+Whatever `handle` reads must be here; a test replays random lives with and without a snapshot in between and
+compares every action after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import Any
+
+from everstep.core.codec import decode, encode
+from everstep.core.coordinator import Coordinator
+from everstep.core.events import StepSealed
+from everstep.core.incidents import Incident
+from everstep.core.messages import Members
+from everstep.core.ops import Worker
+from everstep.core.recovery import Recovery
+from everstep.core.roster import Node, Task
+from everstep.core.standing import Phase, Policy, Standing
+
+_RECOVERY: dict[str, Any] = {  # its attributes and their types
+    "epoch": int,
+    "attempts": tuple[tuple[int, int], ...],
+    "recorded": int,
+    "checkpoint": int,
+    "places": dict[Worker, Standing],
+    "granted": frozenset[Worker],
+    "incarnations": dict[Worker, int],
+    "restarts": dict[Worker, int],
+    "phase": Phase,
+    "members": tuple[Members, ...],
+    "rewind": int | None,
+    "sealed": dict[int, dict[int, StepSealed]],
+    "raised": dict[str, tuple[Worker, int]],
+}
+
+
+def freeze(coordinator: Coordinator) -> dict[str, Any]:
+    return {
+        "version": coordinator.version,
+        "events": coordinator.events,
+        "nodes": [encode(node) for node in coordinator.nodes.values()],
+        "tasks": [_freeze_task(task) for task in coordinator.tasks.values()],
+        "incidents": [encode(incident) for incident in coordinator.log.incidents],
+    }
+
+
+def thaw(coordinator: Coordinator, frozen: dict[str, Any]) -> None:
+    """Fill a fresh coordinator with this state."""
+    coordinator.version, coordinator.events = frozen["version"], frozen["events"]
+    coordinator.log.incidents = [decode(Incident, data) for data in frozen["incidents"]]
+    for data in frozen["nodes"]:
+        node: Node = decode(Node, data)
+        coordinator.nodes[node.name] = node
+    for data in frozen["tasks"]:
+        task = _thaw_task(data, coordinator)
+        coordinator.tasks[task.name] = task
+
+
+def digest(coordinator: Coordinator) -> str:
+    """Equal for equal states. Orders not yet acknowledged are no state: they change no decision."""
+    frozen = freeze(coordinator)
+    for node in frozen["nodes"]:
+        del node["pending"]
+    text = json.dumps(frozen, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _freeze_task(task: Task) -> dict[str, Any]:
+    recovery = task.recovery
+    state = None
+    if recovery is not None:
+        state = {name: encode(getattr(recovery, name)) for name in _RECOVERY}
+        state["policy"] = encode(recovery.policy)
+    return {"task": encode(replace(task, recovery=None)), "recovery": state}
+
+
+def _thaw_task(data: dict[str, Any], coordinator: Coordinator) -> Task:
+    task: Task = decode(Task, data["task"])
+    state = data["recovery"]
+    if state is not None:
+        task.recovery = Recovery(
+            task.shape,
+            steps=task.steps,
+            policy=decode(Policy, state["policy"]),
+            log=coordinator.log.of_task(task.name),
+        )
+        for name, kind in _RECOVERY.items():
+            setattr(task.recovery, name, decode(kind, state[name]))
+    return task

@@ -1,0 +1,345 @@
+"""HTTP and WebSocket on one port. The list of routes below is the API; docs/api.md tells it in words.
+
+A token, if there is one, guards every route but /v1/health. Without one the coordinator listens on loopback
+only, and a browser page of another origin is refused all the same, as is a Host that is not ours: a web page
+must not be able to talk to a coordinator behind its reader's back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from everstep.core import cluster as msg
+from everstep.core.ops import parse_worker
+from everstep.core.roster import OVER, Node, Task
+from everstep.core.survey import Shape
+from everstep.engine.faults import check_fault, parse_fault
+from everstep.engine.job import Job
+from everstep.errors import EverstepError, PeerError, UserError
+from everstep.server import views
+from everstep.server.daemon import Daemon
+from everstep.server.journal import LostLeadership
+from everstep.server.lines import Lines
+from everstep.server.metrics import ClusterMetrics
+
+MAX_BODY = 1 << 20
+MAX_LOG = 1 << 20
+MAX_VIEWERS = 200
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Api:
+    def __init__(
+        self, daemon: Daemon, *, token: str | None = None, hosts: frozenset[str] = frozenset()
+    ) -> None:
+        """`hosts`: names this server may be called by, beside loopback's; empty with a token means any."""
+        self.daemon, self._token, self._hosts = daemon, token, hosts
+        self.lines = Lines(daemon)
+        self.metrics = ClusterMetrics(daemon)
+        self._viewers = 0
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.get("/v1/health", self._health),
+                web.get("/v1/status", self._status),
+                web.get("/v1/agent", self.lines.serve),
+                web.get("/v1/watch", self._watch),
+                web.get("/v1/news", self._news),
+                web.get("/v1/incidents", self._incidents),
+                web.get("/v1/incidents/{number}", self._incident),
+                web.post("/v1/tasks", self._submit),
+                web.get("/v1/tasks/{task}", self._task),
+                web.get("/v1/tasks/{task}/logs", self._logs),
+                web.get("/v1/tasks/{task}/readings", self._readings),
+                web.post("/v1/tasks/{task}/{verb}", self._task_verb),
+                web.post("/v1/nodes/{node}/{verb}", self._node_verb),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        return app
+
+    # -------------------------------------------------------------- who may ask
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if request.path == "/v1/health":
+                return await handler(request)
+            self._check_origin(request)
+            self._check_token(request)
+            if not self.daemon.leads:
+                return _refuse(503, "this coordinator is starting, or stands by for another; try again.")
+            return await handler(request)
+        except (UserError, PeerError) as error:
+            return _refuse(400, str(error))
+        except LostLeadership as error:
+            return _refuse(503, str(error))
+        except EverstepError as error:
+            return _refuse(500, str(error))
+
+    def _check_token(self, request: web.Request) -> None:
+        if self._token is None:
+            return
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            raise web.HTTPUnauthorized(
+                text=json.dumps(
+                    {"error": "the token is missing or wrong; give it by --token or EVERSTEP_TOKEN."}
+                ),
+                content_type="application/json",
+            )
+
+    def _check_origin(self, request: web.Request) -> None:
+        origin = request.headers.get("Origin")
+        host = request.headers.get("Host", "")
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise web.HTTPForbidden(text=f"a page of {origin} may not talk to this coordinator")
+        name = urlsplit(f"//{host}").hostname or ""
+        ours = {"localhost", "127.0.0.1", "::1"} | self._hosts
+        if self._token is None and name not in ours:
+            raise web.HTTPForbidden(text=f"{name!r} is not a name of this coordinator")
+
+    # -------------------------------------------------------------- asking
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"ok": True, "leads": self.daemon.leads})
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return web.json_response(views.status(self.daemon, self.lines.nodes, time.time()))
+
+    async def _news(self, request: web.Request) -> web.Response:
+        return web.json_response(list(self.daemon.news))
+
+    async def _incidents(self, request: web.Request) -> web.Response:
+        return web.json_response([views.incident(one) for one in self.daemon.machine.log.incidents])
+
+    async def _incident(self, request: web.Request) -> web.Response:
+        text = request.match_info["number"]
+        for one in self.daemon.machine.log.incidents:
+            if str(one.number) == text:
+                return web.json_response(views.incident(one))
+        return _refuse(404, f"there is no incident {text!r}; GET /v1/incidents lists them.")
+
+    async def _task(self, request: web.Request) -> web.Response:
+        return web.json_response(views.task(self.daemon, self._named_task(request)))
+
+    async def _logs(self, request: web.Request) -> web.Response:
+        task = self._named_task(request)
+        worker = parse_worker(request.query.get("worker", "0:0"))
+        most = min(MAX_LOG, _whole(request.query.get("bytes", "16384"), "bytes"))
+        seat = task.seats.get(worker)
+        if seat is None:
+            return _refuse(404, f"worker {worker} of {task.name} has no slot now.")
+        question = {"what": "log", "task": task.name, "worker": str(worker), "bytes": most}
+        value = await self.lines.ask(seat.node, question)
+        if isinstance(value, dict):
+            return _refuse(502, f"node {seat.node}: {value.get('error')}")
+        return web.json_response({"task": task.name, "worker": str(worker), "node": seat.node, "text": value})
+
+    async def _readings(self, request: web.Request) -> web.Response:
+        """What every worker of a task does right now, from its node's shared memory."""
+        task = self._named_task(request)
+        nodes = sorted({seat.node for seat in task.seats.values()} & self.lines.nodes)
+        question = {"what": "readings", "task": task.name}
+        answers = await asyncio.gather(
+            *(self.lines.ask(node, question) for node in nodes), return_exceptions=True
+        )
+        rows = [
+            row | {"node": node}
+            for node, answer in zip(nodes, answers, strict=True)
+            if isinstance(answer, list)
+            for row in answer
+        ]
+        return web.json_response({"task": task.name, "workers": rows})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self.metrics.text(), content_type="text/plain")
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        """Everything that happens, as it happens. A viewer that reads too slowly misses some, and is told."""
+        if self._viewers >= MAX_VIEWERS:
+            return _refuse(503, f"{MAX_VIEWERS} viewers are connected already.")
+        line = web.WebSocketResponse(max_msg_size=1 << 16, timeout=1.0)
+        await line.prepare(request)
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1000)
+        missed = 0
+
+        def listen(told: dict[str, Any]) -> None:
+            nonlocal missed
+            if queue.full():
+                missed += 1
+            else:
+                queue.put_nowait(told)
+
+        self._viewers += 1
+        self.daemon.listeners.add(listen)
+        gone = asyncio.create_task(_until_closed(line))
+        try:
+            await line.send_str(
+                _json({"kind": "status", **views.status(self.daemon, self.lines.nodes, time.time())})
+            )
+            while not gone.done():
+                news = asyncio.create_task(queue.get())
+                await asyncio.wait({news, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if news.done():
+                    await line.send_str(_json({**news.result(), "missed": missed}))
+                else:
+                    news.cancel()
+        except ConnectionError:
+            pass
+        finally:
+            gone.cancel()
+            self._viewers -= 1
+            self.daemon.listeners.discard(listen)
+        return line
+
+    # -------------------------------------------------------------- doing
+
+    async def _submit(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        unknown = body.keys() - {"name", "job", "weight", "script", "faults"}
+        if unknown:
+            raise UserError(
+                f"{sorted(unknown)[0]!r} is not a key of a submission; give name, job and weight."
+            )
+        name = body.get("name")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UserError(f"name is {name!r}; give 1 to 63 letters, digits, dots and dashes.")
+        if name in self.daemon.machine.tasks:
+            raise UserError(f"there is a task named {name!r} already; choose another name.")
+        if not isinstance(body.get("job"), dict):
+            raise UserError("job is missing; give the job's table.")
+        job = Job.from_dict(body["job"])
+        weight = body.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise UserError(f"weight is {weight!r}; give a number above 0.")
+        await self.daemon.told(
+            msg.TaskSubmitted(
+                task=name,
+                job=job.to_dict(),
+                shape=Shape(job.replicas, job.stages, job.microbatches),
+                steps=job.steps,
+                secret=secrets.token_hex(32),
+                weight=float(weight),
+                has_checkpoints=job.checkpoint is not None,
+                script=tuple(map(str, body.get("script", ()))),
+                faults=_faults(body.get("faults", []), job),
+            )
+        )
+        return web.json_response(views.task(self.daemon, self.daemon.machine.tasks[name]), status=201)
+
+    async def _task_verb(self, request: web.Request) -> web.Response:
+        task, verb = self._named_task(request), request.match_info["verb"]
+        event: msg.ClusterEvent
+        match verb:
+            case "cancel":
+                event = msg.CancelRequested(task=task.name)
+            case "pause":
+                if not task.has_checkpoints:
+                    raise UserError(
+                        f"task {task.name} keeps no checkpoints, so it cannot be paused; cancel it."
+                    )
+                event = msg.PauseRequested(task=task.name)
+            case "unpause":
+                event = msg.UnpauseRequested(task=task.name)
+            case "resize":
+                workers = (await _body(request)).get("workers")
+                if not isinstance(workers, int) or workers < task.shape.stages:
+                    raise UserError(
+                        f"workers is {workers!r}; give at least {task.shape.stages}, one a stage."
+                    )
+                event = msg.ResizeRequested(task=task.name, workers=workers)
+            case _:
+                return _refuse(404, f"{verb!r} is not cancel, pause, unpause or resize.")
+        if task.state in OVER:
+            raise UserError(f"task {task.name} is {task.state}; {verb} has nothing to act on.")
+        await self.daemon.told(event)
+        return web.json_response(views.task(self.daemon, task))
+
+    async def _node_verb(self, request: web.Request) -> web.Response:
+        node, verb = self._named_node(request), request.match_info["verb"]
+        match verb:
+            case "drain":
+                await self.daemon.told(msg.DrainRequested(node=node.name))
+            case "readmit":
+                await self.daemon.told(msg.ReadmitRequested(node=node.name, by="a person"))
+            case _:
+                return _refuse(404, f"{verb!r} is not drain or readmit.")
+        return web.json_response({"node": node.name, "state": node.state, "because": node.because})
+
+    def _named_task(self, request: web.Request) -> Task:
+        name = request.match_info["task"]
+        if name not in self.daemon.machine.tasks:
+            known = ", ".join(self.daemon.machine.tasks) or "none"
+            raise web.HTTPNotFound(
+                text=_json({"error": f"there is no task {name!r}; there is {known}."}),
+                content_type="application/json",
+            )
+        return self.daemon.machine.tasks[name]
+
+    def _named_node(self, request: web.Request) -> Node:
+        name = request.match_info["node"]
+        if name not in self.daemon.machine.nodes:
+            known = ", ".join(self.daemon.machine.nodes) or "none"
+            raise web.HTTPNotFound(
+                text=_json({"error": f"there is no node {name!r}; there is {known}."}),
+                content_type="application/json",
+            )
+        return self.daemon.machine.nodes[name]
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.read() or b"{}")
+    except (ValueError, RecursionError):
+        raise UserError("the body is not JSON.") from None
+    if not isinstance(body, dict):
+        raise UserError("the body is not a JSON object.")
+    return body
+
+
+def _faults(texts: Any, job: Job) -> tuple[str, ...]:
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise UserError("faults is not a list of texts.")
+    for text in texts:
+        check_fault(
+            parse_fault(text),
+            replicas=job.replicas,
+            stages=job.stages,
+            microbatches=job.microbatches,
+            steps=job.steps,
+        )
+    return tuple(texts)
+
+
+def _whole(text: str, name: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"{name} is {text!r}; give a whole number.")
+    return int(text)
+
+
+async def _until_closed(line: web.WebSocketResponse) -> None:
+    async for _ in line:
+        pass
+
+
+def _json(document: Any) -> str:
+    return json.dumps(document, separators=(",", ":"))
+
+
+def _refuse(status: int, sentence: str) -> web.Response:
+    return web.json_response({"error": sentence}, status=status)

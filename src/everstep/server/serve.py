@@ -1,0 +1,119 @@
+"""Start the coordinator, serve until told to stop; stand by and take over where there are several."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from everstep.core.coordinator import Coordinator
+from everstep.errors import UserError
+from everstep.server.api import Api
+from everstep.server.daemon import Daemon
+from everstep.server.journal import Journal, LostLeadership, SqliteJournal
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    folder: Path
+    host: str = "127.0.0.1"
+    port: int = 7077
+    token: str | None = None
+    etcd: tuple[str, ...] = ()
+    etcd_prefix: str = "/everstep"
+    name: str = ""
+    cert: Path | None = None
+    key: Path | None = None
+
+    def check(self) -> None:
+        if self.host not in LOOPBACK and not self.token:
+            raise UserError(
+                f"--host {self.host} is beyond loopback, and there is no token; give one by --token or "
+                "EVERSTEP_TOKEN."
+            )
+        if (self.cert is None) != (self.key is None):
+            raise UserError("--cert and --key belong together; give both or neither.")
+
+    def tls(self) -> ssl.SSLContext | None:
+        if self.cert is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.cert, self.key)
+        except (OSError, ssl.SSLError) as error:
+            raise UserError(f"--cert {self.cert} and --key {self.key} cannot be used: {error}.") from None
+        return context
+
+
+async def serve(
+    settings: ServerSettings,
+    *,
+    ready: Callable[[str], None] = lambda address: None,
+    coordinator: Callable[[], Coordinator] = Coordinator,
+) -> None:
+    """Until cancelled. `ready` is told the address once it listens."""
+    settings.check()
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    journal = _journal(settings)
+    daemon = Daemon(journal, folder=settings.folder, coordinator=coordinator)
+    api = Api(daemon, token=settings.token, hosts=frozenset({settings.host}))
+    runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    site = web.TCPSite(runner, settings.host, settings.port, ssl_context=settings.tls(), reuse_address=True)
+    try:
+        try:
+            await site.start()
+        except OSError as error:
+            raise UserError(
+                f"--port {settings.port} on {settings.host} cannot be used: {error.strerror}."
+            ) from None
+        port = runner.addresses[0][1]
+        ready(f"{'https' if settings.cert else 'http'}://{settings.host}:{port}")
+        await _lead(daemon, journal)
+    finally:
+        await runner.cleanup()
+        await journal.close()
+
+
+async def _lead(daemon: Daemon, journal: Journal) -> None:
+    while True:
+        await journal.open()
+        await journal.campaign()
+        await daemon.start()
+        try:
+            await _run_until_lost(daemon, getattr(journal, "lost", None))
+        except LostLeadership as error:
+            print(f"coordinator: {error}; standing by", file=sys.stderr, flush=True)
+            await journal.close()
+
+
+async def _run_until_lost(daemon: Daemon, lost: asyncio.Event | None) -> None:
+    running = asyncio.create_task(daemon.run())
+    watching = asyncio.create_task(lost.wait()) if lost is not None else None
+    try:
+        await asyncio.wait(
+            {running, watching} if watching is not None else {running}, return_when=asyncio.FIRST_COMPLETED
+        )
+        if running.done():
+            running.result()
+        raise LostLeadership("the lease is lost")
+    finally:
+        daemon.leads = False
+        for job in (running, watching):
+            if job is not None:
+                job.cancel()
+
+
+def _journal(settings: ServerSettings) -> Journal:
+    if not settings.etcd:
+        return SqliteJournal(settings.folder / "journal.sqlite")
+    from everstep.server.etcd import EtcdJournal
+
+    return EtcdJournal(settings.etcd, prefix=settings.etcd_prefix, name=settings.name)

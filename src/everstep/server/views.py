@@ -1,0 +1,147 @@
+"""The coordinator's state as the documents people and programs read."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from everstep.core.incidents import Incident
+from everstep.core.roster import Node, Task
+from everstep.core.standing import Absent, Joining, Member, Starting
+from everstep.server.daemon import Daemon
+
+_STANDING = {Absent: "absent", Starting: "starting", Joining: "joining", Member: "member"}
+
+
+def status(daemon: Daemon, connected: set[str], now: float) -> dict[str, Any]:
+    machine = daemon.machine
+    return {
+        "at": now,
+        "leads": daemon.leads,
+        "journal": daemon.number,
+        "nodes": [_node(daemon, node, connected) for node in machine.nodes.values()],
+        "tasks": [task_row(daemon, task) for task in machine.tasks.values()],
+        "incidents": {
+            "open": [incident.number for incident in machine.log.open_ones()],
+            "total": len(machine.log.incidents),
+        },
+    }
+
+
+def _node(daemon: Daemon, node: Node, connected: set[str]) -> dict[str, Any]:
+    on_it = daemon.machine.roster.on_node(node.name)
+    age = daemon.hearts.age_s(node.name, time.monotonic())
+    return {
+        "node": node.name,
+        "state": node.state,
+        "because": node.because,
+        "since": node.since,
+        "slots": node.slots,
+        "host": node.host,
+        "connected": node.name in connected,
+        "heard_s_ago": None if age is None else round(age, 3),
+        "isolations": len(node.isolations),
+        "workers": [
+            {"task": task.name, "worker": str(worker), "slot": task.seats[worker].slot}
+            for task, worker in on_it
+        ],
+    }
+
+
+def task_row(daemon: Daemon, task: Task) -> dict[str, Any]:
+    steps = daemon.steps.get(task.name)
+    last = steps.rows[-1] if steps is not None and steps.rows else None
+    recovery = task.recovery
+    total = task.shape.replicas * task.shape.microbatches
+    return {
+        "task": task.name,
+        "state": task.state,
+        "because": task.because,
+        "weight": task.weight,
+        "shape": {
+            "replicas": task.shape.replicas,
+            "stages": task.shape.stages,
+            "microbatches": task.shape.microbatches,
+        },
+        "workers": len(task.seats),
+        "places": task.shape.replicas * task.shape.stages,
+        "step": recovery.recorded if recovery is not None else 0,
+        "steps": task.steps,
+        "epoch": recovery.epoch if recovery is not None else 0,
+        "phase": type(recovery.phase).__name__.lower() if recovery is not None else None,
+        "loss": None if last is None else finite(last["loss"]),
+        "step_seconds": None if last is None else last["seconds"],
+        "microbatches": {
+            "issued": 0
+            if steps is None or recovery is None
+            else (recovery.recorded - steps.first + 1) * total,
+            "committed": 0 if steps is None else steps.committed,
+        },
+    }
+
+
+def task(daemon: Daemon, task: Task) -> dict[str, Any]:
+    """One task in full."""
+    steps = daemon.steps.get(task.name)
+    places = task.recovery.places if task.recovery is not None else {}
+    return task_row(daemon, task) | {
+        "submitted_at": task.submitted_at,
+        "seats": [
+            {
+                "worker": str(worker),
+                "node": seat.node,
+                "slot": seat.slot,
+                "incarnation": seat.incarnation,
+                "standing": _STANDING.get(type(places.get(worker)), "seated"),
+                "leaving": seat.leaving,
+            }
+            for worker, seat in sorted(task.seats.items())
+        ],
+        "rows": [] if steps is None else [row | {"loss": finite(row["loss"])} for row in steps.rows],
+        "incidents": [i.number for i in daemon.machine.log.incidents if i.task == task.name],
+    }
+
+
+def incident(one: Incident) -> dict[str, Any]:
+    return {
+        "number": one.number,
+        "task": one.task,
+        "node": one.node,
+        "workers": [str(worker) for worker in one.workers],
+        "what": one.what,
+        "step": one.step,
+        "opened_at": one.evidence_at,
+        "planned_at": one.planned_at,
+        "closed_at": one.resumed_at,
+        "stopped_training": one.stops_training,
+        "replayed_ops": one.replayed_ops,
+        "restored_from": one.restored_from,
+        "evidence": [{"at": e.at, "source": e.source, "text": e.text} for e in one.evidence],
+        "verdict": None
+        if one.verdict is None
+        else {
+            "at": one.verdict.at,
+            "kind": one.verdict.kind,
+            "severity": f"SEV{one.verdict.severity}",
+            "because": one.verdict.because,
+        },
+        "remedies": [
+            {"at": r.at, "what": r.what, "because": r.because, "outcome": r.outcome} for r in one.remedies
+        ],
+        "timeline": timeline(one),
+    }
+
+
+def timeline(one: Incident) -> list[dict[str, Any]]:
+    """What happened beside evidence, verdict and remedies."""
+    told = []
+    if one.planned_at is not None:
+        told.append((one.planned_at, f"the rest of step {one.step} is planned, in epoch {one.epoch}"))
+    if one.resumed_at is not None and one.stops_training:
+        told.append((one.resumed_at, "the first op of the new epoch has run"))
+    return [{"at": at, "because": because} for at, because in told]
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
