@@ -1,0 +1,1 @@
+"""Other frameworks' checkpoints, read into a `State` and written from one."""

@@ -1,0 +1,122 @@
+"""Writing what `torch.load` reads, tensor by tensor, without ever holding the whole.
+
+Tensors in the object are `Stored`: their bytes are fetched when their record is written. Classes of packages
+that are not installed here are named by `Global`, their objects given by `Instance`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep.checkpoint.formats.pickles import STORAGES
+from everstep.checkpoint.parts import BLOCK_BYTES, Progress, block_of
+from everstep.checkpoint.stored import Stored, num_bytes
+from everstep.errors import UserError
+from everstep.layout.box import row_major
+from everstep.layout.layout import ITEM_BYTES
+
+_CLASS_OF = {dtype: name for name, dtype in reversed(STORAGES.items())}
+
+
+@dataclass(frozen=True)
+class Global:
+    """A name in a module, which need not exist here."""
+
+    module: str
+    name: str
+
+    def __call__(self) -> None:
+        """Pickle wants what it calls to be callable; nobody calls it here."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """An object: of a class with a state, or made by calling the class with arguments."""
+
+    kind: Global
+    state: dict[str, Any] | None = None
+    args: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Record:
+    key: str
+    stored: Stored
+
+
+def is_stored(value: Any) -> bool:
+    return hasattr(value, "read") and hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def save(path: Path, value: Any, progress: Progress = lambda count: None) -> None:
+    stem = path.stem
+    pickled, records = dumped(value)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        archive.writestr(_info(f"{stem}/data.pkl"), pickled)
+        archive.writestr(_info(f"{stem}/byteorder"), b"little")
+        for record in records:
+            size = num_bytes(record.stored)
+            with archive.open(_info(f"{stem}/data/{record.key}"), "w", force_zip64=size >= 1 << 31) as out:
+                for start in range(0, size, BLOCK_BYTES):
+                    block = block_of(record.stored, start, min(start + BLOCK_BYTES, size))
+                    out.write(block)
+                    progress(len(block))
+        archive.writestr(_info(f"{stem}/version"), b"3\n")
+
+
+def dumped(value: Any) -> tuple[bytes, list[_Record]]:
+    out = io.BytesIO()
+    pickler = _Pickler(out)
+    pickler.dump(value)
+    return out.getvalue(), pickler.records
+
+
+def _info(name: str) -> zipfile.ZipInfo:
+    return zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+
+
+_PythonPickler: Any = pickle._Pickler  # the one in Python: its save_global can be told
+
+
+class _Pickler(_PythonPickler):  # type: ignore[misc]
+    def __init__(self, out: io.BytesIO) -> None:
+        super().__init__(out, protocol=2)
+        self.records: list[_Record] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, _Record):
+            return None
+        dtype = value.stored.dtype
+        if dtype not in _CLASS_OF:
+            raise UserError(f"a tensor of {dtype} cannot be written as a torch file; convert it first.")
+        count = num_bytes(value.stored) // ITEM_BYTES[dtype]
+        return ("storage", Global("torch", _CLASS_OF[dtype]), value.key, "cpu", count)
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Global):
+            return value.name
+        if isinstance(value, Instance):
+            if value.args is not None:
+                return value.kind, value.args
+            rebuild = Global("copyreg", "_reconstructor")
+            return rebuild, (value.kind, Global("builtins", "object"), None), value.state
+        if is_stored(value):
+            record = _Record(str(len(self.records)), value)
+            self.records.append(record)
+            strides = row_major(value.shape)
+            rest: tuple[Any, ...] = (record, 0, tuple(value.shape), strides, False, OrderedDict())
+            return Global("torch._utils", "_rebuild_tensor_v2"), rest
+        return NotImplemented
+
+    def save_global(self, value: Any, name: str | None = None) -> None:
+        if isinstance(value, Global):
+            self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
+            self.memoize(value)
+            return
+        super().save_global(value, name)
