@@ -64,7 +64,7 @@ class Interceptor:
         self._thread = threading.Thread(target=self._serve, name="connects", daemon=True)
 
     def install(self) -> None:
-        """Start the supervisor, then filter this thread; in this order, or the supervisor would stop itself."""
+        """Start the supervisor, then filter this thread; the other way round it would stop itself."""
         numbers = _SYSCALLS.get(platform.machine())
         if numbers is None or not sys.platform.startswith("linux"):
             raise UserError(f"gloo's ports cannot be steered on {platform.machine()}; use x86-64, aarch64.")

@@ -75,11 +75,13 @@ class SourcePorts:
         self.prober.budget = Budget(
             packets=_PROBE_PACKETS, seconds=_PROBE_S, reply_s=self.prober.budget.reply_s
         )
-        found = self.prober.port_for(key, self.hops[flow], taken=self._used)
+        try:
+            found = self.prober.port_for(key, self.hops[flow], taken=self._used)
+        except UserError as error:  # a worse path is no reason to stop training
+            self.because(f"{flow} takes the kernel's port: {error}")
+            return None
         if found is None:
-            self.because(
-                f"{flow}: no source port to {host}:{port} takes the planned path; the kernel chooses."
-            )
+            self.because(f"{flow} takes the kernel's port: none to {host}:{port} has the planned path.")
             return None
         self._used.add(found)
         return found

@@ -1,0 +1,298 @@
+"""Real traffic on the testbed: bulk TCP, links under a watch, gloo; planned and not."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from fabric_testbed import Testbed, enter
+
+from everstep.core.messages import Parcel, What
+from everstep.engine.links import Address, Links
+from everstep.fabric import Flow, Routing, allocate
+from everstep.fabric.document import topology_document
+from everstep.fabric.watch import Limits, MoveFlow
+from everstep.node.steer import FlowWatch, Steering, steering
+
+PORTS = range(24000, 28000)
+MESSAGE = 32 * 1024
+WINDOW = 8  # messages of one flow under way; two such flows still fit into a switch's queue
+MEND_AFTER_S = 0.5  # as in the engine's body
+
+
+def flow(name: str, source: int, target: int, nbytes: float = 1e9) -> Flow:
+    return Flow(
+        name=name,
+        task="t",
+        phase="all",
+        group=name,
+        source=(f"h{source}", 0),
+        target=(f"h{target}", 0),
+        bytes=nbytes,
+    )
+
+
+# ---------------------------------------------------------------------- bulk TCP
+
+
+@dataclass(slots=True)
+class Bulk:
+    """One TCP connection that sends as fast as it can."""
+
+    sender: socket.socket
+    receiver: socket.socket
+    received: int = 0
+
+    def start(self) -> None:
+        for work in (self._send, self._receive):
+            threading.Thread(target=work, daemon=True).start()
+
+    def _send(self) -> None:
+        block = bytes(256 * 1024)
+        try:
+            while True:
+                self.sender.sendall(block)
+        except OSError:
+            return
+
+    def _receive(self) -> None:
+        buffer = bytearray(256 * 1024)
+        try:
+            while count := self.receiver.recv_into(buffer):
+                self.received += count
+        except OSError:
+            return
+
+    def close(self) -> None:
+        for sock in (self.sender, self.receiver):
+            sock.close()
+
+
+def bulk_rates(
+    testbed: Testbed, flows: Sequence[Flow], routing: Routing | None, *, warm_s: float, seconds: float
+) -> list[float]:
+    """Mbit/s of each flow while all send; by the plan, or, without one, with ports of the kernel's choice."""
+    steered: dict[str, Steering] = {}
+    runs = []
+    for number, one in enumerate(flows):
+        node, target = one.source[0], one.target[0]
+        if routing is not None and node not in steered:
+            steered[node] = steering(routing, node=node, ports=PORTS)
+        where = testbed.host(int(target[1:])), 29000 + number
+        listener = testbed.inside(target, lambda where=where: socket.create_server(where))
+        sender = testbed.inside(node, lambda where=where, node=node: _connect(where, steered.get(node)))
+        receiver, _ = listener.accept()
+        listener.close()
+        runs.append(Bulk(sender, receiver))
+    for run in runs:
+        run.start()
+    time.sleep(warm_s)
+    before, began = [run.received for run in runs], time.monotonic()
+    time.sleep(seconds)
+    spent = time.monotonic() - began
+    rates = [(run.received - was) * 8 / spent / 1e6 for run, was in zip(runs, before, strict=True)]
+    for run in runs:
+        run.close()
+    return rates
+
+
+def _connect(where: tuple[str, int], steering_: Steering | None) -> socket.socket:
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if steering_ is not None:
+        port = steering_.ports(*where)
+        if port is None:
+            raise RuntimeError(f"no source port for {where}")
+        sock.bind((steering_.ports.source, port))
+    sock.connect(where)
+    return sock
+
+
+# ---------------------------------------------------------------------- links under a watch
+
+
+@dataclass(slots=True)
+class Stream:
+    """Messages over Links from one worker to another, resent when their link breaks, as the engine does."""
+
+    links: Links
+    to: Address
+    number: int
+    sent: int = 0
+    pending: dict[int, torch.Tensor] = field(default_factory=dict)
+    arrivals: list[float] = field(default_factory=list)  # when each message first arrived
+    room: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(WINDOW))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    duplicates: int = 0
+    stopped: bool = False
+
+    def run(self, namespace: str) -> None:
+        enter(namespace)
+        while not self.stopped:
+            if self.room.acquire(timeout=0.2):
+                with self.lock:
+                    self.sent += 1
+                    self.pending[self.sent] = torch.zeros(MESSAGE // 4)
+                self._post(self.sent)
+
+    def resend(self, namespace: str) -> None:
+        enter(namespace)
+        for number in sorted(self.pending):
+            self._post(number)
+
+    def _post(self, number: int) -> None:
+        tensor = self.pending.get(number)
+        if tensor is not None:
+            name = Parcel(What.ACTIVATION, 0, number, 0, None, 0, self.number, 0)
+            self.links.send(self.to, What.ACTIVATION, name, None, tensor)
+
+    def delivered(self, number: int) -> None:
+        with self.lock:
+            if self.pending.pop(number, None) is None:
+                self.duplicates += 1
+                return
+        self.arrivals.append(time.monotonic())
+        self.room.release()
+
+    def mbit(self, start: float, end: float) -> float:
+        return sum(start <= at < end for at in self.arrivals) * MESSAGE * 8 / (end - start) / 1e6
+
+
+@dataclass(slots=True)
+class WatchedRun:
+    streams: list[Stream]
+    moves: list[tuple[float, str, str]]  # when, flow, why
+    broken_at: float
+    end: float
+    start: float
+
+
+def watched_run(
+    testbed: Testbed, *, num_flows: int, harm: str, before_s: float, after_s: float, limits: Limits
+) -> WatchedRun:
+    """Flows h1 to h2 over Links, planned; then spine 1's cable to leaf 2 is cut to a tenth, or dies."""
+    flows = [flow(f"f{n}", 1, 2) for n in range(num_flows)]
+    routing = allocate(testbed.topology(), flows)
+    plan = steering(routing, node="h1", ports=PORTS, limits=limits)
+    streams: list[Stream] = []
+    namespace = "h1"
+
+    def broken(address: Address) -> None:
+        for stream in streams:
+            if stream.to == address:
+                threading.Timer(MEND_AFTER_S, stream.resend, (namespace,)).start()
+
+    def deliver(frame: object) -> None:
+        streams[frame.parcel.sender].delivered(frame.parcel.step)  # type: ignore[attr-defined]
+
+    def links(host: str, source_port: object = None) -> Links:
+        made = Links(
+            token=b"t" * 16,
+            host=host,
+            deliver=deliver,
+            broken=broken,
+            failed=lambda error: print(error, file=sys.stderr),
+            empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
+            source_port=source_port,  # type: ignore[arg-type]
+        )
+        made.start()
+        return made
+
+    receivers = [testbed.inside("h2", lambda: links(testbed.host(2))) for _ in flows]
+    sender = testbed.inside("h1", lambda: links(testbed.host(1), plan.ports))
+    streams += [Stream(sender, receiver.address, n) for n, receiver in enumerate(receivers)]
+    moves: list[tuple[float, str, str]] = []
+
+    def told(action: object) -> None:
+        moves.append((time.monotonic(), action.flow, action.because))  # type: ignore[attr-defined]
+        if not isinstance(action, MoveFlow):
+            print("not moved:", action.because, file=sys.stderr)  # type: ignore[attr-defined]
+
+    watching = FlowWatch(
+        watch=plan.watch,
+        ports=plan.ports,
+        sockets=sender.sockets,
+        move=lambda peer: sender.move(Address(*peer)),
+        told=told,
+    )
+    start = time.monotonic()
+    for stream in streams:
+        threading.Thread(target=stream.run, args=("h1",), daemon=True).start()
+    watching.start()
+    time.sleep(before_s)
+    broken_at = time.monotonic()
+    if harm == "cut":
+        testbed.cut(2, 1, testbed.rate_mbit / 10)
+    elif harm == "dead":
+        testbed.kill(2, 1)
+    time.sleep(after_s)
+    end = time.monotonic()
+    for stream in streams:
+        stream.stopped = True
+    watching.stop()
+    for one in (sender, *receivers):
+        one.stop()
+    testbed.heal(2, 1)
+    return WatchedRun(streams=streams, moves=moves, broken_at=broken_at, end=end, start=start)
+
+
+# ---------------------------------------------------------------------- gloo
+
+
+def gloo_run(testbed: Testbed, *, num_groups: int, nbytes: int, rounds: int) -> dict[str, Any]:
+    """All-reduces of several groups at once between h1 and h2, each rank a process in its host.
+
+    A connection carries both directions, and either side may be the one that connects; so a group's spine is
+    planned, and both sides know it.
+    """
+    topology = testbed.topology()
+    routing = allocate(topology, [flow(f"g{n}", 1, 2) for n in range(num_groups)])
+    spines = [topology.links[routing.by_name[f"g{n}"][1]].receiver for n in range(num_groups)]
+    address = {link.name: link.address for link in topology.fabric_links}
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank, (near, far) in enumerate((("1", "2"), ("2", "1"))):
+            spec = {
+                "rank": rank,
+                "host": testbed.host(int(near)),
+                "store": f"{folder}/store",
+                "hops": [[address[f"l{near}>{s}"], address[f"{s}>l{far}"]] for s in spines],
+                "fabric": topology_document(topology),
+                "nbytes": nbytes,
+                "rounds": rounds,
+            }
+            program = str(Path(__file__).with_name("fabric_gloo.py"))
+            command = ["ip", "netns", "exec", f"h{near}", sys.executable, program, json.dumps(spec)]
+            children.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+        answers = _answers(children)
+    return {
+        "rows": answers[0]["rows"],
+        "probe_ms": [ms for answer in answers for ms in answer["probe_ms"]],
+        "connects": sum(answer["connects"] for answer in answers),
+    }
+
+
+def _answers(children: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    answers = []
+    try:
+        for child in children:
+            out, err = child.communicate(timeout=150)
+            if child.returncode != 0:
+                raise RuntimeError(err[-2000:])
+            answers.append(json.loads(out))
+    finally:
+        for child in children:
+            child.kill()
+    return answers
