@@ -440,7 +440,7 @@ def test_every_symptom_is_the_first_for_some_text_of_this_file() -> None:
 
 
 def test_no_text_can_make_a_pattern_run_for_long() -> None:
-    """Repeats are bounded or of one small class: a hostile log would else hold up a coordinator for minutes."""
+    """Repeats are bounded or of one small class: a hostile log would else hold up a coordinator for long."""
     for symptom in SYMPTOMS:
         without_small = re.sub(r"\\[dw]\+", "", symptom.pattern.pattern)
         assert not re.search(r"(?<!\\)[*+]", without_small), symptom.pattern.pattern
