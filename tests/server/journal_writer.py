@@ -3,8 +3,9 @@
     python -m tests.server.journal_writer sqlite PATH
     python -m tests.server.journal_writer etcd ENDPOINT,ENDPOINT PREFIX NAME
 
-It says `leads` when it may append, then `N` for every append that returned with the number N. Entry n holds
-n, so that a reader can tell a hole, a repeat or a torn body. Every 40 entries it takes a snapshot.
+It says `leads` when it may append, the last number it has read, then `N` for every append that returned with
+the number N. Entry n holds n, so that a reader can tell a hole, a repeat or a torn body. Every 40 entries it
+takes a snapshot.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ async def write(journal: Journal) -> None:
     await journal.open()
     await journal.campaign()
     last = await read_back(journal)
-    print("leads", flush=True)
+    print(f"leads\n{last}", flush=True)
     batches = random.Random(last)
     while True:
         size = batches.choice((1, 1, 1, 2, 5))

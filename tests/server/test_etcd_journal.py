@@ -291,7 +291,7 @@ def test_kill_9_of_the_leader_loses_nothing_and_the_next_takes_over_in_seconds(
     killed_at = time.perf_counter()
     assert standby.readline() == b"leads\n"  # said after it has read everything back, without a hole
     assert time.perf_counter() - killed_at < 8  # a lease is 3, and the machine may be busy
-    assert int(standby.readline()) > last  # it goes on behind all that was acknowledged
+    assert int(standby.readline()) >= last  # all that was acknowledged
     survivor = second if killed is first else first
     survivor.kill()
     last = max(acknowledged(standby.read()), default=last)
