@@ -386,6 +386,12 @@ EXITS = [
         E.NODE_TAKEN,
     ),
     ("slurmstepd: error: Detected 1 oom_kill event in StepId=1234.0.", E.HOST_OUT_OF_MEMORY),
+    (
+        'exited with code 1\nTraceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
+        "ZeroDivisionError: division by zero",
+        E.USER_CODE,
+    ),
+    ("killed by SIGKILL\nTraceback (most recent call last):\nValueError: handled long ago", E.KILLED),
     ("gone", E.ABNORMAL_EXIT),
 ]
 

@@ -108,10 +108,10 @@ class ProfileChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacesGranted:
-    """These places have a slot from now on, and no others. `moved`: on another machine than before."""
+    """These places have a slot from now on, and no others. `clean`: their earlier failures no longer count."""
 
     places: frozenset[Worker]
-    moved: frozenset[Worker] = frozenset()
+    clean: frozenset[Worker] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

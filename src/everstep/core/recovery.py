@@ -168,7 +168,7 @@ class Recovery:
     def _granted(self, event: PlacesGranted) -> list[Action]:
         """Who has a slot now. A place without one stays empty: its microbatches go elsewhere."""
         self.granted = event.places
-        for worker in event.moved:
+        for worker in event.clean:
             self.restarts[worker] = 0
         if isinstance(self.phase, Assembling):
             return self._bring_back_for_assembly()

@@ -41,14 +41,14 @@ class History:
 def after_exit(judgement: Judgement, history: History, patience: Patience) -> Choice:
     """A worker's process is gone."""
     if judgement.severity is Severity.SEV1:
-        return _isolate(judgement.because, history, patience)
+        return _isolate(_clause(judgement), history, patience)
     if history.failures > patience.restarts_per_node:
         return _isolate(
-            f"{judgement.because}; {history.failures - 1} restarts on {history.node} have not helped",
+            f"{_clause(judgement)}; {history.failures - 1} restarts on {history.node} have not helped",
             history,
             patience,
         )
-    because = judgement.because
+    because = _clause(judgement)
     if judgement.severity is Severity.SEV3:
         because += "; its process has ended, so a retry in place is not possible"
     return Choice(what=What.RESTART, because=because, wait_s=backoff_s(history.failures, patience))
@@ -60,7 +60,7 @@ def after_mend(judgement: Judgement, mends: int, patience: Patience) -> Choice:
         return Choice(what=What.RETRY, because=judgement.because)
     return Choice(
         what=What.RESTART,
-        because=f"{judgement.because}; {mends} times in a row, so mending does not help",
+        because=f"{_clause(judgement)}; {mends} times in a row, so mending does not help",
     )
 
 
@@ -83,3 +83,8 @@ def _isolate(because: str, history: History, patience: Patience) -> Choice:
         because=f"{because}; no other node could take its work, so it is tried here again",
         wait_s=backoff_s(history.failures, patience),
     )
+
+
+def _clause(judgement: Judgement) -> str:
+    """A sentence that more can be said after."""
+    return judgement.because.rstrip(".")

@@ -372,5 +372,8 @@ SYMPTOMS: tuple[Symptom, ...] = (
     _symptom(
         ErrorKind.CRASH, r"exited with code (?:132|134|135|136|139)\b", "wait(2), by way of a shell", EXIT
     ),
+    _symptom(
+        ErrorKind.USER_CODE, r"Traceback \(most recent call last\)", "Python, on stderr", EXIT - {"log"}
+    ),
     _symptom(ErrorKind.ABNORMAL_EXIT, r"killed by SIG\w+|exited with code \d+", "wait(2)", EXIT),
 )

@@ -1,0 +1,283 @@
+"""A coordinator on a stage: nodes and workers that answer as they should, until the script says otherwise.
+
+Workers here run no ops: they take part, report empty ledgers, seal when told. That is all a coordinator sees
+of them. Everything said is written down: `transcript` is what the golden files keep.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.core import actions as act
+from everstep.core import cluster as msg
+from everstep.core import events as ev
+from everstep.core.coordinator import Coordinator
+from everstep.core.messages import Ledger
+from everstep.core.ops import Microbatch, Worker
+from everstep.core.survey import Shape
+from everstep.schedule.desk import SchedulerDesk
+
+
+@dataclass
+class Actor:
+    node: str
+    incarnation: int
+    step: int = 1
+    joining: bool = True
+
+
+class Drama:
+    def __init__(
+        self,
+        *,
+        nodes: dict[str, int] | None = None,
+        patience: msg.Patience | None = None,
+        planned: bool = False,
+    ) -> None:
+        self.coordinator = Coordinator(patience=patience, planned=planned)
+        self.now = 0.0
+        self.transcript: list[str] = []
+        self.actors: dict[tuple[str, Worker], Actor] = {}
+        self.desks: dict[str, SchedulerDesk] = {}
+        self.numbers: dict[str, int] = {}
+        self.done: dict[str, int] = {}
+        self.cut: set[str] = set()  # nodes that are not heard
+        self.lost: list[msg.Dispatch] = []  # what was sent to them
+        self.actions: list[msg.ClusterAction] = []
+        self._queue: deque[msg.ClusterEvent] = deque()
+        for node, slots in (nodes if nodes is not None else {"a": 2, "b": 2}).items():
+            self.join(node, slots)
+
+    # -------------------------------------------------------------- what the script does
+
+    def join(self, node: str, slots: int = 2, boot: str = "1") -> None:
+        self.cut.discard(node)
+        self.numbers[node] = 0 if boot != "1" else self.numbers.get(node, 0)
+        self.hear(msg.NodeJoined(node=node, boot=boot, slots=slots, host=node))
+
+    def submit(self, name: str = "t", shape: Shape | None = None, steps: int = 9, **more: Any) -> None:
+        shape = shape or Shape(2, 2, 2)
+        self.desks[name] = SchedulerDesk(shape, "staggered")
+        self.hear(
+            msg.TaskSubmitted(task=name, job={"job": name}, shape=shape, steps=steps, secret="s", **more)
+        )
+
+    def seal(self, name: str = "t") -> None:
+        """Every stage seals the next step."""
+        task = self.coordinator.tasks[name]
+        assert task.recovery is not None
+        step = task.recovery.recorded + 1
+        total = task.shape.replicas * task.shape.microbatches
+        for stage in range(task.shape.stages):
+            worker = next(w for w, seat in task.seats.items() if w.stage == stage and seat.incarnation)
+            losses: tuple[tuple[Microbatch, float], ...] = ()
+            if stage == task.shape.stages - 1:
+                losses = tuple((Microbatch(k, 0), 1.0) for k in range(task.shape.replicas))
+            sealed = ev.StepSealed(
+                step=step, stage=stage, microbatches=total, executed=3 * total, losses=losses
+            )
+            self.report(name, worker, msg.TaskEvent(task=name, event=sealed))
+        for (of, _), actor in self.actors.items():
+            if of == name and not actor.joining:
+                actor.step = step + 1
+
+    def exits(self, worker: Worker, reason: str, name: str = "t") -> None:
+        actor = self.actors.pop((name, worker))
+        exited = ev.WorkerExited(worker=worker, incarnation=actor.incarnation, reason=reason)
+        self._report(actor.node, msg.TaskEvent(task=name, event=exited))
+
+    def raises(self, worker: Worker, error: str, name: str = "t") -> None:
+        actor = self.actors[name, worker]
+        raised = ev.WorkerRaised(
+            worker=worker, incarnation=actor.incarnation, error=error, where=f"step {actor.step} F"
+        )
+        self._report(actor.node, msg.TaskEvent(task=name, event=raised))
+        self.exits(worker, f"raised {error}", name)
+
+    def overdue(self, worker: Worker, *, name: str = "t", **more: Any) -> None:
+        actor = self.actors[name, worker]
+        facts = {"doing": "1F0.0", "busy": True, "stopped": False, "elapsed_s": 5.0, "expected_s": 0.1}
+        report = msg.OpOverdue(
+            task=name, worker=worker, incarnation=actor.incarnation, step=actor.step, **facts | more
+        )
+        self._report(actor.node, report)
+
+    def report(self, name: str, worker: Worker, report: msg.NodeReport) -> None:
+        self._report(self.coordinator.tasks[name].seats[worker].node, report)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        due = self.coordinator.due_at()
+        if due is not None and due <= self.now:
+            self.hear(msg.TimePassed())
+
+    def silence(self, node: str) -> None:
+        self.cut.add(node)
+        self.hear(msg.NodeFellSilent(node=node, silent_s=1.0))
+
+    def _report(self, node: str, report: msg.NodeReport) -> None:
+        if node in self.cut:
+            return
+        self.numbers[node] += 1
+        boot = self.coordinator.nodes[node].boot
+        self.hear(msg.FromNode(node=node, boot=boot, number=self.numbers[node], report=report))
+
+    # -------------------------------------------------------------- the play
+
+    def hear(self, event: msg.ClusterEvent) -> None:
+        self._queue.append(event)
+        while self._queue:
+            event = self._queue.popleft()
+            self.now = round(self.now + 0.001, 6)
+            self._write(">", event)
+            actions = self.coordinator.handle(event, self.now)
+            self.coordinator.validate()
+            for action in actions:
+                self.actions.append(action)
+                self._write("<", action)
+            for action in actions:
+                self._play(action)
+
+    def _play(self, action: msg.ClusterAction) -> None:
+        match action:
+            case msg.Dispatch() if action.node in self.cut:
+                self.lost.append(action)
+            case msg.Dispatch():
+                self.coordinator.acknowledged(action.node, action.number)
+                self._obey(action.node, action.order)
+            case msg.Think():
+                answer = self.desks[action.task].answer(action.question)
+                self._queue.append(msg.PlanAnswered(task=action.task, event=answer))
+            case _:
+                pass
+
+    def _obey(self, node: str, order: msg.Order) -> None:
+        match order:
+            case msg.StartProcess():
+                self.actors[order.task, order.worker] = Actor(node, order.incarnation)
+                started = ev.WorkerStarted(
+                    worker=order.worker, incarnation=order.incarnation, address=(node, 1000 + order.slot)
+                )
+                self._later(node, msg.TaskEvent(task=order.task, event=started))
+            case msg.KillProcess():
+                actor = self.actors.get((order.task, order.worker))
+                if actor is not None and actor.incarnation == order.incarnation:
+                    self._ends(order.task, order.worker, "killed by SIGKILL")
+            case msg.TellWorker():
+                self._told(node, order)
+            case msg.CloseTask():
+                for name, worker in [
+                    k for k, a in self.actors.items() if k[0] == order.task and a.node == node
+                ]:
+                    self._ends(name, worker, "exited with code 0")
+            case msg.KeepOnly():
+                for (name, worker), actor in list(self.actors.items()):
+                    if actor.node == node and (name, worker, actor.incarnation) not in order.keep:
+                        self._ends(name, worker, "killed by SIGKILL")
+            case msg.FindCheckpoint():
+                self._later(node, msg.CheckpointFound(task=order.task, step=0))
+            case msg.CommitCheckpoint():
+                committed = ev.CheckpointCommitted(step=order.step)
+                self._later(node, msg.TaskEvent(task=order.task, event=committed))
+
+    def _told(self, node: str, order: msg.TellWorker) -> None:
+        actor = self.actors.get((order.task, order.worker))
+        if actor is None:
+            return
+        event: ev.Event
+        match order.words:
+            case act.InterruptWorkers(epoch=epoch):
+                ledger = Ledger(step=actor.step, joining=actor.joining)
+                event = ev.LedgerReported(worker=order.worker, epoch=epoch, ledger=ledger)
+            case act.ResumeStep(order=resume):
+                actor.step, actor.joining = resume.step, False
+                event = ev.WorkerResumed(worker=order.worker, epoch=resume.epoch, at=self.now)
+            case act.CopyState(joiner=joiner):
+                other = self.actors[order.task, joiner]
+                other.step = actor.step
+                event = ev.StateCopied(
+                    worker=joiner, incarnation=other.incarnation, state_step=actor.step - 1
+                )
+                node = other.node
+            case _:
+                return
+        self._later(node, msg.TaskEvent(task=order.task, event=event))
+
+    def _ends(self, name: str, worker: Worker, reason: str) -> None:
+        actor = self.actors.pop((name, worker))
+        exited = ev.WorkerExited(worker=worker, incarnation=actor.incarnation, reason=reason)
+        self._later(actor.node, msg.TaskEvent(task=name, event=exited))
+
+    def _later(self, node: str, report: msg.NodeReport) -> None:
+        self.numbers[node] += 1
+        boot = self.coordinator.nodes[node].boot
+        self._queue.append(msg.FromNode(node=node, boot=boot, number=self.numbers[node], report=report))
+
+    # -------------------------------------------------------------- the transcript
+
+    def _write(self, sign: str, said: msg.ClusterEvent | msg.ClusterAction) -> None:
+        self.transcript.append(f"{self.now:8.3f} {sign} {_line(said)}")
+
+    def story(self) -> list[str]:
+        lines = []
+        for one in self.coordinator.log.incidents:
+            state = "open" if one.resumed_at is None else f"closed at {one.resumed_at:.3f}"
+            workers = " ".join(map(str, one.workers))
+            lines.append(f"incident {one.number} {one.task} {one.node} {workers} {state}: {one.what}")
+            lines += [f"  evidence {e.at:.3f} {e.source}: {e.text}" for e in one.evidence]
+            if one.verdict is not None:
+                lines.append(
+                    f"  verdict  SEV{one.verdict.severity} {one.verdict.kind}: {one.verdict.because}"
+                )
+            lines += [f"  remedy   {r.at:.3f} {r.what} [{r.outcome}]: {r.because}" for r in one.remedies]
+        return lines
+
+
+def _line(said: msg.ClusterEvent | msg.ClusterAction) -> str:
+    match said:
+        case msg.FromNode(node=node, number=number, report=report):
+            return f"{node}#{number} {_report(report)}"
+        case msg.Dispatch(node=node, number=number, order=order, because=because):
+            return f"{node}#{number} {_order(order)}  -- {because}"
+        case msg.PlanAnswered(task=task, event=event):
+            return f"PlanAnswered {task} {type(event).__name__} epoch {getattr(event, 'epoch', '')}"
+        case msg.Record(task=task, record=record):
+            return f"Record {task} step {record.step}"
+        case msg.Think(task=task, question=question):
+            return f"Think {task} epoch {question.epoch}"
+        case _:
+            facts = [
+                f"{n}={getattr(said, n)}" for n in said.__slots__ if n not in ("job", "secret", "because")
+            ]
+            because = f"  -- {said.because}" if hasattr(said, "because") else ""
+            return f"{type(said).__name__} {' '.join(facts)}{because}"
+
+
+def _report(report: msg.NodeReport) -> str:
+    if isinstance(report, msg.TaskEvent):
+        event = report.event
+        worker = getattr(event, "worker", "")
+        detail = " ".join(
+            f"{name}={getattr(event, name)}"
+            for name in ("incarnation", "epoch", "step", "stage", "reason", "error")
+            if hasattr(event, name)
+        )
+        return f"{report.task} {worker} {type(event).__name__} {detail}"
+    facts = [f"{n}={getattr(report, n)}" for n in report.__slots__ if n != "part"]
+    return f"{type(report).__name__} {' '.join(facts)}"
+
+
+def _order(order: msg.Order) -> str:
+    match order:
+        case msg.TellWorker(task=task, worker=worker, words=words):
+            return f"{type(words).__name__} {task} {worker}"
+        case msg.StartProcess(task=task, worker=worker, incarnation=incarnation, slot=slot):
+            return f"StartProcess {task} {worker} incarnation {incarnation} slot {slot}"
+        case msg.KillProcess(task=task, worker=worker, incarnation=incarnation):
+            return f"KillProcess {task} {worker} incarnation {incarnation}"
+        case msg.KeepOnly(keep=keep):
+            return f"KeepOnly {' '.join(f'{t}/{w}' for t, w, _ in keep)}"
+        case _:
+            return f"{type(order).__name__} {getattr(order, 'task', '')}"
