@@ -9,6 +9,8 @@ read back       open, read and check a journal of so many entries
 kills           SIGKILL of a writer at random moments; how many acknowledged entries were lost, how many holes
 take-over       kill -9 of the leading coordinator to the moment another has read the journal and leads; the
                 lease is 3 s and renewed each second, so 2 to 3 s of it is waiting for the lease
+slept           the leader is stopped (SIGSTOP) until another leads, then goes on: how many appends of it were
+                acknowledged after that
 resign          the same when the leader resigns
 """
 
@@ -20,6 +22,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -107,7 +110,7 @@ async def read_costs(path: Path, entries: int) -> Found:
 
 def writer(*arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tests.server.journal_writer", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT)
 
 
 def first_line(process: subprocess.Popen[bytes]) -> bytes:
@@ -173,6 +176,27 @@ def takeovers(etcd: Etcd, times: int, seed: int) -> Found:
     return {"trials": times, "seconds": spread(found, 1.0), "acknowledged_lost": lost}
 
 
+def sleepers(etcd: Etcd, times: int) -> Found:
+    """A leader that wakes up believing it still leads must find out before it has written anything."""
+    acknowledged_asleep, noticed_ms = 0, list[float]()
+    for n in range(times):
+        sleeper = writer("etcd", ",".join(etcd.endpoints), f"/sleepers{n}", "sleeper")
+        assert first_line(sleeper) == b"leads\n"
+        standby = writer("etcd", ",".join(etcd.endpoints), f"/sleepers{n}", "standby")
+        time.sleep(0.5)
+        sleeper.send_signal(signal.SIGSTOP)
+        assert first_line(standby) == b"leads\n"
+        read = int(first_line(standby))
+        began = time.perf_counter()
+        sleeper.send_signal(signal.SIGCONT)
+        last = last_acknowledged(sleeper, 0)  # it ends by LostLeadership
+        noticed_ms.append(time.perf_counter() - began)
+        acknowledged_asleep += max(0, last - read)
+        standby.kill()
+        standby.wait()
+    return {"trials": times, "acknowledged": acknowledged_asleep, "ended_ms": spread(noticed_ms)}
+
+
 async def resignations(etcd: Etcd, times: int) -> list[float]:
     found = []
     for n in range(times):
@@ -208,6 +232,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Found:
             journal = EtcdJournal(etcd.endpoints, prefix="/appends", name="bench", lease_s=30)
             row = asyncio.run(append_costs(journal, arguments.appends))
             row["take_over"] = takeovers(etcd, arguments.takeovers, arguments.seed)
+            row["slept"] = sleepers(etcd, max(1, arguments.takeovers // 5))
             row["resign_ms"] = spread(asyncio.run(resignations(etcd, 5)))
             found[f"etcd_{members}"] = row
     return found
@@ -238,6 +263,11 @@ def table(found: Found) -> str:
                 f"{name}: take-over after kill -9 p50 {take['seconds']['p50']:.2f} s, max "
                 f"{take['seconds']['max']:.2f} s ({take['trials']} trials, {take['acknowledged_lost']} "
                 f"acknowledged lost); after resigning p50 {resign['p50']:.0f} ms"
+            )
+            slept = found[name]["slept"]
+            lines.append(
+                f"{name}: {slept['trials']} leaders slept through their lease, {slept['acknowledged']} of "
+                f"their later appends acknowledged, ended {slept['ended_ms']['p50']:.0f} ms after waking"
             )
     if isinstance(found.get("etcd"), str):
         lines.append(found["etcd"])

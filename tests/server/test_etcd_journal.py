@@ -1,6 +1,7 @@
 """The journal in a real etcd: one leads, the others wait, and who has been deposed writes nothing."""
 
 import asyncio
+import http.server
 import itertools
 import random
 import select
@@ -355,6 +356,16 @@ def test_one_of_three_endpoints_may_be_down_or_go_down(tmp_path: Path) -> None:
         asyncio.run(scene(etcd))
 
 
+class NotEtcd(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"kvs": []}')
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 def test_what_cannot_be_opened_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ANSWER_S", 0.3)
     nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
@@ -370,3 +381,11 @@ def test_what_cannot_be_opened_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
         asyncio.run(opening("127.0.0.1:2379"))
     with pytest.raises(UserError, match="no etcd endpoint was given"):
         asyncio.run(opening())
+    other = http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotEtcd)
+    thread = threading.Thread(target=other.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    with pytest.raises(UserError, match=r"\(the answer is not etcd's\); start etcd, or correct"):
+        asyncio.run(opening(f"http://127.0.0.1:{other.server_port}"))
+    other.shutdown()
+    thread.join()
+    other.server_close()

@@ -140,7 +140,8 @@ def _result(answer: Any) -> Json:
     if fault is not None:
         raise Refused(int(answer.get("code", 2)), str(fault))
     result = answer.get("result", answer)
-    assert isinstance(result, dict)
+    if not isinstance(result, dict) or "revision" not in result.get("header", {}):
+        raise aiohttp.ClientPayloadError("the answer is not etcd's")
     return result
 
 
