@@ -224,7 +224,14 @@ def test_a_stopped_rank_is_named_when_seen_and_restarted_when_it_stays() -> None
     assert run.machine.incidents[0].verdict == "task hang"
 
 
-def test_a_debugger_may_stop_a_rank_for_a_moment() -> None:
+def test_a_rank_in_a_debugger_is_left_alone_for_as_long_as_it_takes() -> None:
+    run = Run(hang_after_s=10)
+    for _ in range(100):
+        assert run.looked("St", [0, 0], after=1.0) == []
+    assert run.machine.incidents == []
+
+
+def test_a_rank_may_be_stopped_for_a_moment() -> None:
     run = Run(hang_after_s=60)
     run.looked("ST", [1, 1], after=0.25)
     assert run.looked("SS", [1, 1], after=3.0) == []

@@ -61,7 +61,7 @@ class RankExited:
 class Look:
     """One look at a rank and its children from outside. `cpu_s`, `output_bytes`: since it was started."""
 
-    state: str  # of /proc/PID/stat: R running, S sleeping, D disk, T stopped
+    state: str  # of /proc/PID/stat: R running, S sleeping, D disk, T stopped, t traced
     cpu_s: float
     output_bytes: int
 

@@ -28,7 +28,10 @@ class Stillness:
             if self._has_moved(rank, look, now):
                 self._moves[rank] = (now, look)
                 self.moved_at = now
-        states = {rank: look.state in "Tt" for rank, look in sorted(looks.items())}
+        # State t, in small, is a debugger's doing: somebody is looking at it, and wants it alive.
+        states = {rank: look.state == "T" for rank, look in sorted(looks.items())}
+        if any(look.state == "t" for look in looks.values()):
+            self.moved_at = now
         stopped = [rank for rank, is_stopped in states.items() if is_stopped and rank not in self.stopped]
         resumed = [rank for rank, is_stopped in states.items() if not is_stopped and rank in self.stopped]
         self.stopped.update(dict.fromkeys(stopped, now))

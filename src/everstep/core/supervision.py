@@ -13,8 +13,8 @@ for `settle_s`: if a better witness comes, it is the cause; if none does, the on
 evidence is acted on at once.
 
 A rank that sleeps may be waiting for one that is stuck. Nobody is called hung while anybody uses a CPU or
-writes output; a stopped rank (SIGSTOP) is named as soon as it is seen, and given `stopped_patience_s` because
-debuggers stop processes too.
+writes output; a stopped rank (SIGSTOP) is named as soon as it is seen, and has `stopped_patience_s`
+to go on.
 
 Restarts are not free of charge: there are `max_restarts` of them; the first comes at once, the next ones wait
 longer and longer unless the life before was long. Three things are never tried again: what needs other
@@ -268,7 +268,7 @@ class Supervision:
         actions: list[Action] = [
             TellPerson(
                 rank=rank,
-                because=f"rank {rank} is stopped (SIGSTOP or a debugger); the others wait for it; it has "
+                because=f"rank {rank} is stopped (SIGSTOP); the others wait for it; it has "
                 f"{self._stopped_patience_s:g} s to go on before all ranks are restarted.",
             )
             for rank in stopped

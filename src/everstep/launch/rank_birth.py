@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,6 +52,10 @@ class Process(Protocol):
 class Births(Protocol):
     def start(self, birth: Birth) -> Process: ...
 
+    @property
+    def fork_store(self) -> Callable[[int], int] | None:
+        """Starts `rank_store.host` on a file descriptor where torch is loaded, if anywhere; its pidfd."""
+
     def close(self) -> None: ...
 
 
@@ -83,6 +87,8 @@ class StartedProcess:
 
 
 class PlainBirths:
+    fork_store = None
+
     def start(self, birth: Birth) -> Process:
         return StartedProcess(birth)
 
@@ -136,12 +142,26 @@ class Cradle:
     def start(self, birth: Birth) -> Process:
         assert self._socket is not None, "the cradle is not open"
         told = {"command": list(birth.command), "environment": birth.environment, "cwd": os.getcwd()}
-        socket.send_fds(self._socket, [json.dumps(told).encode()], [birth.stdout, birth.stderr, birth.line])
-        data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
-        if not data or not fds:
+        pid, pidfd = self._ask(told, [birth.stdout, birth.stderr, birth.line])
+        return ForkedProcess(pid, pidfd, self._socket)
+
+    @property
+    def fork_store(self) -> Callable[[int], int] | None:
+        if "torch" not in self._preload:
+            return None
+        return lambda fd: self._ask({"store": True}, [fd])[1]
+
+    def _ask(self, request: dict[str, Any], fds: list[int]) -> tuple[int, int]:
+        """A fork; its pid and pidfd."""
+        assert self._socket is not None
+        received: list[int] = []
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
+            data, received, _, _ = socket.recv_fds(self._socket, 4096, 1)
+        if not received:
             names = ", ".join(self._preload)
-            raise EverstepError(f"--preload {names} has failed; what it said is above")
-        return ForkedProcess(json.loads(data)["pid"], fds[0], self._socket)
+            raise EverstepError(f"--preload {names} has failed; what it said is above.")
+        return json.loads(data)["pid"], received[0]
 
     def close(self) -> None:
         if self._socket is not None:
@@ -169,11 +189,19 @@ def _serve(fd: int, preload: Sequence[str]) -> None:
         pid = os.fork()
         if pid == 0:
             line.close()
-            _live(request, fds)
+            _host_store(fds[0]) if "store" in request else _live(request, fds)
         pidfd = os.pidfd_open(pid)
         socket.send_fds(line, [json.dumps({"pid": pid}).encode()], [pidfd])
         for each in (*fds, pidfd):
             os.close(each)
+
+
+def _host_store(fd: int) -> None:
+    from everstep.launch import rank_main, rank_store
+
+    rank_main.die_with_parent()
+    rank_store.host(fd)
+    os._exit(0)
 
 
 def _live(request: dict[str, Any], fds: list[int]) -> None:

@@ -83,8 +83,10 @@ class Stream:
         while sum(map(len, self._tail)) - len(self._tail[0]) > _TAIL_BYTES:
             self._tail.popleft()
         *whole, self._partial = (self._partial + data).splitlines(keepends=True) or [b""]
-        if self._partial.endswith((b"\n", b"\r")) or len(self._partial) > _MAX_LINE_BYTES:
+        if self._partial.endswith((b"\n", b"\r")):
             whole, self._partial = [*whole, self._partial], b""
+        elif len(self._partial) > _MAX_LINE_BYTES:
+            whole, self._partial = [*whole, self._partial + b"\n"], b""
         self._lines += [self._prefix + line for line in whole]
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -38,43 +40,58 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class StoreHost:
-    """The supervisor's side: a process, started when it is first needed."""
+    """The supervisor's side: a process, started when it is first needed.
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+    `fork`: starts it from a process that has torch already, and gives its pidfd.
+    """
+
+    def __init__(self, fork: Callable[[int], int] | None = None) -> None:
+        self._fork = fork
+        self._pidfd: int | None = None
+        self._popen: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
     def serve(self, listener: socket.socket) -> None:
         """A fresh, empty store on this socket; the one before is dropped."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        assert self._socket is not None
         try:
-            socket.send_fds(self._socket, [_told(listener)], [listener.fileno()])
-        except OSError:  # it died just now; once more with a new one
-            self._start()
-            socket.send_fds(self._socket, [_told(listener)], [listener.fileno()])
+            self._send(listener)
+        except OSError:  # it has died; once more with a new one
+            self.close()
+            self._send(listener)
 
     def close(self) -> None:
+        """It holds nothing that anybody needs. Gone when this returns: its port is free."""
         if self._socket is not None:
             self._socket.close()
-        if self._process is not None:
-            self._process.kill()  # it holds nothing that anybody needs
-            self._process.wait()
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            select.select([self._pidfd], [], [], 5)
+            os.close(self._pidfd)
+        if self._popen is not None:
+            self._popen.wait()
+        self._socket = self._pidfd = self._popen = None
+
+    def _send(self, listener: socket.socket) -> None:
+        if self._socket is None:
+            self._start()
+        assert self._socket is not None
+        socket.send_fds(self._socket, [_told(listener)], [listener.fileno()])
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if self._socket is not None:
-            self._socket.close()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            if self._fork is not None:
+                self._pidfd = self._fork(theirs.fileno())
+                return
+            self._popen = subprocess.Popen(
                 [sys.executable, "-m", "everstep.launch.rank_store", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._socket = ours
+            self._pidfd = os.pidfd_open(self._popen.pid)
 
 
 def _told(listener: socket.socket) -> bytes:
@@ -82,7 +99,8 @@ def _told(listener: socket.socket) -> bytes:
     return json.dumps({"address": address, "port": port}).encode()
 
 
-def _host(fd: int) -> None:
+def host(fd: int) -> None:
+    """The process's whole life: a store for every socket that comes."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     line = socket.socket(fileno=fd)
@@ -110,5 +128,5 @@ if __name__ == "__main__":
 
     die_with_parent()
     with contextlib.suppress(KeyboardInterrupt):
-        _host(int(sys.argv[1]))
+        host(int(sys.argv[1]))
     os._exit(0)

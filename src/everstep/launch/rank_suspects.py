@@ -1,8 +1,9 @@
 """Who looks guilty of a hang, from what can be had without the script's help.
 
-Three witnesses, the best first: a rank that has ended while others wait; PyTorch's record of collectives (a
-rank that has not entered the collective in which the others sit is the one they wait for); the Python stacks
-(a rank outside torch while the others are inside it). Everybody in the same collective: then nobody is named.
+Three witnesses, the best first: PyTorch's record of collectives (a rank that has not entered the collective
+in which the others sit is the one they wait for); the Python stacks (a rank outside torch while the others
+are inside it, or have ended); a rank that has ended while all others are inside torch. Everybody in the same
+collective: then nobody is named.
 
 This is the place for `everstep.diagnose`: it may take the same records and say more.
 """
@@ -58,7 +59,7 @@ def suspect(*, stacks: Mapping[int, str], records: Mapping[int, Any], finished: 
         f"rank {rank} {_standing(frames.get(rank), entered.get(rank))}"
         for rank in sorted({*frames, *entered})
     )
-    ranks, because = _ended(finished) or _behind(entered) or _outside(frames) or _unknown(frames)
+    ranks, because = _behind(entered) or _outside(frames, finished) or _ended(finished) or _unknown(frames)
     return Suspicion(ranks=ranks, because=because, evidence=evidence)
 
 
@@ -80,12 +81,14 @@ def _behind(entered: Mapping[int, Entered]) -> _Named | None:
     return behind, f"{_names(behind)} never entered {ahead.name} number {ahead.number}, where others wait."
 
 
-def _outside(frames: Mapping[int, list[Frame]]) -> _Named | None:
+def _outside(frames: Mapping[int, list[Frame]], finished: tuple[int, ...]) -> _Named | None:
     outside = tuple(sorted(rank for rank, found in frames.items() if not found[0].is_torch))
-    if not outside or len(outside) == len(frames):
+    if not outside or (len(outside) == len(frames) and not finished):
         return None
-    at = frames[outside[0]][0]
-    return outside, f"{_names(outside)} is at {at}, outside torch; the others wait inside it."
+    at = f"{_names(outside)} is at {frames[outside[0]][0]}, outside torch"
+    if len(outside) < len(frames):
+        return outside, f"{at}; the others wait inside it."
+    return outside, f"{at}; the others have ended."
 
 
 def _unknown(frames: Mapping[int, list[Frame]]) -> _Named:

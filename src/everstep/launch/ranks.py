@@ -89,7 +89,7 @@ class Ranks:
         self._ranks: dict[int, _Rank] = {}
         self._selector = selectors.DefaultSelector()
         self._pump = Pump()
-        self._store = rank_store.StoreHost()
+        self._store = rank_store.StoreHost(births.fork_store)
         self._listener: socket.socket | None = None
         self._pids: list[list[int]] = []
         self._end: words.EndRun | None = None
@@ -315,7 +315,6 @@ class Ranks:
         address, port = self.launch.master_address, self.launch.master_port
         if port:
             self._store.close()  # the store of the life before holds this very port
-            self._store = rank_store.StoreHost()
         try:
             self._listener = rank_store.listen(address, port)
         except OSError as error:

@@ -1,0 +1,371 @@
+"""Ranks of plain scripts, with real processes: who is named, what is kept, and that nobody stays behind."""
+
+import ast
+import importlib.util
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.core import ranks as words
+from everstep.core.ranks import Policy
+from everstep.errors import EverstepError, UserError
+from everstep.launch import rank_report
+from everstep.launch.rank_birth import Births, Cradle, PlainBirths
+from everstep.launch.rank_environment import Place, rank_environment
+from everstep.launch.ranks import Launch, Ran, Ranks
+
+HEAD = """
+import os, signal, sys, time
+rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+"""
+
+
+class Told:
+    """A run, what it told, and what its ranks wrote."""
+
+    def __init__(self, ran: Ran, launch: Launch, said: list[tuple[words.Action, float]]) -> None:
+        self.ran, self.launch, self.said = ran, launch, said
+        self.output: str = launch.output.getvalue().decode()  # type: ignore[attr-defined]
+        self.errors: str = launch.errors.getvalue().decode()  # type: ignore[attr-defined]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(json.dumps(rank_report.document(self.launch, self.ran)))
+        return found
+
+    @property
+    def incident(self) -> dict[str, Any]:
+        (found,) = self.document["incidents"]
+        return dict(found)
+
+    def file(self, life: int, rank: int, name: str) -> str:
+        folder = self.launch.log_dir / self.launch.run_id / f"attempt_{life}" / str(rank)
+        return (folder / name).read_text()
+
+
+Run = Callable[..., Told]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run a script as ranks, to its end; afterwards none of its processes is there."""
+
+    def go(script: str, *arguments: str, births: Births | None = None, port: int = 0, **policy: Any) -> Told:
+        path = tmp_path / "script.py"
+        path.write_text(HEAD + script)
+        launch = Launch(
+            command=[str(path), *arguments],
+            policy=Policy(**{"ranks": 2, "grace_s": 2.0, "backoff_s": 0.01, **policy}),
+            run_id="test",
+            log_dir=tmp_path / "logs",
+            master_port=port,
+            output=io.BytesIO(),
+            errors=io.BytesIO(),
+        )
+        said: list[tuple[words.Action, float]] = []
+        ran = Ranks(launch, births or PlainBirths(), lambda action, at_s: said.append((action, at_s))).run()
+        assert not [pid for pids in ran.pids for pid in pids if lives(pid)]
+        return Told(ran, launch, said)
+
+    return go
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(is_so: Callable[[], Any], limit_s: float = 20) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+# ------------------------------------------------------------------ what a rank finds
+
+
+def test_a_rank_finds_every_variable_that_torchrun_sets() -> None:
+    """The names are read from the installed torch, so that one which it adds is missed here."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    source = Path(
+        spec.submodule_search_locations[0], "distributed/elastic/agent/server/local_elastic_agent.py"
+    )
+    (table,) = [
+        node.value
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Dict)
+        and "worker_env" in ast.unparse(node.targets[0])
+    ]
+    names = {key.value for key in table.keys if isinstance(key, ast.Constant)}
+    assert len(names) > 10
+    names |= {"LOCAL_RANK", "OMP_NUM_THREADS", "TORCHELASTIC_ERROR_FILE"}
+    place = Place(
+        rank=1,
+        ranks=2,
+        life=3,
+        max_restarts=4,
+        run_id="x",
+        master_address="a",
+        master_port=5,
+        folder=Path("f"),
+    )
+    found = rank_environment(place, {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "7", "RANK": "99"})
+    assert names <= found.keys()
+    assert (found["RANK"], found["WORLD_SIZE"], found["TORCHELASTIC_RESTART_COUNT"]) == ("1", "2", "3")
+    assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("INFO", "7"), "the person's own stay"
+
+
+def test_a_script_runs_as_python_would_run_it(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("word = 'beside'\n")
+    told = run(
+        """
+import beside, pickle
+class Thing: pass
+pickle.loads(pickle.dumps(Thing()))
+print(__name__, __file__ == sys.argv[0], sys.argv[1:], beside.word, "EVERSTEP" in "".join(os.environ))
+""",
+        "--lr",
+        "1",
+        ranks=1,
+    )
+    assert told.ran.code == 0
+    assert told.output == "[0] __main__ True ['--lr', '1'] beside False\n"
+
+
+def test_what_ranks_write_is_passed_on_with_the_rank_and_kept_as_it_is(run: Run) -> None:
+    told = run("print('one\\ntwo'); sys.stderr.write('no newline at the end'); print('x' * 200_000)")
+    assert told.output.count("x") == 2 * 200_000
+    lines = told.output.splitlines()  # the long one comes in parts
+    assert {line for line in lines if line.strip("x")[4:]} == {"[0] one", "[0] two", "[1] one", "[1] two"}
+    assert all(line.startswith(("[0] ", "[1] ")) for line in lines)
+    assert sorted(told.errors.splitlines()) == ["[0] no newline at the end", "[1] no newline at the end"]
+    assert told.file(0, 1, "stdout.log") == "one\ntwo\n" + "x" * 200_000 + "\n"
+
+
+# ------------------------------------------------------------------ faults
+
+
+def test_a_killed_rank_is_named_and_all_start_again(run: Run) -> None:
+    told = run("if life == 0 and rank == 1: os.kill(os.getpid(), 9)\nif life == 0: time.sleep(60)")
+    assert told.ran.code == 0
+    assert told.document["restarts"] == 1
+    assert told.document["ranks"] == [
+        {"rank": rank, "pid": told.ran.pids[1][rank], "exit_code": 0} for rank in (0, 1)
+    ]
+    assert (told.incident["rank"], told.incident["verdict"], told.incident["severity"]) == (
+        1,
+        "killed",
+        "SEV2",
+    )
+    assert told.incident["restarted_ms"] < 1000
+    assert told.ran.seconds < 20
+
+
+def test_an_exception_comes_with_its_traceback_and_without_our_frames(run: Run) -> None:
+    told = run("def load(): raise OSError('no disk')\nif rank == 0: load()\ntime.sleep(60)", max_restarts=0)
+    assert told.ran.code == 1
+    incident = told.incident
+    assert incident["what"] == "rank 0 raised OSError: no disk at script.py:4 in load"
+    assert incident["remedy"] == "stop"
+    assert 0 < incident["noticed_ms"] < 1000
+    assert "rank_main" not in incident["traceback"]
+    assert incident["traceback"] in told.file(0, 0, "stderr.log"), "also printed, as always"
+    assert told.ran.because.endswith("No restarts are allowed.")
+
+
+def test_a_rank_that_raised_but_cannot_end_does_not_hold_the_others(run: Run) -> None:
+    told = run("""
+import threading
+if life == 0: threading.Thread(target=time.sleep, args=(60,)).start()
+if life == 0 and rank == 0: raise RuntimeError("stuck at exit")
+""")
+    assert told.ran.code == 0
+    assert told.ran.seconds < 20
+    assert told.incident["rank"] == 0
+
+
+def test_the_error_file_of_torchelastic_is_read(run: Run) -> None:
+    told = run(
+        """
+import json
+if rank == 1:
+    extra = {"py_callstack": "Traceback: here"}
+    error = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    told = {"message": {"message": error, "extraInfo": extra}}
+    json.dump(told, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
+    sys.stdout.flush(); os._exit(5)
+time.sleep(60)
+""",
+        max_restarts=0,
+    )
+    assert told.incident["verdict"] == "illegal memory access"
+    assert told.incident["traceback"] == "Traceback: here"
+    assert told.ran.code == 5
+
+
+def test_the_exit_code_and_the_last_words_of_a_rank_are_kept(run: Run) -> None:
+    told = run("if rank == 1: sys.exit('the data is gone')\ntime.sleep(60)", max_restarts=0)
+    assert told.ran.code == 1
+    assert told.incident["what"] == "rank 1 exited with code 1"
+    assert told.incident["evidence"][1] == "the last line of rank 1 on stderr: the data is gone"
+
+
+def test_a_rank_that_will_not_go_is_killed_with_its_children(run: Run, tmp_path: Path) -> None:
+    told = run(
+        f"""
+import subprocess
+if rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", "60"])
+    open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+    time.sleep(60)
+while not os.path.exists({str(tmp_path / "child")!r}): time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGSEGV)
+""",
+        max_restarts=0,
+        grace_s=0.3,
+    )
+    assert told.ran.code == 128 + signal.SIGSEGV
+    assert told.incident["rank"] == 1
+    assert [action.signal for action, _ in told.said if isinstance(action, words.SignalRanks)] == [
+        "SIGTERM",
+        "SIGKILL",
+    ]
+    wait_until(lambda: not lives(int((tmp_path / "child").read_text())))
+
+
+def test_a_stopped_rank_is_named_within_a_second(run: Run) -> None:
+    told = run(
+        """
+if life == 0 and rank == 1:
+    print(time.monotonic(), flush=True); os.kill(os.getpid(), signal.SIGSTOP)
+if life == 0: time.sleep(60)
+""",
+        stopped_patience_s=0.2,
+    )
+    stopped_at = float(told.file(0, 1, "stdout.log")) - told.ran.started
+    named_at = next(
+        at_s for action, at_s in told.said if isinstance(action, words.TellPerson) and action.rank == 1
+    )
+    assert named_at - stopped_at < 1.0
+    assert told.incident["rank"] == 1
+    assert told.ran.code == 0
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> str:
+    """Source that imports `waiting`, from a folder called torch: what counts is where stacks say they are."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "waiting.py").write_text("import time\ndef all_reduce(): time.sleep(60)\n")
+    return f"sys.path.insert(0, {str(tmp_path / 'torch')!r}); import waiting\n"
+
+
+def test_a_hang_is_blamed_on_the_rank_outside_torch(run: Run, waiting: str) -> None:
+    told = run(
+        waiting
+        + """
+def read_batch(): time.sleep(60)
+if life == 0: read_batch() if rank == 1 else waiting.all_reduce()
+""",
+        hang_after_s=1.0,
+    )
+    assert told.ran.code == 0
+    incident = told.incident
+    assert incident["rank"] == 1
+    assert incident["verdict"] == "task hang"
+    assert (
+        incident["because"]
+        == "rank 1 is at script.py:6 in read_batch, outside torch; the others wait inside it."
+    )
+    assert "rank 0 is at script.py:7 in <module>, in torch's all_reduce" in incident["evidence"]
+    assert "read_batch" in told.file(0, 1, "stacks.txt")
+
+
+def test_a_rank_that_leaves_early_is_named_by_those_who_wait_for_it(run: Run, waiting: str) -> None:
+    told = run(waiting + "if rank == 0 and life == 0: waiting.all_reduce()", hang_after_s=1.0)
+    assert told.incident["rank"] == 1
+    assert told.incident["because"] == "rank 1 ended with code 0 while the others still wait."
+
+
+def test_the_same_mistake_twice_is_not_tried_again(run: Run) -> None:
+    told = run("undefined_name", max_restarts=9)
+    assert told.document["restarts"] == 1
+    assert "The same error twice at the same line" in told.ran.because
+    assert told.ran.code == 1
+
+
+# ------------------------------------------------------------------ ports, and forks
+
+
+def test_every_life_has_a_port_of_its_own_that_is_open_before_its_ranks_begin(run: Run) -> None:
+    told = run("""
+import socket
+socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])), timeout=5).close()
+print(os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"], flush=True)
+if life == 0: sys.exit(3)
+""")
+    first, second = (told.file(life, 0, "stdout.log").split() for life in (0, 1))
+    assert first[0] != second[0]
+    assert first[1] == "True"
+
+
+def test_a_port_that_is_taken_is_a_sentence(run: Run) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UserError, match=r"cannot be used .* leave it out for a free one"):
+            run("", port=taken.getsockname()[1])
+
+
+def test_ranks_can_be_forked_from_a_process_that_has_loaded_their_modules(run: Run) -> None:
+    told = run(
+        "print('plistlib' in sys.modules, __name__, os.getsid(0) == os.getpid(), flush=True)\n"
+        "if life == 0 and rank == 1: os.kill(os.getpid(), 9)\nif life == 0: time.sleep(60)\nsys.exit(0)",
+        births=Cradle(["plistlib"]).open(),
+    )
+    assert told.ran.code == 0
+    assert told.incident["what"] == "rank 1 killed by SIGKILL"
+    assert told.file(1, 0, "stdout.log") == "True __main__ True\n"
+
+
+def test_a_module_that_cannot_be_preloaded_ends_the_run(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EverstepError, match="--preload no_such_module has failed"):
+        run("", births=Cradle(["no_such_module"]).open())
+    assert "ModuleNotFoundError" in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------ the end
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_nobody_stays_behind_when_the_supervisor_ends(sent: int, code: int, tmp_path: Path) -> None:
+    """Ctrl-C, and the worst case: the supervisor is killed and can do nothing any more."""
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + "open(f'{sys.argv[1]}/{rank}', 'w').write(str(os.getpid()))\ntime.sleep(60)")
+    command = [sys.executable, "-m", "everstep.cli.main", "run", "--nproc", "2", str(script), str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        files = [tmp_path / "0", tmp_path / "1"]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        process.send_signal(sent)
+        assert process.wait(timeout=20) == code
+        pids = [int(file.read_text()) for file in files]
+        wait_until(lambda: not any(lives(pid) for pid in pids))
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+    assert os.getpid() not in pids
