@@ -81,11 +81,13 @@ class Gateway:
         """The answer of the first endpoint that has one."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + within_s
-        reason, attempts = "no time was left to ask", 0
+        reason, attempts = "", 0
         while (left_s := deadline - clock()) > 0:
             try:
                 return await self._ask(method, body, min(ATTEMPT_S, left_s))
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            except TimeoutError:  # the last one may be for want of time: what was told before says more
+                reason = reason or "no answer in time"
+            except (aiohttp.ClientError, OSError) as error:
                 reason = str(error) or type(error).__name__
             except Refused as error:
                 if error.code not in _PASSING:
@@ -95,7 +97,9 @@ class Gateway:
             attempts += 1
             if attempts % len(self.endpoints) == 0:
                 await asyncio.sleep(_PAUSE_S)
-        raise Unreachable(f"no etcd answers at {', '.join(self.endpoints)} ({reason})")
+        raise Unreachable(
+            f"no etcd answers at {', '.join(self.endpoints)} ({reason or 'no time was left to ask'})"
+        )
 
     async def stream(self, method: str, body: Json) -> AsyncIterator[Json]:
         """The answers of one endpoint to a request that has many, until it hangs up."""
@@ -124,10 +128,12 @@ class Gateway:
     async def _ask(self, method: str, body: Json, timeout_s: float) -> Json:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with self._opened.post(self._url(method), json=body, timeout=timeout) as response:
-            try:
-                answer = await response.json(content_type=None)
-            except ValueError:
-                raise aiohttp.ClientPayloadError("the answer is not JSON") from None
+            body = await response.read()
+        try:
+            answer = json.loads(body)
+        except ValueError:
+            words = " ".join(body[:200].decode(errors="replace").split())
+            raise aiohttp.ClientPayloadError(f"HTTP status {response.status}: {words}") from None
         return _result(answer)
 
 
