@@ -1,34 +1,40 @@
 """Does the schedule tell the truth? Predicted over measured step time, before and after a death.
 
     python bench/predict.py
-    python bench/predict.py --replicas 2 --stages 2 --json
+    python bench/predict.py --replicas 2 --stages 2 --turns 3 --json
 
-The prediction is the planner's period for the op times that the workers report; the measurement is the median
-step of the same run. The killed worker is not brought back, so that both states last. With fewer cores than
-workers an op's time holds the wait for a core, and the workers of one machine are not as independent as the
-planner thinks.
+The job is the demo's. The prediction is made of what the workers report: the planner's order, run in virtual
+time with the seconds each op keeps a core busy, the workers sharing the cores of this machine (see
+`schedule/sharing.py`). The measurement is the median step of the same run. The killed worker is not brought
+back, so that both states last. `foreseen` is the step after the death as predicted before it, from times that
+the whole crew reported; `no sharing` is the planner's own period, which takes every worker to have a core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from everstep.core.ops import Worker
 from everstep.core.cluster import Patience
+from everstep.core.ops import Kind, Worker
 from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local import LocalTask
 from everstep.node.nursery import Nursery
-from everstep.schedule import plan
+from everstep.schedule import Planned, plan
+from everstep.schedule.profile import Profile
+from everstep.schedule.sharing import Machine, shared_period
 
 KILL_AT, STEPS, SETTLE = 20, 40, 4
+NOBODY: frozenset[Worker] = frozenset()
 
 
-def measure(replicas: int, stages: int, preset: str, depth: int) -> dict[str, Any]:
+def measure(replicas: int, stages: int, preset: str, depth: int) -> dict[str, dict[str, float]]:
     job = Job(
         model=ModelSpec(preset=preset, options={"depth": depth}),
         data=DataSpec(kind="synthetic", rows=4),
@@ -37,33 +43,51 @@ def measure(replicas: int, stages: int, preset: str, depth: int) -> dict[str, An
         stages=stages,
         steps=STEPS,
     )
-    victim = Worker(0, stages - 1)
-    predicted: dict[str, float] = {}
+    gone = frozenset({Worker(0, stages - 1)})
+    predicted: dict[str, tuple[float, float]] = {}
 
     def watch(kind: str, what: Any) -> None:
-        nonlocal predicted
-        if kind == "step" and what.step in (KILL_AT - 1, STEPS - 1):
-            after = what.step >= KILL_AT
-            instance = task.profile.instance()
-            dead = frozenset({victim}) if after else frozenset()
-            predicted["after" if after else "before"] = plan(replace(instance, dead=dead), "staggered").period
-        if kind == "step" and what.step == KILL_AT - 1:
-            task.kill(victim)
+        if kind != "step":
+            return
+        profile = task.desk.profile
+        if what.step == KILL_AT - 1:
+            predicted["before"] = predict(profile, NOBODY, NOBODY)
+            predicted["foreseen"] = predict(profile, NOBODY, gone)
+            for worker in gone:
+                task.kill(worker)
+        elif what.step == STEPS - 1:
+            predicted["after"] = predict(profile, gone, gone)
 
     nursery = Nursery().start()
     task = LocalTask(job, nursery=nursery, watch=watch, patience=Patience(restarts_per_place=0))
     rows = task.run().by_step()
     nursery.close()
-    spans = {"before": range(SETTLE + 1, KILL_AT), "after": range(KILL_AT + SETTLE, STEPS)}
-    measured = {name: statistics.median(rows[s].seconds for s in span) for name, span in spans.items()}
+    before = statistics.median(rows[s].seconds for s in range(SETTLE + 1, KILL_AT))
+    after = statistics.median(rows[s].seconds for s in range(KILL_AT + SETTLE, STEPS))
+    measured = {"before": before, "foreseen": after, "after": after}
     return {
         name: {
-            "predicted_ms": round(predicted[name] * 1e3, 1),
+            "predicted_ms": round(shared * 1e3, 1),
             "measured_ms": round(measured[name] * 1e3, 1),
-            "ratio": round(predicted[name] / measured[name], 3),
+            "ratio": round(shared / measured[name], 3),
+            "no_sharing": round(separate / measured[name], 3),
         }
-        for name in spans
+        for name, (shared, separate) in predicted.items()
     }
+
+
+def predict(profile: Profile, dead_then: frozenset[Worker], dead: frozenset[Worker]) -> tuple[float, float]:
+    """The step's time with these dead, from times that were told when those were: sharing cores, and not."""
+    instance = profile.instance()
+    planned = plan(replace(instance, dead=dead), "staggered")
+    alone = profile.alone(hosted(plan(replace(instance, dead=dead_then), "staggered")))
+    assert alone is not None, "the workers have not told how long their ops keep a core busy"
+    machine = Machine(frozenset(instance.workers()), len(os.sched_getaffinity(0)))
+    return shared_period(planned, replace(alone, dead=dead), [machine]), planned.period
+
+
+def hosted(planned: Planned) -> Counter[Worker]:
+    return Counter(w for w, ops in planned.schedule.ops.items() for op in ops if op.kind is Kind.F)
 
 
 def main() -> int:
@@ -74,15 +98,20 @@ def main() -> int:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--preset", default="gpt-tiny")
     parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    result = measure(given.replicas, given.stages, given.preset, given.depth)
+    turns = [
+        measure(given.replicas, given.stages, given.preset, given.depth) for _ in range(max(1, given.turns))
+    ]
     if given.json:
-        print(json.dumps(result))
-    else:
-        print(f"{given.replicas} x {given.stages}")
-        for name, row in result.items():
-            print(f"  {name:8}" + "".join(f"{key:>14} {value}" for key, value in row.items()))
+        print(json.dumps(turns))
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    print(f"{given.replicas} x {given.stages} workers, {cores} cores")
+    for turn in turns:
+        for name, row in turn.items():
+            print(f"  {name:10}" + "".join(f"{key:>14} {value:<8}" for key, value in row.items()))
     return 0
 
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,13 @@ class Ports:
     save: Callable[[int, dict[str, Tensor]], None]
     load: Callable[[int, list[str]], Mapping[str, Tensor]]
     clock_ns: Callable[[], int] = time.monotonic_ns
+    cpu_ns: Callable[[], int] = time.thread_time_ns
+    process_cpu_ns: Callable[[], int] = time.process_time_ns
+
+
+class _Started(NamedTuple):
+    clock_ns: int
+    cpu_ns: int
 
 
 class Body:
@@ -80,7 +87,9 @@ class Body:
         self._touched = False  # has the initial state been changed?
         self._told_epoch = 0
         self._finishing = False
-        self.times: dict[Kind, float] = {}  # seconds an op takes here, smoothed
+        # Seconds, smoothed: "F" an op takes, "F.cpu" it keeps a core busy, "step.cpu" all threads in a step.
+        self.times: dict[str, float] = {}
+        self._step_cpu_ns = 0
 
     # -------------------------------------------------------------- the loop
 
@@ -192,7 +201,7 @@ class Body:
         assert microbatch is not None
         self._shine(busy=True, doing=str(op))
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
-        started = self.ports.clock_ns()
+        started = self._start()
         number = self._number(microbatch)
         given = None if task.input is None else self.payloads[task.input]
         output: Tensor | None = None
@@ -213,7 +222,7 @@ class Body:
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
         if self._told_epoch != self.walker.epoch:
             self._told_epoch = self.walker.epoch
-            self.ports.report("resumed", {"epoch": self.walker.epoch, "at_ns": started})
+            self.ports.report("resumed", {"epoch": self.walker.epoch, "at_ns": started.clock_ns})
 
     def _losses(self, step: int) -> list[tuple[Microbatch, float]]:
         if not self.stage.is_last:
@@ -226,7 +235,7 @@ class Body:
 
     def _sum_chunk(self, task: msg.SumChunk) -> float:
         """Replica by replica in their order, so that the sum does not depend on who was first."""
-        started = self.ports.clock_ns()
+        started = self._start()
         self._maybe_die(task.step, "R", "during")
         mine = self._chunk(task.members, self.me.replica)
         parts = {part.sender: self.payloads[part] for part in task.parts}
@@ -260,7 +269,7 @@ class Body:
         return self.updater.sum_of_squares(mean)
 
     def _update(self, task: msg.Update) -> None:
-        started = self.ports.clock_ns()
+        started = self._start()
         self._shine(busy=True, doing=f"{self.me.stage}U")
         self._maybe_die(task.step, "U", "before")
         if task.keep:
@@ -272,6 +281,7 @@ class Body:
             if task.step in self.released:
                 self._release_gradients(task.step)
         self._time(Kind.U, started)
+        self._time_step()
         if task.step % _TELL_TIMES_EVERY == 1 or task.step <= 3:
             self.ports.report("times", {"times": self.times})
         self._maybe_die(task.step, "U", "after")
@@ -411,9 +421,24 @@ class Body:
             )
         return self.sums[step]
 
-    def _time(self, kind: Kind, started_ns: int) -> None:
-        seconds = (self.ports.clock_ns() - started_ns) / 1e9
-        self.times[kind] = seconds if kind not in self.times else 0.8 * self.times[kind] + 0.2 * seconds
+    def _start(self) -> _Started:
+        return _Started(self.ports.clock_ns(), self.ports.cpu_ns())
+
+    def _time(self, kind: Kind, started: _Started) -> None:
+        now = self._start()
+        self._smooth(kind, (now.clock_ns - started.clock_ns) / 1e9)
+        if self.stage.device.type == "cpu":  # elsewhere this thread only starts the work
+            self._smooth(f"{kind}.cpu", (now.cpu_ns - started.cpu_ns) / 1e9)
+
+    def _time_step(self) -> None:
+        """What all threads of this worker have burned since the last update."""
+        now = self.ports.process_cpu_ns()
+        if self._step_cpu_ns:
+            self._smooth("step.cpu", (now - self._step_cpu_ns) / 1e9)
+        self._step_cpu_ns = now
+
+    def _smooth(self, name: str, seconds: float) -> None:
+        self.times[name] = seconds if name not in self.times else 0.8 * self.times[name] + 0.2 * seconds
 
     def _shine(self, *, busy: bool, doing: str) -> None:
         if self.beacon is not None:
@@ -433,6 +458,7 @@ class Body:
             if fault.strikes(step, op, when):
                 self.faults.remove(fault)
                 if fault.how == "raise":
+                    self._shine(busy=True, doing=f"raises at {op}")
                     raise RuntimeError(f"planted fault at step {step} {op}")
                 self._shine(busy=True, doing=f"dies at {op}")
                 os.kill(os.getpid(), signal.SIGKILL)

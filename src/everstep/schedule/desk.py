@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from everstep.core.actions import ComputePlan
 from everstep.core.events import PlanComputed
-from everstep.core.ops import Kind, Worker
+from everstep.core.ops import Worker
 from everstep.core.survey import Shape
 from everstep.schedule.answer import answer
 from everstep.schedule.cache import PlanCache
@@ -25,7 +25,7 @@ class SchedulerDesk:
         self._all_ready = False
 
     def learn(self, worker: Worker, times: Mapping[str, float]) -> None:
-        self.profile.learn(worker, {Kind(kind): seconds for kind, seconds in times.items()})
+        self.profile.learn(worker, times)
 
     def answer(self, question: ComputePlan) -> PlanComputed:
         if self._plans is None or self.profile.drift() is not None:
