@@ -4,7 +4,8 @@ A task computes, then runs its phases in their order, then starts its next step.
 are under way at once; a group (a ring) ends when its longest flow has ended. Between two moments at which
 anything starts, ends, fails or is re-routed, rates are constant: so time goes from moment to moment.
 
-    change at t ──► flows on a dead link stand still ──► t + notice_s: `reroute` answers ──► they go on
+    change at t ──► `switches` answer at once (a dead link's flows are hashed elsewhere, or stand still)
+                ──► t + notice_s: `reroute` answers (the plan made anew)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from everstep.errors import UserError
 from everstep.fabric.fairness import Usage, max_min
-from everstep.fabric.flows import Task
+from everstep.fabric.flows import Endpoint, Task
 from everstep.fabric.routing import Routing
 from everstep.fabric.topology import Floats, Topology
 
@@ -72,12 +73,23 @@ def simulate(
     *,
     num_steps: int,
     changes: Sequence[Change] = (),
+    switches: Reroute | None = None,
     reroute: Reroute | None = None,
     notice_s: float = 0.0,
     max_moments: int = 1_000_000,
 ) -> Outcome:
-    """Run every task for `num_steps` steps. Without `reroute`, flows stay where they are."""
-    return _World(routing, tasks, num_steps, changes, reroute, notice_s).run(max_moments)
+    """Run every task for `num_steps` steps. Without `switches` and `reroute`, flows stay where they are."""
+    if num_steps < 1:
+        raise UserError(f"steps is {num_steps}; simulate at least 1.")
+    answers = _Answers(switches=switches, reroute=reroute, notice_s=notice_s)
+    return _World(routing, tasks, num_steps, changes, answers).run(max_moments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answers:
+    switches: Reroute | None
+    reroute: Reroute | None
+    notice_s: float
 
 
 class _World:
@@ -87,16 +99,12 @@ class _World:
         tasks: Sequence[Task],
         num_steps: int,
         changes: Sequence[Change],
-        reroute: Reroute | None,
-        notice_s: float,
+        answers: _Answers,
     ) -> None:
-        if num_steps < 1:
-            raise UserError(f"steps is {num_steps}; simulate at least 1.")
         self.now = 0.0
-        self.routing, self.num_steps = routing, num_steps
-        self.reroute, self.notice_s = reroute, notice_s
+        self.routing, self.num_steps, self.answers = routing, num_steps, answers
         self.changes = sorted(changes, key=lambda c: c.at_s)
-        self.answers: list[float] = []  # when reroute will have answered
+        self.due: list[float] = []  # when reroute will have answered
         self.running = [_Running(task) for task in tasks]
         self.steps: list[Step] = []
         self.reroutes: list[tuple[float, str]] = []
@@ -108,6 +116,7 @@ class _World:
         self.phase_groups: dict[tuple[str, str], set[int]] = {}
         for flow in routing.flows:
             self.phase_groups.setdefault((flow.task, flow.phase), set()).add(self.group_number[flow.group])
+        self.ceiling = self._ceiling()
         self.left = np.zeros(len(groups))
         self.active = np.zeros(len(groups), dtype=bool)
 
@@ -133,24 +142,23 @@ class _World:
         flows = np.flatnonzero(self.active[self.group_of])
         share = self.routing.gbit[flows] / self.size[self.group_of[flows]]
         usage = Usage.of(self.routing.paths[flows], self.group_of[flows], share, len(self.size))
-        return max_min(usage, self.routing.topology.capacity, np.where(self.active, self._ceiling(), 0.0))
+        return max_min(usage, self.routing.topology.capacity, np.where(self.active, self.ceiling, 0.0))
 
     def _ceiling(self) -> Floats:
         """What a group's flow can be fed with: its NIC's rate over the flows that leave it together."""
         most = np.full(len(self.size), np.inf)
-        per_edge: dict[tuple[int, object, object], int] = {}
+        per_edge: dict[tuple[int, Endpoint, Endpoint], int] = {}
         for number, flow in enumerate(self.routing.flows):
             key = int(self.group_of[number]), flow.source, flow.target
             per_edge[key] = per_edge.get(key, 0) + 1
         for (group, source, _), count in per_edge.items():
-            node = self.routing.topology.by_node[source[0]]  # type: ignore[index]
+            node = self.routing.topology.by_node[source[0]]
             if node.nic_gbps is not None:
                 most[group] = min(most[group], node.nic_gbps / count)
-        self._ceiling = lambda: most  # type: ignore[method-assign]
         return most
 
     def _next_moment(self, rates: Floats) -> float | None:
-        moments = [change.at_s for change in self.changes[:1]] + self.answers[:1]
+        moments = [change.at_s for change in self.changes[:1]] + self.due[:1]
         moments += [r.computes_until_s for r in self.running if r.phase == -1 and r.step <= self.num_steps]
         moving = self.active & (rates > 0)
         if moving.any():
@@ -161,12 +169,14 @@ class _World:
         while self.changes and self.changes[0].at_s <= self.now + _NOW:
             topology = self.routing.topology.with_condition(self.changes.pop(0).condition)
             self.routing = _on(topology, self.routing)
-            if self.reroute is not None:
-                self.answers.append(self.now + self.notice_s)
-        while self.answers and self.answers[0] <= self.now + _NOW:
-            self.answers.pop(0)
-            assert self.reroute is not None
-            self.routing = self.reroute(self.routing.topology, self.routing)
+            if self.answers.switches is not None:
+                self.routing = self.answers.switches(topology, self.routing)
+            if self.answers.reroute is not None:
+                self.due.append(self.now + self.answers.notice_s)
+        while self.due and self.due[0] <= self.now + _NOW:
+            self.due.pop(0)
+            assert self.answers.reroute is not None
+            self.routing = self.answers.reroute(self.routing.topology, self.routing)
             self.reroutes.append((self.now, self.routing.because))
 
     # ------------------------------------------------------------------ tasks
