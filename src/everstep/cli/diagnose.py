@@ -1,0 +1,154 @@
+"""`everstep diagnose`: a folder of dumps or traces to a verdict, with the evidence for it.
+
+Reads files and prints; thinking is `everstep.diagnose`. Needs neither torch nor a GPU: dumps are read where
+they are looked at, which is seldom the machine that wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from everstep.errors import UserError
+
+if TYPE_CHECKING:
+    from everstep.diagnose import Analysis, Diagnosis
+
+_MOST_BYTES = 1 << 30
+_SHOWN = 8
+
+
+def diagnose_command(
+    path: Annotated[Path, typer.Argument(help="A dump, or a folder of dumps, rings or traces of one job.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(help="Write delay matrix, waiting graph and timeline into this folder, as SVG."),
+    ] = None,
+    png: Annotated[bool, typer.Option("--png", help="With --pictures: PNG as well (extra `plot`).")] = False,
+) -> None:
+    """Say who is hung or slow, from what the ranks recorded of their communication.
+
+    Reads PyTorch Flight Recorder dumps (pickle and JSON), NCCL Inspector and RAS files, Everstep's own rings,
+    and tables of operations (parquet). Files it cannot use are named and left out.
+
+    Examples: everstep diagnose /tmp/traces · everstep diagnose dumps/ --pictures out/ --png ·
+    everstep diagnose trace.parquet --json
+    """
+    analysis = _analyse(path, Console(stderr=True))
+    if pictures is not None:
+        _draw(analysis, pictures, png)
+    if as_json:
+        sys.stdout.write(json.dumps(analysis.diagnosis.document()) + "\n")
+    else:
+        _show(analysis.diagnosis)
+
+
+def _analyse(path: Path, messages: Console) -> Analysis:
+    from everstep.diagnose import Unusable, analyse, read
+    from everstep.diagnose.sources import PARQUET
+
+    files = _files(path)
+    parts, tables, unusable = [], {}, []
+    with Progress(console=messages, transient=True) as bar:
+        for file in bar.track(files, description="reading"):
+            name = str(file.relative_to(path)) if path.is_dir() else file.name
+            try:
+                content = _content(file)
+                if content.startswith(PARQUET):
+                    tables[name] = _columns(content)
+                else:
+                    parts.append(read(name, content, modified_ns=file.stat().st_mtime_ns))
+            except Unusable as why:
+                unusable.append((name, str(why)))
+    analysis = analyse(parts, tables)
+    analysis.diagnosis.unusable = unusable + analysis.diagnosis.unusable
+    if not parts and not tables:
+        first = f"; {unusable[0][0]}: {unusable[0][1]}" if unusable else ""
+        raise UserError(f"{path} holds no dump or trace that can be used{first}.")
+    return analysis
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise UserError(f"{path} does not exist; name a dump or a folder of dumps.")
+    if path.is_file():
+        return [path]
+    files = sorted(f for f in path.rglob("*") if f.is_file() and not f.name.startswith("."))
+    if not files:
+        raise UserError(f"{path} is empty; name a folder that holds dumps, rings or traces.")
+    return files
+
+
+def _content(file: Path) -> bytes:
+    from everstep.diagnose import Unusable
+
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise Unusable("larger than 1 GiB")
+        return file.read_bytes()
+    except OSError as error:
+        raise Unusable(f"it cannot be read: {error.strerror}") from None
+
+
+def _columns(content: bytes) -> dict[str, Any]:
+    from everstep.diagnose import Unusable
+
+    try:
+        from pyarrow import ArrowException, BufferReader
+        from pyarrow.parquet import read_table
+    except ImportError:
+        raise Unusable("parquet needs pyarrow: pip install 'everstep[parquet]'") from None
+    try:
+        table = read_table(BufferReader(content))
+    except (ArrowException, OSError) as error:
+        raise Unusable(f"truncated or not parquet ({str(error).splitlines()[0][:80]})") from None
+    return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
+
+
+def _draw(analysis: Analysis, folder: Path, png: bool) -> None:
+    from everstep.diagnose import pictures
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, picture in pictures.all_of(analysis).items():
+            (folder / f"{name}.svg").write_text(pictures.svg(picture))
+            if png:
+                (folder / f"{name}.png").write_bytes(pictures.png(picture))
+    except OSError as error:
+        raise UserError(f"--pictures {folder} cannot be written: {error.strerror}.") from None
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    from everstep.diagnose.finding import ranks_text
+
+    console = Console(highlight=False)
+    if not diagnosis.incidents:
+        console.print("No rank and no link stands out: no incident.", style="green")
+    for finding in diagnosis.incidents:
+        console.print(f"[bold red]{finding.syndrome}[/], {finding.where}: {finding.because}", soft_wrap=True)
+        if finding.suspects:
+            table = Table("suspect", "node", "confidence", "evidence")
+            for suspect in finding.suspects[:_SHOWN]:
+                who = f"rank {suspect.rank}" + (f" → {suspect.peer}" if suspect.peer is not None else "")
+                table.add_row(who, suspect.node, f"{suspect.confidence:.2f}", suspect.evidence)
+            console.print(table)
+        if len(finding.suspects) > _SHOWN:
+            console.print(f"and {len(finding.suspects) - _SHOWN} more suspects; --json has them all.")
+        if finding.victims:
+            console.print(f"victims: rank {ranks_text(finding.victims)}", soft_wrap=True)
+        for out in finding.ruled_out[:_SHOWN]:
+            console.print(f"ruled out: {out.what}: {out.because}", style="dim", soft_wrap=True)
+    for imbalance in diagnosis.imbalances:
+        console.print(f"[yellow]not a fault[/], {imbalance.kind}: {imbalance.because}", soft_wrap=True)
+    for note in diagnosis.notes:
+        console.print(f"note: {note}", style="dim", soft_wrap=True)
+    for name, why in diagnosis.unusable:
+        console.print(f"left out: {name}: {why}", style="dim", soft_wrap=True)

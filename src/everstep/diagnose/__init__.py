@@ -1,0 +1,32 @@
+"""Who is hung, who is slow: from communication records to syndrome to suspects, with evidence.
+
+    part = read(name, content)          any file: Flight Recorder, NCCL Inspector, NCCL RAS, our ring
+    analysis = analyse(parts)           one job: hangs, slow links, slow ranks, imbalances
+
+`stream.Stream` is the same for a job that is running: `feed(records)`, `verdicts(now)`.
+"""
+
+from everstep.diagnose.finding import Diagnosis, Finding, Imbalance, Suspect, Syndrome, Where
+from everstep.diagnose.flight import Unusable
+from everstep.diagnose.record import Case, Group, Log, Part, Record, join
+from everstep.diagnose.sources import read
+from everstep.diagnose.verdict import Analysis, analyse
+
+__all__ = [
+    "Analysis",
+    "Case",
+    "Diagnosis",
+    "Finding",
+    "Group",
+    "Imbalance",
+    "Log",
+    "Part",
+    "Record",
+    "Suspect",
+    "Syndrome",
+    "Unusable",
+    "Where",
+    "analyse",
+    "join",
+    "read",
+]

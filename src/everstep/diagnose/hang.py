@@ -1,0 +1,285 @@
+"""Who is stuck: the arrows of `waiting`, followed to their ends.
+
+A rank that others wait for, and that nobody is shown to hold up, is an end of the graph: a suspect.
+Everyone upstream is a victim, whatever group they wait in. So a rank of another pipeline stage, which a
+rule that looks at one group at a time would blame, is cleared by its own arrow. Ranks in a circle are one
+end together; inside it those are suspect who were shown (NEVER) not to have come and are not themselves
+shown to wait.
+
+What the end itself shows tells host from device:
+
+    outstanding what its peers completed    the host asked, the device does not deliver    device, communication hang
+    nothing of the kind                     the host never asked                           host, non-communication hang
+    no word from it at all                  host, less sure: silence is not a record
+
+Several ranks at one operation, nobody ahead or behind: all entered and none left. If some have started and
+others have not, those are suspect (device); if some lag in what they have enqueued elsewhere, those; else the
+group is named and no rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+
+from everstep.diagnose.circles import last_circles
+from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
+from everstep.diagnose.mismatch import find_mismatches
+from everstep.diagnose.raised import find_raised
+from everstep.diagnose.record import UNKNOWN, Case
+from everstep.diagnose.waiting import Arrow, Rests, Standing, arrows_of, operation, stand
+
+_HANG_AFTER_S = 1.0
+_PATIENCE = 5.0  # times the longest usual pause between two operations of a rank
+Accused = dict[int, tuple[Where, float, str]]
+
+
+def find_hangs(case: Case, *, now_ns: int = UNKNOWN) -> list[Finding]:
+    """Every hang the case shows; none if all outstanding operations are younger than the job's patience."""
+    standing = stand(case)
+    raised = find_raised(case)
+    if raised:
+        return raised
+    if not standing.first or not _overdue(case, standing, now_ns):
+        return []
+    mismatches = find_mismatches(case, standing)
+    if mismatches:
+        return mismatches
+    arrows = arrows_of(case, standing)
+    accused, unresolved = _accuse(case, standing, arrows)
+    return _findings(case, standing, arrows, accused, unresolved)
+
+
+def _overdue(case: Case, standing: Standing, now_ns: int) -> bool:
+    """Outstanding for longer than this job usually pauses. Without a time of taking, outstanding is overdue:
+    dumps are written when a timeout struck."""
+    taken = dict.fromkeys(standing.first, now_ns) if now_ns != UNKNOWN else case.taken_ns
+    ages = [
+        taken[rank] - record.enqueued_ns
+        for rank, record in standing.first.items()
+        if record.enqueued_ns != UNKNOWN and rank in taken
+    ]
+    if not ages:
+        return True
+    log = case.log
+    pauses = np.diff(log.enqueued_ns)[(np.diff(log.rank) == 0) & (log.enqueued_ns[1:] != UNKNOWN)]
+    usual = float(np.quantile(pauses, 0.98)) if len(pauses) >= 8 else 0.0
+    return max(ages) > max(_HANG_AFTER_S * 1e9, _PATIENCE * usual)
+
+
+# ------------------------------------------------------------------ ends
+
+
+def _accuse(case: Case, standing: Standing, arrows: list[Arrow]) -> tuple[Accused, list[list[int]]]:
+    """Suspects, and groups of ranks that are stuck together with nothing to tell them apart."""
+    accused: Accused = {}
+    unresolved = []
+    into: dict[int, list[Arrow]] = defaultdict(list)
+    for arrow in arrows:
+        into[arrow.target].append(arrow)
+    for circle in _ends(standing, arrows):
+        odd = [r for r in circle if _completed_elsewhere(case, standing, r)]
+        if odd:
+            accused |= {r: _device(case, standing, r, into[r]) for r in odd}
+        elif len(circle) == 1 and _waits_alone(standing, circle[0]):
+            accused[circle[0]] = _host(case, circle[0], into[circle[0]])
+        else:
+            found = _apart(case, standing, arrows, circle, into)
+            accused |= found
+            if not found:
+                unresolved.append(circle)
+    return accused, unresolved
+
+
+def _ends(standing: Standing, arrows: list[Arrow]) -> list[list[int]]:
+    """Circles nobody leaves; ranks that wait at one operation, with no arrow between them, are one circle."""
+    after: dict[int, set[int]] = defaultdict(set)
+    for arrow in arrows:
+        after[arrow.waiter].add(arrow.target)
+        after.setdefault(arrow.target, set())
+    together: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, record in standing.first.items():
+        if not record.is_message:
+            together[record.group, record.seq].append(rank)
+        elif rank not in after and record.peer in standing.first:
+            after[rank].add(record.peer)
+    for ranks in together.values():
+        for one, other in zip(ranks, ranks[1:] + ranks[:1], strict=True):
+            if one != other:
+                after[one].add(other)
+    return last_circles(after)
+
+
+def _waits_alone(standing: Standing, rank: int) -> bool:
+    """With nothing outstanding, or with a message nobody is shown to owe it."""
+    first = standing.first.get(rank)
+    return first is None or first.is_message
+
+
+def _completed_elsewhere(case: Case, standing: Standing, rank: int) -> list[int]:
+    first = standing.first.get(rank)
+    if first is None or not case.has_device:
+        return []
+    others = [first.peer] if first.is_message else list(case.groups[first.group].members)
+    return [m for m in others if m != rank and standing.is_through(m, first)]
+
+
+def _apart(
+    case: Case, standing: Standing, arrows: list[Arrow], circle: list[int], into: dict[int, list[Arrow]]
+) -> Accused:
+    """Who stands out in a circle."""
+    shown = {a.waiter for a in arrows if a.rests > Rests.ABSENT}
+    never = [r for r in circle if any(a.rests is Rests.NEVER for a in into[r]) and r not in shown]
+    if never and len(never) < len(circle):
+        return {r: _host(case, r, into[r]) for r in never}
+    inside = [r for r in circle if r in standing.first]
+    unstarted = [r for r in inside if standing.first[r].started_ns == UNKNOWN]
+    if 0 < len(unstarted) <= len(inside) // 2:
+        late, why, confidence = unstarted, "has not started it on its device, the others have", 0.85
+    else:
+        late, why, confidence = _laggards(standing, inside), "enqueued less than its peers elsewhere", 0.6
+    return {r: (Where.DEVICE, confidence, f"at {operation(case, standing.first[r])} it {why}") for r in late}
+
+
+def _laggards(standing: Standing, ranks: list[int]) -> list[int]:
+    """Ranks whose hosts got less far than most, in any group they share with the others."""
+    behind: set[int] = set()
+    by_group: dict[tuple[int, bool], dict[int, int]] = defaultdict(dict)
+    for (rank, group, message), seq in standing.reached.items():
+        if rank in ranks:
+            by_group[group, message][rank] = seq
+    for reached in by_group.values():
+        most = max(reached.values())
+        late = {rank for rank, seq in reached.items() if seq < most}
+        if len(reached) > 2 and len(late) <= len(reached) // 3:
+            behind |= late
+    return sorted(behind) if len(behind) <= len(ranks) // 3 else []
+
+
+# ------------------------------------------------------------------ evidence
+
+
+def _device(case: Case, standing: Standing, rank: int, into: list[Arrow]) -> tuple[Where, float, str]:
+    first, through = standing.first[rank], _completed_elsewhere(case, standing, rank)
+    return (
+        Where.DEVICE,
+        0.95,
+        f"{_waited_for(case, into)}it still has {operation(case, first)} outstanding, which rank "
+        f"{ranks_text(through)} completed ({len(standing.outstanding[rank])} outstanding in all)",
+    )
+
+
+def _host(case: Case, rank: int, into: list[Arrow]) -> tuple[Where, float, str]:
+    waited_for = _waited_for(case, into)
+    if rank in case.silent or rank not in case.ranks:
+        asked = rank in case.silent
+        return (
+            Where.HOST,
+            0.85 if asked else 0.6,
+            f"{waited_for}it {case.silent.get(rank, 'left no records')}",
+        )
+    best = max(into, key=lambda a: a.rests)
+    more = f"; {case.stuck_hosts[rank]}" if rank in case.stuck_hosts else ""
+    more += f"; its host is at {case.stacks[rank]}" if rank in case.stacks else ""
+    return Where.HOST, 0.95 if best.rests is Rests.NEVER else 0.75, f"{waited_for}it {best.how}{more}"
+
+
+def _waited_for(case: Case, into: list[Arrow]) -> str:
+    places = Counter(operation(case, a.at) for a in into)
+    parts = []
+    for place, _ in places.most_common(2):
+        ranks = sorted({a.waiter for a in into if operation(case, a.at) == place})
+        parts.append(f"rank {ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for it at {place}")
+    return "; ".join(parts) + "; " if parts else ""
+
+
+def _findings(
+    case: Case, standing: Standing, arrows: list[Arrow], accused: Accused, unresolved: list[list[int]]
+) -> list[Finding]:
+    found = []
+    waits = tuple((a.waiter, a.target, operation(case, a.at)) for a in arrows)
+    for where in dict.fromkeys(place for place, _, _ in accused.values()):
+        ranks = sorted(r for r, (place, _, _) in accused.items() if place is where)
+        victims = sorted(_upstream(arrows, standing, set(ranks)) - set(accused))
+        host = where is Where.HOST
+        found.append(
+            Finding(
+                syndrome=Syndrome.NON_COMMUNICATION_HANG if host else Syndrome.COMMUNICATION_HANG,
+                where=where,
+                suspects=tuple(
+                    Suspect(
+                        rank=r, confidence=accused[r][1], evidence=accused[r][2], node=case.hosts.get(r, "")
+                    )
+                    for r in ranks
+                ),
+                victims=tuple(victims),
+                ruled_out=_ruled_out(case, standing, arrows, set(accused), where),
+                because=f"the {where} of rank {ranks_text(ranks)} {'never asked for' if host else 'does not complete'} "
+                f"what {len(victims)} other rank{'s wait' if len(victims) != 1 else ' waits'} for.",
+                waits=waits,
+            )
+        )
+    return found + [_together(case, standing, circle, waits) for circle in unresolved if not found]
+
+
+def _together(
+    case: Case, standing: Standing, circle: list[int], waits: tuple[tuple[int, int, str], ...]
+) -> Finding:
+    """Stuck at the same place, and nothing recorded tells them apart."""
+    places = {operation(case, standing.first[r]) for r in circle if r in standing.first}
+    link = len(circle) == 2
+    return Finding(
+        syndrome=Syndrome.COMMUNICATION_HANG,
+        where=Where.LINK if link else Where.UNKNOWN,
+        suspects=(),
+        victims=tuple(circle),
+        ruled_out=(
+            RuledOut(what="host", because=f"all {len(circle)} ranks have asked for what they wait at"),
+        ),
+        because=f"rank {ranks_text(circle)} entered {', '.join(sorted(places)[:2])} and none left; "
+        "what is recorded does not tell which of them, or of the links between them, holds it up.",
+        waits=waits,
+    )
+
+
+def _upstream(arrows: list[Arrow], standing: Standing, ends: set[int]) -> set[int]:
+    waiters: dict[int, set[int]] = defaultdict(set)
+    for arrow in arrows:
+        waiters[arrow.target].add(arrow.waiter)
+    places = Counter((r.group, r.seq) for r in standing.first.values() if not r.is_message)
+    reached, todo = set(ends), list(ends)
+    while todo:
+        rank = todo.pop()
+        more: Iterable[int] = waiters[rank]
+        first = standing.first.get(rank)
+        if first is not None and not first.is_message and places[first.group, first.seq] > 1:
+            more = waiters[rank] | {
+                r for r, f in standing.first.items() if (f.group, f.seq) == (first.group, first.seq)
+            }
+        fresh = [r for r in more if r not in reached]
+        reached.update(fresh)
+        todo += fresh
+    return reached
+
+
+def _ruled_out(
+    case: Case, standing: Standing, arrows: list[Arrow], accused: set[int], where: Where
+) -> tuple[RuledOut, ...]:
+    reasons: dict[str, list[int]] = defaultdict(list)
+    for arrow in arrows:
+        if arrow.waiter not in accused:
+            reasons[f"it waits for rank {arrow.target} at {operation(case, arrow.at)}"].append(arrow.waiter)
+    out = [RuledOut(what=f"rank {ranks_text(ranks)}", because=why) for why, ranks in reasons.items()]
+    quiet = [r for r in case.ranks if r not in standing.first and r not in accused]
+    if quiet:
+        out.append(RuledOut(what=f"rank {ranks_text(quiet)}", because="nobody waits for it"))
+    if where is Where.HOST:
+        out.append(RuledOut(what="device", because="no operation its peers completed is outstanding there"))
+        out.append(
+            RuledOut(what="link", because="not all have entered the operation, so no transfer is owed")
+        )
+    else:
+        out.append(RuledOut(what="host", because="it asked for what it has outstanding"))
+    return tuple(out)

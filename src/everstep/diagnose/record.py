@@ -1,0 +1,274 @@
+"""One communication, as one rank saw it; and the columns that hold millions of them.
+
+Every reader ends here, whatever it read: a Flight Recorder dump, NCCL's own files, our engine's ring. A
+record says which operation it was (group, sequence), who took part (rank, peer), and when it was enqueued,
+started and ended. Each time may be unknown, and unknown is not a late time: sources differ in what they can
+see, so no analysis may read an absence as evidence.
+
+    enqueued   the host asked for it
+    started    the device (or the kernel's socket) began
+    ended      this rank was done with it
+    took       how long it ran, where a source knows the length and not the moment
+
+A `Part` is what one file says. `join` makes one `Case` of many parts: groups that several ranks name become
+one group, and messages between two ranks find each other. Groups are the same when their name and their
+members are: after a split, one name may stand for two sets of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNKNOWN = -1
+SEND, RECV, COMPUTE = "send", "recv", "compute"
+SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
+EQUAL_SIZES = frozenset({"all_reduce", "broadcast", "reduce", "reduce_scatter"})
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One row. Times are nanoseconds of whatever clock the rank's host has."""
+
+    rank: int
+    group: int  # an index into the groups of its part or case
+    seq: int
+    kind: str
+    bytes: int = UNKNOWN
+    peer: int = UNKNOWN
+    enqueued_ns: int = UNKNOWN
+    started_ns: int = UNKNOWN
+    ended_ns: int = UNKNOWN
+    took_ns: int = UNKNOWN
+    done: bool | None = None
+    order: int = UNKNOWN  # the rank's own program order
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind in (SEND, RECV)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ranks that communicate together. No members: the source does not say, `join` infers them."""
+
+    name: str
+    members: tuple[int, ...] = ()
+    about: str = ""
+    pairwise: bool = False  # messages carry a number of their own per sender and receiver
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.about})" if self.about not in ("", "undefined", self.name) else self.name
+
+
+_COLUMNS: tuple[tuple[str, Any], ...] = (
+    ("rank", np.int32),
+    ("group", np.int32),
+    ("seq", np.int64),
+    ("kind", np.int16),
+    ("bytes", np.int64),
+    ("peer", np.int32),
+    ("enqueued_ns", np.int64),
+    ("started_ns", np.int64),
+    ("ended_ns", np.int64),
+    ("took_ns", np.int64),
+    ("done", np.int8),  # 1, 0, or -1: unknown
+    ("order", np.int64),
+)
+
+
+@dataclass(slots=True)
+class Log:
+    """Records as columns, each rank's in its own order."""
+
+    kinds: list[str]
+    rank: NDArray[np.int32]
+    group: NDArray[np.int32]
+    seq: Ints
+    kind: NDArray[np.int16]
+    bytes: Ints
+    peer: NDArray[np.int32]
+    enqueued_ns: Ints
+    started_ns: Ints
+    ended_ns: Ints
+    took_ns: Ints
+    done: NDArray[np.int8]
+    order: Ints
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> Log:
+        rows = list(records)
+        kinds: dict[str, int] = {}
+        columns: dict[str, Any] = {}
+        for name, dtype in _COLUMNS:
+            if name == "kind":
+                values = [kinds.setdefault(r.kind, len(kinds)) for r in rows]
+            elif name == "done":
+                values = [UNKNOWN if r.done is None else int(r.done) for r in rows]
+            else:
+                values = [getattr(r, name) for r in rows]
+            columns[name] = np.array(values, dtype=dtype)
+        return cls(kinds=list(kinds), **columns)
+
+    def take(self, rows: NDArray[Any]) -> Log:
+        return Log(kinds=self.kinds, **{name: getattr(self, name)[rows] for name, _ in _COLUMNS})
+
+    def row(self, at: int) -> Record:
+        done = int(self.done[at])
+        plain = {name: int(getattr(self, name)[at]) for name, _ in _COLUMNS if name not in ("kind", "done")}
+        return Record(kind=self.kinds[self.kind[at]], done=None if done < 0 else bool(done), **plain)
+
+    def records(self) -> list[Record]:
+        return [self.row(at) for at in range(len(self))]
+
+    def is_kind(self, *kinds: str) -> NDArray[np.bool_]:
+        wanted = np.array([kind in kinds for kind in self.kinds] or [False])
+        return np.asarray(wanted[self.kind]) if len(self) else np.zeros(0, dtype=bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a rank got in a group, by the library's own counters."""
+
+    enqueued: int = UNKNOWN
+    completed: int = UNKNOWN
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """What one source says, mostly about one rank."""
+
+    source: str
+    form: str = ""  # of the file: two of one form and one rank are two takes of the same thing
+    log: Log
+    groups: list[Group]
+    ranks: tuple[int, ...] = ()  # who speaks here, also with no record at all
+    progress: dict[tuple[int, int], Progress] = field(default_factory=dict)  # (rank, group)
+    taken_ns: dict[int, int] = field(default_factory=dict)  # when a rank's records were taken, by their clock
+    hosts: dict[int, str] = field(default_factory=dict)
+    silent: dict[int, str] = field(default_factory=dict)  # asked, no answer: how it failed to
+    stacks: dict[int, str] = field(default_factory=dict)  # what the host was doing, in its own words
+    stuck_hosts: dict[int, str] = field(
+        default_factory=dict
+    )  # its interpreter does not answer: why we think so
+    errors: dict[int, tuple[int, str]] = field(default_factory=dict)  # raised: when (ns), what
+    world_size: int = 0
+    has_device: bool = True  # gloo has none: what failed there looks completed
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """Everything known about one job at one time."""
+
+    log: Log
+    groups: list[Group]
+    ranks: tuple[int, ...]  # who spoke
+    world: tuple[int, ...]  # who exists
+    progress: dict[tuple[int, int], Progress] = field(default_factory=dict)
+    taken_ns: dict[int, int] = field(default_factory=dict)
+    hosts: dict[int, str] = field(default_factory=dict)
+    silent: dict[int, str] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)
+    stuck_hosts: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, tuple[int, str]] = field(default_factory=dict)
+    has_device: bool = True
+
+    def name(self, group: int) -> str:
+        return str(self.groups[group])
+
+
+def join(parts: Sequence[Part]) -> Case:
+    """One case of many parts. Of several dumps of one rank the latest counts."""
+    parts = _latest(parts)
+    keys: dict[tuple[str, tuple[int, ...]], int] = {}
+    groups: list[Group] = []
+    moved: list[list[int]] = []
+    for part in parts:
+        indices = []
+        for group in part.groups:
+            key = (group.name, group.members)
+            if key not in keys:
+                keys[key] = len(groups)
+                groups.append(group)
+            indices.append(keys[key])
+        moved.append(indices)
+    log = _concatenate([(part.log, moved[i]) for i, part in enumerate(parts)])
+    spoke = {rank for part in parts for rank in part.ranks} | set(np.unique(log.rank).tolist())
+    silent = {rank: why for part in parts for rank, why in part.silent.items()}
+    size = max((part.world_size for part in parts), default=0)
+    world = spoke | set(silent) | set(range(size))
+    groups = _with_members(groups, log, {rank for g in groups for rank in g.members} | world)
+    case = Case(
+        log=log,
+        groups=groups,
+        ranks=tuple(sorted(spoke)),
+        world=tuple(sorted(world | {rank for group in groups for rank in group.members})),
+        silent=silent,
+    )
+    for part, indices in zip(parts, moved, strict=True):
+        case.progress |= {(rank, indices[g]): value for (rank, g), value in part.progress.items()}
+        case.hosts |= part.hosts
+        case.stacks |= part.stacks
+        case.stuck_hosts |= part.stuck_hosts
+        case.errors |= part.errors
+        case.has_device &= part.has_device
+        case.taken_ns |= part.taken_ns
+    return case
+
+
+def _latest(parts: Sequence[Part]) -> list[Part]:
+    newest: dict[tuple[str, tuple[int, ...]], Part] = {}
+    for part in parts:
+        key = (part.form, part.ranks) if part.ranks else (part.source, ())
+        other = newest.get(key)
+        if other is None or _reach(part) >= _reach(other):
+            newest[key] = part
+    return list(newest.values())
+
+
+def _reach(part: Part) -> tuple[int, int]:
+    return (int(part.log.order.max()) if len(part.log) else UNKNOWN), len(part.log)
+
+
+def _concatenate(parts: list[tuple[Log, list[int]]]) -> Log:
+    kinds: dict[str, int] = {}
+    pieces: dict[str, list[NDArray[Any]]] = {name: [] for name, _ in _COLUMNS}
+    for log, groups in parts:
+        kind_of = np.array([kinds.setdefault(kind, len(kinds)) for kind in log.kinds] or [0], dtype=np.int16)
+        group_of = np.array(groups or [0], dtype=np.int32)
+        for name, _ in _COLUMNS:
+            column = getattr(log, name)
+            if name == "kind" and len(log):
+                column = kind_of[column]
+            elif name == "group" and len(log):
+                column = group_of[column]
+            pieces[name].append(column)
+    columns = {
+        name: np.concatenate(pieces[name]) if pieces[name] else np.zeros(0, dtype=dtype)
+        for name, dtype in _COLUMNS
+    }
+    log = Log(kinds=list(kinds), **columns)
+    steps = np.diff(log.rank)
+    if np.any(steps < 0) or np.any((steps == 0) & (np.diff(log.order) < 0)):
+        log = log.take(np.lexsort((log.order, log.rank)))
+    return log
+
+
+def _with_members(groups: list[Group], log: Log, world: set[int]) -> list[Group]:
+    """Members where a source left them out: all for the default group, else whoever was seen in it."""
+    filled = []
+    for index, group in enumerate(groups):
+        if not group.members:
+            seen = np.unique(log.rank[log.group == index]).tolist()
+            members = sorted(world) if "default" in group.about else seen
+            group = Group(name=group.name, members=tuple(members), about=group.about, pairwise=group.pairwise)
+        filled.append(group)
+    return filled

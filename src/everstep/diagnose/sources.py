@@ -1,0 +1,58 @@
+"""A file's bytes to what they say, by what is in them, not by what they are called.
+
+80 02 …           pickle: Flight Recorder
+{ "version" …     JSON: Flight Recorder
+{ "communicators" JSON: NCCL RAS
+{ "header" …      JSON lines: NCCL Inspector
+everring          our own ring
+PAR1              parquet: a table of operations (read by the caller, who has the library for it)
+"""
+
+from __future__ import annotations
+
+import json
+
+from everstep.diagnose import flight, inspector, pulled, raised, ras, ring
+from everstep.diagnose.flight import Unusable
+from everstep.diagnose.record import Part
+
+PARQUET = b"PAR1"
+
+
+def read(name: str, content: bytes, *, modified_ns: int | None = None) -> Part:
+    """One file; raises `Unusable` with the reason."""
+    if not content:
+        raise Unusable("it is empty")
+    if content.startswith(ring.MAGIC):
+        part = ring.read_ring(name, content)
+    elif content[:1] == b"\x80":
+        part = flight.read_pickle(name, content)
+    else:
+        part = _read_text(name, content)
+    if modified_ns is not None and len(part.log) and modified_ns >= int(part.log.enqueued_ns.max()):
+        for rank in part.ranks:  # a dump is written when it is taken
+            part.taken_ns.setdefault(rank, modified_ns)
+    return part
+
+
+def _read_text(name: str, content: bytes) -> Part:
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise Unusable("not a format known here: pickle, JSON, a ring or parquet") from None
+    stripped = text.lstrip()
+    if inspector.is_inspector(stripped[: 1 << 16].split("\n", 1)[0]):
+        return inspector.read_inspector(name, text)
+    if not stripped.startswith(("{", "[")):
+        raise Unusable("not a format known here: pickle, JSON, a ring or parquet")
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise Unusable(f"truncated or not JSON ({error})") from None
+    if pulled.is_pull(value):
+        return pulled.read_pull(name, text)
+    if raised.is_error(value):
+        return raised.read_error(name, value)
+    if ras.is_ras(value):
+        return ras.read_ras(name, text)
+    return flight.part_of(name, value)

@@ -1,0 +1,85 @@
+"""Everything that is known, to everything that can be said: the order in which the analyses are asked.
+
+A hang comes first: while a job hangs, its past speed is of no interest, and what was slow in its last step is
+the hang itself. Links come before ranks: a rank that waits on a slow link is late for its next operation, but
+not by work of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+from everstep.diagnose.clocks import offsets_ns
+from everstep.diagnose.finding import Diagnosis
+from everstep.diagnose.flight import Unusable
+from everstep.diagnose.hang import find_hangs
+from everstep.diagnose.links import find_slow_links
+from everstep.diagnose.messages import DelayMatrix, pair_up
+from everstep.diagnose.optrace import roles_of_table
+from everstep.diagnose.pace import Role, roles_of
+from everstep.diagnose.record import UNKNOWN, Case, Part, join
+from everstep.diagnose.slow import find_slow
+
+
+@dataclass(slots=True, kw_only=True)
+class Analysis:
+    """A diagnosis with what it rests on, for those who draw it."""
+
+    diagnosis: Diagnosis
+    case: Case | None = None
+    roles: list[Role] = field(default_factory=list)
+    delays: DelayMatrix | None = None
+    offsets_ns: dict[int, int] = field(default_factory=dict)
+
+
+def analyse(
+    parts: Sequence[Part],
+    tables: Mapping[str, Mapping[str, NDArray[Any]]] | None = None,
+    *,
+    now_ns: int = UNKNOWN,
+) -> Analysis:
+    """`parts` make one job; each table is a job of its own."""
+    analysis = Analysis(diagnosis=Diagnosis())
+    if parts:
+        analyse_case(join(parts), analysis, now_ns=now_ns)
+    for name, columns in (tables or {}).items():
+        try:
+            roles = roles_of_table(columns)
+        except Unusable as why:
+            analysis.diagnosis.unusable.append((name, str(why)))
+            continue
+        findings, imbalances = find_slow(roles)
+        analysis.roles += roles
+        analysis.diagnosis.incidents += findings
+        analysis.diagnosis.imbalances += imbalances
+    return analysis
+
+
+def analyse_case(case: Case, analysis: Analysis, *, now_ns: int = UNKNOWN) -> None:
+    said = analysis.diagnosis
+    analysis.case = case
+    said.incidents += find_hangs(case, now_ns=now_ns)
+    pairs = pair_up(case)
+    analysis.offsets_ns = offsets_ns(case, pairs)
+    worst = max((abs(offset) for offset in analysis.offsets_ns.values()), default=0)
+    if worst > 1_000_000:
+        said.notes.append(f"clocks differ by up to {worst / 1e6:.1f} ms; the difference was taken out.")
+    analysis.roles = roles_of(case, analysis.offsets_ns)
+    step_s = max((role.step_s for role in analysis.roles), default=0.0)
+    slow_links = []
+    if len(pairs.sender):
+        slow_links, analysis.delays = find_slow_links(
+            pairs, analysis.offsets_ns, step_s=step_s, hosts=case.hosts
+        )
+    findings, imbalances = find_slow(analysis.roles, case.hosts)
+    said.imbalances += imbalances
+    if said.incidents:
+        return
+    said.incidents += slow_links + findings
+    unheard = sorted(set(case.world) - set(case.ranks))
+    if unheard and len(case.log):
+        said.notes.append(f"no records of {len(unheard)} of {len(case.world)} ranks.")

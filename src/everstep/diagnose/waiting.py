@@ -1,0 +1,265 @@
+"""Who waits for whom: an arrow for every rank that is not where another one waits for it.
+
+Every rank that has an operation outstanding waits at the *first* one of its program: what comes after it
+queues behind it. At that operation each other member is in one of these states:
+
+    not there   it has not enqueued the operation                  we wait for it     (NEVER)
+    behind      it has, but has an earlier one outstanding         we wait for it     (BEHIND)
+    same        it is at this very operation                       we wait together
+    gone        it completed the operation                         then the one who still waits is the odd one
+    unknown     no record says                                     we may wait for it (ABSENT)
+
+Arrows differ in what they rest on. NEVER and BEHIND rest on records. ABSENT rests on the lack of one, which
+is weak: sources forget what is completed, and number messages differently at their two ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from everstep.diagnose.record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Case, Record
+
+_TOO_MANY_SILENT = 0.34  # of the members of an operation: then silence is missing data, not a symptom
+
+
+class Rests(IntEnum):
+    ABSENT = 0
+    BEHIND = 1
+    NEVER = 2
+
+
+class Arrow(NamedTuple):
+    waiter: int
+    target: int
+    at: Record
+    rests: Rests
+    how: str  # what the target did instead
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where every rank stands."""
+
+    first: dict[int, Record] = field(default_factory=dict)  # its first outstanding operation
+    outstanding: dict[int, list[Record]] = field(default_factory=lambda: defaultdict(list))
+    pending: set[tuple[int, int, int]] = field(default_factory=set)  # (rank, group, seq) of collectives
+    posted: set[tuple[int, int, int, str]] = field(default_factory=set)  # messages: (rank, group, peer, kind)
+    reached: dict[tuple[int, int, bool], int] = field(default_factory=dict)  # (rank, group, is message)
+    last_message: dict[tuple[int, int, int, str], int] = field(default_factory=dict)
+    stale: set[int] = field(default_factory=set)  # their records are older than what their peers tell
+
+    def is_through(self, member: int, record: Record) -> bool:
+        """Has `member` completed the operation that `record` is of?"""
+        reached = self.reached.get((member, record.group, record.is_message))
+        if reached is None or reached < record.seq:
+            return False
+        if record.is_message:
+            return (member, record.group, record.rank, _other(record.kind)) not in self.posted
+        return (member, record.group, record.seq) not in self.pending
+
+
+def stand(case: Case) -> Standing:
+    log, standing = case.log, Standing()
+    is_message = log.is_kind(SEND, RECV)
+    for at in np.flatnonzero((log.done == 0) & ~log.is_kind(COMPUTE)).tolist():
+        record = log.row(at)
+        standing.outstanding[record.rank].append(record)
+        if record.is_message:
+            standing.posted.add((record.rank, record.group, record.peer, record.kind))
+        else:
+            standing.pending.add((record.rank, record.group, record.seq))
+    for rank, records in standing.outstanding.items():
+        standing.first[rank] = min(records, key=lambda r: r.order)
+    if len(log):
+        _how_far(case, standing, is_message)
+    _count_in(case, standing)
+    _set_aside_stale(case, standing)
+    return standing
+
+
+def _set_aside_stale(case: Case, standing: Standing) -> None:
+    """Peers completed operations that a rank has not even enqueued, though nobody can complete them without
+    it: so it has, and its records were taken earlier. They say nothing about now."""
+    if not standing.first:
+        return
+    lowest: dict[tuple[int, int], int] = {}
+    for rank, group, seq in standing.pending:
+        lowest[rank, group] = min(seq, lowest.get((rank, group), seq))
+    synchronizing = _synchronizing_groups(case)
+    for group in synchronizing:
+        reached = {r: standing.reached[r, group, False] for r in case.groups[group].members
+                   if (r, group, False) in standing.reached}  # fmt: skip
+        through = {r: lowest.get((r, group), seq + 1) - 1 for r, seq in reached.items()}
+        if len(reached) < 2:
+            continue
+        ahead = sorted(through.values())[len(through) // 2]
+        standing.stale |= {r for r, seq in reached.items() if seq < ahead}
+    for rank in standing.stale:
+        standing.first.pop(rank, None)
+        standing.outstanding.pop(rank, None)
+
+
+def _synchronizing_groups(case: Case) -> list[int]:
+    log = case.log
+    if not len(log):
+        return []
+    other = ~log.is_kind(*SYNCHRONIZING, SEND, RECV, COMPUTE)
+    mixed = set(np.unique(log.group[other]).tolist())
+    return [g for g in np.unique(log.group[log.is_kind(*SYNCHRONIZING)]).tolist() if g not in mixed]
+
+
+def _how_far(case: Case, standing: Standing, is_message: np.ndarray) -> None:
+    log, width = case.log, len(case.groups) * 2
+    key = log.rank.astype(np.int64) * width + log.group * 2 + is_message
+    keys, last = _last_by(key, log.seq)
+    for one, seq in zip(keys.tolist(), last.tolist(), strict=True):
+        standing.reached[one // width, one % width // 2, bool(one % 2)] = seq
+    rows = np.flatnonzero(is_message)
+    if len(rows) and any(group.pairwise for group in case.groups):
+        is_send = log.is_kind(SEND)[rows]
+        ranks = int(max(log.rank.max(), log.peer.max())) + 2
+        key = (
+            (log.rank[rows].astype(np.int64) * len(case.groups) + log.group[rows]) * ranks
+            + log.peer[rows]
+            + 1
+        )
+        keys, last = _last_by(key * 2 + is_send, log.seq[rows])
+        for one, seq in zip(keys.tolist(), last.tolist(), strict=True):
+            place, kind = one // 2, SEND if one % 2 else RECV
+            rank_group, peer = divmod(place, ranks)
+            rank, group = divmod(rank_group, len(case.groups))
+            standing.last_message[rank, group, peer - 1, kind] = seq
+
+
+def _last_by(key: np.ndarray, seq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    keys, inverse = np.unique(key, return_inverse=True)
+    last = np.full(len(keys), UNKNOWN, dtype=np.int64)
+    np.maximum.at(last, inverse, seq)
+    return keys, last
+
+
+def _count_in(case: Case, standing: Standing) -> None:
+    """The library's counters say how far a rank got also where its records are gone. One counter serves
+    collectives and messages, so it is read as the kind whose numbers, at the members' records, lie nearer."""
+    near: dict[tuple[int, bool], int] = {}
+    for (_, group, message), seq in standing.reached.items():
+        near[group, message] = max(near.get((group, message), UNKNOWN), seq)
+    for (rank, group), progress in case.progress.items():
+        if progress.enqueued == UNKNOWN:
+            continue
+        choices = [message for message in (False, True) if (group, message) in near] or [False]
+        message = min(choices, key=lambda m: abs(near.get((group, m), 0) - progress.enqueued))
+        known = standing.reached.get((rank, group, message), UNKNOWN)
+        standing.reached[rank, group, message] = max(known, progress.enqueued)
+
+
+# ------------------------------------------------------------------ arrows
+
+
+def arrows_of(case: Case, standing: Standing) -> list[Arrow]:
+    arrows: list[Arrow] = []
+    for waiter, record in standing.first.items():
+        if record.is_message:
+            arrows += _to_the_peer(case, standing, waiter, record)
+        else:
+            arrows += _to_members(case, standing, waiter, record)
+    return arrows
+
+
+def _to_members(case: Case, standing: Standing, waiter: int, record: Record) -> list[Arrow]:
+    heard = set(case.ranks) - standing.stale
+    members = case.groups[record.group].members
+    if (
+        case.has_device
+        and record.kind in SYNCHRONIZING
+        and any(standing.is_through(m, record) for m in members if m != waiter)
+    ):
+        return []  # one peer is through, so everybody has contributed: nobody holds this rank up
+    found = [
+        arrow
+        for member in members
+        if member != waiter and member in heard
+        for arrow in _to_member(case, standing, waiter, member, record)
+    ]
+    unheard = [member for member in members if member not in heard and member not in standing.stale]
+    if not any(a.rests > Rests.ABSENT for a in found) and _silence_speaks(case, unheard, members):
+        found += [
+            Arrow(waiter, m, record, Rests.ABSENT, case.silent.get(m, "left no records")) for m in unheard
+        ]
+    return found
+
+
+def _silence_speaks(case: Case, unheard: list[int], members: tuple[int, ...]) -> bool:
+    if not unheard:
+        return False
+    if all(member in case.silent for member in unheard):
+        return True
+    return len(unheard) <= max(1, int(_TOO_MANY_SILENT * len(members)))
+
+
+def _to_member(case: Case, standing: Standing, waiter: int, member: int, record: Record) -> list[Arrow]:
+    reached = standing.reached.get((member, record.group, False))
+    first = standing.first.get(member)
+    if reached is None and member in case.silent:
+        return [Arrow(waiter, member, record, Rests.ABSENT, case.silent[member])]
+    if reached is None:
+        how = "has nothing outstanding" if first is None else f"is at {operation(case, first)}"
+        return [Arrow(waiter, member, record, Rests.ABSENT, how)]
+    if reached < record.seq:
+        how = f"got to {reached} of that group, never to {record.seq}"
+        return [Arrow(waiter, member, record, Rests.NEVER, how)]
+    if (member, record.group, record.seq) not in standing.pending or first is None:
+        return []  # it is through
+    if not first.is_message and first.group == record.group and first.seq >= record.seq:
+        return []  # it waits with us
+    how = f"is held up before it, at {operation(case, first)}"
+    return [Arrow(waiter, member, record, Rests.BEHIND, how)]
+
+
+def _to_the_peer(case: Case, standing: Standing, waiter: int, record: Record) -> list[Arrow]:
+    peer, other = record.peer, _other(record.kind)
+    if peer == UNKNOWN:
+        return []
+    if peer in standing.stale:
+        return []
+    if peer not in case.ranks:
+        return [Arrow(waiter, peer, record, Rests.ABSENT, case.silent.get(peer, "left no records"))]
+    first = standing.first.get(peer)
+    if (peer, record.group, waiter, other) in standing.posted and first is not None:
+        if first.is_message and first.peer == waiter:
+            return []
+        how = f"is held up before it, at {operation(case, first)}"
+        return [Arrow(waiter, peer, record, Rests.BEHIND, how)]
+    last = _last_number(case, standing, peer, record)
+    if last is not None and last >= record.seq:
+        return []  # the other side is through: the one who waits is the odd one
+    if last is not None:
+        how = f"got to {other} {last} with rank {waiter}, never to {record.seq}"
+        return [Arrow(waiter, peer, record, Rests.NEVER, how)]
+    return [Arrow(waiter, peer, record, Rests.ABSENT, f"has no {other} outstanding to match")]
+
+
+def _last_number(case: Case, standing: Standing, peer: int, record: Record) -> int | None:
+    """The last message the peer enqueued towards us, where its numbers mean the same as ours."""
+    group = case.groups[record.group]
+    if not group.pairwise:
+        return None
+    if len(group.members) == 2 and (peer, record.group, True) in standing.reached:
+        return standing.reached[peer, record.group, True]
+    return standing.last_message.get((peer, record.group, record.rank, _other(record.kind)))
+
+
+def _other(kind: str) -> str:
+    return RECV if kind == SEND else SEND
+
+
+def operation(case: Case, record: Record) -> str:
+    if record.is_message:
+        way = "to" if record.kind == SEND else "from"
+        return f"{record.kind} {record.seq} {way} rank {record.peer}"
+    return f"{record.kind} {record.seq} of group {case.name(record.group)}"
