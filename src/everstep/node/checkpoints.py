@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from everstep.checkpoint import folder
@@ -53,6 +54,7 @@ class Checkpoints:
             "seed": job.seed,
             "steps": job.steps,
             "precision": job.precision,
+            "model": asdict(shape) if (shape := job.model.gpt()) is not None else {"build": job.model.build},
             "shape": {"replicas": job.replicas, "stages": job.stages, "microbatches": job.microbatches},
             "rng": {"kind": "of (seed, step, microbatch, layer)", "seed": job.seed},
             "scheduler": {

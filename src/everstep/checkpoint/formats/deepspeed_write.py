@@ -41,7 +41,7 @@ def write(
     precision = precision or state.meta.get("precision") or "fp32"
     if precision not in WORKING:
         raise UserError(f"precision {precision!r} is not one of {', '.join(WORKING)}.")
-    groups = _groups(state)
+    groups = groups_of(state)
     tag = f"global_step{state.step}"
     folder = path / tag
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,24 +50,24 @@ def write(
     for rank in range(world):
         name = folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         three = _three(state, groups, sub_groups, rank, world) if stage == 3 else None
-        inner = three or _one(state, groups, rank, world, stage)
+        inner = three or partition_of(state, groups, rank, world, stage)
         torchfile.save(
             name,
             {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": _version(state)},
             progress,
         )
-    shapes = [_shapes(state, group["params"]) for group in sub_groups]
+    shapes = [shapes_of(state, group["params"]) for group in sub_groups]
     if stage == 3:
         for rank in range(world):
-            told = _model_states(state, shapes, world, WORKING[precision], rank)
+            told = model_states(state, shapes, world, WORKING[precision], rank)
             torchfile.save(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", told, progress)
     else:
-        told = _model_states(state, shapes, world, WORKING[precision], None)
+        told = model_states(state, shapes, world, WORKING[precision], None)
         torchfile.save(folder / "mp_rank_00_model_states.pt", told, progress)
     (path / "latest").write_text(tag, encoding="utf-8")
 
 
-def _groups(state: State) -> list[dict[str, Any]]:
+def groups_of(state: State) -> list[dict[str, Any]]:
     if not state.groups:
         raise UserError(
             "the checkpoint has no optimizer groups, which a DeepSpeed checkpoint needs; convert to hf or "
@@ -88,7 +88,9 @@ def _version(state: State) -> str:
 # ZeRO-1 and 2: the whole group flat, one range a rank.
 
 
-def _one(state: State, groups: list[dict[str, Any]], rank: int, world: int, stage: int) -> dict[str, Any]:
+def partition_of(
+    state: State, groups: list[dict[str, Any]], rank: int, world: int, stage: int
+) -> dict[str, Any]:
     weights, paddings, mappings, states = [], [], [], {}
     for g, group in enumerate(groups):
         names: list[str] = group["params"]
@@ -108,7 +110,7 @@ def _one(state: State, groups: list[dict[str, Any]], rank: int, world: int, stag
         states[g] = {
             key: Flat("F32", (*_states(state, key, pieces), (None, 0, each - real)))
             for key in _flat_keys(state, names)
-        } | _shared(state, names)
+        } | shared_of(state, names)
     return {
         "loss_scaler": _loss_scaler(),
         "dynamic_loss_scale": False,
@@ -166,7 +168,7 @@ def _three(
             )
             for key in _flat_keys(state, names)
         }
-        held |= _shared(state, names)
+        held |= shared_of(state, names)
         if held:
             states[s] = held
     owners = [[s for s, sub in enumerate(subs) if sub["group"] == g] for g in range(len(groups))]
@@ -222,9 +224,7 @@ def _sub_groups(state: State, groups: list[dict[str, Any]], world: int) -> list[
 # Both.
 
 
-def _model_states(
-    state: State, shapes: list[Any], world: int, dtype: str, rank: int | None
-) -> dict[str, Any]:
+def model_states(state: State, shapes: list[Any], world: int, dtype: str, rank: int | None) -> dict[str, Any]:
     """`rank`: of ZeRO-3, whose files hold no weights; None for ZeRO-1 and 2."""
     module: OrderedDict[str, Any] = OrderedDict()
     frozen: OrderedDict[str, Any] = OrderedDict()
@@ -243,7 +243,7 @@ def _model_states(
         "buffer_names": list(state.buffers()),
         "optimizer": None,
         "param_shapes": shapes,
-        "frozen_param_shapes": _shapes(state, state.frozen) if frozen or rank is not None else None,
+        "frozen_param_shapes": shapes_of(state, state.frozen) if frozen or rank is not None else None,
         "shared_params": dict(state.tied),
         "frozen_param_fragments": frozen if frozen or rank is not None else None,
         "lr_scheduler": state.meta.get("scheduler") if state.meta.get("client") is not None else None,
@@ -261,7 +261,7 @@ def _model_states(
     }
 
 
-def _shapes(state: State, names: list[str]) -> OrderedDict[str, Any]:
+def shapes_of(state: State, names: list[str]) -> OrderedDict[str, Any]:
     return OrderedDict(
         (name, Instance(Global("torch", "Size"), args=(list(_weight(state, name).shape),))) for name in names
     )
@@ -282,7 +282,7 @@ def _flat_keys(state: State, names: list[str]) -> list[str]:
     return list(found)
 
 
-def _shared(state: State, names: list[str]) -> dict[str, Any]:
+def shared_of(state: State, names: list[str]) -> dict[str, Any]:
     """What a group has once: counts of steps. All of its parameters must agree."""
     found: dict[str, Any] = {}
     values: dict[str, float] = {}

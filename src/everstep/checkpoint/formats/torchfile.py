@@ -7,12 +7,13 @@ that are not installed here are named by `Global`, their objects given by `Insta
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from everstep.checkpoint.formats.pickles import STORAGES
 from everstep.checkpoint.parts import BLOCK_BYTES, Progress, block_of
@@ -55,19 +56,51 @@ def is_stored(value: Any) -> bool:
 
 
 def save(path: Path, value: Any, progress: Progress = lambda count: None) -> None:
-    stem = path.stem
+    with open(path, "wb") as out:
+        save_to(out, value, progress, stem=path.stem)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def save_to(
+    out: BinaryIO, value: Any, progress: Progress = lambda count: None, stem: str = "archive"
+) -> None:
+    """From where the file is at on: a torch file may be a part of another file."""
     pickled, records = dumped(value)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+    with zipfile.ZipFile(_FromHere(out), "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         archive.writestr(_info(f"{stem}/data.pkl"), pickled)
         archive.writestr(_info(f"{stem}/byteorder"), b"little")
         for record in records:
             size = num_bytes(record.stored)
-            with archive.open(_info(f"{stem}/data/{record.key}"), "w", force_zip64=size >= 1 << 31) as out:
+            with archive.open(_info(f"{stem}/data/{record.key}"), "w", force_zip64=size >= 1 << 31) as into:
                 for start in range(0, size, BLOCK_BYTES):
                     block = block_of(record.stored, start, min(start + BLOCK_BYTES, size))
-                    out.write(block)
+                    into.write(block)
                     progress(len(block))
         archive.writestr(_info(f"{stem}/version"), b"3\n")
+
+
+class _FromHere(io.RawIOBase):
+    """A file whose beginning is where another one is at: a zip's offsets count from there."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        super().__init__()
+        self._out, self._base = out, out.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._out.tell() - self._base
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._out.seek(offset + self._base if whence == 0 else offset, whence) - self._base
+
+    def write(self, data: Any) -> int:
+        return self._out.write(data)
 
 
 def dumped(value: Any) -> tuple[bytes, list[_Record]]:

@@ -1,0 +1,181 @@
+"""Hugging Face folders: safetensors under the model's own names, config.json beside them.
+
+    config.json                            kept as it is, given back as it was
+    model.safetensors                      or model-00001-of-00003.safetensors with …index.json
+    optimizer.safetensors                  ours: optimizer/<parameter>/<key>, when the state has one
+    everstep.json                          ours: step, groups, tied, meta
+
+Tied weights are in such a folder once: the second name is missing, and config.json says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from everstep.checkpoint.index import PART_NAME, Refused
+from everstep.checkpoint.parts import CHUNK_BYTES, Progress, header, plan_whole, write_file
+from everstep.checkpoint.ranges import RangeFile
+from everstep.checkpoint.reader import safetensors_in
+from everstep.checkpoint.state import State, equal
+from everstep.checkpoint.stored import Stored, as_dtype, num_bytes
+from everstep.errors import UserError
+
+SHARD_BYTES = 5 << 30
+_TIES = {  # model_type: (the name that is missing when tied, the name that is there)
+    "llama": ("lm_head.weight", "model.embed_tokens.weight"),
+    "gpt2": ("lm_head.weight", "transformer.wte.weight"),
+}
+
+
+def is_one(path: Path) -> bool:
+    return (path / "model.safetensors").is_file() or (path / "model.safetensors.index.json").is_file()
+
+
+def read(path: Path) -> State:
+    try:
+        state = _read(path)
+    except Refused as refused:
+        raise UserError(f"{path} cannot be read: {refused}.") from refused
+    config = _json(path / "config.json")
+    if config is not None:
+        state.meta["hf_config"] = config
+        _find_tie(state, config)
+    return state
+
+
+def _read(path: Path) -> State:
+    state = State()
+    for name in _model_files(path):
+        for key, stored in _tensors(path, name).items():
+            if f"model/{key}" in state.tensors:
+                raise Refused(f"tensor {key!r} is in two files")
+            state.tensors[f"model/{key}"] = stored
+    if (path / "optimizer.safetensors").is_file():
+        state.tensors |= _tensors(path, "optimizer.safetensors")
+    ours = _json(path / "everstep.json")
+    if ours is not None:
+        state.step, state.groups, state.meta = ours["step"], ours["groups"], dict(ours["meta"])
+        state.tied, state.frozen = ours["tied"], ours["frozen"]
+    return state
+
+
+def _model_files(path: Path) -> list[str]:
+    index = _json(path / "model.safetensors.index.json")
+    if index is None:
+        return ["model.safetensors"]
+    files = list(dict.fromkeys(index.get("weight_map", {}).values()))
+    wrong = next((f for f in files if not isinstance(f, str) or not PART_NAME.fullmatch(f)), None)
+    if wrong is not None:
+        raise Refused(f"model.safetensors.index.json names {wrong!r}, which is no file of this folder")
+    return files
+
+
+def _tensors(path: Path, name: str) -> dict[str, Stored]:
+    if not (path / name).is_file():
+        raise Refused(f"{name} is missing")
+    return safetensors_in(RangeFile(path / name), name)
+
+
+def _json(path: Path) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}.") from None
+
+
+def _find_tie(state: State, config: dict[str, Any]) -> None:
+    pair = _TIES.get(str(config.get("model_type")))
+    if pair is None or not config.get("tie_word_embeddings", pair == _TIES["gpt2"]):
+        return
+    missing, there = pair
+    if f"model/{there}" not in state.tensors:  # saved from the inner model, without its prefix
+        there = there.partition(".")[2]
+    if f"model/{missing}" not in state.tensors and f"model/{there}" in state.tensors:
+        state.tied[missing] = there
+
+
+def write(
+    path: Path,
+    state: State,
+    *,
+    dtype: str | None = None,
+    with_optimizer: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+    threads: int = 2,
+    progress: Progress = lambda count: None,
+) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    config = state.meta.get("hf_config")
+    model = {**state.parameters(), **state.buffers()}
+    _drop_tied(model, state, config)
+    if dtype is not None:
+        model = {name: as_dtype(stored, dtype) for name, stored in model.items()}
+    shards = _shards(model, shard_bytes)
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        total = sum(num_bytes(stored) for stored in model.values())
+        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        _write_json(
+            path / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}
+        )
+    for name, shard in zip(names, shards, strict=True):
+        write_safetensors(path / name, shard, threads, progress)
+    rest = {name: stored for name, stored in state.tensors.items() if name.startswith("optimizer/")}
+    if rest and with_optimizer:
+        write_safetensors(path / "optimizer.safetensors", rest, threads, progress)
+    if config is not None:
+        _write_json(path / "config.json", config)
+    told = {key: value for key, value in state.meta.items() if key != "hf_config"}
+    _write_json(
+        path / "everstep.json",
+        {
+            "step": state.step,
+            "groups": state.groups if with_optimizer else [],
+            "tied": state.tied,
+            "frozen": state.frozen,
+            "meta": told,
+        },
+    )
+
+
+def write_safetensors(path: Path, tensors: dict[str, Stored], threads: int, progress: Progress) -> None:
+    slices = plan_whole(tensors)
+    head, places, total = header(slices, {"format": "pt"})
+    with open(path, "wb", buffering=0) as out:
+        write_file(out, head, slices, places, threads, CHUNK_BYTES, progress)
+        out.truncate(total)
+        os.fsync(out.fileno())
+
+
+def _drop_tied(model: dict[str, Stored], state: State, config: Any) -> None:
+    """The second name of a tied pair is not written, if it is the same tensor indeed."""
+    pair = _TIES.get(str((config or {}).get("model_type")))
+    if pair is None or not config.get("tie_word_embeddings", pair == _TIES["gpt2"]):
+        return
+    second, first = pair
+    if second in model and first in model:
+        if not equal(model[second], model[first]):
+            raise UserError(f"config.json ties {second!r} to {first!r}, and their values differ; untie them.")
+        del model[second]
+
+
+def _shards(model: dict[str, Stored], limit: int) -> list[dict[str, Stored]]:
+    found: list[dict[str, Stored]] = [{}]
+    size = 0
+    for name, stored in model.items():
+        if size and size + num_bytes(stored) > limit:
+            found.append({})
+            size = 0
+        found[-1][name] = stored
+        size += num_bytes(stored)
+    return found
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
