@@ -1,4 +1,4 @@
-"""Planted bugs: production functions replaced by slightly wrong ones. A storm that cannot see them is blind."""
+"""Planted bugs: production functions made slightly wrong. Storms that cannot see them are blind."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def storm_command(
     began = time.process_time()
     failed, events, deaths, incidents = [], 0, 0, 0
     digest = 0
-    with _bar(last - first, quiet=as_json) as advance:
+    with bar(last - first, quiet=as_json) as advance:
         for seed in range(first, last):
             report = run_storm(draw_spec(seed))
             events += report.events
@@ -153,11 +153,12 @@ def _numbers(text: str) -> tuple[int, ...] | None:
     return tuple(int(p) for p in text.split(","))
 
 
-class _bar:
+class bar:
     """A progress bar on stderr, where that is a terminal."""
 
-    def __init__(self, total: int, *, quiet: bool) -> None:
-        self.total, self.quiet = total, quiet or not sys.stderr.isatty()
+    def __init__(self, total: int, *, quiet: bool, title: str = "storms") -> None:
+        self.total, self.title = total, title
+        self.quiet = quiet or not sys.stderr.isatty()
 
     def __enter__(self) -> Any:
         if self.quiet:
@@ -166,10 +167,10 @@ class _bar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
         self.progress = Progress(
-            "storms", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+            self.title, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
         )
         self.progress.start()
-        task = self.progress.add_task("storms", total=self.total)
+        task = self.progress.add_task(self.title, total=self.total)
         return lambda: self.progress.advance(task)
 
     def __exit__(self, *_: object) -> None:

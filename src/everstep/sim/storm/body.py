@@ -158,7 +158,7 @@ class Body:
         first = command.from_step
         for store in (self.gradients, self.sums):
             for step in [s for s in store if first is None or s >= first]:
-                del store[step]  # type: ignore[attr-defined]
+                del store[step]
         self.inputs.clear()
 
 

@@ -105,7 +105,7 @@ def _draw_rules(draw: Draw) -> Rules:
 
 
 def draw_faults(draw: Draw, spec: Spec, kinds: tuple[What, ...] = tuple(What)) -> tuple[Fault, ...]:
-    """A random few kinds of fault, and a random number of faults of these kinds. One seed in sixteen is calm."""
+    """A random few kinds of fault, some faults of these kinds. One seed in sixteen is calm."""
     if draw.chance(1 / 16):
         return ()
     chosen = draw.shuffled(kinds)[: draw.choice((1, 1, 2, 2, 3, 5))]

@@ -1,0 +1,282 @@
+"""Cluster-wide policies: Unicron as published, ours, and what no policy can reach.
+
+Both plan with the real planner (`everstep.plan`), on the same curves and the same costs of a change. Unicron
+here is the planner with what its paper does not have taken away: it gives whole nodes, does not re-route,
+and does not know when a repair will end. That is kind to Unicron: its one constant for every transition
+is replaced by our costs, which know the task, the shapes and where the state is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from everstep.plan import Assignment, Cluster, Costs, Node, Place, TaskSpec, decide
+from everstep.plan.memory import Floats
+from everstep.plan.options import Choice, Kind
+from everstep.plan.placement import Unplaceable, place
+from everstep.sim.study.failures import Failure, Seen
+from everstep.sim.study.life import Life, Task
+from everstep.sim.study.policies import Policy, concave_hull, ratio_without
+
+RESTART_PROCESS_S = 60.0  # a process with CUDA, its state copied from a peer or from memory: our assumption
+RECONNECT_S = 5.0
+NEVER_S = 1e12
+LARGE_NODES = 256  # above this seats are given simply and only the next repair is foreseen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What a planned policy can do. Everstep has all of it; each can be taken away to see what it brings."""
+
+    reroute: bool = True  # go on around the dead, no state moved
+    stagger: bool = True  # staggered optimizer and decoupled backward while re-routed
+    mid_step: bool = True  # the broken step goes on; else it is run again
+    repair_aware: bool = True  # plans know when a node will be back
+    placement: bool = True  # slots, not whole nodes, are given to tasks
+    fast_detection: bool = True  # progress of ops, not iteration times
+
+
+class Planned(Policy):
+    """Whoever plans for the whole cluster at every severe failure and every return."""
+
+    means: Means = Means()
+    seen_s: ClassVar[dict[Seen, float]] = {}
+    steps_to_see_a_hang: ClassVar[float] = 3.0
+
+    def begin(self, life: Life) -> None:
+        super().begin(life)
+        self._owned = {task.name: list(task.nodes) for task in life.tasks}
+        places, shapes = {}, {}
+        for task in life.tasks:
+            if task.shape is not None:
+                slots = [Place(str(n), s) for n in task.nodes for s in range(life.slots)]
+                places[task.name], shapes[task.name] = slots[: task.shape.workers], task.shape
+        self.now = Assignment(places=places, shapes=shapes)
+
+    # -------------------------------------------------------------- what happens
+
+    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+        raise AssertionError("a planned policy looks at all tasks of a node")
+
+    def struck(self, life: Life, failure: Failure) -> None:
+        """Who sits on the node suffers; others may be asked to move."""
+        here = [t for t in life.tasks if self._indices(t, failure.node)]
+        if failure.severity == 1:
+            self._plan(life, here, failure)
+            return
+        for task in here[:1] if failure.severity == 2 else here:
+            self._heal_in_place(life, task, failure)
+
+    def returned(self, life: Life, node: int, task: Task | None) -> None:
+        self._plan(life, [], None)
+
+    def _heal_in_place(self, life: Life, task: Task, failure: Failure) -> None:
+        """A reconnect, or one process restarted."""
+        if task.waiting:
+            return
+        seen = self._seen(task, failure)
+        if failure.severity == 3:
+            task.stall(detection=seen, transition=RECONNECT_S)
+            return
+        one = self._indices(task, failure.node)[:1]
+        ratio = ratio_without(self._as_scheduled(task), [*self._holes(task), *one]) if task.shape else 0.0
+        again = self._again(task)
+        if ratio <= 0:  # nobody else holds this stage: its state comes from another host's memory
+            task.stall(detection=seen, transition=RESTART_PROCESS_S, replay=task.step_s())
+        elif self.means.reroute:
+            slower = RESTART_PROCESS_S * max(0.0, 1 - ratio * task.healthy / max(task.rate, 1e-9))
+            task.stall(detection=seen, transition=Costs().reroute_s, replay=again + slower)
+        else:
+            task.stall(detection=seen, transition=RESTART_PROCESS_S, replay=again)
+
+    def _again(self, task: Task) -> float:
+        """Work of the broken step that is done again: the dead worker's share, or all of it."""
+        groups = task.shape.replicas if task.shape is not None else 1
+        return task.step_s() * (1 / max(1, groups - 1) if self.means.mid_step else 0.5)
+
+    def _seen(self, task: Task, failure: Failure) -> float:
+        if failure.seen is Seen.STATISTICS:
+            return self.steps_to_see_a_hang * task.step_s()
+        return self.seen_s[failure.seen]
+
+    # -------------------------------------------------------------- planning
+
+    def _plan(self, life: Life, hit: Sequence[Task], failure: Failure | None) -> None:
+        cluster = self._cluster(life)
+        specs = [self._spec(task) for task in life.tasks]
+        decision = decide(cluster, specs, self.now)
+        before = self.now
+        self.now = self._seat(cluster, decision.choices)
+        for task in life.tasks:
+            choice = decision.choices[task.name]
+            was_running = not task.waiting and task.rate > 0
+            changed = choice.kind is not Kind.KEEP
+            if task in hit and failure is not None:
+                extra = 0.0 if self.means.mid_step or choice.kind is not Kind.REROUTE else self._again(task)
+                task.stall(detection=self._seen(task, failure), transition=choice.transition_s, replay=extra)
+            elif changed and (was_running or choice.throughput > 0) and self._differs(before, task, choice):
+                task.pause(choice.transition_s)
+            task.rate = choice.throughput
+            task.waiting = choice.throughput <= 0
+            task.shape = choice.shape if choice.shape is not None else task.shape
+
+    def _differs(self, before: Assignment, task: Task, choice: Choice) -> bool:
+        return choice.shape != before.shapes.get(task.name) or before.places.get(
+            task.name
+        ) != self.now.places.get(task.name)
+
+    def _cluster(self, life: Life) -> Cluster:
+        aware = self.means.repair_aware
+        if aware and life.num_nodes > LARGE_NODES:  # a plan a second is what we can afford: the next one only
+            first = min(life.away.values(), default=0.0)
+            foreseen = {n for n, back in life.away.items() if back == first}
+        else:
+            foreseen = set(life.away) if aware else set()
+        nodes = [
+            Node(
+                name=str(n),
+                slots=life.slots,
+                lost=n in life.away,
+                back_in_s=_back_in(life, n) if n in foreseen else None,
+            )
+            for n in range(life.num_nodes)
+        ]
+        costs = Costs(memory_copies=True)
+        if not self.means.reroute:
+            costs = replace(costs, reroute_s=NEVER_S)
+        return Cluster(
+            nodes=nodes,
+            whole_nodes=not self.means.placement and life.slots > 1,
+            failures_per_1000_node_days=life.severe_per_1000_node_days,
+            costs=costs,
+        )
+
+    def _spec(self, task: Task) -> TaskSpec:
+        scheduled = self._as_scheduled(task)
+        return TaskSpec(
+            name=task.name,
+            curve=scheduled.curve,
+            weight=task.weight,
+            min_workers=task.min_workers,
+            must_run=True,
+        )
+
+    def _as_scheduled(self, task: Task) -> Task:
+        """Without staggering the dead are worked around with a fused backward and one optimizer step for all."""
+        schedule = "staggered" if self.means.stagger else "1f1b"
+        if task.curve.schedule != schedule:
+            task.curve = replace(task.curve, schedule=schedule)
+        return task
+
+    def _seat(self, cluster: Cluster, choices: Mapping[str, Choice]) -> Assignment:
+        if len(cluster.nodes) > LARGE_NODES:
+            return self._seat_simply(cluster, choices)
+        try:
+            return place(cluster, self.now, choices).assignment
+        except Unplaceable:
+            return self._seat_simply(cluster, choices)
+
+    def _seat_simply(self, cluster: Cluster, choices: Mapping[str, Choice]) -> Assignment:
+        """Who stays, stays; others in the order of nodes. Counts are right, neighbours may not be."""
+        lost = {n.name for n in cluster.nodes if n.lost}
+        places: dict[str, list[Place | None]] = {}
+        shapes = {}
+        taken: set[Place] = set()
+        for name, choice in choices.items():
+            if choice.shape is None or choice.throughput <= 0:
+                continue
+            shapes[name] = choice.shape
+            if choice.kind in (Kind.KEEP, Kind.REROUTE):
+                places[name] = [None if p is None or p.node in lost else p for p in self.now.of(name)]
+                taken.update(p for p in places[name] if p is not None)
+        free = [p for n in cluster.nodes for s in cluster.offered(n) if (p := Place(n.name, s)) not in taken]
+        free.reverse()
+        for name, shape in shapes.items():
+            if name not in places:
+                places[name] = [free.pop() if free else None for _ in range(shape.workers)]
+        return Assignment(places=places, shapes=shapes)
+
+    def _indices(self, task: Task, node: int) -> list[int]:
+        name = str(node)
+        return [i for i, p in enumerate(self.now.of(task.name)) if p is not None and p.node == name]
+
+    def _holes(self, task: Task) -> list[int]:
+        return [i for i, p in enumerate(self.now.of(task.name)) if p is None]
+
+
+class Unicron(Planned):
+    """Detection by agents: 0.3 s for an exception, 1.8 s for an exit, 5.6 s for a lost node, three iterations
+    for what only shows in their time [U]; the broken step is resumed, a process is restarted in place, a
+    severe failure reconfigures the cluster by plan, in whole nodes.
+    """
+
+    name = "unicron"
+    means = Means(reroute=False, stagger=False, repair_aware=False, placement=False, fast_detection=False)
+    seen_s: ClassVar = {Seen.EXCEPTION: 0.3, Seen.EXIT: 1.8, Seen.SILENCE: 5.6}
+
+
+class Everstep(Planned):
+    """Exits by pidfd and exceptions by hook in tens of milliseconds (bench/heal.py: 24 ms, 41 ms at the 95th
+    percentile; 0.1 s here), a lost node like Unicron, a hang by one op overdue, at most one iteration; work
+    goes on around the dead at once, and moves only where the plan says that it pays.
+    """
+
+    name = "everstep"
+    seen_s: ClassVar = {Seen.EXCEPTION: 0.1, Seen.EXIT: 0.1, Seen.SILENCE: 5.6}
+    steps_to_see_a_hang: ClassVar = 1.0
+
+    def __init__(self, means: Means | None = None) -> None:
+        self.means = means or Means()
+        if not self.means.fast_detection:
+            self.seen_s = Unicron.seen_s  # type: ignore[misc]
+            self.steps_to_see_a_hang = Unicron.steps_to_see_a_hang  # type: ignore[misc]
+
+
+class Ideal(Policy):
+    """What the healthy workers could earn at best, every moment, with nothing ever lost or moved.
+
+    Unreachable: each task's curve is replaced by its concave hull, so that any number of workers is as good
+    as the mixtures of the good numbers, and the split over tasks is the best one at any time.
+    """
+
+    name = "ideal"
+
+    def begin(self, life: Life) -> None:
+        super().begin(life)
+        self._best = hull_waf(life.tasks, life.num_nodes * life.slots)
+        self._share(life)
+
+    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+        self._share(life)
+
+    def returned(self, life: Life, node: int, task: Task | None) -> None:
+        self._share(life)
+
+    def spare_lost(self, life: Life, failure: Failure) -> None:
+        self._share(life)
+
+    def _share(self, life: Life) -> None:
+        scale = self._best[life.num_here() * life.slots] / life.healthy_waf()
+        for task in life.tasks:
+            task.rate = task.healthy * scale
+
+
+def hull_waf(tasks: Sequence[Task], most: int) -> Floats:
+    """The best WAF of any number of workers: marginal gains of all concave hulls, largest first."""
+    gains = np.concatenate(
+        [task.weight * np.diff(concave_hull(task.curve.throughput[: most + 1])) for task in tasks]
+    )
+    best = np.sort(gains)[::-1][:most]
+    total = np.concatenate(([0.0], np.cumsum(np.maximum(best, 0.0))))
+    return np.concatenate((total, np.full(max(0, most + 1 - len(total)), total[-1])))
+
+
+def _back_in(life: Life, node: int) -> float | None:
+    if node not in life.away:
+        return None
+    left = life.away[node] - life.now_s
+    return max(1.0, left) if left < NEVER_S else None

@@ -1,0 +1,310 @@
+"""What other systems do when something fails. One small class each; constants with where they come from.
+
+All run on the same throughput model (`everstep.plan`), so what differs is policy alone: how fast a failure is
+seen, what is lost, how long the change takes, and what a task runs on afterwards. Only the task that was hit
+reacts, and a repaired node returns to it, as in Unicron's comparison; cluster-wide policies are in
+`planned.py`. Sources: [U] Unicron's accounting, [O] the simulators of Oobleck's artifact, [F] Meta's FT-HSDP,
+[G] GEMINI, [A] an assumption of ours.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from everstep.plan.memory import STATE, Floats
+from everstep.plan.reroute import dead_groups, throughput_ratio
+from everstep.sim.study.failures import Failure, Seen
+from everstep.sim.study.life import Life, Task
+
+MINUTE_S = 60.0
+STORAGE = 20e9  # bytes/s of the shared storage, as `plan.transition.Costs` has it
+
+
+class Policy(ABC):
+    """Reacts to failures and returns by stalling tasks and setting their rates."""
+
+    name: ClassVar[str]
+    overhead: ClassVar[float] = 0.0  # share of the healthy rate spent while nothing fails
+    checkpoint_s: float | None = None  # of those that write one to shared storage and stand still meanwhile
+
+    def begin(self, life: Life) -> None:
+        for task in life.tasks:
+            task.overhead = self.overhead
+            if self.checkpoint_s is not None:
+                write = task.curve.state_bytes / STORAGE
+                task.overhead += write / (write + self.checkpoint_s)
+
+    @abstractmethod
+    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+        """A node of this task is in trouble; if severely, it is away already."""
+
+    @abstractmethod
+    def returned(self, life: Life, node: int, task: Task | None) -> None:
+        """A node is back, or new (then nobody owns it)."""
+
+    def spare_lost(self, life: Life, failure: Failure) -> None:
+        if failure.severity == 1 and failure.node in life.spares:
+            life.spares.remove(failure.node)
+
+
+def take_spare(life: Life, task: Task, node: int) -> bool:
+    """Put a spare in the place of a lost node; the lost one will be a spare when it is back."""
+    ready = [spare for spare in life.spares if spare not in life.away]
+    if not ready:
+        return False
+    life.spares.remove(ready[0])
+    task.nodes[task.nodes.index(node)] = ready[0]
+    life.owner[ready[0]] = task
+    life.owner.pop(node, None)
+    return True
+
+
+def best_on(life: Life, task: Task, nodes: int) -> float:
+    """The best shape that fits on so many nodes."""
+    most = min(nodes * life.slots, task.curve.most)
+    return float(task.curve.throughput[: most + 1].max(initial=0.0))
+
+
+def same_cut_on(life: Life, task: Task, nodes: int) -> float:
+    """Whole replicas of the cut it started with."""
+    if task.shape is None or (cut := task.curve.like(task.shape)) is None:
+        return best_on(life, task, nodes)
+    replicas = nodes * life.slots // (cut.stages * cut.shards)
+    return float(np.max(cut.throughput[: replicas + 1], initial=0.0))
+
+
+def by_size(task: Task, seconds: Mapping[float, float]) -> float:
+    """A constant known for some model sizes: the one of the nearest size not above."""
+    parameters = task.curve.state_bytes / STATE
+    fitting = [s for size, s in seconds.items() if size <= parameters * 1.05]
+    return fitting[-1] if fitting else next(iter(seconds.values()))
+
+
+class Megatron(Policy):
+    """Restart from the checkpoint, with as many nodes as before: wait for the repair, or take a spare.
+
+    30 min until the collective times out, 9 min to resubmit, 14 min to set up, half of a 30 min checkpoint
+    interval to compute again: the 68 min of [U]. A node that dies visibly is seen in 5.7 s [U].
+    """
+
+    name = "megatron"
+    timeout_s = 30 * MINUTE_S
+    visible_s = 5.7
+    restart_s = (9 + 14) * MINUTE_S
+    checkpoint_s = 30 * MINUTE_S
+
+    def replay_s(self, task: Task) -> float:
+        return 0.5 * self.checkpoint_s
+
+    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+        seen = self.visible_s if failure.seen is Seen.SILENCE else self.timeout_s
+        task.stall(detection=seen, transition=self.restart_s, replay=self.replay_s(task))
+        if failure.severity == 1 and not take_spare(life, task, failure.node):
+            task.waiting = True
+
+    def returned(self, life: Life, node: int, task: Task | None) -> None:
+        if task is None:
+            life.spares.append(node)
+            for waiting in [t for t in life.tasks if t.waiting]:
+                missing = [n for n in waiting.nodes if n in life.away]
+                if missing and take_spare(life, waiting, missing[0]) and len(missing) == 1:
+                    waiting.waiting = False
+        elif all(n not in life.away for n in task.nodes):
+            task.waiting = False
+
+
+class MegatronInMemory(Megatron):
+    """The same with a checkpoint in the memory of other hosts at every step: one step is lost [G]."""
+
+    name = "megatron+memory"
+
+    def replay_s(self, task: Task) -> float:
+        return task.step_s()
+
+
+class Elastic(Policy):
+    """torchrun with nnodes=min:max: all workers restart from the checkpoint with whoever is there.
+
+    An exit is seen at once by its agent (5 s of polling), a hang by the collective's 10 min watchdog, a lost
+    node after 30 s without a keep-alive [A]. Everybody restarts in 200 s, the least that [F] gives (16k GPUs);
+    half of a 30 min checkpoint interval is computed again, also when a node is added.
+    """
+
+    name = "elastic"
+    seen_s: ClassVar = {Seen.EXIT: 5.0, Seen.EXCEPTION: 5.0, Seen.SILENCE: 30.0, Seen.STATISTICS: 600.0}
+    restart_s = 200.0
+    checkpoint_s = 30 * MINUTE_S
+
+    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+        again = 0.5 * self.checkpoint_s
+        task.stall(detection=self.seen_s[failure.seen], transition=self.restart_s, replay=again)
+        if failure.severity == 1 and not take_spare(life, task, failure.node):
+            _run_on(task, same_cut_on(life, task, len(life.here(task))))
+
+    def returned(self, life: Life, node: int, task: Task | None) -> None:
+        task = _adopt(life, node, task)
+        before = 0.0 if task.waiting else task.rate
+        rate = same_cut_on(life, task, len(life.here(task)))
+        if rate > before:
+            _run_on(task, rate)
+            task.stall(transition=self.restart_s, replay=0.5 * self.checkpoint_s)
+
+
+class Varuna(Policy):
+    """Morphs to the best pipelines x replicas grid of what is left, through a checkpoint.
+
+    Heartbeats 3 min (60 to 300 s), a checkpoint every 10 steps that blocks (120 s of 10 x 186 s at 6.7B: 6.5 %),
+    five steps lost on average, restarts of 79 to 701 s by size, without loss when a node is added [O].
+    """
+
+    name = "varuna"
+    overhead = 120 / (120 + 10 * 186)
+    seen_s = 180.0
+    restart_s: ClassVar = {0.35e9: 78.7, 2.7e9: 515.0, 6.7e9: 701.0}
+
+    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+        task.stall(detection=self.seen_s, transition=by_size(task, self.restart_s), replay=5 * task.step_s())
+        if failure.severity == 1 and not take_spare(life, task, failure.node):
+            _run_on(task, best_on(life, task, len(life.here(task))))
+
+    def returned(self, life: Life, node: int, task: Task | None) -> None:
+        task = _adopt(life, node, task)
+        rate = best_on(life, task, len(life.here(task)))
+        if task.waiting or rate > task.rate:
+            _run_on(task, rate)
+            task.pause(by_size(task, self.restart_s))
+
+
+class Bamboo(Policy):
+    """Every node also computes its neighbour's part; a loss is taken over, then the pipelines are re-formed.
+
+    The redundant work costs 1.3 times the step, the least of the 1.3 to 3 that are reported; seen in 5 s,
+    15 s to take over, 76 to 450 s to re-form by size [O]. With fewer than forty nodes a task one loss is
+    beyond the 5 % it tolerates, so it re-forms at once.
+    """
+
+    name = "bamboo"
+    overhead = 1 - 1 / 1.3
+    reform_s: ClassVar = {0.35e9: 100.0, 2.7e9: 230.0, 6.7e9: 450.0}
+
+    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+        reform = by_size(task, self.reform_s)
+        task.stall(detection=5.0, transition=15.0 + reform, replay=0.5 * task.step_s())
+        if failure.severity == 1 and not take_spare(life, task, failure.node):
+            _run_on(task, same_cut_on(life, task, len(life.here(task))))
+
+    def returned(self, life: Life, node: int, task: Task | None) -> None:
+        task = _adopt(life, node, task)
+        rate = same_cut_on(life, task, len(life.here(task)))
+        if task.waiting or rate > task.rate:
+            _run_on(task, rate)
+            task.pause(by_size(task, self.reform_s))
+
+
+class Oobleck(Policy):
+    """Pipeline templates for every number of nodes: all that is left is used, as if every number of nodes
+    were as good as a mixture of the good ones (the concave hull of the curve; its own tables are nearly so).
+
+    A broken connection is seen in 5 s [A], the step under way is lost, 2 to 10 s to reconfigure by size [O].
+    A process that restarts leaves and returns: two reconfigurations.
+    """
+
+    name = "oobleck"
+    change_s: ClassVar = {0.35e9: 2.0, 2.7e9: 6.0, 6.7e9: 10.0}
+
+    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+        change = by_size(task, self.change_s)
+        times = 1 if failure.severity == 1 else 2
+        task.stall(detection=5.0, transition=times * change, replay=0.5 * task.step_s())
+        if failure.severity == 1 and not take_spare(life, task, failure.node):
+            _run_on(task, self._rate(life, task))
+
+    def returned(self, life: Life, node: int, task: Task | None) -> None:
+        task = _adopt(life, node, task)
+        _run_on(task, self._rate(life, task))
+        task.pause(by_size(task, self.change_s))
+
+    def _rate(self, life: Life, task: Task) -> float:
+        here = len(life.here(task))
+        if best_on(life, task, here) <= 0:
+            return 0.0
+        return float(concave_hull(task.curve.throughput)[min(here * life.slots, task.curve.most)])
+
+
+class Recycle(Policy):
+    """Re-routes a dead worker's microbatches to its peers, with decoupled backward and staggered optimizer.
+
+    No state moves. Seen in 5 s [A], half a step lost, 10 s to take the new schedule (as Oobleck; the paper's
+    figure is not at hand). A process that restarts is away for a minute [A]. The rate is our scheduler's bound
+    for the dead. No view beyond the task; where a stage has nobody left it waits.
+    """
+
+    name = "recycle"
+    change_s = 10.0
+    restart_s = 60.0
+
+    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+        spare = failure.severity == 1 and take_spare(life, task, failure.node)
+        rate = self._rate(life, task, extra=None if failure.severity == 1 else failure.node)
+        away_s = 0.0 if failure.severity == 1 and not spare else self.restart_s
+        task.stall(
+            detection=5.0,
+            transition=2 * self.change_s if away_s else self.change_s,
+            replay=0.5 * task.step_s() + away_s * (1 - rate / task.healthy),
+        )
+        if not away_s:
+            _run_on(task, rate)
+
+    def returned(self, life: Life, node: int, task: Task | None) -> None:
+        if task is None:
+            life.spares.append(node)
+            return
+        _run_on(task, self._rate(life, task, extra=None))
+        task.pause(self.change_s)
+
+    def _rate(self, life: Life, task: Task, *, extra: int | None) -> float:
+        """`extra`: a node that is there, but whose first worker is being restarted."""
+        missing = [
+            i * life.slots + slot
+            for i, node in enumerate(task.nodes)
+            for slot in (range(life.slots) if node in life.away else [0] if node == extra else [])
+        ]
+        return ratio_without(task, missing) * task.healthy
+
+
+def ratio_without(task: Task, missing: list[int]) -> float:
+    """Throughput with these workers gone over throughput with all, by re-routing."""
+    if task.shape is None:
+        return max(0.0, 1 - len(missing) / max(1, task.curve.most))
+    dead = dead_groups(task.shape, [i for i in missing if i < task.shape.workers])
+    return throughput_ratio(task.shape, dead, batch=task.curve.batch, schedule=task.curve.schedule)
+
+
+def concave_hull(values: Floats) -> Floats:
+    """The least concave curve above these."""
+    corners = [0]
+    for x in range(1, len(values)):
+        while len(corners) > 1:
+            a, b = corners[-2], corners[-1]
+            if (values[b] - values[a]) * (x - a) > (values[x] - values[a]) * (b - a):
+                break
+            corners.pop()
+        corners.append(x)
+    return np.interp(np.arange(len(values)), corners, values[corners])
+
+
+def _run_on(task: Task, rate: float) -> None:
+    task.rate = rate
+    task.waiting = rate <= 0
+
+
+def _adopt(life: Life, node: int, task: Task | None) -> Task:
+    """A node that nobody owns goes to the task that is furthest below its healthy rate."""
+    if task is None:
+        task = min(life.tasks, key=lambda t: t.rate / t.healthy)
+        life.give(task, [*task.nodes, node])
+    return task

@@ -1,0 +1,84 @@
+"""What a study says: one document for machines, a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.sim.study.failures import DAY_S, Trace
+from everstep.sim.study.life import KINDS
+from everstep.sim.study.study import Result, Setup, Summary
+
+
+def document(trace: Trace, setup: Setup, summaries: Mapping[str, Summary]) -> dict[str, Any]:
+    first = next(iter(summaries))
+    base = summaries[first].mean(_accumulated)
+    return {
+        "trace": {
+            "name": trace.name,
+            "days": round(trace.horizon_s / DAY_S, 3),
+            "nodes": trace.nodes,
+            "failures": len(trace.failures),
+            "per_1000_node_days": round(trace.per_1000_node_days, 2),
+        },
+        "tasks": [{"name": t.name, "weight": t.weight} for t in setup.tasks],
+        "slots_per_node": setup.slots,
+        "spares": setup.spares,
+        "seeds": len(summaries[first].results),
+        "relative_to": first,
+        "policies": {name: _row(summary, base) for name, summary in summaries.items()},
+    }
+
+
+def _row(summary: Summary, base: float) -> dict[str, Any]:
+    mean = summary.mean(_accumulated)
+    healthy = summary.mean(lambda r: r.healthy_waf)
+    return {
+        "accumulated_waf": mean,
+        "accumulated_waf_half_width": summary.half_width(_accumulated),
+        "relative": mean / base if base else None,
+        "share_of_healthy": summary.mean(lambda r: r.share),
+        "share_half_width": summary.half_width(lambda r: r.share),
+        "availability": summary.mean(lambda r: r.availability),
+        "lost_share": {kind: _lost(summary, kind) / healthy for kind in KINDS},
+    }
+
+
+def _lost(summary: Summary, kind: str) -> float:
+    return summary.mean(lambda result: result.lost[kind])
+
+
+def _accumulated(result: Result) -> float:
+    return result.accumulated_waf
+
+
+def table_lines(found: Mapping[str, Any]) -> list[str]:
+    """Shares in per cent of a life without faults."""
+    trace = found["trace"]
+    title = (
+        f"{trace['name']}: {trace['failures']} failures in {trace['days']:g} days on {trace['nodes']} nodes, "
+        f"{len(found['tasks'])} tasks, {found['seeds']} seed(s)"
+    )
+    width = max(len(name) for name in found["policies"])
+    head = f"{'':{width}}   earned %    +/-   x {found['relative_to'][:9]:9} working %   lost %:"
+    lines = [title, head + "".join(f"{kind:>12}" for kind in KINDS)]
+    for name, row in found["policies"].items():
+        lost = "".join(f"{100 * row['lost_share'][kind]:12.2f}" for kind in KINDS)
+        relative = "-" if row["relative"] is None else f"{row['relative']:.3f}"
+        lines.append(
+            f"{name:{width}} {100 * row['share_of_healthy']:10.2f} {100 * row['share_half_width']:6.2f} "
+            f"{relative:>11} {100 * row['availability']:11.2f}          {lost}"
+        )
+    return lines
+
+
+def sweep_lines(name: str, rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One row per value, one column per policy: earned, in per cent of a life without faults."""
+    policies = list(next(iter(rows.values()))["policies"])
+    width = max(len(name), *(len(value) for value in rows))
+    lines = [f"earned, % of a life without faults, by {name}"]
+    lines.append(f"{name:>{width}} " + " ".join(f"{p:>{max(8, len(p))}}" for p in policies))
+    for value, found in rows.items():
+        cells = (f"{100 * found['policies'][p]['share_of_healthy']:{max(8, len(p))}.2f}" for p in policies)
+        lines.append(f"{value:>{width}} " + " ".join(cells))
+    return lines
