@@ -389,20 +389,20 @@ def _simulated(
         return reallocate(now, before, flows)
 
     worst, mean, stalled = [], [], 0
-    for seed in range(seeds):
+    start = allocate(topology, flows) if policy == "planned" else None
+    for seed in range(seeds if start is None or changes else 1):
         chance = np.random.default_rng(seed)
 
         def hashed_elsewhere(now: Topology, before: Routing, chance: np.random.Generator = chance) -> Routing:
             return rehash_broken(now, before, chance)
 
-        planned = policy == "planned"
         outcome = simulate(
-            allocate(topology, flows) if planned else route(topology, flows, policy, chance),
+            start or route(topology, flows, policy, chance),
             tasks,
             num_steps=steps,
             changes=changes,
             switches=hashed_elsewhere,
-            reroute=planned_anew if planned else None,
+            reroute=None if start is None else planned_anew,
             notice_s=notice_s,
         )
         stalled += bool(outcome.stalled)

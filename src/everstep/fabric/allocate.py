@@ -26,12 +26,11 @@ from everstep.fabric.colour import spread
 from everstep.fabric.flows import Endpoint, Flow
 from everstep.fabric.loads import Loads
 from everstep.fabric.routing import Routing
-from everstep.fabric.topology import Ints, Port, Topology, port_name
+from everstep.fabric.topology import WIDTH, Ints, Port, Topology, port_name
 
 _CLOSE = 1e-9
 _PATIENCE = 60  # worst links in a row that nothing improves
 _TRIED_FLOWS = 48  # of one link
-_WIDTH = 4  # host, up, down, host
 
 
 def allocate(topology: Topology, flows: Sequence[Flow], *, start: str = "best") -> Routing:
@@ -62,7 +61,7 @@ def reallocate(
     placing = _Placing(topology, flows)
     known = before.by_name
     old = [n for n, flow in enumerate(flows) if flow.name in known]
-    rows = np.array([(*known[flows[n].name], -1, -1, -1, -1)[:_WIDTH] for n in old], dtype=np.int64)
+    rows = np.array([(*known[flows[n].name], -1, -1, -1, -1)[:WIDTH] for n in old], dtype=np.int64)
     if old:
         alive = topology.alive(rows)
         placing.put_many([n for n, lives in zip(old, alive, strict=True) if lives], rows[alive])
@@ -98,12 +97,12 @@ class _Placing:
     def __init__(self, topology: Topology, flows: tuple[Flow, ...]) -> None:
         self.topology, self.flows = topology, flows
         self.loads = Loads(topology, flows)
-        self.paths: list[Ints] = [np.full(_WIDTH, -1, dtype=np.int64)] * len(flows)
+        self.paths: list[Ints] = [np.full(WIDTH, -1, dtype=np.int64)] * len(flows)
         self.on_link: list[set[int]] = [set() for _ in topology.links]
         self._choices: dict[tuple[Endpoint, Endpoint, int | None], Ints] = {}
 
     def routing(self, *, because: str, moved: tuple[str, ...]) -> Routing:
-        paths = np.array(self.paths, dtype=np.int64).reshape(-1, _WIDTH)
+        paths = np.array(self.paths, dtype=np.int64).reshape(-1, WIDTH)
         return Routing(topology=self.topology, flows=self.flows, paths=paths, because=because, moved=moved)
 
     def worst(self) -> float:
@@ -124,18 +123,14 @@ class _Placing:
                 raise UserError(f"flow {flow.name}: node {end[0]!r} is not in fabric {self.topology.name}.")
         rows = self.topology.paths(flow.source, flow.target)
         if flow.plane is not None:
-            ports = [p for p in self.topology.by_node[flow.source[0]].ports if p.plane == flow.plane]
-            firsts = [self.topology.index[f"{port_name(flow.source[0], p)}>{p.leaf}"] for p in ports]
-            rows = rows[np.isin(rows[:, 0], firsts)]
+            rows = rows[self.topology.plane_of[rows[:, 0]] == flow.plane]
         rows = rows[self.topology.alive(rows)] if len(rows) else rows
         if not len(rows):
             raise UserError(
                 f"flow {flow.name}: no live path from {flow.source[0]} NIC {flow.source[1]} "
                 f"to {flow.target[0]} NIC {flow.target[1]}."
             )
-        padded = np.full((len(rows), _WIDTH), -1, dtype=np.int64)
-        padded[:, : rows.shape[1]] = rows
-        return padded
+        return rows
 
     # ------------------------------------------------------------------ putting and taking
 
@@ -356,6 +351,6 @@ def _path(topology: Topology, flow: Flow, one: Port, other: Port, way: int) -> I
 
 
 def _pad(path: Ints) -> Ints:
-    row = np.full(_WIDTH, -1, dtype=np.int64)
+    row = np.full(WIDTH, -1, dtype=np.int64)
     row[: len(path)] = path
     return row

@@ -128,9 +128,9 @@ def linear_bound_s(topology: Topology, flows: Sequence[Flow]) -> float:
     for number, (task, phase, source, target, plane) in enumerate(bundles):
         paths = topology.paths(source, target)
         paths = paths[topology.alive(paths)]
+        if plane is not None:
+            paths = paths[topology.plane_of[paths[:, 0]] == plane]
         for path in paths:
-            if plane is not None and not topology.links[path[0]].sender.endswith(f".p{plane}"):
-                continue
             first = row_of.get((task, phase), 0)
             upper += [(first + int(link), column, 1.0) for link in path if link >= 0]
             equal.append((number, column, 1.0))

@@ -15,7 +15,7 @@ import numpy as np
 from everstep.errors import UserError
 from everstep.fabric.flows import Flow
 from everstep.fabric.routing import Routing
-from everstep.fabric.topology import Ints, Topology
+from everstep.fabric.topology import WIDTH, Ints, Topology
 
 POLICIES = ("ecmp", "random", "round-robin")
 
@@ -35,10 +35,9 @@ def ecmp(topology: Topology, flows: Sequence[Flow], chance: np.random.Generator)
     rows = []
     for flow in flows:
         paths = _live(topology, flow)
-        for column in (0, 1, 2, 3):  # port, uplink, port of the receiver: each hop hashes for itself
-            if column < paths.shape[1]:
-                hops = np.unique(paths[:, column])
-                paths = paths[paths[:, column] == chance.choice(hops)]
+        for column in range(WIDTH):  # port, uplink, port of the receiver: each hop hashes for itself
+            hops = np.unique(paths[:, column])
+            paths = paths[paths[:, column] == hops[chance.integers(len(hops))]]
         rows.append(paths[0])
     return _routing(topology, flows, rows, "by hash")
 
@@ -74,16 +73,11 @@ def _live(topology: Topology, flow: Flow) -> Ints:
 
 def _same_plane(topology: Topology, flow: Flow) -> Ints:
     paths = _live(topology, flow)
-    links = topology.links
-    planes = [
-        links[int(p[0])].sender.rsplit(".p")[-1] == links[int(p[p >= 0][-1])].receiver.rsplit(".p")[-1]
-        for p in paths
-    ]
-    return np.asarray(paths[planes]) if any(planes) else paths
+    last = np.where(paths[:, 3] >= 0, paths[:, 3], paths[:, 1])
+    same = topology.plane_of[paths[:, 0]] == topology.plane_of[last]
+    return np.asarray(paths[same]) if same.any() else paths
 
 
 def _routing(topology: Topology, flows: Sequence[Flow], rows: list[Ints], because: str) -> Routing:
-    width = max((len(row) for row in rows), default=4)
-    padded = [np.pad(row, (0, width - len(row)), constant_values=-1) for row in rows]
-    paths = np.array(padded, dtype=np.int64).reshape(-1, width)
+    paths = np.array(rows, dtype=np.int64).reshape(-1, WIDTH)
     return Routing(topology=topology, flows=tuple(flows), paths=paths, because=because)

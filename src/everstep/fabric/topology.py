@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from everstep.errors import UserError
 
+WIDTH = 4  # links of the longest path: host, up, down, host
 Path = tuple[int, ...]  # indices of links, from the sender's port to the receiver's
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -116,16 +117,22 @@ class Topology:
                     yield one, other
 
     def paths(self, source: tuple[str, int], target: tuple[str, int]) -> Ints:
-        """All paths between two NICs, one a row, dead ones too: (paths, links of a path)."""
-        rows = []
+        """All paths between two NICs, one a row, dead ones too; a path under one leaf ends with -1, -1."""
+        blocks = []
         for one, other in self.port_pairs(source, target):
-            up = self.index[f"{port_name(source[0], one)}>{one.leaf}"]
-            down = self.index[f"{other.leaf}>{port_name(target[0], other)}"]
             middle = self.between(one.leaf, other.leaf)
-            ends = np.repeat([[up, down]], len(middle), axis=0)
-            rows.append(np.hstack([ends[:, :1], middle, ends[:, 1:]]))
-        longest = max((r.shape[1] for r in rows), default=2)
-        return np.vstack([_padded(r, longest) for r in rows]) if rows else np.zeros((0, 2), dtype=np.int64)
+            block = np.full((len(middle), WIDTH), -1, dtype=np.int64)
+            block[:, 0] = self.index[f"{port_name(source[0], one)}>{one.leaf}"]
+            block[:, 1 : 1 + middle.shape[1]] = middle
+            block[:, 1 + middle.shape[1]] = self.index[f"{other.leaf}>{port_name(target[0], other)}"]
+            blocks.append(block)
+        return np.concatenate(blocks) if blocks else np.zeros((0, WIDTH), dtype=np.int64)
+
+    @cached_property
+    def plane_of(self) -> Ints:
+        """The plane of each host link; -1 for the fabric's."""
+        planes = [port.plane for node in self.nodes for port in node.ports for _ in range(2)]
+        return np.array(planes + [-1] * len(self.fabric_links), dtype=np.int64)
 
     def between(self, leaf: str, other: str) -> Ints:
         """The ways from leaf to leaf: one of no links under one leaf, else one of two links per spine."""
@@ -176,10 +183,6 @@ def _host_links(node: Node, port: Port) -> tuple[Link, Link]:
         Link(sender=name, receiver=port.leaf, gbps=port.gbps),
         Link(sender=port.leaf, receiver=name, gbps=port.gbps, address=port.address),
     )
-
-
-def _padded(rows: Ints, width: int) -> Ints:
-    return np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1)
 
 
 def _check(fabric: Topology) -> None:
