@@ -147,6 +147,8 @@ class Coordinator(NodeDesk):
                     seat.address = event.address
                 case ev.WorkerRaised():
                     task.last_words[event.worker] = (event.incarnation, event.error)
+                    if task.state is TaskState.RUNNING:
+                        self._evidence(task, event.worker, "exception", event.error, now)
                 case ev.WorkerExited():
                     return self._exited(task, event, seat, now)
         if isinstance(event, ev.LedgerReported | ev.WorkerResumed | ev.UpdateInvalidated):
@@ -161,9 +163,12 @@ class Coordinator(NodeDesk):
             return self._gone(task, worker, seat, seat.leaving or event.reason, now)
         incarnation, error = task.last_words.pop(worker, (0, ""))
         raised = incarnation == event.incarnation
-        judgement = judge("exception", error) if raised else judge("exit", event.reason)
-        source = "exception" if raised else "exit"
-        incident = self._evidence(task, worker, source, error if raised else event.reason, now)
+        if raised:
+            judgement = judge("exception", error)
+            incident = self.log.of_task(task.name).suspected(worker, error, 0, now)  # open since it raised
+        else:
+            judgement = judge("exit", event.reason)
+            incident = self._evidence(task, worker, "exit", event.reason, now)
         incident.node = seat.node
         if incident.verdict is None or not incident.remedies:
             self._verdict(incident, judgement, now)

@@ -1,8 +1,8 @@
 """The workers of one node: started, watched, heard, told and ended here.
 
-Exits come from pidfds, words from Unix sockets, progress from shared memory; all of it becomes reports for
-the coordinator, whose orders are carried out here. Nothing blocks, and the loop is somebody else's: an
-asyncio loop in the agent, a selector in `everstep train`.
+Deaths come from lifelines and pidfds, words from Unix sockets, progress from shared memory; all of it becomes
+reports for the coordinator, whose orders are carried out here. Nothing blocks, and the loop is somebody
+else's: an asyncio loop in the agent, a selector in `everstep train`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from everstep.engine.faults import parse_fault
 from everstep.engine.job import Job
 from everstep.node import wire
 from everstep.node.checkpoints import Checkpoints
+from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.nursery import Child, Nursery, exit_reason
 from everstep.node.reports import report_of
 
 FINISH_S = 5.0  # for a worker asked to finish, before it is told to stop
 STOP_S = 20.0  # for a worker told to stop, before it is killed
+_PLANTED = ("dies at", "raises at")  # what a beacon says of a fault that a script asked for
 Report = Callable[[msg.NodeReport], None]
 
 
@@ -50,10 +52,12 @@ class Process:
     incarnation: int
     child: Child
     beacon: Beacon
+    lifeline: Lifeline
     line: socket.socket | None = None
     unpacker: wire.Unpacker = field(default_factory=wire.Unpacker)
     raised: str | None = None
     killed_at: float | None = None
+    dead: bool = False  # told, though the kernel may still be clearing up
 
 
 @dataclass(slots=True)
@@ -86,6 +90,9 @@ class Crew:
         self.processes: dict[tuple[str, Worker], Process] = {}
         self.progress = Progress(limits or Limits())
         self._greeting: dict[int, tuple[socket.socket, wire.Unpacker]] = {}
+        self._bell = Bell()
+        self._dying: dict[tuple[str, Worker], Process] = {}
+        self._starts: dict[tuple[str, Worker], msg.StartProcess] = {}  # that wait for the dying to be gone
 
     # -------------------------------------------------------------- life
 
@@ -95,10 +102,13 @@ class Crew:
         self._listener.listen(128)
         self._listener.setblocking(False)
         self.loop.watch(self._listener.fileno(), self._accept)
+        self.loop.watch(self._bell.fd, self._rung)
 
     def close(self) -> None:
         """End every process still there, at once."""
-        for process in list(self.processes.values()):
+        self.loop.unwatch(self._bell.fd)
+        self._starts.clear()
+        for process in [*self.processes.values(), *self._dying.values()]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.child.pid, signal.SIGKILL)
             self._bury(process)
@@ -107,6 +117,7 @@ class Crew:
             sock.close()
         self.loop.unwatch(self._listener.fileno())
         self._listener.close()
+        self._bell.close()
 
     def tick(self, now: float) -> None:
         """A few times a second: has everybody moved, and do those who were asked to end, end?"""
@@ -167,11 +178,15 @@ class Crew:
                 assert_never(order)
 
     def _start(self, order: msg.StartProcess) -> None:
+        if (order.task, order.worker) in self._dying:
+            self._starts[order.task, order.worker] = order
+            return
         here, worker = self.tasks[order.task], order.worker
         here.closing = ""
         name = f"{order.task}-{worker.replica}-{worker.stage}-{order.incarnation}"
         path = self.folder / f"beacon-{name}"
         beacon = Beacon(path, create=True)
+        lifeline = Lifeline(path.with_suffix(".life"), create=True)
         first = order.incarnation == 1
         spec = {
             "task": order.task,
@@ -181,12 +196,13 @@ class Crew:
             "token": here.secret,
             "host": self.host,
             "beacon": str(path),
+            "lifeline": str(path.with_suffix(".life")),
             "faults": [f for f in here.faults if first and parse_fault(f).worker == worker],
             "script": list(here.script) or None,
             "job": here.job.to_dict(),
         }
         child = self._nursery(here.job).spawn(spec, output=self.words(order.task, worker))
-        process = Process(order.task, worker, order.incarnation, child, beacon)
+        process = Process(order.task, worker, order.incarnation, child, beacon, lifeline)
         self.processes[order.task, worker] = process
         self.loop.watch(child.pidfd, lambda: self._exited(process))
 
@@ -239,9 +255,7 @@ class Crew:
         for part in order.parts:
             checkpoints.part_written(order.step, part)
         committed = list(checkpoints.commit(order.step))
-        return [
-            msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=step)) for step in committed
-        ]
+        return [msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=step)) for step in committed]
 
     def _tell(self, process: Process, message: Mapping[str, Any]) -> None:
         if process.line is None:
@@ -283,6 +297,7 @@ class Crew:
             return
         process.line, process.unpacker = sock, unpacker
         self.loop.watch(fd, lambda: self._listen(process))
+        process.lifeline.watch(lambda: self._bell.ring(process))
         self._heard(process, b"")
 
     def _listen(self, process: Process) -> bool:
@@ -319,8 +334,23 @@ class Crew:
 
     # -------------------------------------------------------------- deaths and delays
 
+    def _rung(self) -> None:
+        for process in self._bell.take():
+            assert isinstance(process, Process)
+            self._died(process)
+
     def _exited(self, process: Process) -> None:
-        """The process is gone. Hear its last words first; it may have died at the door."""
+        """The process is gone for good."""
+        self._died(process)
+        self._bury(process)
+        waiting = self._starts.pop((process.task, process.worker), None)
+        if waiting is not None:
+            self._start(waiting)
+
+    def _died(self, process: Process) -> None:
+        """It is dead. Hear its last words first; it may have died at the door."""
+        if process.dead:
+            return
         if process.line is None:
             self._accept()
             for fd in list(self._greeting):
@@ -329,9 +359,11 @@ class Crew:
             pass
         reading = process.beacon.read()
         reason = process.raised or exit_reason(process.child.pid)
-        self._bury(process)
+        process.dead = True
+        del self.processes[process.task, process.worker]
+        self._dying[process.task, process.worker] = process
         killed_at = process.killed_at
-        if killed_at is None and reading is not None and reading.doing.startswith("dies at"):
+        if killed_at is None and reading is not None and reading.doing.startswith(_PLANTED):
             killed_at = reading.at_ns / 1e9
         self.report(
             msg.TaskEvent(
@@ -352,7 +384,9 @@ class Crew:
         self._hang_up(process)
         process.beacon.close()
         self.progress.forget(process.task, process.worker)
-        del self.processes[process.task, process.worker]
+        for table in (self.processes, self._dying):
+            if table.get((process.task, process.worker)) is process:
+                del table[process.task, process.worker]
 
     def _look(self, process: Process, now: float) -> None:
         reading = process.beacon.read()

@@ -25,11 +25,14 @@ from everstep.engine.job import Job
 from everstep.engine.links import Address, Links
 from everstep.engine.program import Program
 from everstep.node import wire
+from everstep.node.lifeline import Lifeline
 from everstep.node.steer import steering_from, watch_links
 
 
 def main(spec: dict[str, Any]) -> int:
     """Run the worker that `spec` describes; the process's exit code."""
+    lifeline = Lifeline(Path(spec["lifeline"]))
+    lifeline.hold()  # until the end
     agent = socket.socket(socket.AF_UNIX)
     agent.connect(spec["agent"])
     line = _Line(agent)
