@@ -1,0 +1,73 @@
+"""A run saved under one shape goes on under another, with the losses of the run that never stopped."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep.checkpoint.folder import complete_steps, open_checkpoint
+from everstep.checkpoint.formats import dialects, universal
+from everstep.checkpoint.formats.llama_config import config_of
+from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec
+from everstep.launch import births
+from everstep.launch.api import run_job
+from everstep.launch.outcome import Outcome
+from everstep.node.nursery import Nursery
+
+MICROBATCHES = 4  # in a step, however many replicas share them
+
+
+def job(folder: Path, replicas: int, stages: int) -> Job:
+    return Job(
+        model=ModelSpec(preset="gpt-tiny", options={"depth": 2, "tied": True}),
+        data=DataSpec(kind="synthetic", rows=1, sequence=16),
+        checkpoint=CheckpointSpec(folder=str(folder), interval=3),
+        steps=6,
+        replicas=replicas,
+        stages=stages,
+        microbatches=MICROBATCHES // replicas,
+    )
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with births.nursery(1) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """2 replicas x 2 stages, six steps, a checkpoint after three."""
+    folder = tmp_path_factory.mktemp("whole")
+    outcome = run_job(job(folder, 2, 2), born=nursery)
+    assert complete_steps(folder) == [3, 6]
+    shutil.rmtree(folder / "step-00000006")
+    return folder, outcome
+
+
+@pytest.mark.parametrize(("replicas", "stages"), [(1, 4), (4, 1)])
+def test_another_shape_goes_on_with_the_same_losses(
+    nursery: Nursery, whole: tuple[Path, Outcome], tmp_path: Path, replicas: int, stages: int
+) -> None:
+    folder, before = whole
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    outcome = run_job(job(tmp_path, replicas, stages), born=nursery)
+    assert outcome.resumed_from == 3
+    ours, theirs = outcome.by_step(), before.by_step()
+    assert sorted(ours) == [4, 5, 6]
+    for step in ours:
+        assert ours[step].loss == pytest.approx(theirs[step].loss, rel=1e-6)
+
+
+def test_what_the_engine_saves_tells_all_that_a_run_needs(whole: tuple[Path, Outcome]) -> None:
+    found = open_checkpoint(whole[0] / "step-00000003")
+    assert found.meta["data"] == {"next_step": 4, "microbatches_in_step": MICROBATCHES}
+    assert found.meta["shape"] == {"replicas": 2, "stages": 2, "microbatches": 2}
+    assert [group["weight_decay"] for group in found.index.groups] == [0.1, 0.0]
+    state = universal.read(whole[0])
+    named = {name for group in state.groups for name in group["params"]}
+    assert named == set(state.parameters())
+    assert len(found.index.files) == 2  # a part a stage
+    assert config_of(state)["num_attention_heads"] == 4
+    assert dialects.dialect_of(dialects.translated(state, "megatron")) == "megatron"
