@@ -21,8 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
-    args = parse()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    train(parse())  # its model is gone when it returns: torch 2.13 may hang if DDP outlives its process group
+    dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace) -> None:
     rank, device = dist.get_rank(), local_device()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)).to(device))
@@ -40,7 +44,6 @@ def main() -> None:
             save(args.checkpoint, step, model, optimizer)
         if rank == 0:
             print(f"step {step} loss {loss.item():.6f}", flush=True)
-    dist.destroy_process_group()
 
 
 def local_device() -> torch.device:
