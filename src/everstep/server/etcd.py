@@ -103,7 +103,7 @@ class EtcdJournal:
     async def leader(self) -> str | None:
         """The name of who leads now."""
         held, _ = await self._range(self._key("leader"))
-        return bytes_of(held[0]["value"]).decode() if held else None
+        return bytes_of(held[0].get("value", "")).decode() if held else None
 
     # Leading
 
@@ -184,11 +184,12 @@ class EtcdJournal:
         watch = {"key": text_of(self._key("leader")), "start_revision": str(revision + 1)}
         with contextlib.suppress(TimeoutError, Refused):
             async with asyncio.timeout(self._lease_s):
-                async for answer in self._gateway.stream("watch", {"create_request": watch}):
-                    if answer.get("canceled") or any(
-                        e.get("type") == "DELETE" for e in answer.get("events", ())
-                    ):
-                        return
+                stream = self._gateway.stream("watch", {"create_request": watch})
+                async with contextlib.aclosing(stream) as answers:
+                    async for answer in answers:
+                        events = answer.get("events", ())
+                        if answer.get("canceled") or any(e.get("type") == "DELETE" for e in events):
+                            return
 
     def _lose(self) -> None:
         self._term = None
@@ -294,7 +295,8 @@ class EtcdJournal:
     async def entries(self, after: int = 0) -> list[Entry]:
         """To be read by the leader: for others, entries may turn into a snapshot meanwhile."""
         found: list[Entry] = []
-        first, last, more = max(after, self._snapshot_upto) + 1, self._last, True
+        after = max(after, self._snapshot_upto)  # a page may hold entries of both sides of a snapshot
+        first, last, more = after + 1, self._last, True
         while more:
             start = self._key(f"entries/{after + 1:020d}")
             pages, _ = await self._range(start, end_of(self._key("entries/")), limit=_PAGES_AT_ONCE)

@@ -14,7 +14,7 @@ import asyncio
 import base64
 import json
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -101,7 +101,7 @@ class Gateway:
             f"no etcd answers at {', '.join(self.endpoints)} ({reason or 'no time was left to ask'})"
         )
 
-    async def stream(self, method: str, body: Json) -> AsyncIterator[Json]:
+    async def stream(self, method: str, body: Json) -> AsyncGenerator[Json, None]:
         """The answers of one endpoint to a request that has many, until it hangs up."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=ATTEMPT_S)
         try:
