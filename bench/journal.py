@@ -11,7 +11,8 @@ take-over       kill -9 of the leading coordinator to the moment another has rea
                 lease is 3 s and renewed each second, so 2 to 3 s of it is waiting for the lease
 slept           the leader is stopped (SIGSTOP) until another leads, then goes on: how many appends of it were
                 acknowledged after that
-resign          the same when the leader resigns
+both            kill -9 of the leading coordinator and of etcd's own leader at once (of three)
+resign          take-over when the leader resigns
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import itertools
 import json
 import os
 import random
+import select
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from everstep.server.etcd import EtcdJournal
 from everstep.server.journal import Journal, SqliteJournal
-from tests.server.etcd_process import ABSENT, BINARY, Etcd
+from tests.server.etcd_process import ABSENT, BINARY, Etcd, Member
 from tests.server.journal_writer import read_back
 
 ROOT = Path(__file__).parent.parent
@@ -176,6 +179,37 @@ def takeovers(etcd: Etcd, times: int, seed: int) -> Found:
     return {"trials": times, "seconds": spread(found, 1.0), "acknowledged_lost": lost}
 
 
+def both_die(etcd: Etcd, times: int) -> dict[str, float]:
+    """etcd elects a leader first, and every lease begins anew."""
+    found = []
+    for n in range(times):
+        leader, standby = (
+            writer("etcd", ",".join(etcd.endpoints), f"/both{n}", name) for name in ("leader", "standby")
+        )
+        first, _, _ = select.select([leader.stdout, standby.stdout], [], [])
+        if standby.stdout in first:
+            leader, standby = standby, leader
+        time.sleep(1)
+        member = next(member for member in etcd.members if _leads(member))
+        began = time.perf_counter()
+        member.kill()
+        leader.kill()
+        assert first_line(standby) == b"leads\n"
+        found.append(time.perf_counter() - began)
+        standby.kill()
+        leader.wait()
+        standby.wait()
+        etcd.start(member)
+    return spread(found, 1.0)
+
+
+def _leads(member: Member) -> bool:
+    question = urllib.request.Request(f"{member.client}/v3/maintenance/status", data=b"{}", method="POST")
+    with urllib.request.urlopen(question, timeout=5) as answer:
+        told = json.load(answer)
+    return bool(told["leader"] == told["header"]["member_id"])
+
+
 def sleepers(etcd: Etcd, times: int) -> Found:
     """A leader that wakes up believing it still leads must find out before it has written anything."""
     acknowledged_asleep, noticed_ms = 0, list[float]()
@@ -232,6 +266,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Found:
             journal = EtcdJournal(etcd.endpoints, prefix="/appends", name="bench", lease_s=30)
             row = asyncio.run(append_costs(journal, arguments.appends))
             row["take_over"] = takeovers(etcd, arguments.takeovers, arguments.seed)
+            if members == 3:
+                row["both_die_s"] = both_die(etcd, max(1, arguments.takeovers // 5))
             row["slept"] = sleepers(etcd, max(1, arguments.takeovers // 5))
             row["resign_ms"] = spread(asyncio.run(resignations(etcd, 5)))
             found[f"etcd_{members}"] = row
@@ -269,6 +305,11 @@ def table(found: Found) -> str:
                 f"{name}: {slept['trials']} leaders slept through their lease, {slept['acknowledged']} of "
                 f"their later appends acknowledged, ended {slept['ended_ms']['p50']:.0f} ms after waking"
             )
+    if "etcd_3" in found:
+        both = found["etcd_3"]["both_die_s"]
+        lines.append(
+            f"etcd_3: take-over when etcd's leader dies too p50 {both['p50']:.2f} s, max {both['max']:.2f} s"
+        )
     if isinstance(found.get("etcd"), str):
         lines.append(found["etcd"])
     return "\n".join(lines)
