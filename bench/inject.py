@@ -382,6 +382,7 @@ def run_case(case: Case, folder: Path, port: int) -> None:
             for pid in children.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            for pid in children.values():
                 os.waitpid(pid, 0)
     for junk in (file for kind in ("socket", "done", "struck") for file in folder.glob(f"{kind}_*")):
         junk.unlink()
@@ -408,8 +409,9 @@ def wait_until_stuck(folder: Path, case: Case) -> None:
 
 
 def judge(case: Case, folder: Path) -> dict[str, Any]:
-    from everstep.cli.diagnose import _analyse
     from rich.console import Console
+
+    from everstep.cli.diagnose import _analyse
 
     analysis = _analyse(folder, Console(stderr=True, quiet=True))
     said = analysis.diagnosis

@@ -1,6 +1,7 @@
 """How far the clocks of two hosts are apart, from what their ranks recorded themselves.
 
-Ranks of one host share its clock; only hosts are compared, and a rank whose host nobody names is its own host.
+Ranks of one host share its clock; only hosts are compared, and a rank whose host nobody names is its own
+host.
 
 A message cannot end before it was sent. With messages both ways, the smallest (end at b - send at a) is
 offset + latency, the smallest the other way is latency - offset, and half their difference is the offset.

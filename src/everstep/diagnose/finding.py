@@ -1,4 +1,4 @@
-"""What a diagnosis says: incidents with suspects, imbalances that are nobody's fault, and what was not usable.
+"""What a diagnosis says: incidents with suspects, imbalances that are nobody's fault, unusable files.
 
 The four syndromes are C4D's. `where` says which part of the machine to look at: the host (its program or its
 processor), the device, a link, the sending or the receiving side of a node, or the program itself when ranks

@@ -8,8 +8,8 @@ shown to wait.
 
 What the end itself shows tells host from device:
 
-    outstanding what its peers completed    the host asked, the device does not deliver    device, communication hang
-    nothing of the kind                     the host never asked                           host, non-communication hang
+    outstanding what its peers completed    asked for, not delivered: device, communication hang
+    nothing of the kind                     never asked for: host, non-communication hang
     no word from it at all                  host, less sure: silence is not a record
 
 Several ranks at one operation, nobody ahead or behind: all entered and none left. If some have started and
@@ -27,7 +27,7 @@ import numpy as np
 from everstep.diagnose.circles import last_circles
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
 from everstep.diagnose.mismatch import find_mismatches
-from everstep.diagnose.raised import find_raised
+from everstep.diagnose.raised import find_lost, find_raised
 from everstep.diagnose.record import UNKNOWN, Case
 from everstep.diagnose.waiting import Arrow, Rests, Standing, arrows_of, operation, stand
 
@@ -38,18 +38,18 @@ Accused = dict[int, tuple[Where, float, str]]
 
 def find_hangs(case: Case, *, now_ns: int = UNKNOWN) -> list[Finding]:
     """Every hang the case shows; none if all outstanding operations are younger than the job's patience."""
-    standing = stand(case)
     raised = find_raised(case)
     if raised:
         return raised
+    standing = stand(case)
     if not standing.first or not _overdue(case, standing, now_ns):
-        return []
+        return find_lost(case)
     mismatches = find_mismatches(case, standing)
     if mismatches:
         return mismatches
     arrows = arrows_of(case, standing)
     accused, unresolved = _accuse(case, standing, arrows)
-    return _findings(case, standing, arrows, accused, unresolved)
+    return _findings(case, standing, arrows, accused, unresolved) or find_lost(case)
 
 
 def _overdue(case: Case, standing: Standing, now_ns: int) -> bool:
@@ -216,7 +216,8 @@ def _findings(
                 ),
                 victims=tuple(victims),
                 ruled_out=_ruled_out(case, standing, arrows, set(accused), where),
-                because=f"the {where} of rank {ranks_text(ranks)} {'never asked for' if host else 'does not complete'} "
+                because=f"the {where} of rank {ranks_text(ranks)} "
+                f"{'never asked for' if host else 'does not complete'} "
                 f"what {len(victims)} other rank{'s wait' if len(victims) != 1 else ' waits'} for.",
                 waits=waits,
             )

@@ -107,7 +107,8 @@ def _finding(
     hosts: dict[int, str],
 ) -> Finding:
     said = "; ".join(
-        f"messages from rank {a} to rank {b} take {matrix.cell(a, b) * 1e3:.1f} ms, {hot[a, b][0]:.1f} times {hot[a, b][1]}"
+        f"messages from rank {a} to rank {b} take {matrix.cell(a, b) * 1e3:.1f} ms, "
+        f"{hot[a, b][0]:.1f} times {hot[a, b][1]}"
         for a, b in cells
     )
     confidence = float(min(0.95, 0.6 + 0.05 * min(hot[cell][0] for cell in cells)))

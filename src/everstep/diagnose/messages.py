@@ -36,9 +36,10 @@ class Pairs:
         for rank, offset in offsets.items():
             if rank < size:
                 shift[rank] = offset
-        ready = np.maximum(self.sent_ns - shift[self.sender], self.awaited_ns - shift[self.receiver])
+        awaited = np.where(self.awaited_ns != UNKNOWN, self.awaited_ns - shift[self.receiver], UNKNOWN)
+        ready = np.maximum(self.sent_ns - shift[self.sender], awaited)  # unknown: it takes whatever comes
         delay = np.maximum(self.received_ns - shift[self.receiver] - ready, 0)
-        known = (self.sent_ns != UNKNOWN) & (self.awaited_ns != UNKNOWN) & (self.received_ns != UNKNOWN)
+        known = (self.sent_ns != UNKNOWN) & (self.received_ns != UNKNOWN)
         return np.where(known, delay, UNKNOWN)
 
 

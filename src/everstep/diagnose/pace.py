@@ -46,6 +46,8 @@ def roles_of(case: Case, offsets: Mapping[int, int]) -> list[Role]:
     log = case.log
     if not len(log):
         return []
+    if log.is_kind(COMPUTE).any():
+        return _told(case)
     own = _own_ns(case, offsets)
     beats = _beats(case)
     roles = []
@@ -84,10 +86,36 @@ def _own_ns(case: Case, offsets: Mapping[int, int]) -> Ints:
     free = np.where(waited, np.maximum(released[:-1], enqueued[:-1]), enqueued[:-1])
     same = (np.diff(log.rank) == 0) & (log.enqueued_ns[1:] != UNKNOWN) & (log.enqueued_ns[:-1] != UNKNOWN)
     own[1:] = np.where(same, np.maximum(enqueued[1:] - free, 0), 0)
-    computed = log.is_kind(COMPUTE)
-    if computed.any():  # told, not inferred
-        own = np.where(computed & (log.took_ns != UNKNOWN), log.took_ns, 0)
     return own
+
+
+def _told(case: Case) -> list[Role]:
+    """Where ranks record their own work: a role is a group, a record's number its step."""
+    log, roles = case.log, []
+    rows = np.flatnonzero(log.is_kind(COMPUTE) & (log.took_ns != UNKNOWN))
+    for group in np.unique(log.group[rows]).tolist():
+        mine = rows[log.group[rows] == group]
+        ranks = np.unique(log.rank[mine])
+        first = max(int(log.seq[mine[log.rank[mine] == r]].min()) for r in ranks) + 1
+        last = min(int(log.seq[mine[log.rank[mine] == r]].max()) for r in ranks) - 1
+        mine = mine[(log.seq[mine] >= first) & (log.seq[mine] <= last)]
+        if last < first:
+            continue
+        own = np.zeros((last - first + 1, len(ranks)))
+        np.add.at(
+            own, (log.seq[mine] - first, np.searchsorted(ranks, log.rank[mine])), log.took_ns[mine] / 1e9
+        )
+        span = (log.enqueued_ns[mine].max() - log.enqueued_ns[mine].min()) / 1e9 if len(mine) else 0.0
+        roles.append(
+            Role(
+                name=case.name(group),
+                ranks=tuple(ranks.tolist()),
+                steps=tuple(range(first, last + 1)),
+                own_s=own,
+                step_s=float(span) / max(last - first + 1, 1),
+            )
+        )
+    return roles
 
 
 def _only_lengths(log: Log) -> bool:
@@ -95,8 +123,8 @@ def _only_lengths(log: Log) -> bool:
 
 
 def _lateness_ns(log: Log) -> Ints:
-    """Where only lengths are known: whoever comes last waits least, so the longest length in an operation less
-    a rank's own is by how much it came later than the first."""
+    """Where only lengths are known: whoever comes last waits least, so the longest length in an operation
+    less a rank's own is by how much it came later than the first."""
     late = np.zeros(len(log), dtype=np.int64)
     rows = np.flatnonzero((log.took_ns != UNKNOWN) & log.is_kind(*SYNCHRONIZING))
     if len(rows):
@@ -168,7 +196,7 @@ def _period(case: Case, rank: int, group: int) -> int:
     log = case.log
     ends = np.searchsorted(log.rank, [rank, rank + 1])
     rows = _rows_of_beat(log, int(ends[0]), int(ends[1]), group)
-    sign = log.kind[rows].astype(np.int64) * (1 << 44) + log.bytes[rows] * 4096 + log.peer[rows]
+    sign: Ints = log.kind[rows].astype(np.int64) * (1 << 44) + log.bytes[rows] * 4096 + log.peer[rows]
     for period in range(1, min(len(sign) // 3, _LONGEST_PERIOD) + 1):
         if np.mean(sign[period:] == sign[:-period]) >= 0.97:
             return period

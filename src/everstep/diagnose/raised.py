@@ -46,19 +46,24 @@ def read_error(name: str, value: dict[str, Any]) -> Part:
 
 
 def find_raised(case: Case) -> list[Finding]:
-    first = {
+    """Ranks whose error is their own."""
+    own = {
         rank: f"raised {text.strip().splitlines()[-1][:200]}"
         for rank, (_, text) in case.errors.items()
         if text.strip() and not _CONSEQUENCE.search(text)
     }
-    said = "raised"
-    if case.errors and not first:
-        left = set(case.world) - set(case.errors)
-        if 0 < len(left) <= len(case.world) // 2:
-            said = "left without a word"
-            first = {rank: _left(case, rank) for rank in left}
-    if not first:
+    return _finding(case, own, "raised", 0.97) if own else []
+
+
+def find_lost(case: Case) -> list[Finding]:
+    """Ranks that reported nothing, where all that the others report is that someone is gone."""
+    left = set(case.world) - set(case.errors)
+    if not case.errors or not 0 < len(left) <= len(case.world) // 2:
         return []
+    return _finding(case, {rank: _left(case, rank) for rank in left}, "left without a word", 0.85)
+
+
+def _finding(case: Case, first: dict[int, str], said: str, confidence: float) -> list[Finding]:
     ranks = sorted(first)
     others = sorted(set(case.errors) - set(first))
     victims = sorted((set(case.world) | set(others)) - set(ranks))
@@ -69,7 +74,7 @@ def find_raised(case: Case) -> list[Finding]:
             suspects=tuple(
                 Suspect(
                     rank=rank,
-                    confidence=0.97 if said == "raised" else 0.85,
+                    confidence=confidence,
                     evidence=f"it {text}",
                     node=case.hosts.get(rank, ""),
                 )

@@ -89,7 +89,7 @@ def _process(rank: Mapping[str, Any]) -> tuple[str, int, int, int]:
 
 
 def _who(status: Mapping[str, Any]) -> dict[tuple[str, int, int, int], int]:
-    largest = max(
+    largest: Mapping[str, Any] = max(
         status["communicators"],
         key=lambda c: len(c.get("ranks", [])) + len(c.get("missing_ranks") or []),
         default={},

@@ -200,7 +200,7 @@ def join(parts: Sequence[Part]) -> Case:
                 groups.append(group)
             indices.append(keys[key])
         moved.append(indices)
-    log = _concatenate([(part.log, moved[i]) for i, part in enumerate(parts)])
+    log = concatenate([(part.log, moved[i]) for i, part in enumerate(parts)])
     spoke = {rank for part in parts for rank in part.ranks} | set(np.unique(log.rank).tolist())
     silent = {rank: why for part in parts for rank, why in part.silent.items()}
     size = max((part.world_size for part in parts), default=0)
@@ -238,7 +238,8 @@ def _reach(part: Part) -> tuple[int, int]:
     return (int(part.log.order.max()) if len(part.log) else UNKNOWN), len(part.log)
 
 
-def _concatenate(parts: list[tuple[Log, list[int]]]) -> Log:
+def concatenate(parts: list[tuple[Log, list[int]]]) -> Log:
+    """Logs as one, by rank and order; with each log, where its groups have moved to."""
     kinds: dict[str, int] = {}
     pieces: dict[str, list[NDArray[Any]]] = {name: [] for name, _ in _COLUMNS}
     for log, groups in parts:

@@ -16,8 +16,11 @@ import json
 import struct
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from everstep.diagnose.flight import Unusable
-from everstep.diagnose.record import UNKNOWN, Group, Log, Part, Record
+from everstep.diagnose.record import UNKNOWN, Group, Log, Part
 
 MAGIC = b"everring"
 VERSION = 1
@@ -32,6 +35,14 @@ KINDS = (
     "other", "send", "recv", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce",
     "gather", "scatter", "barrier", "compute",
 )  # fmt: skip
+_SLOTS = np.dtype(
+    {
+        "names": ["enqueued", "ended", "took", "bytes", "seq", "peer", "group", "kind", "stamp"],
+        "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<i4", "<i4", "<u2", "<u8"],
+        "offsets": [0, 8, 16, 24, 32, 40, 44, 48, STAMP_AT],
+        "itemsize": SLOT_SIZE,
+    }
+)
 assert SLOT.size <= STAMP_AT
 
 
@@ -53,39 +64,41 @@ def read_ring(name: str, content: bytes) -> Part:
         Group(name=str(g["name"]), members=tuple(g["members"]), about=str(g.get("about", "")), pairwise=True)
         for g in names.get("groups", [])
     ]
-    records = []
-    for at in range(capacity):
-        place = SLOTS_AT + at * SLOT_SIZE
-        (stamp,) = STAMP.unpack_from(content, place + STAMP_AT)
-        if stamp == 0 or (stamp - 1) % capacity != at:
-            continue
-        enqueued, ended, took, size, seq, peer, group, kind, _ = SLOT.unpack_from(content, place)
-        if kind >= len(KINDS):
-            continue
-        while group >= len(groups):
-            groups.append(Group(name=f"ring group {len(groups)}", pairwise=True))
-        records.append(
-            Record(
-                rank=rank,
-                group=group,
-                seq=seq,
-                kind=KINDS[kind],
-                bytes=size,
-                peer=peer,
-                enqueued_ns=enqueued + ahead_ns if enqueued > 0 else UNKNOWN,
-                ended_ns=ended + ahead_ns if ended > 0 else UNKNOWN,
-                took_ns=took,
-                done=ended > 0,
-                order=enqueued + ahead_ns if enqueued > 0 else stamp,
-            )
-        )
-    records.sort(key=lambda record: record.order)
+    log = _log(
+        np.frombuffer(content, dtype=_SLOTS, count=capacity, offset=SLOTS_AT), capacity, rank, ahead_ns
+    )
+    while len(log) and len(groups) <= int(log.group.max()):
+        groups.append(Group(name=f"ring group {len(groups)}", pairwise=True))
     return Part(
         source=name,
         form="ring",
-        log=Log.of(records),
+        log=log,
         groups=groups or [Group(name="messages", pairwise=True)],
         ranks=(rank,),
         hosts={rank: str(names["host"])} if names.get("host") else {},
         world_size=int(names.get("world_size", 0)),
     )
+
+
+def _log(slots: NDArray[Any], capacity: int, rank: int, ahead_ns: int) -> Log:
+    whole = (slots["stamp"] > 0) & ((slots["stamp"] - 1) % capacity == np.arange(capacity, dtype=np.uint64))
+    slots = slots[whole & (slots["kind"] < len(KINDS))]
+    enqueued = np.where(slots["enqueued"] > 0, slots["enqueued"] + ahead_ns, UNKNOWN)
+    ended = np.where(slots["ended"] > 0, slots["ended"] + ahead_ns, UNKNOWN)
+    order = np.where(enqueued != UNKNOWN, enqueued, ended)
+    log = Log(
+        kinds=list(KINDS),
+        rank=np.full(len(slots), rank, dtype=np.int32),
+        group=slots["group"].astype(np.int32),
+        seq=slots["seq"].astype(np.int64),
+        kind=slots["kind"].astype(np.int16),
+        bytes=slots["bytes"].astype(np.int64),
+        peer=slots["peer"].astype(np.int32),
+        enqueued_ns=enqueued,
+        started_ns=np.full(len(slots), UNKNOWN, dtype=np.int64),
+        ended_ns=ended,
+        took_ns=slots["took"].astype(np.int64),
+        done=(slots["ended"] > 0).astype(np.int8),
+        order=order,
+    )
+    return log.take(np.argsort(order, kind="stable"))

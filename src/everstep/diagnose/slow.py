@@ -56,7 +56,8 @@ def find_slow(
             suspects=tuple(accused[rank][0] for rank in ranks),
             victims=tuple(sorted(everyone - set(ranks))),
             ruled_out=_ruled_out(roles, set(ranks)),
-            because=f"rank {ranks_text(ranks)} needs more time of its own than it should; the others wait for it.",
+            because=f"rank {ranks_text(ranks)} needs more time of its own than it should; "
+            "the others wait for it.",
             since_step=min((since for _, since in accused.values() if since is not None), default=None),
         )
     ], imbalances
@@ -184,8 +185,8 @@ def _stages(roles: list[Role], accused: set[int]) -> list[Imbalance]:
                     kind="stage",
                     ranks=role.ranks,
                     ratio=mine / max(others, 1e-9),
-                    because=f"{name} (rank {ranks_text(role.ranks)}) has {mine * 1e3:.1f} ms of work a step, the other "
-                    f"roles {others * 1e3:.1f} ms; all its ranks alike, so it is the division of work.",
+                    because=f"{name} (rank {ranks_text(role.ranks)}) has {mine * 1e3:.1f} ms of work a step, "
+                    f"the other roles {others * 1e3:.1f} ms; all its ranks alike, so it is the division of work.",
                 )
             )
     return found
@@ -205,8 +206,9 @@ def _uneven(roles: list[Role], accused: set[int]) -> list[Imbalance]:
                     kind="work per step",
                     ranks=tuple(role.ranks[at] for at in fine),
                     ratio=float(np.median(own.max(axis=1) / np.maximum(np.median(own, axis=1), 1e-9))),
-                    because=f"in {role.name} the longest rank of a step works {np.median(worst) * 1e3:.1f} ms longer "
-                    "than the middle one, and it is not always the same rank: uneven work, such as sequence lengths.",
+                    because=f"in {role.name} the longest rank of a step works {np.median(worst) * 1e3:.1f} ms "
+                    "longer than the middle one, and it is not always the same rank: uneven work, such as "
+                    "sequence lengths.",
                 )
             )
         paused = worst > max(_PAUSE * float(np.median(worst)), 0.5 * role.step_s)
@@ -218,7 +220,8 @@ def _uneven(roles: list[Role], accused: set[int]) -> list[Imbalance]:
                     ranks=tuple(sorted(who)),
                     ratio=float(np.max(worst[paused]) / role.step_s),
                     because=f"{int(paused.sum())} of {len(worst)} steps have one rank that pauses (up to "
-                    f"{np.max(worst[paused]) * 1e3:.0f} ms): garbage collection, data or a checkpoint, not a slow rank.",
+                    f"{np.max(worst[paused]) * 1e3:.0f} ms): garbage collection, data or a checkpoint, "
+                    "not a slow rank.",
                 )
             )
     return found

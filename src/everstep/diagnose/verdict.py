@@ -14,7 +14,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from everstep.diagnose.clocks import offsets_ns
-from everstep.diagnose.finding import Diagnosis
+from everstep.diagnose.finding import Diagnosis, Finding
 from everstep.diagnose.flight import Unusable
 from everstep.diagnose.hang import find_hangs
 from everstep.diagnose.links import find_slow_links
@@ -70,7 +70,7 @@ def analyse_case(case: Case, analysis: Analysis, *, now_ns: int = UNKNOWN) -> No
         said.notes.append(f"clocks differ by up to {worst / 1e6:.1f} ms; the difference was taken out.")
     analysis.roles = roles_of(case, analysis.offsets_ns)
     step_s = max((role.step_s for role in analysis.roles), default=0.0)
-    slow_links = []
+    slow_links: list[Finding] = []
     if len(pairs.sender):
         slow_links, analysis.delays = find_slow_links(
             pairs, analysis.offsets_ns, step_s=step_s, hosts=case.hosts

@@ -32,6 +32,7 @@ from everstep.engine.beacon import Beacon
 from everstep.engine.faults import Fault
 from everstep.engine.links import Address, Links
 from everstep.engine.optimizer import Updater
+from everstep.engine.recorder import WorkerRecorder
 from everstep.engine.stage import Stage
 
 _MEND_AFTER_S = 0.5
@@ -68,10 +69,12 @@ class Body:
         links: Links,
         inbox: queue.SimpleQueue[Order],
         beacon: Beacon | None = None,
+        recorder: WorkerRecorder | None = None,
         faults: tuple[Fault, ...] = (),
     ) -> None:
         self.me, self.walker, self.ports, self.links, self.inbox = me, walker, ports, links, inbox
         self.beacon = beacon
+        self.recorder = recorder
         self.faults = list(faults)
         self._build = build
         self.stage, self.updater = build()
@@ -159,6 +162,8 @@ class Body:
             self._state_arrived(frame)
             return
         assert frame.parcel is not None
+        if self.recorder is not None and frame.tensor is not None:
+            self.recorder.got(frame.parcel, frame.tensor.nbytes)
         value = frames.value_of(frame.parcel.what, frame.facts)
         if self.walker.arrived(frame.parcel, value) and frame.tensor is not None:
             self.payloads[frame.parcel] = frame.tensor
@@ -363,9 +368,10 @@ class Body:
         address = self.book.get(Worker(command.replica, command.stage))
         if address is not None:
             parcel = command.parcel
-            self.links.send(
-                address, parcel.what, parcel, frames.facts_of(command.value), self._payload(parcel)
-            )
+            payload = self._payload(parcel)
+            self.links.send(address, parcel.what, parcel, frames.facts_of(command.value), payload)
+            if self.recorder is not None and payload is not None:
+                self.recorder.sent(parcel, command.replica, command.stage, payload.nbytes)
             if parcel.what is What.PART:
                 self._maybe_die(parcel.step, "R", "sending")
 
@@ -426,6 +432,8 @@ class Body:
 
     def _time(self, kind: Kind, started: _Started) -> None:
         now = self._start()
+        if self.recorder is not None:
+            self.recorder.op(self.walker.now.step, started.clock_ns, now.clock_ns)
         self._smooth(kind, (now.clock_ns - started.clock_ns) / 1e9)
         if self.stage.device.type == "cpu":  # elsewhere this thread only starts the work
             self._smooth(f"{kind}.cpu", (now.cpu_ns - started.cpu_ns) / 1e9)

@@ -24,6 +24,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from everstep.core.messages import Parcel, What
+from everstep.core.ops import Worker
 from everstep.diagnose import ring
 
 KIND = {name: number for number, name in enumerate(ring.KINDS)}
@@ -88,7 +90,7 @@ class Recorder:
         """An operation that is over, in one write."""
         turn = next(self._count)
         place = ring.SLOTS_AT + turn % self._capacity * ring.SLOT_SIZE
-        took = ended_ns - started_ns
+        took = ended_ns - started_ns if started_ns else -1
         self._pack(self._map, place, started_ns, ended_ns, took, bytes, seq, peer, group, kind, 0)
         self._stamp(self._map, place + ring.STAMP_AT, turn + 1)
 
@@ -97,6 +99,46 @@ class Recorder:
 
     def close(self) -> None:
         self._map.close()
+
+
+class WorkerRecorder:
+    """A worker's ops and parcels, in the words of the ring: a rank is `stage * replicas + replica`, a role its
+    stage, and a parcel's number is made of its name, so that both its ends give it the same one."""
+
+    def __init__(self, path: Path, me: Worker, *, replicas: int, stages: int) -> None:
+        self._me, self._replicas = me, replicas
+        self._ring = Recorder(path, rank=self._rank(me.replica, me.stage), world_size=replicas * stages)
+        members = [self._rank(replica, me.stage) for replica in range(replicas)]
+        self._stage = self._ring.group(f"stage {me.stage}", members)
+
+    @classmethod
+    def beside(cls, beacon: str, me: Worker, *, replicas: int, stages: int) -> WorkerRecorder:
+        """In the same place as the worker's beacon: whoever reads one finds the other."""
+        return cls(Path(f"{beacon}.ring"), me, replicas=replicas, stages=stages)
+
+    def op(self, step: int, started_ns: int, ended_ns: int) -> None:
+        self._ring.happened(COMPUTE, started_ns, ended_ns, seq=step, group=self._stage)
+
+    def sent(self, parcel: Parcel, replica: int, stage: int, size: int) -> None:
+        now = _clock()
+        self._ring.happened(SEND, now, now, self._rank(replica, stage), size, _number(parcel))
+
+    def got(self, parcel: Parcel, size: int) -> None:
+        sender = parcel.sender if parcel.microbatch is None else parcel.microbatch.home
+        stage = self._me.stage + _FROM.get(parcel.what, 0)
+        self._ring.happened(RECV, 0, _clock(), self._rank(sender, stage), size, _number(parcel))
+
+    def _rank(self, replica: int, stage: int) -> int:
+        return stage * self._replicas + replica
+
+
+_FROM = {What.ACTIVATION: -1, What.GRADIENT: +1}
+_WHAT = {what: number for number, what in enumerate(What)}
+
+
+def _number(parcel: Parcel) -> int:
+    home, number = parcel.microbatch or (parcel.sender & 0xFF, parcel.owner & 0xFF)
+    return parcel.step << 24 | _WHAT[parcel.what] << 16 | home << 8 | number
 
 
 def _wall_minus_monotonic() -> int:

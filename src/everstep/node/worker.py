@@ -24,6 +24,7 @@ from everstep.engine.faults import parse_fault
 from everstep.engine.job import Job
 from everstep.engine.links import Address, Links
 from everstep.engine.program import Program
+from everstep.engine.recorder import WorkerRecorder
 from everstep.node import wire
 from everstep.node.lifeline import Lifeline
 from everstep.node.steer import steering_from, watch_links
@@ -88,6 +89,7 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
         links=links,
         inbox=inbox,
         beacon=beacon,
+        recorder=WorkerRecorder.beside(spec["beacon"], me, replicas=job.replicas, stages=job.stages),
         faults=tuple(parse_fault(text) for text in spec.get("faults", ())),
     )
     line.doing = lambda: (
