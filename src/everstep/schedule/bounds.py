@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from everstep.core.ops import Worker
@@ -80,8 +81,34 @@ def lower_bound(instance: Instance, mode: str, caps: list[int] | None = None) ->
     """No schedule of this mode is shorter. `caps` tightens the stash per stage, as 1F1B does."""
     if instance.done:
         return _bound_of_the_rest(instance)
+    return _slowest(instance, _stages(instance, mode, caps), mode)
+
+
+def stage_costs(instance: Instance, mode: str, most: int) -> list[list[float]]:
+    """[s][j]: the bound if only stage s had losses, the first j replicas, up to `most`.
+
+    A stage enters the bound by its jobs alone, so the bound with losses in many stages is the greatest of
+    these, where replicas are alike.
+    """
+    caps = stash_of_mode(instance, mode)
+    healthy = _stages(instance.fault_free(), mode, caps)
+    costs = []
+    for s in range(instance.stages):
+        row = []
+        for j in range(min(most + 1, instance.replicas)):
+            hit = _stage(instance, s, range(j, instance.replicas), mode in FUSED_MODES, caps)
+            row.append(_slowest(instance, [*healthy[:s], hit, *healthy[s + 1 :]], mode))
+        costs.append(row + [math.inf] * (most + 1 - len(row)))
+    return costs
+
+
+def _stages(instance: Instance, mode: str, caps: list[int] | None) -> list[_Stage]:
+    fused = mode in FUSED_MODES
+    return [_stage(instance, s, instance.live(s), fused, caps) for s in range(instance.stages)]
+
+
+def _slowest(instance: Instance, stages: list[_Stage], mode: str) -> float:
     staggered = mode in STAGGERED_MODES
-    stages = [_stage(instance, s, mode in FUSED_MODES, caps) for s in range(instance.stages)]
     best = 0.0
     for j, below in enumerate(stages):
         trip = sum(x.forward + x.backward + 2 * instance.hop for x in stages[j + 1 :])
@@ -120,8 +147,10 @@ def stash_of_mode(instance: Instance, mode: str) -> list[int] | None:
     return [instance.stages - s for s in range(instance.stages)] if mode == "1f1b" else None
 
 
-def _stage(instance: Instance, stage: int, fused: bool, caps: list[int] | None) -> _Stage:
-    sorts = _sorts(instance, stage)
+def _stage(
+    instance: Instance, stage: int, live: Sequence[int], fused: bool, caps: list[int] | None
+) -> _Stage:
+    sorts = _sorts(instance, stage, live)
     counts: Counter[float] = Counter()
     for (forward, input_grad, weight, _, _), count in sorts.items():
         counts[forward + input_grad + weight] += count
@@ -150,12 +179,14 @@ def _stage(instance: Instance, stage: int, fused: bool, caps: list[int] | None) 
     )
 
 
-def _sorts(instance: Instance, stage: int) -> Counter[tuple[float, float, float, float, float]]:
+def _sorts(
+    instance: Instance, stage: int, live: Sequence[int]
+) -> Counter[tuple[float, float, float, float, float]]:
     """The live workers of a stage by what tells them apart: F, I, W, and the two limits of their stash."""
     unlimited = (UNLIMITED, UNLIMITED)
     free = instance.stash_cap is None and instance.memory is None
     found: Counter[tuple[float, float, float, float, float]] = Counter()
-    for k in instance.live(stage):
+    for k in live:
         limits = unlimited if free else stash_limit(instance, Worker(k, stage))
         times = instance.forward[k][stage], instance.input_grad[k][stage], instance.weight_grad[k][stage]
         found[*times, *limits] += 1

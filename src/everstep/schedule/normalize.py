@@ -9,9 +9,9 @@ the slowest stage's time
     cost_s(j)       time of stage s with j of its workers gone (infinite when none is left)
     best[n][moves]  over the stages so far: least maximum with n failures placed and `moves` workers moved
 
-a dynamic program over stages, O(P F^2 moves). It keeps the number of moves apart, because copying state
-costs time and bytes: the answer is the whole frontier (no move, one move, ...), and the caller decides how
-far along it pays.
+a dynamic program over stages, O(P F^2) for each number of moves. It keeps the number of moves apart,
+because copying state costs time and bytes: the answer is the whole frontier (no move, one move, ...), and
+the caller decides how far along it pays.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from everstep.core.ops import Worker
 from everstep.errors import UserError
-from everstep.schedule.bounds import lower_bound
+from everstep.schedule.bounds import stage_costs, steady_bound
 from everstep.schedule.instance import Instance
 
 INFINITE = float("inf")
@@ -51,51 +54,66 @@ class Choice:
 
 
 def normalize(instance: Instance, mode: str, state_bytes: Sequence[float] = ()) -> list[Choice]:
-    """The frontier, fewest moves first: each choice has a lower bound than the one before it."""
+    """The frontier, fewest moves first: each choice has a smaller bound than the one before it.
+
+    The first choice moves nobody; its bound is the present one. What a move earns is the ratio of bounds (as
+    in `bounds.relative_throughput`); what it costs is `state_bytes` over the links. From then on the dead are
+    `choice.dead`, and `plan(replace(instance, dead=choice.dead), mode)` is the schedule. Takes milliseconds
+    for a few dead, under a second for a hundred among a thousand workers. What is `done` of a broken step is
+    ignored: workers change stage between steps.
+    """
     if state_bytes and len(state_bytes) != instance.stages:
         raise UserError(f"state_bytes must give one number per stage ({instance.stages}).")
     state = tuple(state_bytes) or (0.0,) * instance.stages
     now = [sum(w.stage == s for w in instance.dead) for s in range(instance.stages)]
-    costs = _stage_costs(instance, mode, sum(now))
+    costs = stage_costs(instance, mode, sum(now))
     frontier: list[Choice] = []
-    for moves in range(sum(now) + 1):
-        spread = _best_spread(costs, now, moves)
-        if spread is None:
+    least = INFINITE
+    for spread in _best_spreads(costs, now):
+        slowest = INFINITE if spread is None else max(costs[s][j] for s, j in enumerate(spread))
+        if spread is None or slowest >= least:
             continue
+        least = slowest
         steps = _moves(instance, now, spread, state)
         dead = instance.dead - {m.becomes for m in steps} | {m.worker for m in steps}
-        bound = lower_bound(replace(instance, dead=dead, done={}), mode)
+        bound = steady_bound(replace(instance, dead=dead, done={}), mode)
         if not frontier or bound < frontier[-1].bound - 1e-9 * frontier[-1].bound:
             frontier.append(Choice(tuple(spread), steps, bound, dead))
     return frontier
 
 
-def _stage_costs(instance: Instance, mode: str, most: int) -> list[list[float]]:
-    """cost_s(j): the bound of the step if only stage s had losses, j of them. The bound is a maximum over
-    stages, so the bound with losses in many stages is the maximum of these."""
-    costs = []
-    for s in range(instance.stages):
-        alone = [frozenset(Worker(k, s) for k in range(j)) for j in range(min(most + 1, instance.replicas))]
-        row = [lower_bound(replace(instance, dead=dead, done={}), mode) for dead in alone]
-        costs.append(row + [INFINITE] * (most + 1 - len(row)))
-    return costs
-
-
-def _best_spread(costs: list[list[float]], now: list[int], moves: int) -> list[int] | None:
-    """The spread of the failures with the least slowest stage, using exactly `moves` moves."""
+def _best_spreads(costs: list[list[float]], now: list[int]) -> list[list[int] | None]:
+    """For each number of moves, the spread of the failures with the least slowest stage."""
     total = sum(now)
-    best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [])}
+    best = np.full((total + 1, total + 1), INFINITE)  # [failures placed][moves used], over the stages so far
+    best[0, 0] = 0.0
+    chosen = []
     for cost, here in zip(costs, now, strict=True):
-        after: dict[tuple[int, int], tuple[float, list[int]]] = {}
-        for (placed, moved), (slowest, spread) in best.items():
-            for j in range(total - placed + 1):
-                key = (placed + j, moved + max(0, j - here))
-                value = max(slowest, cost[j])
-                if key[1] <= moves and value < after.get(key, (INFINITE, []))[0]:
-                    after[key] = value, [*spread, j]
+        after = np.full_like(best, INFINITE)
+        choice = np.full(best.shape, -1)
+        for j in range(total + 1):
+            if cost[j] == INFINITE:
+                break
+            used = max(0, j - here)
+            value = np.maximum(best[: total + 1 - j, : total + 1 - used], cost[j])
+            better = value < after[j:, used:]
+            after[j:, used:][better] = value[better]
+            choice[j:, used:][better] = j
         best = after
-    found = best.get((total, moves))
-    return found[1] if found else None
+        chosen.append(choice)
+    return [
+        _spread(chosen, now, moves) if best[total, moves] < INFINITE else None for moves in range(total + 1)
+    ]
+
+
+def _spread(chosen: list[NDArray[np.int_]], now: list[int], moves: int) -> list[int]:
+    """Walk the choices back from the last stage."""
+    placed, spread = sum(now), []
+    for choice, here in zip(reversed(chosen), reversed(now), strict=True):
+        j = int(choice[placed, moves])
+        spread.append(j)
+        placed, moves = placed - j, moves - max(0, j - here)
+    return spread[::-1]
 
 
 def _moves(
