@@ -35,7 +35,9 @@ class Node:
     failures_per_1000_days: float | None = None  # None: as the cluster's
 
     def usable(self) -> list[int]:
-        return [] if self.lost else [s for s in range(self.slots) if s not in self.bad_slots]
+        if self.lost:
+            return []
+        return [s for s in range(self.slots) if s not in self.bad_slots]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,9 @@ class Cluster:
     running_s: float | None = None  # the expected time to the next event, if somebody knows better
     hysteresis: float = 1.0  # a change nobody forced must earn this many times its cost
     costs: Costs = field(default_factory=Costs)
+    unit: int = field(init=False, repr=False, compare=False)  # slots that are given away together
+    capacity: int = field(init=False, repr=False, compare=False)  # slots a plan may use
+    sound: frozenset[str] = field(init=False, repr=False, compare=False)  # nodes all of whose slots are good
     _by_name: dict[str, Node] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +60,11 @@ class Cluster:
             if node.name in self._by_name:
                 raise UserError(f"node {node.name!r} is named twice; give every node its own name.")
             self._by_name[node.name] = node
+        sound = frozenset(node.name for node in self.nodes if not node.lost and not node.bad_slots)
+        object.__setattr__(self, "sound", sound)
+        unit = max((node.slots for node in self.nodes), default=1) if self.whole_nodes else 1
+        object.__setattr__(self, "unit", unit)
+        object.__setattr__(self, "capacity", sum(len(self.offered(node)) for node in self.nodes))
 
     def node(self, name: str) -> Node:
         if name not in self._by_name:
@@ -62,19 +72,10 @@ class Cluster:
             raise UserError(f"there is no node {name!r}; the cluster has {known}.")
         return self._by_name[name]
 
-    @property
-    def unit(self) -> int:
-        """Slots that are given away together."""
-        return max((node.slots for node in self.nodes), default=1) if self.whole_nodes else 1
-
     def offered(self, node: Node) -> list[int]:
         """The slots a plan may use: all that are good, or in whole-node mode all or none."""
         good = node.usable()
         return [] if self.whole_nodes and len(good) < self.unit else good
-
-    @property
-    def capacity(self) -> int:
-        return sum(len(self.offered(node)) for node in self.nodes)
 
     def is_usable(self, place: Place) -> bool:
         node = self._by_name.get(place.node)

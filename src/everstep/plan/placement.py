@@ -59,15 +59,18 @@ def place(
     places: dict[str, Sequence[Place | None]] = {}
     shapes: dict[str, Shape] = {}
     for name, choice in choices.items():
+        if choice.shape is not None and choice.workers:
+            shapes[name] = choice.shape
+        if choice.kind is Kind.KEEP:
+            places[name] = now.of(name)
+            room.take(name, (spot for spot in now.of(name) if spot is not None))
+            continue
         seat = _keep_what_stays(cluster, now, name, choice)
-        if choice.kind in (Kind.KEEP, Kind.REROUTE):
+        if choice.kind is Kind.REROUTE:
             places[name] = _with_holes(seat, len(now.of(name)))
         elif choice.kind is not Kind.STOP:
             seats.append(seat)
-        if choice.shape is not None and choice.workers:
-            shapes[name] = choice.shape
-        for group in seat.groups.values():
-            room.take(name, group)
+        room.take(name, (spot for group in seat.groups.values() for spot in group))
     for seat in seats:
         if not seat.groups and seat.own:
             room.reserve(seat)
@@ -77,11 +80,13 @@ def place(
     for seat in seats:
         places[seat.name] = _in_order(seat)
     ordered = {name: places[name] for name in choices if name in places}
-    moves = {
-        name: sum(p is not None and p not in frozenset(now.of(name)) for p in seats_)
-        for name, seats_ in ordered.items()
-    }
+    moves = {name: _num_new(now.of(name), seated) for name, seated in ordered.items()}
     return Placement(Assignment(places=ordered, shapes=shapes), moves, tuple(warnings))
+
+
+def _num_new(old: Sequence[Place | None], new: Sequence[Place | None]) -> int:
+    had = set(old)
+    return sum(spot is not None and spot not in had for spot in new)
 
 
 def _keep_what_stays(cluster: Cluster, now: Assignment, name: str, choice: Choice) -> _Seat:
@@ -94,15 +99,12 @@ def _keep_what_stays(cluster: Cluster, now: Assignment, name: str, choice: Choic
     was = now.shapes.get(name)
     if choice.kind is Kind.STOP or not choice.workers:
         return seat
-    if choice.kind is Kind.KEEP and choice.shape is None:
-        seat.groups = {(i, 0): (p,) for i, p in enumerate(live) if p is not None}
-        return seat
     cut = was if was is not None and was.workers == len(old) else None
-    if cut is None and choice.kind in (Kind.KEEP, Kind.REROUTE):
+    if cut is None and choice.kind is Kind.REROUTE:
         cut = shape
     if cut is not None and cut.same_cut(shape):
         groups = _live_groups(cut, live)
-        seat.groups = groups if choice.kind in (Kind.KEEP, Kind.REROUTE) else _chosen(groups, shape)
+        seat.groups = groups if choice.kind is Kind.REROUTE else _chosen(groups, shape)
     elif cut is None and choice.shape is None:
         seat.groups = _chosen({(i, 0): (p,) for i, p in enumerate(live) if p is not None}, shape)
     else:
@@ -165,12 +167,21 @@ class _Room:
         for name, slots in self.free.items():
             self.by_count[len(slots)][name] = None
 
-    def take(self, task: str, group: Iterable[Place]) -> None:
-        for node, slot in group:
-            del self.by_count[len(self.free[node])][node]
-            self.free[node].remove(slot)
-            self.by_count[len(self.free[node])][node] = None
-            self.owner.setdefault(node, task)
+    def take(self, task: str, places: Iterable[Place]) -> None:
+        by_node: dict[str, list[int]] = {}
+        for node, slot in places:
+            by_node.setdefault(node, []).append(slot)
+        for node, slots in by_node.items():
+            self.take_from(task, node, slots)
+
+    def take_from(self, task: str, node: str, slots: list[int]) -> None:
+        free = self.free[node]
+        del self.by_count[len(free)][node]
+        left = [slot for slot in free if slot not in slots]
+        assert len(left) + len(slots) == len(free), f"{node} does not have slots {slots} free"
+        self.free[node] = left
+        self.by_count[len(left)][node] = None
+        self.owner.setdefault(node, task)
 
     def reserve(self, seat: _Seat) -> None:
         """Slots of a task that changes its cut are its own before they are anybody's."""
@@ -182,6 +193,8 @@ class _Room:
         """What this task may take there: its own old slots first, nobody else's reserved ones."""
         if self.cluster.whole_nodes and self.owner.get(node, task) != task:
             return []
+        if node not in self.held:
+            return self.free[node]
         mine: set[int] = set()
         others: set[int] = set()
         for name, slots in self.held.get(node, {}).items():
@@ -189,45 +202,76 @@ class _Room:
         free = [slot for slot in self.free[node] if slot not in others or slot in mine]
         return sorted(free, key=lambda slot: (slot not in mine, slot))
 
-    def nodes(self, seat: _Seat, used: dict[str, None]) -> Iterator[str]:
-        """Where to look, in this order: the task's old nodes, nodes it is on, then the fullest with room."""
-        seen = set()
-        for node in [*dict.fromkeys(p.node for p in seat.own), *used]:
-            if node not in seen:
-                seen.add(node)
+    def nodes(self, seat: _Seat, near: dict[str, None]) -> Iterator[str]:
+        """Where to look: nodes the task is on or was on and that have room, then the fullest with room."""
+        for node in list(near):
+            if len(self.slots(seat.name, node)) < seat.shape.shards:
+                del near[node]
+            else:
                 yield node
         for count in range(seat.shape.shards, max(self.by_count, default=0) + 1):
             for node in list(self.by_count.get(count, ())):
-                if node not in seen:
+                if node not in near and len(self.slots(seat.name, node)) >= seat.shape.shards:
                     yield node
 
 
 def _fill(room: _Room, seat: _Seat, warnings: list[str]) -> None:
     """Find a place for every group that has none."""
-    used = dict.fromkeys(group[0].node for group in seat.groups.values())
+    if not room.racks:
+        _fill_node_by_node(room, seat)
+    used = {group[0].node for group in seat.groups.values()}
+    near = dict.fromkeys([*(place.node for place in seat.own), *sorted(used)])
     for replica in range(seat.shape.replicas):
         for stage in range(seat.shape.stages):
             if (replica, stage) in seat.groups:
                 continue
-            node = _best_node(room, seat, stage, used)
+            node = _best_node(room, seat, stage, used, near)
             if node is None:
                 raise Unplaceable(seat.name)
             group = tuple(Place(node, slot) for slot in room.slots(seat.name, node)[: seat.shape.shards])
             room.take(seat.name, group)
-            used[node] = None
+            used.add(node)
+            near[node] = None
             seat.groups[replica, stage] = group
             _count(room.cluster, seat, stage, node)
     _warn(seat, warnings)
 
 
-def _best_node(room: _Room, seat: _Seat, stage: int, used: dict[str, None]) -> str | None:
+def _fill_node_by_node(room: _Room, seat: _Seat) -> None:
+    """Seat whole replicas on nodes the task is not on, a node at a time: consecutive groups are consecutive
+    stages, so of `most` groups on a node no more than half a stage's replicas. The rest is searched for."""
+    shape, half = seat.shape, max(1, seat.shape.replicas // 2)
+    most = shape.groups if shape.replicas == 1 else shape.stages * half
+    if room.cluster.whole_nodes and most * shape.shards < room.cluster.unit:
+        return  # would take more nodes than it was given
+    begun = {replica for replica, _ in seat.groups}
+    used = {group[0].node for group in seat.groups.values()}
+    numbers = [(r, s) for r in range(shape.replicas) if r not in begun for s in range(shape.stages)]
+    nodes = seat.choice.units - len(used) if room.cluster.whole_nodes else len(room.free)
+    done = 0
+    for node in room.nodes(seat, dict.fromkeys(place.node for place in seat.own)):
+        if done == len(numbers) or nodes <= 0:
+            break
+        if node in used:
+            continue
+        slots = room.slots(seat.name, node)
+        count = min(len(slots) // shape.shards, most, len(numbers) - done)
+        taken = slots[: count * shape.shards]
+        room.take_from(seat.name, node, taken)
+        spots = [Place(node, slot) for slot in taken]
+        for i, (replica, stage) in enumerate(numbers[done : done + count]):
+            seat.groups[replica, stage] = tuple(spots[i * shape.shards : (i + 1) * shape.shards])
+            seat.on_node[stage, node] += 1
+        done += count
+        nodes -= 1
+
+
+def _best_node(room: _Room, seat: _Seat, stage: int, used: set[str], near: dict[str, None]) -> str | None:
     half = max(1, seat.shape.replicas // 2)
     budget = seat.choice.units if room.cluster.whole_nodes else None
     spread_only: str | None = None
     anywhere: str | None = None
-    for node in room.nodes(seat, used):
-        if len(room.slots(seat.name, node)) < seat.shape.shards:
-            continue
+    for node in room.nodes(seat, near):
         if budget is not None and node not in used and len(used) >= budget:
             continue
         if seat.shape.replicas == 1:

@@ -65,7 +65,12 @@ def standing(task: TaskSpec, cluster: Cluster, now: Assignment) -> Standing:
     places = now.of(task.name)
     before = sum(place is not None for place in places)
     holes = [i for i, place in enumerate(places) if place is None]
-    gone = [i for i, place in enumerate(places) if place is not None and not cluster.is_usable(place)]
+    sound = cluster.sound
+    gone = [
+        i
+        for i, place in enumerate(places)
+        if place is not None and place.node not in sound and not cluster.is_usable(place)
+    ]
     shape = now.shapes.get(task.name) or task.curve.shape(len(places))
     if shape is not None and shape.workers != len(places):
         raise UserError(
