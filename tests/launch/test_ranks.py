@@ -36,7 +36,7 @@ class Told:
     def __init__(self, ran: Ran, launch: Launch, said: list[tuple[words.Action, float]]) -> None:
         self.ran, self.launch, self.said = ran, launch, said
         self.output: str = launch.output.getvalue().decode()  # type: ignore[attr-defined]
-        self.errors: str = launch.errors.getvalue().decode()  # type: ignore[attr-defined]
+        self.errors: str = launch.errors.getvalue().decode(errors="replace")  # type: ignore[attr-defined]
 
     @property
     def document(self) -> dict[str, Any]:
@@ -187,6 +187,12 @@ def test_an_exception_comes_with_its_traceback_and_without_our_frames(run: Run) 
     assert "rank_main" not in incident["traceback"]
     assert incident["traceback"] in told.file(0, 0, "stderr.log"), "also printed, as always"
     assert told.ran.because.endswith("No restarts are allowed.")
+
+
+def test_an_exception_of_any_length_in_any_script_is_told(run: Run) -> None:
+    told = run("if rank == 1: raise OSError('\\x01Ω🏖' * 100_000)\ntime.sleep(60)", max_restarts=0)
+    assert told.incident["rank"] == 1
+    assert told.incident["what"].startswith("rank 1 raised OSError: \x01Ω🏖")
 
 
 def test_a_rank_that_raised_but_cannot_end_does_not_hold_the_others(run: Run) -> None:

@@ -34,7 +34,7 @@ LINE, STACKS = (
 )  # of the environment, gone before the script starts
 STACKS_SIGNAL = signal.SIGRTMIN + 7  # scripts have uses of their own for SIGUSR1 and SIGUSR2
 MAX_MESSAGE_BYTES = 1 << 16
-_MAX_TRACEBACK = 16_000  # characters; its end is what matters
+_MAX_TRACEBACK = 10_000  # characters; its end is what matters, and a character may take 6 bytes as JSON
 _PR_SET_PDEATHSIG = 1
 
 
@@ -44,12 +44,14 @@ class Line:
     def __init__(self, fd: int | None) -> None:
         self._pid = os.getpid()
         self._socket = None if fd is None else socket.socket(fileno=fd)
+        if fd is not None:
+            os.set_inheritable(fd, False)
 
     def say(self, **message: Any) -> None:
         if self._socket is None or os.getpid() != self._pid:
             return
         try:
-            self._socket.send(json.dumps(message).encode()[:MAX_MESSAGE_BYTES])
+            self._socket.send(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
         except OSError:
             self._socket = None  # the supervisor has gone; what the script does is not changed by that
 
@@ -160,7 +162,7 @@ def _report(line: Line, error: BaseException, frames: TracebackType | None) -> N
     innermost = traceback.extract_tb(frames)[-1:] if frames else []
     line.say(
         kind="raised",
-        error=f"{type(error).__name__}: {error}"[:2000],
+        error=f"{type(error).__name__}: {error}"[:500],
         where="".join(f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in innermost)[:300],
         traceback="".join(traceback.format_exception(type(error), error, frames))[-_MAX_TRACEBACK:],
         raised_at=raised_at,
