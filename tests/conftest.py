@@ -4,7 +4,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--storms", type=int, default=60, help="random storms of deaths per case")
+    parser.addoption("--storms", type=int, default=12, help="random storms of deaths per case")
     parser.addoption("--rewrite", action="store_true", help="write golden files anew")
 
 

@@ -52,8 +52,8 @@ def simulate_command(
     """What would this cluster have earned, under which policy?
 
     Every policy lives through the same failures, starts from the same allocation and is charged on the same
-    throughput model (`everstep plan`). Earned is the accumulated weighted achieved FLOPs (WAF), in per cent of
-    a life without faults; lost says where the rest went.
+    throughput model (`everstep plan`). Earned is the accumulated weighted achieved FLOPs (WAF), in per cent
+    of a life without faults; lost says where the rest went.
 
     Examples:
 

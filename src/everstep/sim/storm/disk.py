@@ -28,7 +28,7 @@ class JournalDisk(Generic[T]):
         return fresh
 
     def crash(self) -> list[T]:
-        """The entries that are lost. The last of them may be torn, which a reader sees and drops: lost too."""
+        """The entries that are lost. The last may be torn, which a reader sees and drops: lost too."""
         lost = self.entries[self.synced :]
         del self.entries[self.synced :]
         return lost

@@ -56,8 +56,9 @@ class Spec:
             f"rules clip {r.clip}, stagger {r.stagger}, tied {r.tied}, checkpoint every {r.checkpoint_every}",
             f"nodes of {self.workers_per_node} workers, racks of {self.nodes_per_rack} nodes, "
             f"{'scattered' if self.scattered else 'in order'}; rejoin after {self.rejoin_after_steps} steps",
-            f"weather op {w.op_us} us, hop {w.hop_us}, order {w.order_us}, plan {w.plan_us}, sync {w.sync_us}, "
-            f"start {w.start_us}, exit {w.exit_us}, silence {w.silence_us}, save {w.save_us}",
+            f"weather op {w.op_us} us, hop {w.hop_us}, order {w.order_us}, plan {w.plan_us}, "
+            f"sync {w.sync_us}, start {w.start_us}, exit {w.exit_us}, silence {w.silence_us}, "
+            f"save {w.save_us}",
             *(f"fault {i}: {fault}" for i, fault in enumerate(self.faults)),
         ]
 

@@ -166,7 +166,7 @@ class Planned(Policy):
         )
 
     def _as_scheduled(self, task: Task) -> Task:
-        """Without staggering the dead are worked around with a fused backward and one optimizer step for all."""
+        """Without staggering: a fused backward, and one optimizer step for all stages."""
         schedule = "staggered" if self.means.stagger else "1f1b"
         if task.curve.schedule != schedule:
             task.curve = replace(task.curve, schedule=schedule)

@@ -130,8 +130,8 @@ class Elastic(Policy):
     """torchrun with nnodes=min:max: all workers restart from the checkpoint with whoever is there.
 
     An exit is seen at once by its agent (5 s of polling), a hang by the collective's 10 min watchdog, a lost
-    node after 30 s without a keep-alive [A]. Everybody restarts in 200 s, the least that [F] gives (16k GPUs);
-    half of a 30 min checkpoint interval is computed again, also when a node is added.
+    node after 30 s without a keep-alive [A]. Everybody restarts in 200 s, the least that [F]
+    gives (16k GPUs); half of a 30 min checkpoint interval is computed again, also when a node is added.
     """
 
     name = "elastic"
@@ -157,7 +157,7 @@ class Elastic(Policy):
 class Varuna(Policy):
     """Morphs to the best pipelines x replicas grid of what is left, through a checkpoint.
 
-    Heartbeats 3 min (60 to 300 s), a checkpoint every 10 steps that blocks (120 s of 10 x 186 s at 6.7B: 6.5 %),
+    Heartbeats 3 min (60 to 300 s), a checkpoint every 10 steps that blocks (120 s of 10 x 186 s at 6.7B),
     five steps lost on average, restarts of 79 to 701 s by size, without loss when a node is added [O].
     """
 
@@ -239,8 +239,8 @@ class Recycle(Policy):
     """Re-routes a dead worker's microbatches to its peers, with decoupled backward and staggered optimizer.
 
     No state moves. Seen in 5 s [A], half a step lost, 10 s to take the new schedule (as Oobleck; the paper's
-    figure is not at hand). A process that restarts is away for a minute [A]. The rate is our scheduler's bound
-    for the dead. No view beyond the task; where a stage has nobody left it waits.
+    figure is not at hand). A process that restarts is away for a minute [A]. The rate is our
+    scheduler's bound for the dead. No view beyond the task; where a stage has nobody left it waits.
     """
 
     name = "recycle"

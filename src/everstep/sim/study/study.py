@@ -110,7 +110,7 @@ def run(policy: Policy, trace: Trace, life: Life, *, record: bool = False) -> Re
     tasks = life.tasks
     return Result(
         policy=policy.name,
-        accumulated_waf=_accumulated(life),
+        accumulated_waf=float(_accumulated(life)),
         healthy_waf=healthy,
         lost=lost_by_kind(tasks),
         availability=sum(t.running_s for t in tasks) / (len(tasks) * trace.horizon_s),
@@ -182,7 +182,9 @@ def first_life(setup: Setup, trace: Trace) -> Life:
         spares=present[len(working) :],
     )
     for task, nodes, workers in _first_allocation(setup, tasks, working):
-        life.give(task, nodes)
+        used = -(-workers // setup.slots)
+        life.give(task, nodes[:used])
+        life.spares += nodes[used:]  # fewer are faster: what the best shape leaves out may step in
         task.shape = task.curve.shape(workers)
         task.healthy = task.rate = task.curve.at(workers)
     return life
@@ -213,6 +215,9 @@ def _first_allocation(
 
 def _best_workers(curve: Curve, most: int) -> int:
     return int(curve.throughput[: most + 1].argmax())
+
+
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # by degrees of freedom
 
 
 @dataclass(slots=True)
@@ -260,7 +265,9 @@ def _keep(setup: Setup) -> dict[int, object]:
 
 
 def _student(freedom: int) -> float:
-    """The 97.5 % point of Student's t, to a few per mille (Cornish-Fisher from the normal's 1.96)."""
+    """The 97.5 % point of Student's t: tabled, then to a few per mille from the normal's 1.96."""
+    if freedom <= len(STUDENT):
+        return STUDENT[freedom - 1]
     z = 1.959964
     n = float(freedom)
     return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n)

@@ -1,0 +1,151 @@
+"""Figures of the simulator, each by a command:
+
+    python bench/simulate.py storms --seeds 0:10000     how many pass, how fast on one core
+    python bench/simulate.py mutants                    every planted bug: the first seed that sees it
+    python bench/simulate.py studies                    8 weeks of 128 GPUs, 90 days of 16,384: seconds
+    python bench/simulate.py published                  Unicron over Megatron: mixes x repair times
+    python bench/simulate.py real --kills 12            a storm on real processes, and the same one predicted
+
+Times are CPU seconds of this process, except those of `real`. Each takes --json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for the planted bugs, which live with the tests
+
+from everstep.sim.storm import draw_spec, run_storm
+from everstep.sim.study.request import Request
+from everstep.sim.study.study import run_study
+
+WITHIN = 1000
+
+
+def storms(args: argparse.Namespace) -> dict[str, Any]:
+    first, last = (int(x) for x in args.seeds.split(":"))
+    failed, events, deaths = [], 0, 0
+    gc.disable()
+    began = time.process_time()
+    for seed in range(first, last):
+        report = run_storm(draw_spec(seed))
+        events += report.events
+        deaths += report.deaths
+        if report.violation is not None:
+            failed.append({"seed": seed, "violation": report.violation[:160]})
+        if seed % 500 == 0:
+            gc.collect()
+    spent = time.process_time() - began
+    gc.enable()
+    return {
+        "seeds": last - first,
+        "passed": last - first - len(failed),
+        "cpu_seconds": round(spent, 1),
+        "seeds_per_second": round((last - first) / spent, 1),
+        "events": events,
+        "deaths": deaths,
+        "failed": failed,
+    }
+
+
+def mutants(_: argparse.Namespace) -> dict[str, Any]:
+    """A seed that fails without the bug does not count."""
+    from tests.sim.mutants import MUTANTS, planted
+
+    found: dict[str, Any] = {}
+    for name in MUTANTS:
+        found[name] = None
+        for seed in range(WITHIN):
+            spec = draw_spec(seed)
+            with planted(name):
+                violation = run_storm(spec).violation
+            if violation is not None and run_storm(spec).violation is None:
+                found[name] = {"seed": seed, "seen_as": violation.split(":")[0]}
+                break
+    return {"caught": sum(v is not None for v in found.values()), "of": len(found), "mutants": found}
+
+
+def studies(_: argparse.Namespace) -> dict[str, Any]:
+    """From nothing to the table: curves, first plan, all policies, one life each."""
+    found = {}
+    for name, request in {
+        "8 weeks, 128 GPUs, six tasks, all policies": Request(trace="trace-a", seeds=1),
+        "8 weeks, 128 GPUs, six tasks, everstep": Request(trace="trace-a", seeds=1, policies=("everstep",)),
+        "90 days, 16,384 GPUs, Llama-3's failures, everstep": Request(
+            trace="llama3", days=90, seeds=1, policies=("everstep",)
+        ),
+        "90 days, 16,384 GPUs, Llama-3's failures, all policies": Request(trace="llama3", days=90, seeds=1),
+    }.items():
+        began = time.process_time()
+        traces = request.traces()
+        summaries = run_study(request.setup(traces[0]), traces, request.chosen())
+        found[name] = {
+            "cpu_seconds": round(time.process_time() - began, 2),
+            "failures": len(traces[0].failures),
+            "earned": {n: round(s.results[0].share, 4) for n, s in summaries.items()},
+        }
+    return found
+
+
+def published(args: argparse.Namespace) -> dict[str, Any]:
+    """Accumulated WAF over Megatron's. Published for Unicron: 1.2 on trace-a, 1.9 on trace-b."""
+    rows = {}
+    for mix in "12345":
+        for label, trace, repair in (
+            ("trace-a, 24:168 h", "trace-a", None),
+            ("trace-b, 1.2:8.4 h", "trace-b", (1.2, 8.4)),
+            ("trace-b, 3:21 h", "trace-b", (3.0, 21.0)),
+            ("trace-b, 6:42 h", "trace-b", (6.0, 42.0)),
+        ):
+            request = Request(
+                trace=trace,
+                mix=mix,
+                repair_hours=repair,
+                seeds=args.lives,
+                policies=("megatron", "unicron", "everstep", "ideal"),
+            )
+            traces = request.traces()
+            found = run_study(request.setup(traces[0]), traces, request.chosen())
+            mean = {name: summary.mean(lambda r: r.share) for name, summary in found.items()}
+            rows[f"mix {mix}, {label}"] = {n: round(x / mean["megatron"], 3) for n, x in mean.items()}
+    return rows
+
+
+def real(args: argparse.Namespace) -> dict[str, Any]:
+    from bench.simulate_real import compare
+
+    return compare(kills=args.kills, seed=args.seed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = {f.__name__: f for f in (storms, mutants, studies, published, real)}
+    parser.add_argument("what", choices=list(commands))
+    parser.add_argument("--seeds", default="0:10000")
+    parser.add_argument("--lives", type=int, default=10, help="random lives, of `published`")
+    parser.add_argument("--kills", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    found = commands[args.what](args)
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    for key, value in found.items():
+        if isinstance(value, dict):
+            print(f"{key:56s} " + "  ".join(f"{k} {v}" for k, v in value.items()))
+        else:
+            print(f"{key:20s} {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Storms by seed: they hold, they repeat exactly, they shrink, and they see planted bugs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from everstep.sim.draw import Draw
+from everstep.sim.storm import draw_spec, run_storm
+from everstep.sim.storm.faults import What
+from everstep.sim.storm.shrink import shrink
+from tests.sim.mutants import MUTANTS, planted
+
+SEEDS = Path(__file__).parent / "seeds.txt"
+# Of each planted bug a seed at which it is seen; `bench/simulate.py mutants` looks for them from 0 on.
+SEEN_AT = {
+    "outbox_dropped_too_early": 81,
+    "reduce_sealed_too_early": 432,
+    "reduce_sums_two_rounds": 1,
+    "stale_epoch_accepted": 45,
+    "ledger_without_done_before": 25,
+    "joiner_admitted_a_step_early": 1,
+    "ghosts_dropped": 245,
+    "attempts_not_counted": 1,
+    "undo_forgotten": 1,
+    "mended_link_sends_nothing_again": 110,
+    "group_kept_after_a_death": 1,
+    "feed_ends_a_step_early": 1,
+    "copy_counts_without_a_source": 1,
+}
+
+
+def test_a_hundred_storms_break_nothing() -> None:
+    struck = set()
+    for seed in range(100):
+        report = run_storm(draw_spec(seed))
+        assert report.violation is None, f"everstep sim storm --seeds {seed}: {report.violation}"
+        struck |= {fault.split()[0] for fault in report.faults_struck}
+    assert struck == set(What), "some kind of fault never struck"
+
+
+def listed_seeds() -> list[tuple[int, str, str]]:
+    lines = [line for line in SEEDS.read_text().splitlines() if line and not line.startswith("#")]
+    return [(int(seed), state, why) for seed, state, why in (line.split(maxsplit=2) for line in lines)]
+
+
+@pytest.mark.parametrize(("seed", "state", "why"), listed_seeds())
+def test_a_seed_that_once_failed(seed: int, state: str, why: str) -> None:
+    violation = run_storm(draw_spec(seed)).violation
+    if violation is not None and state == "open":
+        pytest.xfail(f"known: {why}")
+    assert violation is None
+
+
+def test_the_same_seed_gives_the_same_hash_in_another_process_with_other_hashes() -> None:
+    """Python's string hashes differ from process to process; the trace must not."""
+    program = (
+        "import json; from everstep.sim.storm import draw_spec, run_storm;"
+        "print(json.dumps([run_storm(draw_spec(s)).hash for s in range(12)]))"
+    )
+    found = []
+    for hash_seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+        )
+        found.append(json.loads(done.stdout))
+    assert found[0] == found[1] == [run_storm(draw_spec(seed)).hash for seed in range(12)]
+    assert len(set(found[0])) == 12
+
+
+def test_what_is_drawn_is_the_same_on_every_machine() -> None:
+    """Written down once: the sequence that Python promises to keep, and whole numbers made of it."""
+    draw = Draw(7, "stream")
+    assert [draw.below(1000) for _ in range(5)] == [872, 570, 925, 663, 485]
+
+
+def test_a_recorded_storm_is_the_same_storm() -> None:
+    spec = draw_spec(3)
+    quiet, told = run_storm(spec), run_storm(spec, record=True)
+    assert quiet.hash == told.hash
+    assert not quiet.transcript
+    assert len(told.transcript) > 50
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_seen(name: str) -> None:
+    with planted(name):
+        assert run_storm(draw_spec(SEEN_AT[name])).violation is not None
+    assert run_storm(draw_spec(SEEN_AT[name])).violation is None
+
+
+def test_a_failing_storm_shrinks_to_fewer_faults() -> None:
+    with planted("ledger_without_done_before"):
+        spec = draw_spec(SEEN_AT["ledger_without_done_before"])
+        few = shrink(spec)
+        assert run_storm(spec.keep(few)).violation is not None
+        assert len(few) < len(spec.faults)
+        for i in few:
+            rest = tuple(j for j in few if j != i)
+            assert run_storm(spec.keep(rest)).violation is None
