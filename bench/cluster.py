@@ -135,6 +135,16 @@ class Cluster:
 
         self.until(up, f"{number} nodes are up")
 
+    def all_members(self, name: str = "job") -> None:
+        """Every place is filled by a worker that takes part."""
+
+        def all_there() -> bool:
+            task = self.task(name)
+            there = [seat for seat in task["seats"] if seat["standing"] == "member"]
+            return len(there) == task["places"]
+
+        self.until(all_there, "every place is filled by a member")
+
     def step_reached(self, step: int, name: str = "job", *, within_s: float = 180.0) -> None:
         self.until(lambda: self.task(name)["step"] >= step, f"step {step} of {name}", within_s=within_s)
 

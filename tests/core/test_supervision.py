@@ -130,7 +130,9 @@ def test_a_lost_connection_that_nobody_explains_is_told_of_the_one_who_reports_i
 
 def test_an_exception_is_acted_on_before_its_process_has_ended() -> None:
     run = Run()
-    assert kinds(run.raised(1, "ValueError: no batch")) == ["SignalRanks"]
+    (sent,) = run.raised(1, "ValueError: no batch")
+    assert isinstance(sent, SignalRanks)
+    assert sent.ranks == (0,), "who has raised may end in peace"
     incident = run.machine.incidents[0]
     assert incident.what == "rank 1 raised ValueError: no batch at train.py:7 in step"
     assert incident.noticed_ms == pytest.approx(4.0)
@@ -185,6 +187,7 @@ def test_broken_hardware_is_not_tried_again() -> None:
     end = run.exited(0, 3)
     assert kinds(end) == ["EndRun"]
     assert "the same machine would fail again" in end[0].because
+    assert end[0].code == 3, "what the rank that raised ended with"  # type: ignore[union-attr]
     assert run.machine.incidents[0].severity == "SEV1"
 
 
@@ -228,7 +231,8 @@ def test_a_rank_in_a_debugger_is_left_alone_for_as_long_as_it_takes() -> None:
     run = Run(hang_after_s=10)
     for _ in range(100):
         assert run.looked("St", [0, 0], after=1.0) == []
-    assert run.machine.incidents == []
+    assert kinds(run.told) == ["StartRanks"]
+    assert run.machine.deadline() is None
 
 
 def test_a_rank_may_be_stopped_for_a_moment() -> None:
@@ -238,6 +242,14 @@ def test_a_rank_may_be_stopped_for_a_moment() -> None:
     assert isinstance(run.told[-1], TellPerson)
     assert run.told[-1].because == "rank 1 goes on after 3.0 s; nothing was done."
     assert run.machine.deadline() is None
+
+
+def test_where_a_rank_is_stopped_no_other_reason_for_stillness_is_looked_for() -> None:
+    run = Run(hang_after_s=3)
+    run.looked("SS", [0, 0], after=0.0)
+    run.looked("ST", [0, 0], after=2.0)
+    assert run.looked("ST", [0, 0], after=1.5) == []
+    assert kinds(run.pass_time()) == ["SignalRanks"]
 
 
 def test_a_hang_is_called_only_when_nobody_moves() -> None:

@@ -55,6 +55,9 @@ class Outcome:
             attempt=record.attempt,
             at=now,
         )
+        if self.rows and row.step <= self.rows[-1].step:  # done again: the last time counts
+            again = self.rows[-1].step - row.step + 1
+            self.committed -= again * record.microbatches_committed
         self.rows.append(row)
         self.losses[row.step] = losses
         self.committed += record.microbatches_committed

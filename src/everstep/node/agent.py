@@ -36,6 +36,7 @@ from everstep.core.ops import parse_worker
 from everstep.engine.job import Job
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.node.crew import Crew
+from everstep.node.kernel import KernelLog
 from everstep.node.nursery import Nursery
 
 BEAT_EVERY_S = 0.25
@@ -89,6 +90,9 @@ class Agent:
             words=self.settings.words,
         )
         self.crew.open()
+        kernel = KernelLog()
+        if kernel.fd is not None:
+            asyncio.get_running_loop().add_reader(kernel.fd, kernel.read, self._kernel_spoke)
         jobs = [asyncio.create_task(self._look()), asyncio.create_task(self._obey())]
         try:
             await self._stay_connected()
@@ -96,6 +100,9 @@ class Agent:
             for job in jobs:
                 job.cancel()
             self.crew.close()
+            if kernel.fd is not None:
+                asyncio.get_running_loop().remove_reader(kernel.fd)
+                kernel.close()
             for nursery in self._nurseries.values():
                 nursery.close()
             shutil.rmtree(folder, ignore_errors=True)
@@ -123,6 +130,9 @@ class Agent:
                 return replace(report, event=replace(event, killed_at=at + self._clock))
             case _:
                 return report
+
+    def _kernel_spoke(self, text: str) -> None:
+        self._report(msg.KernelSpoke(text=text))
 
     async def _look(self) -> None:
         while True:

@@ -92,7 +92,7 @@ class Crew:
         self._greeting: dict[int, tuple[socket.socket, wire.Unpacker]] = {}
         self._bell = Bell()
         self._dying: dict[tuple[str, Worker], Process] = {}
-        self._starts: dict[tuple[str, Worker], msg.StartProcess] = {}  # that wait for the dying to be gone
+        self._starts: dict[tuple[str, Worker], msg.StartProcess] = {}  # that wait for a death
 
     # -------------------------------------------------------------- life
 
@@ -178,7 +178,7 @@ class Crew:
                 assert_never(order)
 
     def _start(self, order: msg.StartProcess) -> None:
-        if (order.task, order.worker) in self._dying:
+        if (order.task, order.worker) in self._dying or (order.task, order.worker) in self.processes:
             self._starts[order.task, order.worker] = order
             return
         here, worker = self.tasks[order.task], order.worker

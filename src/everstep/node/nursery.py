@@ -86,7 +86,11 @@ class Nursery:
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
-            self._process.wait(timeout=10)
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:  # it is still loading torch, on a busy machine
+                self._process.kill()
+                self._process.wait()
 
 
 def exit_reason(pid: int) -> str:

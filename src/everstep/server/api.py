@@ -23,6 +23,7 @@ from aiohttp import web
 from everstep.core import cluster as msg
 from everstep.core.ops import parse_worker
 from everstep.core.roster import OVER, Node, Task
+from everstep.core.snapshot import digest
 from everstep.core.survey import Shape
 from everstep.engine.faults import check_fault, parse_fault
 from everstep.engine.job import Job
@@ -59,6 +60,7 @@ class Api:
                 web.get("/v1/agent", self.lines.serve),
                 web.get("/v1/watch", self._watch),
                 web.get("/v1/news", self._news),
+                web.get("/v1/digest", self._digest),
                 web.get("/v1/incidents", self._incidents),
                 web.get("/v1/incidents/{number}", self._incident),
                 web.post("/v1/tasks", self._submit),
@@ -123,6 +125,10 @@ class Api:
 
     async def _news(self, request: web.Request) -> web.Response:
         return web.json_response(list(self.daemon.news))
+
+    async def _digest(self, request: web.Request) -> web.Response:
+        """A hash of the whole state: two coordinators that have read the same journal agree on it."""
+        return web.json_response({"digest": digest(self.daemon.machine), "journal": self.daemon.number})
 
     async def _incidents(self, request: web.Request) -> web.Response:
         return web.json_response([views.incident(one) for one in self.daemon.machine.log.incidents])

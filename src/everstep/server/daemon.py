@@ -48,6 +48,7 @@ class StepsOfTask:
     rows: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_ROWS))
     last_at: float = 0.0
     first: int = 0
+    last: int = 0
     committed: int = 0
 
 
@@ -262,7 +263,10 @@ class Daemon:
             }
         )
         steps.last_at = now
-        steps.first = steps.first or record.step
+        steps.first = min(steps.first or record.step, record.step)
+        if record.step <= steps.last:  # done again, from a checkpoint: only the last time counts
+            steps.committed -= (steps.last - record.step + 1) * record.microbatches_committed
+        steps.last = record.step
         steps.committed += record.microbatches_committed
         self._publish({"at": now, "kind": "step", "task": action.task, "row": steps.rows[-1]})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import sys
 from collections.abc import Callable
@@ -109,6 +110,8 @@ async def _run_until_lost(daemon: Daemon, lost: asyncio.Event | None) -> None:
         for job in (running, watching):
             if job is not None:
                 job.cancel()
+                with contextlib.suppress(asyncio.CancelledError, LostLeadership):
+                    await job
 
 
 def _journal(settings: ServerSettings) -> Journal:

@@ -1,0 +1,378 @@
+"""What the coordinator's own troubles cost: kills, take-overs, a cut line, thousands of agents.
+
+    python bench/coordinator.py kills --times 50        SIGKILL at random moments, in recoveries too
+    python bench/coordinator.py takeover --times 10     the same with etcd and a second coordinator
+    python bench/coordinator.py cut --seconds 60        no line between an agent and the coordinator
+    python bench/coordinator.py agents --number 2000    heartbeats of that many agents on one process
+
+Each with --json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from bench.cluster import Cluster, small_job
+from everstep.cli.client import Client
+from everstep.core.snapshot import digest
+from everstep.engine.job import Job
+from everstep.launch.api import run_job
+from everstep.server.daemon import Daemon
+from everstep.server.journal import SqliteJournal
+
+
+def clean_losses(folder: Path, steps: int) -> dict[int, float]:
+    outcome = run_job(Job.from_dict(small_job(folder, steps=steps)))
+    return {step: row.loss for step, row in outcome.by_step().items()}
+
+
+def verdict(cluster: Cluster, clean: dict[int, float], steps: int) -> dict[str, Any]:
+    """What must hold of a task that went through anything at all."""
+    told = cluster.finished(within_s=600)
+    losses = {row["step"]: row["loss"] for row in told["rows"]}
+    incidents = cluster.incidents()
+    return {
+        "state": told["state"],
+        "steps_lost": steps - len(losses),
+        "microbatches": told["microbatches"],
+        "max_relative_loss_difference": max(
+            abs(losses.get(step, float("inf")) - loss) / abs(loss) for step, loss in clean.items()
+        ),
+        "incidents": len(incidents),
+        "incidents_open": sum(incident["closed_at"] is None for incident in incidents),
+    }
+
+
+# ------------------------------------------------------------------ kills
+
+
+def kills(times: int, seed: int, folder: Path, steps: int) -> dict[str, Any]:
+    """Kill and restart the coordinator while workers are killed too."""
+    chance = random.Random(seed)
+    clean = clean_losses(folder, steps)
+    worker_kills, away = 0, []
+    with Cluster(folder) as cluster:
+        cluster.start_coordinator()
+        for node in "ab":
+            cluster.start_agent(node, slots=2)
+        cluster.nodes_up(2)
+        cluster.submit(small_job(folder, steps=steps))
+        cluster.step_reached(2)
+        for number in range(times):
+            time.sleep(chance.uniform(0.0, 0.6))
+            if chance.random() < 0.4:  # then the coordinator dies somewhere in that recovery
+                worker_kills += _kill_a_worker(cluster, chance)
+                time.sleep(chance.uniform(0.0, 0.15))
+            began = time.monotonic()
+            cluster.kill_coordinator()
+            cluster.start_coordinator()
+            away.append(time.monotonic() - began)
+            print(f"kill {number + 1}/{times}: back after {away[-1]:.2f} s", file=sys.stderr)
+            if _over(cluster):
+                break
+        told = verdict(cluster, clean, steps)
+        live = cluster.client.get("/v1/digest")
+    replayed = asyncio.run(_replayed(folder / "state-first"))
+    return {
+        "coordinator_kills": len(away),
+        "worker_kills": worker_kills,
+        "away_s": _spread(away),
+        **told,
+        "journal_replays_to_the_same_state": replayed == live["digest"],
+    }
+
+
+def _kill_a_worker(cluster: Cluster, chance: random.Random) -> int:
+    with contextlib.suppress(Exception):
+        workers = cluster.workers()
+        os.kill(chance.choice(sorted(workers.values(), key=lambda w: w["worker"]))["pid"], signal.SIGKILL)
+        return 1
+    return 0
+
+
+def _over(cluster: Cluster) -> bool:
+    with contextlib.suppress(Exception):
+        return bool(cluster.task()["state"] == "finished")
+    return False
+
+
+async def _replayed(folder: Path) -> str:
+    journal = SqliteJournal(folder / "journal.sqlite")
+    await journal.open()
+    daemon = Daemon(journal, folder=folder, say=lambda line: None)
+    await daemon.start()
+    await journal.close()
+    return digest(daemon.machine)
+
+
+# ------------------------------------------------------------------ take-over
+
+
+@contextlib.contextmanager
+def etcd(folder: Path) -> Iterator[str]:
+    """One etcd of our own on loopback."""
+    if shutil.which("etcd") is None:
+        raise SystemExit("etcd is not installed (Debian: etcd-server)")
+    ports = []
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    client, peer = (f"http://127.0.0.1:{port}" for port in ports)
+    command = ["etcd", "--data-dir", str(folder / "etcd"), "--listen-client-urls", client]
+    command += ["--advertise-client-urls", client, "--listen-peer-urls", peer]
+    command += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
+    with (folder / "etcd.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{client}/health", timeout=1):
+                break
+            time.sleep(0.05)
+        yield client
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def takeover(times: int, seed: int, folder: Path, steps: int) -> dict[str, Any]:
+    """Two coordinators on one etcd; the leader is killed, and started again as the one that stands by."""
+    chance = random.Random(seed)
+    clean = clean_losses(folder, steps)
+    took = []
+    with etcd(folder) as endpoint, Cluster(folder, etcd=[endpoint]) as cluster:
+        cluster.start_coordinator("first")
+        cluster.start_coordinator("second", wait=False)
+        for node in "ab":
+            cluster.start_agent(node, slots=2)
+        cluster.nodes_up(2)
+        cluster.submit(small_job(folder, steps=steps))
+        cluster.step_reached(2)
+        for number in range(times):
+            time.sleep(chance.uniform(0.0, 1.0))
+            if chance.random() < 0.4:
+                _kill_a_worker(cluster, chance)
+                time.sleep(chance.uniform(0.0, 0.15))
+            leader = _leader(cluster)
+            began = time.monotonic()
+            cluster.kill_coordinator(leader)
+            cluster.until(lambda old=leader: _leader(cluster) not in (None, old), "the other one leads")
+            took.append(time.monotonic() - began)
+            print(f"take-over {number + 1}/{times}: {took[-1]:.2f} s", file=sys.stderr)
+            cluster.start_coordinator(leader, wait=False)
+            cluster.nodes_up(2)
+            if _over(cluster):
+                break
+        return {"takeovers": len(took), "takeover_s": _spread(took), **verdict(cluster, clean, steps)}
+
+
+def _leader(cluster: Cluster) -> str | None:
+    for name, address in cluster.addresses.items():
+        with (
+            contextlib.suppress(OSError, ValueError),
+            urllib.request.urlopen(f"{address}/v1/health", timeout=1) as answer,
+        ):
+            if json.load(answer)["leads"]:
+                return name
+    return None
+
+
+# ------------------------------------------------------------------ a cut line
+
+
+class Cable:
+    """A TCP proxy that can be cut: nothing passes, nobody is told."""
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._whole = threading.Event()
+        self._whole.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self._whole.clear()
+
+    def mend(self) -> None:
+        self._whole.set()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            threading.Thread(target=self._join, args=(near,), daemon=True).start()
+
+    def _join(self, near: socket.socket) -> None:
+        self._whole.wait()
+        far = socket.create_connection(("127.0.0.1", self._to))
+        for a, b in ((near, far), (far, near)):
+            threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
+
+    def _pump(self, a: socket.socket, b: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := a.recv(1 << 16):
+                self._whole.wait()
+                b.sendall(data)
+        with contextlib.suppress(OSError):
+            b.shutdown(socket.SHUT_WR)
+
+
+def cut(seconds: float, folder: Path) -> dict[str, Any]:
+    with Cluster(folder) as cluster:
+        address = cluster.start_coordinator()
+        cable = Cable(int(address.rpartition(":")[2]))
+        cluster.start_agent("a", slots=2)
+        cluster.start_agent("b", slots=2, through=f"http://127.0.0.1:{cable.port}")
+        cluster.nodes_up(2)
+        cluster.submit(small_job(folder, steps=100_000))
+        cluster.step_reached(5)
+        before = cluster.task()["step"]
+        cable.cut()
+        cluster.until(lambda: _state(cluster, "b") == "silent", "node b is silent")
+        time.sleep(seconds)
+        beacons = cluster.workers()  # of node a, which still answers
+        state_then = _state(cluster, "b")
+        cable.mend()
+        cluster.until(lambda: _state(cluster, "b") == "up", "node b is back")
+        cluster.step_reached(cluster.task()["step"] + 5)
+        task = cluster.task()
+        result = {
+            "seconds": seconds,
+            "state_during": state_then,
+            "steps_during": max(row["reading"]["step"] for row in beacons.values()) - before,
+            "steps_recorded_after": task["step"],
+            "incidents": len(cluster.incidents()),
+            "workers_restarted": sum(seat["incarnation"] > 1 for seat in task["seats"]),
+        }
+        cluster.client.post("/v1/tasks/job/cancel")
+        return result
+
+
+def _state(cluster: Cluster, node: str) -> str:
+    nodes = cluster.client.get("/v1/status")["nodes"]
+    return str(next(row["state"] for row in nodes if row["node"] == node))
+
+
+# ------------------------------------------------------------------ many agents
+
+
+async def _agent(session: aiohttp.ClientSession, address: str, number: int, until: float) -> None:
+    """An agent as far as the coordinator can tell: hello, then a heartbeat four times a second."""
+    hello = {"is": "NodeJoined", "node": f"n{number}", "boot": "b", "slots": 8, "host": "127.0.0.1"}
+    await asyncio.sleep(random.random() * 5)
+    async with session.ws_connect(f"{address}/v1/agent", max_msg_size=1 << 22) as line:
+        await line.send_str(json.dumps({"hello": hello, "done": 0}))
+        await line.receive()
+        while time.monotonic() < until:
+            await line.send_str('{"beat":0,"done":0}')
+            await asyncio.sleep(0.25)
+
+
+async def _crowd(address: str, first: int, number: int, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        await asyncio.gather(*(_agent(session, address, first + i, until) for i in range(number)))
+
+
+def agents(number: int, seconds: float, folder: Path) -> dict[str, Any]:
+    """The coordinator on one core, the crowd on the other."""
+    with Cluster(folder) as cluster:
+        address = cluster.start_coordinator()
+        pid = cluster.coordinators["first"].pid
+        os.sched_setaffinity(pid, {0})
+        os.sched_setaffinity(0, set(range(1, os.cpu_count() or 2)) or {0})
+        crowd = threading.Thread(target=lambda: asyncio.run(_crowd(address, 0, number, seconds + 15)))
+        crowd.start()
+        client = Client(address=address)
+        cluster.until(lambda: len(client.get("/v1/status")["nodes"]) >= number, "all have joined")
+        time.sleep(3)
+        began, used = time.monotonic(), _cpu_s(pid)
+        states: set[str] = set()
+        late = []
+        while time.monotonic() - began < seconds:
+            asked = time.monotonic()
+            with urllib.request.urlopen(f"{address}/v1/health", timeout=10):
+                late.append(time.monotonic() - asked)
+            time.sleep(0.05)
+        share = (_cpu_s(pid) - used) / (time.monotonic() - began)
+        states = {row["state"] for row in client.get("/v1/status")["nodes"]}
+        with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
+            metrics = answer.read().decode()
+        crowd.join()
+    handled = [line for line in metrics.splitlines() if line.startswith("everstep_event_handling_seconds{")]
+    return {
+        "agents": number,
+        "heartbeats_per_s": number * 4,
+        "cpu_share_of_one_core": round(share, 3),
+        "answer_ms": _spread([x * 1e3 for x in late]),
+        "handling_s": {line.split('"')[1]: float(line.split()[-1]) for line in handled},
+        "states": sorted(states),
+    }
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "p50": round(statistics.median(ordered), 3),
+        "p99": round(ordered[int(0.99 * (len(ordered) - 1))], 3),
+        "max": round(ordered[-1], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", choices=["kills", "takeover", "cut", "agents"])
+    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--number", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        folder = Path(name)
+        match given.what:
+            case "kills":
+                told = kills(given.times, given.seed, folder, given.steps)
+            case "takeover":
+                told = takeover(given.times, given.seed, folder, given.steps)
+            case "cut":
+                told = cut(given.seconds, folder)
+            case _:
+                told = agents(given.number, min(given.seconds, 20.0), folder)
+    if given.json:
+        print(json.dumps(told, indent=2))
+        return
+    for key, value in told.items():
+        print(f"{key:36} {value}")
+
+
+if __name__ == "__main__":
+    main()

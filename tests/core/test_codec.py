@@ -1,0 +1,137 @@
+"""core's values survive JSON, and what is not what it claims to be is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.core import cluster as msg
+from everstep.core import events as ev
+from everstep.core.actions import ComputePlan, ResumeStep
+from everstep.core.codec import decode, encode
+from everstep.core.messages import Ledger, Members, Parcel, Resume, What
+from everstep.core.ops import Kind, Microbatch, Op, Worker
+from everstep.core.survey import Shape
+from everstep.errors import PeerError
+
+W = Worker(1, 2)
+M = Microbatch(0, 3)
+SAMPLES: list[Any] = [
+    msg.NodeJoined(node="a", boot="1", slots=2, host="h"),
+    msg.TaskSubmitted(task="t", job={"a": [1, {"is": 3}]}, shape=Shape(2, 2, 2), steps=5, secret="s"),
+    msg.FromNode(
+        node="a",
+        boot="1",
+        number=3,
+        report=msg.TaskEvent(
+            task="t",
+            event=ev.LedgerReported(
+                worker=W,
+                epoch=4,
+                ledger=Ledger(
+                    step=3,
+                    done=(Op(Kind.F, M, 2), Op(Kind.R, None, 2)),
+                    holding=(Parcel(What.ACTIVATION, 0, 3, 2, M),),
+                ),
+            ),
+        ),
+    ),
+    msg.PlanAnswered(
+        task="t",
+        event=ev.PlanComputed(
+            epoch=1,
+            lists={3: {W: (Op(Kind.W, M, 2),)}},
+            steady={W: ()},
+            hosts={3: {(M, 2): 0}},
+            steady_hosts={},
+        ),
+    ),
+    msg.FromNode(
+        node="a",
+        boot="1",
+        number=4,
+        report=msg.TaskEvent(
+            task="t",
+            event=ev.StepSealed(step=1, stage=0, microbatches=4, executed=12, losses=((M, 1.5),)),
+        ),
+    ),
+]
+ORDERS: list[Any] = [
+    msg.TellWorker(
+        task="t",
+        worker=W,
+        words=ResumeStep(
+            worker=W,
+            because="so",
+            order=Resume(
+                epoch=2,
+                attempts=((0, 0),),
+                step=3,
+                lists={3: (Op(Kind.F, M, 2),)},
+                members=(Members(2, ((0, 1), (0,)), (1, 2)),),
+                ghosts=frozenset({(3, M)}),
+                feeds={1: None},
+            ),
+        ),
+        book=((W, "host", 80),),
+    ),
+    msg.KeepOnly(keep=(("t", W, 1),)),
+]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: type(s).__name__)
+def test_an_event_comes_back_as_it_was(sample: Any) -> None:
+    assert decode(msg.ClusterEvent, json.loads(json.dumps(encode(sample)))) == sample
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda s: type(s).__name__)
+def test_an_order_comes_back_as_it_was(order: Any) -> None:
+    assert decode(msg.Order, json.loads(json.dumps(encode(order)))) == order
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"is": "NodeLeft"}, "NodeLeft lacks 'node'"),
+        ({"is": "NodeLeft", "node": 3}, "3 is not str"),
+        ({"is": "NodeLeft", "node": "a", "more": 1}, "NodeLeft has no 'more'"),
+        ({"is": "Nothing"}, "'Nothing' is not one of"),
+        ([], "is not one of"),
+        ({"is": "FromNode", "node": "a", "boot": "b", "number": True, "report": {}}, "True is not int"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(data: Any, sentence: str) -> None:
+    with pytest.raises(PeerError, match="not a") as caught:
+        decode(msg.ClusterEvent, data)
+    assert sentence in str(caught.value)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["is", "node", "report", "task", "event", "number", "worker"]), inner
+        )
+    ),
+    max_leaves=12,
+)
+NAMES = st.sampled_from(["FromNode", "NodeJoined", "TaskSubmitted", "PlanAnswered", "TaskEvent"])
+
+
+@given(JSON_VALUES, NAMES)
+def test_no_message_can_do_more_than_be_refused(data: Any, name: str) -> None:
+    if isinstance(data, dict):
+        data = data | {"is": name}
+    with contextlib.suppress(PeerError):
+        decode(msg.ClusterEvent, data)
+
+
+def test_a_question_can_be_kept() -> None:
+    question = ComputePlan(epoch=1, broken={}, dead=frozenset({W}), because="so")
+    assert decode(ComputePlan, json.loads(json.dumps(encode(question)))) == question

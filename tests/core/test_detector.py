@@ -1,0 +1,134 @@
+"""Detectors, told as claims."""
+
+from __future__ import annotations
+
+from everstep.core.cluster import OpOverdue, WorkerMoved
+from everstep.core.detector import Glance, Heartbeats, Hung, Limits, Progress, Stalled, locate
+from everstep.core.ops import Worker
+
+W, V, X = Worker(0, 0), Worker(0, 1), Worker(1, 0)
+LIMITS = Limits()
+
+
+def glance(
+    moment: int, *, busy: bool = True, doing: str = "0F0.0", age_s: float = 0.0, step: int = 1
+) -> Glance:
+    return Glance(moment=moment, step=step, busy=busy, doing=doing, age_s=age_s)
+
+
+class Watch:
+    """One worker looked at again and again."""
+
+    def __init__(self) -> None:
+        self.progress = Progress(LIMITS)
+        self.progress.expects("t", W, {"F": 0.1})
+        self.now = 0.0
+
+    def look(self, seen: Glance, *, stopped: bool = False) -> OpOverdue | WorkerMoved | None:
+        self.now += 0.05
+        return self.progress.look("t", W, 1, seen, stopped=stopped, now=self.now)
+
+
+def test_a_node_is_silent_once_and_heard_again_once() -> None:
+    hearts = Heartbeats(patience_s=1.0)
+    hearts.heard("a", 0.0)
+    assert hearts.fell_silent(0.9) == []
+    assert hearts.fell_silent(1.1) == [("a", 1.1)]
+    assert hearts.fell_silent(1.2) == []
+    assert hearts.heard("a", 1.3)
+    assert not hearts.heard("a", 1.4)
+
+
+def test_a_listener_that_was_away_blames_nobody() -> None:
+    hearts = Heartbeats(patience_s=1.0)
+    hearts.heard("a", 0.0)
+    hearts.excuse(5.0)
+    assert hearts.fell_silent(5.5) == []
+    assert hearts.fell_silent(6.1) != []
+
+
+def test_a_worker_whose_beacon_moves_is_never_reported() -> None:
+    watch = Watch()
+    assert all(watch.look(glance(moment, age_s=0.01)) is None for moment in range(100))
+
+
+def test_an_op_at_four_times_its_usual_time_is_overdue_and_told_again_at_twice_that() -> None:
+    watch = Watch()
+    watch.look(glance(1))
+    told = [watch.look(glance(1, age_s=age / 20)) for age in range(1, 41)]
+    ages = [report.elapsed_s for report in told if isinstance(report, OpOverdue)]
+    assert ages == [0.45, 0.9, 1.8]
+
+
+def test_a_worker_that_moves_again_says_so_once() -> None:
+    watch = Watch()
+    watch.look(glance(1))
+    assert isinstance(watch.look(glance(1, age_s=0.6)), OpOverdue)
+    assert isinstance(watch.look(glance(2)), WorkerMoved)
+    assert watch.look(glance(3)) is None
+
+
+def test_a_stopped_process_is_reported_at_the_second_look_without_a_change() -> None:
+    watch = Watch()
+    watch.look(glance(1))
+    assert watch.look(glance(1, age_s=0.05), stopped=True) is None
+    report = watch.look(glance(1, age_s=0.1), stopped=True)
+    assert isinstance(report, OpOverdue)
+    assert report.stopped
+
+
+def test_a_worker_told_to_wait_is_left_alone() -> None:
+    watch = Watch()
+    for doing in ("Paused", "Finished"):
+        assert watch.look(glance(1, busy=False, doing=doing, age_s=1e6)) is None
+
+
+def test_waiting_is_reported_after_a_usual_step() -> None:
+    watch = Watch()
+    for step in range(1, 6):
+        for tick in range(10):
+            watch.look(glance(step * 10 + tick, step=step))
+    assert watch.look(glance(59, busy=False, doing="A", age_s=0.4, step=5)) is None
+    assert isinstance(watch.look(glance(59, busy=False, doing="A", age_s=0.6, step=5)), OpOverdue)
+
+
+def overdue(worker: Worker, *, busy: bool, elapsed_s: float, stopped: bool = False) -> OpOverdue:
+    return OpOverdue(
+        task="t",
+        worker=worker,
+        incarnation=1,
+        doing="0F0.0",
+        busy=busy,
+        stopped=stopped,
+        elapsed_s=elapsed_s,
+        expected_s=0.1,
+        step=3,
+    )
+
+
+def test_a_hang_needs_somebody_who_waits() -> None:
+    alone = {W: overdue(W, busy=True, elapsed_s=5.0)}
+    assert locate(alone, members=2, limits=LIMITS) is None
+    both = alone | {V: overdue(V, busy=False, elapsed_s=1.0)}
+    found = locate(both, members=2, limits=LIMITS)
+    assert isinstance(found, Hung)
+    assert found.worker == W
+    assert found.waiting == (V,)
+
+
+def test_a_slow_op_is_no_hang() -> None:
+    both = {W: overdue(W, busy=True, elapsed_s=0.9), V: overdue(V, busy=False, elapsed_s=1.0)}
+    assert locate(both, members=2, limits=LIMITS) is None
+
+
+def test_of_a_stopped_and_a_slow_worker_the_stopped_one_is_it() -> None:
+    both = {W: overdue(W, busy=True, elapsed_s=9.0), X: overdue(X, busy=False, elapsed_s=0.2, stopped=True)}
+    found = locate(both, members=3, limits=LIMITS)
+    assert isinstance(found, Hung)
+    assert found.worker == X
+
+
+def test_if_everybody_waits_nobody_is_it() -> None:
+    all_wait = {w: overdue(w, busy=False, elapsed_s=4.0) for w in (W, V, X)}
+    assert isinstance(locate(all_wait, members=3, limits=LIMITS), Stalled)
+    assert locate(all_wait, members=4, limits=LIMITS) is None

@@ -1,0 +1,99 @@
+"""A coordinator served on loopback, in a thread of the test; and an agent that is only words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from everstep.cli.client import Client
+from everstep.core import cluster as msg
+from everstep.core.codec import decode, encode
+from everstep.core.coordinator import Coordinator
+from everstep.server.serve import ServerSettings, serve
+
+
+@contextlib.contextmanager
+def served(folder: Path, *, token: str | None = None, patience: msg.Patience | None = None) -> Iterator[str]:
+    """Its address."""
+    told: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
+    stop: list[Callable[[], object]] = []
+
+    async def main() -> None:
+        over = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        stop.append(lambda: loop.call_soon_threadsafe(over.set))
+        settings = ServerSettings(folder=folder, port=0, token=token)
+        coordinator = lambda: Coordinator(patience=patience)  # noqa: E731
+        serving = asyncio.create_task(serve(settings, ready=told.put, coordinator=coordinator))
+        await asyncio.wait({serving, asyncio.create_task(over.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            told.put(serving.exception() or RuntimeError("it ended"))
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    try:
+        address = told.get(timeout=20)
+        assert isinstance(address, str), address
+        while not Client(address=address).get("/v1/health")["leads"]:
+            threading.Event().wait(0.01)
+        yield address
+    finally:
+        stop[0]()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+class WordyAgent:
+    """Speaks the agents' protocol by hand: what it hears is kept, what it says is up to the test."""
+
+    def __init__(self, line: aiohttp.ClientWebSocketResponse, welcome: dict[str, Any]) -> None:
+        self.line, self.welcome = line, welcome
+        self.orders: list[tuple[int, msg.Order]] = []
+        self.heard = welcome.get("heard", 0)
+
+    async def say(self, number: int, report: msg.NodeReport) -> None:
+        await self.line.send_str(json.dumps({"number": number, "report": encode(report)}))
+
+    async def beat(self, done: int = 0) -> None:
+        await self.line.send_str(json.dumps({"beat": 0, "done": done}))
+
+    async def until(self, kind: type, *, within_s: float = 10.0) -> Any:
+        """The next order of this kind."""
+        while True:
+            message = await self.line.receive_json(timeout=within_s)
+            self.heard = max(self.heard, message.get("heard", 0))
+            if "order" in message:
+                order = decode(msg.Order, message["order"])
+                self.orders.append((message["number"], order))
+                if isinstance(order, kind):
+                    return order
+
+    async def acknowledged(self, number: int, *, within_s: float = 10.0) -> None:
+        while self.heard < number:
+            message = await self.line.receive_json(timeout=within_s)
+            self.heard = max(self.heard, message.get("heard", 0))
+
+
+@contextlib.asynccontextmanager
+async def agent(
+    address: str, node: str, *, slots: int = 2, boot: str = "1", done: int = 0, token: str = ""
+) -> Any:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.ws_connect(f"{address}/v1/agent", headers=headers) as line,
+    ):
+        hello = {"node": node, "boot": boot, "slots": slots, "host": "127.0.0.1"}
+        await line.send_str(json.dumps({"hello": hello, "done": done}))
+        yield WordyAgent(line, await line.receive_json(timeout=10))

@@ -1,0 +1,244 @@
+"""The coordinator over real sockets: who may speak, what is refused, and that nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from everstep.cli.client import Client
+from everstep.core import cluster as msg
+from everstep.core import events as ev
+from everstep.core.ops import Worker
+from everstep.errors import UserError
+from everstep.server.serve import ServerSettings
+from tests.server.served import agent, served
+
+JOB = {
+    "replicas": 1,
+    "stages": 1,
+    "microbatches": 2,
+    "steps": 3,
+    "base": ".",
+    "model": {"preset": "gpt-tiny"},
+    "data": {"kind": "synthetic"},
+}
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    with served(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(tmp_path_factory.mktemp("state")) as found:
+        yield found
+
+
+def call(address: str, path: str, *, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
+    request = urllib.request.Request(f"{address}{path}", data=body, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_without_its_token_nothing_but_health_is_answered(tmp_path: Path) -> None:
+    with served(tmp_path, token="secret") as address:
+        assert call(address, "/v1/health")[0] == 200
+        assert call(address, "/v1/status")[0] == 401
+        assert call(address, "/metrics")[0] == 401
+        assert call(address, "/v1/tasks", body=b"{}", Authorization="Bearer wrong")[0] == 401
+        assert call(address, "/v1/status", Authorization="Bearer secret")[0] == 200
+
+
+def test_an_agent_without_the_token_is_refused(tmp_path: Path) -> None:
+    async def knock(address: str) -> None:
+        async with agent(address, "a"):
+            pass
+
+    with (
+        served(tmp_path, token="secret") as address,
+        pytest.raises(aiohttp.WSServerHandshakeError, match="401"),
+    ):
+        asyncio.run(knock(address))
+
+
+def test_a_page_of_another_origin_is_refused(lasting: str) -> None:
+    assert call(lasting, "/v1/status", Origin="http://evil.example")[0] == 403
+    assert call(lasting, "/v1/status", Host="evil.example")[0] == 403
+    assert call(lasting, "/v1/status", Origin=lasting)[0] == 200
+
+
+def test_beyond_loopback_a_token_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="beyond loopback"):
+        ServerSettings(folder=tmp_path, host="0.0.0.0").check()
+    ServerSettings(folder=tmp_path, host="0.0.0.0", token="t").check()
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"{", "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"{}", "name is None"),
+        (b'{"name": "../x", "job": {}}', "name is '../x'"),
+        (b'{"name": "x"}', "job is missing"),
+        (b'{"name": "x", "job": {"stepz": 3}}', "stepz"),
+        (b'{"name": "x", "jobs": {}}', "'jobs' is not a key"),
+        (json.dumps({"name": "x", "job": JOB, "weight": 0}).encode(), "weight is 0"),
+        (json.dumps({"name": "x", "job": JOB, "weight": True}).encode(), "weight is True"),
+        (json.dumps({"name": "x", "job": JOB, "faults": ["stage=9"]}).encode(), "--kill"),
+    ],
+)
+def test_a_wrong_submission_is_one_sentence(lasting: str, body: bytes, sentence: str) -> None:
+    status, answer = call(lasting, "/v1/tasks", body=body)
+    assert status == 400
+    assert sentence in json.loads(answer)["error"]
+
+
+def test_too_large_a_body_is_refused(lasting: str) -> None:
+    assert call(lasting, "/v1/tasks", body=b" " * (2 << 20))[0] == 413
+
+
+@pytest.mark.parametrize("path", ["/v1/tasks/none", "/v1/incidents/7", "/v1/nowhere", "/v1/tasks/none/logs"])
+def test_what_is_not_there_is_not_found(lasting: str, path: str) -> None:
+    assert call(lasting, path)[0] == 404
+
+
+def test_a_task_goes_to_an_agent_and_its_steps_are_on_record(address: str) -> None:
+    async def play() -> None:
+        async with agent(address, "a") as one:
+            await asyncio.to_thread(Client(address=address).post, "/v1/tasks", {"name": "t", "job": JOB})
+            start = await one.until(msg.StartProcess)
+            assert start.worker == Worker(0, 0)
+            started = ev.WorkerStarted(worker=start.worker, incarnation=1, address=("127.0.0.1", 1))
+            await one.say(1, msg.TaskEvent(task="t", event=started))
+            await one.until(msg.TellWorker)
+            for step in (1, 2, 3):
+                sealed = ev.StepSealed(step=step, stage=0, microbatches=2, executed=6)
+                await one.say(step + 1, msg.TaskEvent(task="t", event=sealed))
+            await one.until(msg.CloseTask)
+            exited = ev.WorkerExited(worker=start.worker, incarnation=1, reason="exited with code 0")
+            await one.say(5, msg.TaskEvent(task="t", event=exited))
+            await one.acknowledged(5)
+        told = await asyncio.to_thread(Client(address=address).get, "/v1/tasks/t")
+        assert told["state"] == "finished"
+        assert [row["step"] for row in told["rows"]] == [1, 2, 3]
+
+    asyncio.run(play())
+
+
+def test_orders_not_acknowledged_are_sent_again_and_reports_heard_twice_count_once(address: str) -> None:
+    async def play() -> None:
+        async with agent(address, "a") as one:
+            await asyncio.to_thread(Client(address=address).post, "/v1/tasks", {"name": "t", "job": JOB})
+            await one.until(msg.StartProcess)
+            number = one.orders[-1][0]
+            started = ev.WorkerStarted(worker=Worker(0, 0), incarnation=1, address=("127.0.0.1", 1))
+            await one.say(1, msg.TaskEvent(task="t", event=started))
+            await one.acknowledged(1)
+        async with agent(address, "a", done=number - 1) as again:  # the line broke before it carried it out
+            assert again.welcome["heard"] == 1
+            start = await again.until(msg.StartProcess)
+            assert again.orders[0] == (number, start)
+            await again.say(1, msg.TaskEvent(task="t", event=started))  # heard before
+            exited = ev.WorkerExited(worker=Worker(0, 0), incarnation=1, reason="killed by SIGKILL")
+            await again.say(2, msg.TaskEvent(task="t", event=exited))
+            second = await again.until(msg.StartProcess)
+            assert second.incarnation == 2
+
+    asyncio.run(play())
+
+
+def test_a_second_agent_of_the_same_name_is_refused(address: str) -> None:
+    async def play() -> None:
+        async with agent(address, "a"), agent(address, "a", boot="2") as other:
+            assert "connected already" in other.welcome["refused"]
+
+    asyncio.run(play())
+
+
+def test_a_restarted_coordinator_is_where_it_was(tmp_path: Path) -> None:
+    async def play(address: str) -> None:
+        async with agent(address, "a") as one:
+            await asyncio.to_thread(Client(address=address).post, "/v1/tasks", {"name": "t", "job": JOB})
+            await one.until(msg.StartProcess)
+
+    with served(tmp_path) as address:
+        asyncio.run(play(address))
+        before = Client(address=address).get("/v1/digest")
+    with served(tmp_path) as address:
+        assert Client(address=address).get("/v1/digest") == before
+
+
+def test_metrics_name_nodes_and_tasks(lasting: str) -> None:
+    text = call(lasting, "/metrics")[1].decode()
+    assert 'everstep_nodes{state="up"}' in text
+    assert "everstep_journal_entries_total" in text
+
+
+def words(address: str, texts: list[str]) -> None:
+    async def play() -> None:
+        async with agent(address, "fuzz", boot="f") as one:
+            for text in texts:
+                await one.line.send_str(text)
+            await one.beat()
+
+    asyncio.run(play())
+
+
+JSON_TEXT = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["number", "report", "beat", "done", "is", "task", "event", "answer"]), inner
+        )
+    ),
+    max_leaves=8,
+).map(json.dumps)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(JSON_TEXT | st.text(max_size=20), max_size=4))
+def test_nonsense_from_an_agent_harms_nobody(lasting: str, texts: list[str]) -> None:
+    with contextlib.suppress(ConnectionError, aiohttp.ClientError):  # it may hang up on us
+        words(lasting, texts)
+    assert call(lasting, "/v1/health")[0] == 200
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    body=JSON_TEXT | st.text(max_size=50), path=st.sampled_from(["tasks", "tasks/t/resize", "nodes/a/drain"])
+)
+def test_nonsense_from_a_person_is_refused_and_never_an_internal_error(
+    lasting: str, body: str, path: str
+) -> None:
+    status, _ = call(lasting, f"/v1/{path}", body=body.encode(errors="replace"))
+    assert status in (400, 404)
+
+
+def test_the_viewers_line_tells_what_happens(address: str) -> None:
+    async def play() -> None:
+        async with aiohttp.ClientSession() as session, session.ws_connect(f"{address}/v1/watch") as line:
+            assert (await line.receive_json(timeout=10))["kind"] == "status"
+            async with agent(address, "a"):
+                told = await line.receive_json(timeout=10)
+                assert told["kind"] == "NodeChanged"
+                assert told["state"] == "up"
+
+    asyncio.run(play())
