@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: demo test lint types unit sweep storms clean
+.PHONY: demo test lint types unit sweep storms cluster clean
 
 demo: $(STAMP)           ## train, kill, heal, compare; about a minute on a laptop
 	.venv/bin/everstep demo
@@ -21,6 +21,9 @@ unit: $(STAMP)
 
 sweep: $(STAMP)          ## SIGKILL at every kind of moment, with real processes (minutes)
 	$(PY) bench/sweep.py
+
+cluster: $(STAMP)        ## coordinator, agents and workers as real processes, with everything that dies
+	$(PY) -m pytest tests/server --slow -m slow
 
 STORMS := 2000
 storms: $(STAMP)         ## tens of thousands of random deaths in a virtual world (some twenty minutes)

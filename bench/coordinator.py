@@ -119,7 +119,9 @@ def _over(cluster: Cluster) -> bool:
 async def _replayed(folder: Path) -> str:
     journal = SqliteJournal(folder / "journal.sqlite")
     await journal.open()
-    daemon = Daemon(journal, folder=folder, say=lambda line: None)
+    daemon = Daemon(
+        journal, folder=folder, coordinator=lambda: Coordinator(planned=True), say=lambda line: None
+    )
     await daemon.start()
     await journal.close()
     return digest(daemon.machine)

@@ -5,7 +5,19 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--storms", type=int, default=12, help="random storms of deaths per case")
+    parser.addoption("--slow", action="store_true", help="also the tests that take a minute each")
     parser.addoption("--rewrite", action="store_true", help="write golden files anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes about a minute; run by `make cluster`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow; run by make cluster"))
 
 
 @pytest.fixture

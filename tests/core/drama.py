@@ -17,6 +17,7 @@ from everstep.core.coordinator import Coordinator
 from everstep.core.messages import Ledger
 from everstep.core.ops import Microbatch, Worker
 from everstep.core.survey import Shape
+from everstep.plan.ask import choose
 from everstep.schedule.desk import SchedulerDesk
 
 
@@ -147,6 +148,8 @@ class Drama:
             case msg.Dispatch():
                 self.coordinator.acknowledged(action.node, action.number)
                 self._obey(action.node, action.order)
+            case msg.ChooseAssignment() if action.version == self.coordinator.version:
+                self._queue.append(choose(self.coordinator, action.version, action.because))
             case msg.Think():
                 answer = self.desks[action.task].answer(action.question)
                 self._queue.append(msg.PlanAnswered(task=action.task, event=answer))

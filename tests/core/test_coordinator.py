@@ -310,6 +310,25 @@ def test_an_agent_started_anew_has_lost_its_workers() -> None:
     drama.seal()
 
 
+def test_two_tasks_share_six_slots_and_the_heavier_one_keeps_its_workers_when_a_node_dies() -> None:
+    drama = Drama(nodes={"a": 2, "b": 2, "c": 2}, planned=True)
+    drama.submit("heavy", Shape(4, 1, 2), weight=2.0)
+    drama.submit("light", Shape(4, 1, 2), weight=1.0)
+
+    def workers(name: str) -> int:
+        return len(drama.coordinator.tasks[name].seats)
+
+    assert (workers("heavy"), workers("light")) == (4, 2)
+    node = next(seat.node for seat in drama.coordinator.tasks["heavy"].seats.values())
+    drama.actors = {key: actor for key, actor in drama.actors.items() if actor.node != node}
+    drama.hear(msg.NodeLeft(node=node))
+    assert (workers("heavy"), workers("light")) == (3, 1)
+    drama.seal("heavy")
+    drama.seal("light")
+    drama.join(node, boot="2")
+    assert (workers("heavy"), workers("light")) == (4, 2)
+
+
 @pytest.mark.parametrize("at", range(0, 60, 3))
 def test_a_snapshot_at_any_moment_changes_nothing_that_follows(at: int) -> None:
     """The same life twice; in the second, the coordinator is frozen and thawed after `at` events."""

@@ -86,8 +86,9 @@ class Coordinator(NodeDesk):
             if task.question is not None and task.state is TaskState.RUNNING:
                 because = task.question.because
                 actions.append(msg.Think(task=task.name, question=task.question, because=because))
-        if self.planned:
-            actions += self._replan("the coordinator has started")
+        if self.planned and self.version:
+            because = "the coordinator has started"
+            actions.append(msg.ChooseAssignment(version=self.version, because=because))
         return actions
 
     def validate(self) -> None:

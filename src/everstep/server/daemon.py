@@ -28,6 +28,7 @@ from everstep.core.codec import decode, encode
 from everstep.core.coordinator import Coordinator
 from everstep.core.detector import Heartbeats
 from everstep.core.snapshot import digest, freeze, thaw
+from everstep.plan.ask import choose
 from everstep.schedule.desk import SchedulerDesk
 from everstep.server.journal import Journal, LostLeadership
 
@@ -220,7 +221,7 @@ class Daemon:
                 case msg.IncidentClosed():
                     self.say(f"incident {action.number} is closed: {action.because}")
                 case msg.ChooseAssignment():
-                    pass
+                    self._in_background(self._choose(action))
 
     def learn(self, told: msg.TimesTold) -> None:
         """For the scheduler only: not journaled, and forgotten by a restart."""
@@ -242,6 +243,11 @@ class Daemon:
         if desk is not None:
             answer = await asyncio.to_thread(desk.answer, action.question)
             self.tell(msg.PlanAnswered(task=action.task, event=answer))
+
+    async def _choose(self, action: msg.ChooseAssignment) -> None:
+        await asyncio.sleep(0)  # several changes at once are one question: the last
+        if action.version == self.machine.version:
+            self.tell(choose(self.machine, action.version, action.because))
 
     def _in_background(self, work: Any) -> None:
         job = asyncio.create_task(work)

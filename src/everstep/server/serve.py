@@ -57,7 +57,7 @@ async def serve(
     settings: ServerSettings,
     *,
     ready: Callable[[str], None] = lambda address: None,
-    coordinator: Callable[[], Coordinator] = Coordinator,
+    coordinator: Callable[[], Coordinator] = lambda: Coordinator(planned=True),
 ) -> None:
     """Until cancelled. `ready` is told the address once it listens."""
     settings.check()

@@ -1,0 +1,81 @@
+"""The coordinator's state as a question to the planner, and its answer as an event.
+
+A running Everstep task can use any number of workers from one a stage up to its shape: places without a
+worker are worked around, and its batch and its losses stay what they are. So its curve is the relative
+throughput of its schedule with so many places empty, in units of one worker's work; what a worker does in
+FLOP/s is the same for all tasks here, as they share the machines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from everstep.core.cluster import AssignmentChosen
+from everstep.core.coordinator import Coordinator
+from everstep.core.ops import Worker
+from everstep.core.roster import OVER, NodeState, TaskState
+from everstep.core.roster import Task as RunningTask
+from everstep.core.survey import Shape
+from everstep.plan.answer import assign
+from everstep.plan.cluster import Assignment, Cluster, Node, Place
+from everstep.plan.curve import from_table
+from everstep.plan.task import TaskSpec
+from everstep.schedule.bounds import relative_throughput
+from everstep.schedule.instance import Instance, uniform
+
+TRANSITION_S = 2.0  # a worker that joins copies its state while training goes on; the pauses are shorter yet
+
+
+def choose(coordinator: Coordinator, version: int, event: str) -> AssignmentChosen:
+    """How many workers each task shall have, now that `event` has happened."""
+    tasks = [t for t in coordinator.tasks.values() if t.state not in OVER and t.state is not TaskState.PAUSED]
+    nodes = [
+        Node(name=node.name, slots=node.slots, lost=node.state not in (NodeState.UP, NodeState.SILENT))
+        for node in coordinator.nodes.values()
+    ]
+    if not tasks or not any(not node.lost for node in nodes):
+        return AssignmentChosen(version=version, workers={}, because="there is nothing to share out")
+    now = Assignment(
+        places={
+            task.name: tuple(Place(seat.node, seat.slot) for seat in task.seats.values() if not seat.leaving)
+            for task in tasks
+            if task.seats
+        }
+    )
+    plan = assign(Cluster(nodes=nodes), [_spec(task) for task in tasks], now, event, second=False)
+    return AssignmentChosen(version=version, workers=plan.allocation, because=plan.because)
+
+
+def _spec(task: RunningTask) -> TaskSpec:
+    return TaskSpec(
+        name=task.name,
+        curve=from_table(_curve(task.shape)),
+        weight=task.weight,
+        min_workers=task.shape.stages,
+        transition_s=TRANSITION_S,
+        must_run=True,
+    )
+
+
+@cache
+def _curve(shape: Shape) -> tuple[float, ...]:
+    """Throughput by workers, from 0, in workers' worth of work."""
+    alike = uniform(replicas=shape.replicas, stages=shape.stages, value=1.0)
+    healthy = Instance(
+        replicas=shape.replicas,
+        stages=shape.stages,
+        microbatches=shape.microbatches,
+        forward=alike,
+        input_grad=alike,
+        weight_grad=alike,
+    )
+    places = shape.replicas * shape.stages
+    curve = [0.0] * (places + 1)
+    for workers in range(shape.stages, places + 1):
+        each, more = divmod(workers, shape.stages)
+        dead = frozenset(
+            Worker(k, s) for s in range(shape.stages) for k in range(each + (s < more), shape.replicas)
+        )
+        curve[workers] = places * relative_throughput(replace(healthy, dead=dead), "staggered")
+    return tuple(curve)
