@@ -114,7 +114,7 @@ def _columns(content: bytes) -> dict[str, Any]:
 
 
 def _draw(analysis: Analysis, folder: Path, png: bool) -> None:
-    from everstep.diagnose import pictures
+    import everstep.diagnose.pictures as pictures
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

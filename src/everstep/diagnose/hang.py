@@ -20,7 +20,6 @@ group is named and no rank.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -249,16 +248,17 @@ def _upstream(arrows: list[Arrow], standing: Standing, ends: set[int]) -> set[in
     waiters: dict[int, set[int]] = defaultdict(set)
     for arrow in arrows:
         waiters[arrow.target].add(arrow.waiter)
-    places = Counter((r.group, r.seq) for r in standing.first.values() if not r.is_message)
+    together: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for rank, record in standing.first.items():
+        if not record.is_message:
+            together[record.group, record.seq].add(rank)
     reached, todo = set(ends), list(ends)
     while todo:
         rank = todo.pop()
-        more: Iterable[int] = waiters[rank]
-        first = standing.first.get(rank)
-        if first is not None and not first.is_message and places[first.group, first.seq] > 1:
-            more = waiters[rank] | {
-                r for r, f in standing.first.items() if (f.group, f.seq) == (first.group, first.seq)
-            }
+        more = set(waiters[rank])
+        for waiter in waiters[rank]:
+            at = standing.first[waiter]
+            more |= together.pop((at.group, at.seq), set())
         fresh = [r for r in more if r not in reached]
         reached.update(fresh)
         todo += fresh

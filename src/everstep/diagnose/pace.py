@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.diagnose.record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Case, Ints, Log
+from everstep.diagnose.record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Case, Ints, Log, most_by
 
 Floats = NDArray[np.float64]
 _LONGEST_PERIOD = 512
@@ -71,14 +71,11 @@ def _own_ns(case: Case, offsets: Mapping[int, int]) -> Ints:
             shift[rank] = offset
     enqueued = np.where(log.enqueued_ns != UNKNOWN, log.enqueued_ns - shift[log.rank], 0)
     released = np.where(log.ended_ns != UNKNOWN, log.ended_ns - shift[log.rank], enqueued)
-    unended = np.flatnonzero((log.ended_ns == UNKNOWN) & (log.done != 0) & log.is_kind(*SYNCHRONIZING))
-    if len(unended):
-        span = int(log.seq.max()) + 1
-        key = log.group[unended].astype(np.int64) * span + log.seq[unended]
-        order = np.argsort(key, kind="stable")
-        starts = np.flatnonzero(np.r_[True, np.diff(key[order]) != 0])
-        last = np.maximum.reduceat(enqueued[unended][order], starts)
-        released[unended[order]] = np.repeat(last, np.diff(np.r_[starts, len(unended)]))
+    open_ended = (log.ended_ns == UNKNOWN) & (log.done != 0) & log.is_kind(*SYNCHRONIZING)
+    if open_ended.any():
+        key = _operations(log)
+        keys, last = most_by(key[open_ended], enqueued[open_ended])
+        released[open_ended] = last[np.searchsorted(keys, key[open_ended])]
     if _only_lengths(log):
         return _lateness_ns(log)
     own = np.zeros(len(log), dtype=np.int64)
@@ -127,13 +124,16 @@ def _lateness_ns(log: Log) -> Ints:
     less a rank's own is by how much it came later than the first."""
     late = np.zeros(len(log), dtype=np.int64)
     rows = np.flatnonzero((log.took_ns != UNKNOWN) & log.is_kind(*SYNCHRONIZING))
-    if len(rows):
-        key = log.group[rows].astype(np.int64) * (int(log.seq.max()) + 1) + log.seq[rows]
-        order = np.argsort(key, kind="stable")
-        starts = np.flatnonzero(np.r_[True, np.diff(key[order]) != 0])
-        longest = np.maximum.reduceat(log.took_ns[rows][order], starts)
-        late[rows[order]] = np.repeat(longest, np.diff(np.r_[starts, len(rows)])) - log.took_ns[rows][order]
+    key = _operations(log)[rows]
+    keys, longest = most_by(key, log.took_ns[rows])
+    late[rows] = longest[np.searchsorted(keys, key)] - log.took_ns[rows] if len(rows) else 0
     return late
+
+
+def _operations(log: Log) -> Ints:
+    """One number for each operation of each group."""
+    low = int(log.seq.min())
+    return log.group.astype(np.int64) * (int(log.seq.max()) - low + 1) + (log.seq - low)
 
 
 # ------------------------------------------------------------------ roles and steps
@@ -167,7 +167,8 @@ def _beats(case: Case) -> dict[str, tuple[list[int], int, int]]:
 def _replicas(case: Case) -> dict[int, int]:
     """Ranks joined by messages are stages of one replica: each rank's lowest such rank."""
     log = case.log
-    parent = {int(rank): int(rank) for rank in np.unique(log.rank)}
+    starts = np.flatnonzero(np.r_[True, np.diff(log.rank) != 0])
+    parent = {rank: rank for rank in log.rank[starts].tolist()}
 
     def root(rank: int) -> int:
         while parent[rank] != rank:
@@ -184,11 +185,12 @@ def _replicas(case: Case) -> dict[int, int]:
 
 
 def _rows_of_beat(log: Log, first: int, last: int, group: int) -> Ints:
-    rows = np.arange(first, last)
-    part = log.take(rows)
-    if group < 0:
-        return rows[part.is_kind(SEND, RECV)]
-    return rows[(part.group == group) & ~part.is_kind(SEND, RECV, COMPUTE)]
+    kind = log.kind[first:last]
+    wanted = np.array([(name in (SEND, RECV)) == (group < 0) and name != COMPUTE for name in log.kinds])
+    chosen = wanted[kind]
+    if group >= 0:
+        chosen &= log.group[first:last] == group
+    return np.flatnonzero(chosen) + first
 
 
 def _period(case: Case, rank: int, group: int) -> int:

@@ -131,7 +131,26 @@ class Log:
 
     def is_kind(self, *kinds: str) -> NDArray[np.bool_]:
         wanted = np.array([kind in kinds for kind in self.kinds] or [False])
+        if wanted.all() or not wanted.any():
+            return np.full(len(self), bool(wanted.all()))
         return np.asarray(wanted[self.kind]) if len(self) else np.zeros(0, dtype=bool)
+
+
+def most_by(key: Ints, values: Ints) -> tuple[Ints, Ints]:
+    """The keys there are, and the largest value of each. A table over all possible keys where it is not much
+    larger than what goes in (it seldom is), else a sort."""
+    if not len(key):
+        return key, values
+    low, size = int(key.min()), int(key.max() - key.min()) + 1
+    if size <= 4 * len(key) + 1024:
+        table = np.full(size, np.iinfo(np.int64).min, dtype=np.int64)
+        np.maximum.at(table, key - low, values)
+        found = np.flatnonzero(table != np.iinfo(np.int64).min)
+        return found + low, table[found]
+    keys, inverse = np.unique(key, return_inverse=True)
+    most = np.full(len(keys), np.iinfo(np.int64).min, dtype=np.int64)
+    np.maximum.at(most, inverse, values)
+    return keys, most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,8 @@ STAMP = struct.Struct("<Q")
 STAMP_AT = 56
 ENDED_AT = 8
 KINDS = (
-    "other", "send", "recv", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce",
-    "gather", "scatter", "barrier", "compute",
+    "other", "send", "recv", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
+    "reduce", "gather", "scatter", "barrier", "compute",
 )  # fmt: skip
 _SLOTS = np.dtype(
     {

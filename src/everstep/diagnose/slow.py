@@ -83,8 +83,9 @@ def _against_peers(role: Role, hosts: dict[int, str]) -> dict[int, tuple[Suspect
     accused = {}
     own = role.own_s
     usual = _of_the_others(own)
-    for at, rank in enumerate(role.ranks):
-        excess = own[:, at] - usual[:, at]
+    lately = np.median((own - usual)[-_LEAST_STEPS:], axis=0)
+    for at in np.flatnonzero(lately > WORTH / 2 * role.step_s).tolist():
+        rank, excess = role.ranks[at], own[:, at] - usual[:, at]
         since = change_point(excess)
         tail = excess[since:]
         extra = float(np.median(tail))
@@ -186,7 +187,7 @@ def _stages(roles: list[Role], accused: set[int]) -> list[Imbalance]:
                     ranks=role.ranks,
                     ratio=mine / max(others, 1e-9),
                     because=f"{name} (rank {ranks_text(role.ranks)}) has {mine * 1e3:.1f} ms of work a step, "
-                    f"the other roles {others * 1e3:.1f} ms; all its ranks alike, so it is the division of work.",
+                    f"the other roles {others * 1e3:.1f} ms; all its ranks alike: the division of work.",
                 )
             )
     return found
@@ -206,9 +207,9 @@ def _uneven(roles: list[Role], accused: set[int]) -> list[Imbalance]:
                     kind="work per step",
                     ranks=tuple(role.ranks[at] for at in fine),
                     ratio=float(np.median(own.max(axis=1) / np.maximum(np.median(own, axis=1), 1e-9))),
-                    because=f"in {role.name} the longest rank of a step works {np.median(worst) * 1e3:.1f} ms "
-                    "longer than the middle one, and it is not always the same rank: uneven work, such as "
-                    "sequence lengths.",
+                    because=f"in {role.name} the longest rank of a step works "
+                    f"{np.median(worst) * 1e3:.1f} ms longer than the middle one, and it is not always "
+                    "the same rank: uneven work, such as sequence lengths.",
                 )
             )
         paused = worst > max(_PAUSE * float(np.median(worst)), 0.5 * role.step_s)

@@ -75,10 +75,9 @@ def analyse_case(case: Case, analysis: Analysis, *, now_ns: int = UNKNOWN) -> No
         slow_links, analysis.delays = find_slow_links(
             pairs, analysis.offsets_ns, step_s=step_s, hosts=case.hosts
         )
-    findings, imbalances = find_slow(analysis.roles, case.hosts)
-    said.imbalances += imbalances
     if said.incidents:
         return
+    findings, said.imbalances = find_slow(analysis.roles, case.hosts)
     said.incidents += slow_links + findings
     unheard = sorted(set(case.world) - set(case.ranks))
     if unheard and len(case.log):

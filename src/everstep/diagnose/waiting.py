@@ -22,9 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from everstep.diagnose.record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Case, Record
+from everstep.diagnose.record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Case, Record, most_by
 
 _TOO_MANY_SILENT = 0.34  # of the members of an operation: then silence is missing data, not a symptom
+
+
+_MANY = 50_000  # arrows of one operation
 
 
 class Rests(IntEnum):
@@ -116,7 +119,7 @@ def _synchronizing_groups(case: Case) -> list[int]:
 def _how_far(case: Case, standing: Standing, is_message: np.ndarray) -> None:
     log, width = case.log, len(case.groups) * 2
     key = log.rank.astype(np.int64) * width + log.group * 2 + is_message
-    keys, last = _last_by(key, log.seq)
+    keys, last = most_by(key, log.seq)
     for one, seq in zip(keys.tolist(), last.tolist(), strict=True):
         standing.reached[one // width, one % width // 2, bool(one % 2)] = seq
     rows = np.flatnonzero(is_message)
@@ -128,19 +131,12 @@ def _how_far(case: Case, standing: Standing, is_message: np.ndarray) -> None:
             + log.peer[rows]
             + 1
         )
-        keys, last = _last_by(key * 2 + is_send, log.seq[rows])
+        keys, last = most_by(key * 2 + is_send, log.seq[rows])
         for one, seq in zip(keys.tolist(), last.tolist(), strict=True):
             place, kind = one // 2, SEND if one % 2 else RECV
             rank_group, peer = divmod(place, ranks)
             rank, group = divmod(rank_group, len(case.groups))
             standing.last_message[rank, group, peer - 1, kind] = seq
-
-
-def _last_by(key: np.ndarray, seq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    keys, inverse = np.unique(key, return_inverse=True)
-    last = np.full(len(keys), UNKNOWN, dtype=np.int64)
-    np.maximum.at(last, inverse, seq)
-    return keys, last
 
 
 def _count_in(case: Case, standing: Standing) -> None:
@@ -162,35 +158,47 @@ def _count_in(case: Case, standing: Standing) -> None:
 
 
 def arrows_of(case: Case, standing: Standing) -> list[Arrow]:
+    """All arrows. Ranks that wait at one operation wait for the same ones, so each operation is looked at once;
+    where that would make very many arrows, one of the waiters stands for all of them."""
     arrows: list[Arrow] = []
+    together: dict[tuple[int, int], list[int]] = defaultdict(list)
     for waiter, record in standing.first.items():
         if record.is_message:
             arrows += _to_the_peer(case, standing, waiter, record)
         else:
-            arrows += _to_members(case, standing, waiter, record)
+            together[record.group, record.seq].append(waiter)
+    heard = set(case.ranks) - standing.stale
+    for waiters in together.values():
+        targets = _missing_at(case, standing, standing.first[waiters[0]], heard)
+        some = waiters if len(waiters) * len(targets) <= _MANY else waiters[:1]
+        arrows += [
+            Arrow(waiter, member, standing.first[waiter], rests, how)
+            for waiter in some
+            for member, rests, how in targets
+            if member != waiter
+        ]
     return arrows
 
 
-def _to_members(case: Case, standing: Standing, waiter: int, record: Record) -> list[Arrow]:
-    heard = set(case.ranks) - standing.stale
+def _missing_at(
+    case: Case, standing: Standing, record: Record, heard: set[int]
+) -> list[tuple[int, Rests, str]]:
+    """The members that an operation waits for."""
     members = case.groups[record.group].members
     if (
         case.has_device
         and record.kind in SYNCHRONIZING
-        and any(standing.is_through(m, record) for m in members if m != waiter)
+        and any(standing.is_through(m, record) for m in members if m != record.rank)
     ):
-        return []  # one peer is through, so everybody has contributed: nobody holds this rank up
-    found = [
-        arrow
-        for member in members
-        if member != waiter and member in heard
-        for arrow in _to_member(case, standing, waiter, member, record)
-    ]
+        return []  # one peer is through, so everybody has contributed: nobody holds these ranks up
+    found = []
+    for member in members:
+        missing = _is_missing(case, standing, member, record) if member in heard else None
+        if missing is not None:
+            found.append((member, *missing))
     unheard = [member for member in members if member not in heard and member not in standing.stale]
-    if not any(a.rests > Rests.ABSENT for a in found) and _silence_speaks(case, unheard, members):
-        found += [
-            Arrow(waiter, m, record, Rests.ABSENT, case.silent.get(m, "left no records")) for m in unheard
-        ]
+    if all(rests is Rests.ABSENT for _, rests, _ in found) and _silence_speaks(case, unheard, members):
+        found += [(m, Rests.ABSENT, case.silent.get(m, "left no records")) for m in unheard]
     return found
 
 
@@ -202,23 +210,21 @@ def _silence_speaks(case: Case, unheard: list[int], members: tuple[int, ...]) ->
     return len(unheard) <= max(1, int(_TOO_MANY_SILENT * len(members)))
 
 
-def _to_member(case: Case, standing: Standing, waiter: int, member: int, record: Record) -> list[Arrow]:
+def _is_missing(case: Case, standing: Standing, member: int, record: Record) -> tuple[Rests, str] | None:
     reached = standing.reached.get((member, record.group, False))
     first = standing.first.get(member)
     if reached is None and member in case.silent:
-        return [Arrow(waiter, member, record, Rests.ABSENT, case.silent[member])]
+        return Rests.ABSENT, case.silent[member]
     if reached is None:
         how = "has nothing outstanding" if first is None else f"is at {operation(case, first)}"
-        return [Arrow(waiter, member, record, Rests.ABSENT, how)]
+        return Rests.ABSENT, how
     if reached < record.seq:
-        how = f"got to {reached} of that group, never to {record.seq}"
-        return [Arrow(waiter, member, record, Rests.NEVER, how)]
-    if (member, record.group, record.seq) not in standing.pending or first is None:
-        return []  # it is through
+        return Rests.NEVER, f"got to {reached} of that group, never to {record.seq}"
+    if first is None or (member, record.group, record.seq) not in standing.pending:
+        return None  # it is through
     if not first.is_message and first.group == record.group and first.seq >= record.seq:
-        return []  # it waits with us
-    how = f"is held up before it, at {operation(case, first)}"
-    return [Arrow(waiter, member, record, Rests.BEHIND, how)]
+        return None  # it waits with us
+    return Rests.BEHIND, f"is held up before it, at {operation(case, first)}"
 
 
 def _to_the_peer(case: Case, standing: Standing, waiter: int, record: Record) -> list[Arrow]:

@@ -102,8 +102,8 @@ class Recorder:
 
 
 class WorkerRecorder:
-    """A worker's ops and parcels, in the words of the ring: a rank is `stage * replicas + replica`, a role its
-    stage, and a parcel's number is made of its name, so that both its ends give it the same one."""
+    """A worker's ops and parcels, in the words of the ring: a rank is `stage * replicas + replica`, a role
+    its stage, and a parcel's number is made of its name, so that both its ends give it the same one."""
 
     def __init__(self, path: Path, me: Worker, *, replicas: int, stages: int) -> None:
         self._me, self._replicas = me, replicas

@@ -1,0 +1,290 @@
+"""What diagnosis costs, and how it grows. Each figure is made by a command:
+
+    python bench/diagnose.py recorder      nanoseconds a record; share of a step; share of a core for the agent
+    python bench/diagnose.py scale         4,096 ranks of 2,000 records: seconds and memory, and how they grow
+    python bench/diagnose.py read          what reading costs: dumps a second
+    python bench/diagnose.py               all three; --json for one document
+
+`scale` makes a job of tensor-parallel groups of 8, data-parallel groups across them and one group of all, lets
+one rank stop or turn slow, and checks that it and nobody else is named. Each size runs in a process of its own,
+so that its peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from everstep.diagnose import Case, Group, Log, read
+from everstep.diagnose.finding import Diagnosis
+from everstep.diagnose.record import UNKNOWN
+from everstep.diagnose.stream import Stream
+from everstep.diagnose.verdict import Analysis, analyse_case
+
+SIZES = (256, 512, 1024, 2048, 4096)
+RECORDS = 2000
+PER_STEP = (16, 3, 1)  # operations of a step: in the tensor group, the data group, the group of all
+
+
+# ------------------------------------------------------------------ recorder
+
+
+def recorder() -> dict[str, Any]:
+    from everstep.engine.recorder import COMPUTE, SEND, Recorder
+
+    with tempfile.TemporaryDirectory() as folder:
+        ring = Recorder(Path(folder) / "ring", rank=0, world_size=8)
+        count, costs, pairs = 20_000, [], []
+        for _ in range(15):
+            began = time.perf_counter_ns()
+            for number in range(count):
+                ring.happened(COMPUTE, 1, 2, seq=number)
+            costs.append((time.perf_counter_ns() - began) / count)
+            began = time.perf_counter_ns()
+            for number in range(count):
+                ring.end(ring.begin(SEND, peer=1, bytes=4096, seq=number))
+            pairs.append((time.perf_counter_ns() - began) / count)
+        content = ring.content()
+        began, stream = time.process_time(), Stream()
+        for _ in range(50):
+            stream.feed(read("ring_rank_0", content))
+        reading_us = (time.process_time() - began) / 50 * 1e6
+    measured = {
+        "record_ns": round(statistics.median(costs)),
+        "begin_and_end_ns": round(statistics.median(pairs)),
+        "read_a_ring_of_4096_us": round(reading_us),
+    }
+    measured["agent_share_of_a_core_8_workers_1_hz"] = round(8 * reading_us / 1e6, 5)
+    return measured | in_training(measured["record_ns"])
+
+
+def in_training(record_ns: float) -> dict[str, Any]:
+    """Records a step and a step's time, off the rings of a real run."""
+    job = """
+        replicas = 2
+        stages = 2
+        microbatches = 4
+        steps = 40
+        [model]
+        kind = "gpt-tiny"
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        (scratch / "job.toml").write_text(job)
+        example = Path(__file__).parent.parent / "examples" / "job.toml"
+        path = example if example.exists() else scratch / "job.toml"
+        command = [sys.executable, "-m", "everstep.cli.main", "train", str(path), "--json"]
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "TMPDIR": folder},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        rings: dict[str, bytes] = {}
+        while process.poll() is None:
+            for file in scratch.rglob("*.ring"):
+                try:
+                    rings[file.name] = file.read_bytes()
+                except OSError:
+                    continue
+            time.sleep(0.2)
+    if not rings:
+        return {"training": "left no rings"}
+    shares, counts, steps_ms = [], [], []
+    for name, content in rings.items():
+        log = read(name, content).log
+        computes = log.is_kind("compute")
+        if not computes.any():
+            continue
+        steps = int(log.seq[computes].max() - log.seq[computes].min()) or 1
+        seconds = float(log.enqueued_ns[computes].max() - log.enqueued_ns[computes].min()) / 1e9
+        counts.append(len(log) / steps)
+        steps_ms.append(seconds / steps * 1e3)
+        shares.append(len(log) * record_ns / 1e9 / max(seconds, 1e-9))
+    return {
+        "workers": len(shares),
+        "records_a_step": round(statistics.mean(counts), 1),
+        "step_ms": round(statistics.mean(steps_ms), 2),
+        "share_of_step": round(max(shares), 6),
+    }
+
+
+# ------------------------------------------------------------------ scale
+
+
+def job_of(ranks: int, records: int, *, culprit: int, fault: str) -> Case:
+    """Columns of a job, made at once; a rank's row is its program, in order."""
+    tensor, data, _ = PER_STEP
+    per_step = sum(PER_STEP)
+    steps = records // per_step
+    kinds = np.concatenate([np.zeros(tensor, int), np.ones(data, int), [2]])
+    rank = np.repeat(np.arange(ranks, dtype=np.int32), records)
+    place = np.tile(np.arange(records, dtype=np.int64), ranks)
+    which = kinds[place % per_step]
+    step = place // per_step
+    groups = [Group(name=f"tensor {g}", members=tuple(range(8 * g, 8 * g + 8))) for g in range(ranks // 8)]
+    groups += [Group(name=f"data {i}", members=tuple(range(i, ranks, 8))) for i in range(8)]
+    groups += [Group(name="all", members=tuple(range(ranks)))]
+    group = np.where(which == 0, rank // 8, np.where(which == 1, ranks // 8 + rank % 8, len(groups) - 1))
+    before = np.concatenate([np.arange(tensor), np.arange(data), [0]])
+    seq = step * np.array(PER_STEP)[which] + before[place % per_step]
+    draw = np.random.default_rng(1)
+    gap = draw.normal(2e6, 4e4, size=(ranks, records))
+    if fault == "slow":
+        gap[culprit] *= 1.5
+    # a step begins when its slowest rank of the step before has ended: the group of all holds everyone
+    own = gap.reshape(ranks, steps, per_step)
+    begin = np.r_[0, np.cumsum(own.sum(axis=2).max(axis=0))[:-1]]
+    enqueued = (begin[None, :, None] + np.cumsum(own, axis=2)).reshape(-1).astype(np.int64) + 10**15
+    done = np.ones(ranks * records, dtype=np.int8)
+    if fault == "hang":
+        keep, done = _stop(rank, place, which, culprit, steps - 1, per_step, tensor)
+    else:
+        keep = np.ones(len(rank), dtype=bool)
+    unknown = np.full(int(keep.sum()), UNKNOWN, dtype=np.int64)
+    log = Log(
+        kinds=["all_reduce"],
+        rank=rank[keep],
+        group=group[keep].astype(np.int32),
+        seq=seq[keep],
+        kind=np.zeros(int(keep.sum()), dtype=np.int16),
+        bytes=np.where(which == 1, 1 << 20, 1 << 16)[keep],
+        peer=unknown.astype(np.int32),
+        enqueued_ns=enqueued[keep],
+        started_ns=unknown,
+        ended_ns=unknown,
+        took_ns=unknown,
+        done=done[keep],
+        order=enqueued[keep],
+    )
+    everyone = tuple(range(ranks))
+    return Case(log=log, groups=groups, ranks=everyone, world=everyone)
+
+
+def _stop(
+    rank: np.ndarray,
+    place: np.ndarray,
+    which: np.ndarray,
+    culprit: int,
+    step: int,
+    per_step: int,
+    tensor: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The culprit stops before the fifth operation of the last step: its tensor group waits there, and all
+    others at their first operation with a data group that has one of those in it."""
+    last = step * per_step
+    near = rank // 8 == culprit // 8
+    end = np.where(rank == culprit, last + 4, np.where(near, last + 5, last + tensor + 1))
+    keep = place < end
+    done = np.ones(len(rank), dtype=np.int8)
+    done[(place == end - 1) & (rank != culprit)] = 0
+    return keep, done
+
+
+def one_size(ranks: int, fault: str) -> dict[str, Any]:
+    culprit = ranks // 3
+    case = job_of(ranks, RECORDS, culprit=culprit, fault=fault)
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    analysis = Analysis(diagnosis=Diagnosis())
+    began = time.perf_counter()
+    analyse_case(case, analysis)
+    took = time.perf_counter() - began
+    named = sorted({s.rank for finding in analysis.diagnosis.incidents for s in finding.suspects})
+    return {
+        "ranks": ranks,
+        "fault": fault,
+        "records": len(case.log),
+        "seconds": round(took, 2),
+        "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "before_mb": round(held),
+        "exact": named == [culprit],
+    }
+
+
+def scale() -> list[dict[str, Any]]:
+    rows = []
+    for ranks in SIZES:
+        for fault in ("hang", "slow"):
+            command = [sys.executable, __file__, "one", "--ranks", str(ranks), "--fault", fault]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            rows.append(json.loads(done.stdout))
+            print(_line(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['ranks']:6} ranks {row['records']:9} records  {row['fault']:5} {row['seconds']:7.2f} s "
+        f"{row['peak_mb']:6} MB  {'the culprit and nobody else' if row['exact'] else 'WRONG'}"
+    )
+
+
+# ------------------------------------------------------------------ reading
+
+
+def reading() -> dict[str, Any]:
+    entry = {
+        "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": 1, "p2p_seq_id": 0, "op_id": 1,
+        "profiling_name": "nccl:all_reduce", "input_sizes": [[1024]], "input_dtypes": ["Float"],
+        "output_sizes": [[1024]], "output_dtypes": ["Float"], "state": "completed", "retired": True,
+        "time_discovered_started_ns": None, "time_discovered_completed_ns": 5, "timeout_ms": 600000, "is_p2p": False,
+    }  # fmt: skip
+    entries = [
+        {**entry, "record_id": i, "collective_seq_id": i, "time_created_ns": 10**18 + i * 1000}
+        for i in range(RECORDS)
+    ]
+    dump = {"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": entries}
+    content = pickle.dumps(dump, protocol=2)
+    began = time.process_time()
+    for number in range(10):
+        read(f"trace_rank_{number}", content)
+    each = (time.process_time() - began) / 10
+    return {
+        "records_a_dump": RECORDS,
+        "kilobytes_a_dump": len(content) // 1024,
+        "ms_a_dump": round(each * 1e3, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "recorder", "scale", "read", "one"))
+    parser.add_argument("--ranks", type=int, default=4096)
+    parser.add_argument("--fault", default="hang", choices=("hang", "slow"))
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    if given.what == "one":
+        print(json.dumps(one_size(given.ranks, given.fault)))
+        return
+    document: dict[str, Any] = {}
+    if given.what in ("all", "recorder"):
+        document["recorder"] = recorder()
+    if given.what in ("all", "read"):
+        document["read"] = reading()
+    if given.what in ("all", "scale"):
+        document["scale"] = scale()
+    if given.json:
+        print(json.dumps(document))
+        return
+    for name, value in document.items():
+        print(name)
+        for row in value if isinstance(value, list) else value.items():
+            print("  ", _line(row) if isinstance(row, dict) else f"{row[0]:40} {row[1]}")
+
+
+if __name__ == "__main__":
+    main()
