@@ -61,7 +61,7 @@ def _identity(place: Place) -> dict[str, str]:
 def _unset(place: Place, inherited: Mapping[str, str]) -> dict[str, str]:
     wanted = {
         **FOR_DIAGNOSIS,
-        "TORCH_FR_DUMP_TEMP_FILE": str(place.folder / "collectives_"),  # PyTorch adds the rank
+        "TORCH_FR_DUMP_TEMP_FILE": str(place.folder / "collectives_rank_"),  # PyTorch adds it
     }
     if place.ranks > 1:  # as torchrun: not every rank may take all cores
         wanted["OMP_NUM_THREADS"] = "1"

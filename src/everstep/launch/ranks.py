@@ -32,6 +32,7 @@ from everstep.launch.rank_output import Pump, Stream
 _LOOK_EVERY_S = 0.25
 _FAMILY_EVERY_S = 1.0
 _STACKS_WAIT_S = 1.5  # for ranks to write their stacks and records
+_STACKS_LEAST_S = 0.2  # a stack that is half written would blame the wrong rank
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Tell = Callable[[words.Action, float], None]  # an action, and the seconds since the run began
@@ -195,10 +196,9 @@ class Ranks:
         rank.process.reap()
         del self._ranks[number]
         life = self.supervision.life
+        # Written by torchelastic's @record; the rank's own report, if there is one, has come before.
         recorded = _error_file(rank.folder / "error.json") if code != 0 else None
-        if (
-            recorded is not None
-        ):  # written by torchelastic's @record; the rank's own report, if any, came first
+        if recorded is not None:
             error, traceback = recorded
             self._handle(words.RankRaised(rank=number, life=life, error=error, traceback=traceback))
         self._handle(
@@ -355,7 +355,7 @@ class Ranks:
             rank.is_recorded = False
             if rank_looks.handles(rank.process.pid, STACKS_SIGNAL):
                 os.kill(rank.process.pid, STACKS_SIGNAL)
-            question = {"record": str(rank.folder / "collectives.json")}
+            question = {"record": str(_record_path(rank, number))}
             with contextlib.suppress(OSError):
                 rank.line.send(json.dumps(question).encode())
         self._diagnosis = _Diagnosis(
@@ -368,12 +368,16 @@ class Ranks:
     def _diagnose_if_due(self, asked: _Diagnosis) -> None:
         present = [self._ranks[number] for number in asked.ranks if number in self._ranks]
         is_answered = all(rank.is_recorded and _size(rank.folder / "stacks.txt") for rank in present)
-        if not is_answered and time.monotonic() < asked.due:
+        left_s = asked.due - time.monotonic()
+        if left_s > _STACKS_WAIT_S - _STACKS_LEAST_S or (left_s > 0 and not is_answered):
             return
         self._diagnosis = None
-        stacks = {n: _text(self._ranks[n].folder / "stacks.txt") for n in asked.ranks if n in self._ranks}
+        there = {number: self._ranks[number] for number in asked.ranks if number in self._ranks}
+        stacks = {number: _text(rank.folder / "stacks.txt") for number, rank in there.items()}
         records = {
-            n: _json(self._ranks[n].folder / "collectives.json") for n in asked.ranks if n in self._ranks
+            number: path.read_bytes()
+            for number, rank in there.items()
+            if rank.is_recorded and (path := _record_path(rank, number)).is_file()
         }
         found = rank_suspects.suspect(stacks=stacks, records=records, finished=asked.finished)
         self._handle(
@@ -419,6 +423,11 @@ class Ranks:
 def _look_at(rank: _Rank) -> words.Look | None:
     written = rank.stdout.num_bytes + rank.stderr.num_bytes
     return rank_looks.look(rank.process.pid, output_bytes=written, family_cpu_s=rank.family_cpu_s)
+
+
+def _record_path(rank: _Rank, number: int) -> Path:
+    """A name that `everstep diagnose` understands."""
+    return rank.folder / f"collectives_rank_{number}.json"
 
 
 def _error_file(path: Path) -> tuple[str, str] | None:
