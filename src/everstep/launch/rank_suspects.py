@@ -2,8 +2,8 @@
 
 Three witnesses, the best first: PyTorch's record of collectives, read by `everstep.diagnose` (a rank that has
 not entered the collective in which the others sit is the one they wait for); the Python stacks (a rank
-outside torch while the others are inside it, or have ended); a rank that has ended while all others are inside
-torch. Everybody in the same place: then nobody is named.
+outside torch while the others are inside it, or have ended); a rank that has ended while all others are
+inside torch. Everybody in the same place: then nobody is named.
 """
 
 from __future__ import annotations
