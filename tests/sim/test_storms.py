@@ -18,15 +18,15 @@ SEEDS = Path(__file__).parent / "seeds.txt"
 # Of each planted bug a seed at which it is seen; `bench/simulate.py mutants` looks for them from 0 on.
 SEEN_AT = {
     "outbox_dropped_too_early": 81,
-    "reduce_sealed_too_early": 432,
+    "reduce_sealed_too_early": 664,
     "reduce_sums_two_rounds": 1,
     "stale_epoch_accepted": 45,
-    "ledger_without_done_before": 25,
+    "ledger_without_done_before": 179,
     "joiner_admitted_a_step_early": 1,
     "ghosts_dropped": 245,
     "attempts_not_counted": 1,
     "undo_forgotten": 1,
-    "mended_link_sends_nothing_again": 110,
+    "mended_link_sends_nothing_again": 246,
     "group_kept_after_a_death": 1,
     "feed_ends_a_step_early": 1,
     "copy_counts_without_a_source": 1,

@@ -71,6 +71,7 @@ class World:
         self.slow: dict[Worker, int] = {}
         self.outcome: str | None = None
         self.num_deaths = 0
+        self.num_stalls = 0
         self.triggers: dict[str, int] = {}
         self.on_trigger: Callable[[str, int, Worker], None] | None = None
         places = [Worker(k, s) for k in range(rules.replicas) for s in range(rules.stages)]
@@ -355,6 +356,13 @@ class World:
             ev.StateCopied(worker=body.me, incarnation=body.incarnation, state_step=command.state_step),
         )
         self._trigger("enter", body.me)
+
+    def stall(self) -> None:
+        """Everybody waits and nothing is under way: after a while the detector says so (`core.detector`)."""
+        self.num_stalls += 1
+        self._note("stall", Worker(0, 0), "everybody waits for something that was lost")
+        because = "everybody waits, nobody works"
+        self.agenda.after(self.spec.weather.overdue_us, self.hear, ev.TrainingStalled(because=because))
 
     # -------------------------------------------------------------- processes and nodes die
 
