@@ -1,0 +1,155 @@
+"""Real sockets on loopback: probes, ports by plan, moved links, and connects of code that is not ours."""
+
+import queue
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from everstep.core.messages import Parcel, What
+from everstep.engine.links import Links
+from everstep.errors import UserError
+from everstep.fabric.catalogue import Tuple4
+from everstep.fabric.topology import Node, Port, Switch, Topology
+from everstep.node.probe import REACHED, Budget, Prober, probe
+from everstep.node.steer import progress_of
+
+HOME = Topology(
+    name="home",
+    nodes=(Node(name="me", ports=(Port(nic=0, plane=0, leaf="l", gbps=1.0, address="127.0.0.1"),)),),
+    leaves=(Switch(name="l"),),
+    spines=(),
+    fabric_links=(),
+)
+KEY = Tuple4(protocol="tcp", source="127.0.0.1", target="127.0.0.1", target_port=9)
+
+
+def free_ports(count: int) -> range:
+    """A stretch below the kernel's own range that nobody listens on."""
+    for start in range(20100, 30000, 50):
+        try:
+            for port in range(start, start + count):
+                with socket.socket() as sock:
+                    sock.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return range(start, start + count)
+    pytest.skip("no free ports")
+
+
+def test_a_target_that_answers_itself_is_reached() -> None:
+    ports = free_ports(4)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        key = Tuple4(
+            protocol="tcp", source="127.0.0.1", target="127.0.0.1", target_port=server.getsockname()[1]
+        )
+        assert probe(key, list(ports), 64, reply_s=1.0) == dict.fromkeys(ports, REACHED)
+
+
+def test_strangers_are_not_probed_and_foreign_sources_are_a_sentence() -> None:
+    prober = Prober(topology=HOME, ports=free_ports(2))
+    with pytest.raises(UserError, match=r"192\.0\.2\.7 is no node's address in fabric home"):
+        prober.learn(Tuple4(protocol="tcp", source="127.0.0.1", target="192.0.2.7", target_port=9), [20100])
+    with pytest.raises(UserError, match=r"192\.0\.2\.1 is not an address of this machine"):
+        prober.learn(Tuple4(protocol="tcp", source="192.0.2.1", target="127.0.0.1", target_port=9), [20100])
+    with pytest.raises(UserError, match="use tcp or udp"):
+        prober.learn(Tuple4(protocol="gre", source="127.0.0.1", target="127.0.0.1", target_port=9), [20100])
+    with pytest.raises(UserError, match="24000-24999"):
+        Prober(topology=HOME, ports=range(0))
+
+
+def test_probing_ends_when_its_packets_or_its_seconds_are_spent() -> None:
+    few = Prober(topology=HOME, ports=free_ports(8), budget=Budget(packets=5, reply_s=0.01))
+    few.learn(KEY, list(few.ports))
+    few.port_for(KEY, ("nowhere",))
+    assert few.budget.sent <= 5
+    clock = iter(range(0, 1000, 10))
+    late = Budget(seconds=25.0, clock=lambda: float(next(clock)))
+    assert [late.take(1) for _ in range(4)] == [1, 1, 0, 0]
+
+
+def links(inbox: queue.Queue, **more) -> Links:
+    made = Links(
+        token=b"t" * 16,
+        host="127.0.0.1",
+        deliver=lambda frame: inbox.put(("frame", frame.parcel.step)),
+        broken=lambda address: inbox.put(("broken", address)),
+        failed=lambda error: inbox.put(("failed", error)),
+        empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
+        **more,
+    )
+    made.start()
+    return made
+
+
+def send(sender: Links, to: object, step: int) -> None:
+    parcel = Parcel(What.ACTIVATION, 0, step, 0, None, 0, 0, 0)
+    sender.send(to, What.ACTIVATION, parcel, None, torch.ones(1000))
+
+
+def test_a_link_takes_the_source_port_it_is_given_and_another_one_after_a_move() -> None:
+    wanted = list(free_ports(2))
+    here, there = queue.Queue(), queue.Queue()
+    left = list(wanted)
+    sender = links(here, source_port=lambda host, port: left.pop(0))
+    receiver = links(there)
+    try:
+        send(sender, receiver.address, 1)
+        assert there.get(timeout=5) == ("frame", 1)
+        assert [sock.getsockname()[1] for _, sock in sender.sockets()] == wanted[:1]
+        sender.move(receiver.address)
+        assert here.get(timeout=5) == ("broken", receiver.address)
+        send(sender, receiver.address, 2)
+        assert there.get(timeout=5) == ("frame", 2)
+        ((_, sock),) = sender.sockets()
+        assert sock.getsockname()[1] == wanted[1]
+        deadline = time.monotonic() + 5
+        while (seen := progress_of(sock)).waiting and time.monotonic() < deadline:
+            pass
+        assert seen.acked_bytes > 4000
+    finally:
+        sender.stop()
+        receiver.stop()
+
+
+def test_a_message_sent_between_a_break_and_its_notice_does_not_hide_the_break() -> None:
+    """The next connection may be open before the I/O thread has buried the last one: still it is told."""
+    here, there = queue.Queue(), queue.Queue()
+    sender, receiver = links(here), links(there)
+    try:
+        send(sender, receiver.address, 1)
+        assert there.get(timeout=5) == ("frame", 1)
+        for step in range(2, 30):
+            sender.move(receiver.address)
+            send(sender, receiver.address, step)  # often before the old one is dropped
+            assert here.get(timeout=5) == ("broken", receiver.address)
+    finally:
+        sender.stop()
+        receiver.stop()
+
+
+STRANGER = """
+import socket, sys
+from everstep.node.intercept import Interceptor
+server = socket.create_server(("127.0.0.1", 0))
+target = server.getsockname()[1]
+wanted = int(sys.argv[1])
+interceptor = Interceptor(lambda host, port: ("127.0.0.1", wanted) if port == target else None)
+interceptor.install()
+print(socket.create_connection(("127.0.0.1", target)).getsockname()[1])
+print(interceptor.steered == [("127.0.0.1", target, wanted)])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="seccomp is Linux's")
+def test_a_connect_of_code_that_knows_nothing_gets_the_planned_source_port() -> None:
+    (wanted,) = free_ports(1)
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, str(wanted)], capture_output=True, text=True, timeout=60, check=False
+    )
+    if "cannot be steered" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.stdout.split() == [str(wanted), "True"], done.stderr
