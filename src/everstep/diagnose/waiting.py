@@ -141,14 +141,20 @@ def _how_far(case: Case, standing: Standing, is_message: np.ndarray) -> None:
 
 def _count_in(case: Case, standing: Standing) -> None:
     """The library's counters say how far a rank got also where its records are gone. One counter serves
-    collectives and messages, so it is read as the kind whose numbers, at the members' records, lie nearer."""
+    collectives and messages, so it is read as the kind whose numbers, at the members' records, lie nearer; but
+    never as collectives where that would have the rank complete one that a member has not enqueued."""
     near: dict[tuple[int, bool], int] = {}
+    least: dict[int, int] = {}
     for (_, group, message), seq in standing.reached.items():
         near[group, message] = max(near.get((group, message), UNKNOWN), seq)
+        if not message:
+            least[group] = min(least.get(group, seq), seq)
     for (rank, group), progress in case.progress.items():
         if progress.enqueued == UNKNOWN:
             continue
         choices = [message for message in (False, True) if (group, message) in near] or [False]
+        if progress.completed > least.get(group, progress.completed):
+            choices = [True]
         message = min(choices, key=lambda m: abs(near.get((group, m), 0) - progress.enqueued))
         known = standing.reached.get((rank, group, message), UNKNOWN)
         standing.reached[rank, group, message] = max(known, progress.enqueued)
@@ -158,8 +164,8 @@ def _count_in(case: Case, standing: Standing) -> None:
 
 
 def arrows_of(case: Case, standing: Standing) -> list[Arrow]:
-    """All arrows. Ranks that wait at one operation wait for the same ones, so each operation is looked at once;
-    where that would make very many arrows, one of the waiters stands for all of them."""
+    """All arrows. Ranks that wait at one operation wait for the same ones, so each operation is looked at
+    once; where that would make very many arrows, one of the waiters stands for all of them."""
     arrows: list[Arrow] = []
     together: dict[tuple[int, int], list[int]] = defaultdict(list)
     for waiter, record in standing.first.items():
