@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: demo test lint types unit sweep storms cluster clean
+.PHONY: demo test lint types unit sweep storms cluster fabric-test clean
 
 demo: $(STAMP)           ## train, kill, heal, compare; about a minute on a laptop
 	.venv/bin/everstep demo
@@ -28,6 +28,11 @@ cluster: $(STAMP)        ## coordinator, agents and workers as real processes, w
 STORMS := 2000
 storms: $(STAMP)         ## tens of thousands of random deaths in a virtual world (some twenty minutes)
 	$(PY) -m pytest tests/core/test_recovery_storms.py --storms $(STORMS)
+
+fabric-test: $(STAMP)    ## a leaf-spine network of namespaces, made, used and removed (root; some three minutes)
+	if [ "$$(id -u)" = 0 ] && ! command -v tc >/dev/null && command -v apt-get >/dev/null; then \
+	  apt-get install -qq -y iproute2 >/dev/null; fi
+	$(PY) bench/fabric.py test --skip
 
 $(STAMP): pyproject.toml
 	python3 -m venv .venv
