@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.schedule import Instance, Worker, per_stage
+from everstep.schedule import Instance, Worker, per_stage, polish
 from everstep.schedule.bounds import lower_bound
 from everstep.schedule.compact import compact
 from everstep.schedule.dispatch import HABITS, dispatch
-from everstep.schedule.polish import _model
 from everstep.schedule.schedule import FUSED_MODES, STAGGERED_MODES
 from everstep.schedule.timing import run
 
@@ -51,9 +50,22 @@ def test_the_optimum_is_never_below_the_bound(seed: int) -> None:
         problem = compact(instance, fused=mode in FUSED_MODES)
         order = dispatch(problem, HABITS[0], 0.0)
         timing = run(problem, order, [0.0] * instance.stages)
-        model, _ = _model(cp_model, problem, order, timing, mode in STAGGERED_MODES, 0.0, 1.0)
+        model, _ = polish._model(cp_model, problem, order, timing, mode in STAGGERED_MODES, 0.0, 1.0)
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = 2.0
         solver.parameters.num_workers = 2
         solver.solve(model)
         assert solver.objective_value >= lower_bound(instance, mode) - 1e-6
+
+
+@pytest.mark.parametrize("seed", [1, 3, 6, 9])
+def test_letting_microbatches_go_in_turn_loses_no_optimum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ortools.sat.python.cp_model")
+    instance = replace(small_step(seed), microbatches=2)
+    for mode in ("decoupled", "staggered"):
+        found = []
+        for in_turn in (polish._in_turn, lambda *_: None):
+            monkeypatch.setattr(polish, "_in_turn", in_turn)
+            planned = polish.polish(instance, mode, seconds=20.0)
+            found.append((planned.value, planned.lower_bound))
+        assert found[0][0] == pytest.approx(found[1][0])

@@ -136,6 +136,18 @@ def test_the_command_prints_one_json_document(capsys: pytest.CaptureFixture[str]
     assert set(printed["ops"][0]) == {"worker", "kind", "microbatch", "start", "end"}
 
 
+def test_the_document_says_where_failures_would_hurt_least(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--dead", "1:3", "--mode", "reroute", "--normalize", "--compare", "--json")
+    printed = json.loads(capsys.readouterr().out)
+    stay, *_, best = printed["normalization"]
+    assert (stay["moves"], stay["failures"]) == ([], [0, 0, 0, 1])
+    assert best["moves"] == [{"worker": "1:0", "becomes": "1:3", "state_bytes": 0.0}]
+    assert (best["failures"], best["dead"]) == ([1, 0, 0, 0], ["1:0"])
+    assert best["lower_bound"] < stay["lower_bound"]
+    assert printed["policies"][0] == {"policy": "fault-free 1F1B", "step": 27, "lower_bound": 27}
+    assert printed["relative_throughput"] == 27 / 36
+
+
 def test_the_command_prints_text_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run("--text", "--dead", "1:2", "--mode", "reroute", "--svg", str(tmp_path / "a.svg"))
     assert set(parse_schedule(capsys.readouterr().out).ops) == set(example().workers())

@@ -22,8 +22,9 @@ from everstep.errors import UserError
 from everstep.schedule import MODES, Instance, Planned, plan, same_cap, uniform
 from everstep.schedule import gantt as gantt_chart
 from everstep.schedule import grid as worker_grid
+from everstep.schedule.bounds import relative_throughput
 from everstep.schedule.compare import compare
-from everstep.schedule.document import document_of, instance_from
+from everstep.schedule.document import choice_document, document_of, instance_from
 from everstep.schedule.normalize import normalize
 from everstep.schedule.polish import polish as polish_plan
 
@@ -72,7 +73,18 @@ def schedule_command(
         bool, typer.Option("--normalize", help="Where the failures would hurt least.")
     ] = False,
 ) -> None:
-    """Plan one step for the workers that live, and say how far from the best possible it can be."""
+    """Plan one step for the workers that live, and say how far from the best possible it can be.
+
+    [bold]Examples[/bold]
+
+      everstep schedule --stages 4 --replicas 3 --microbatches 6 --dead 1:2
+
+      everstep schedule --dead 1:2 --dead 0:3 --normalize --compare
+
+      everstep schedule --dead 1:2 --mode reroute --polish --seconds 10 --svg step.svg
+
+      everstep schedule --instance step.json --json > plan.json
+    """
     if mode not in MODES:
         raise UserError(f"--mode {mode} is not one of {', '.join(MODES)}.")
     if instance_file is not None:
@@ -101,6 +113,14 @@ def schedule_command(
             for name in REFERENCES
         }
         document = document_of(instance, planned, planning_ms=planning_ms, fault_free=references)
+        document["relative_throughput"] = relative_throughput(instance, mode)
+        if policies:
+            document["policies"] = [
+                {"policy": row.policy, "step": row.step, "lower_bound": row.lower_bound}
+                for row in compare(instance)
+            ]
+        if normalized:
+            document["normalization"] = [choice_document(choice) for choice in normalize(instance, mode)]
         sys.stdout.write(json.dumps(document) + "\n")
     elif text:
         sys.stdout.write(planned.schedule.text() + "\n")

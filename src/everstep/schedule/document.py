@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from everstep.core.ops import Kind, Microbatch, Worker, parse_worker
 from everstep.errors import UserError
 from everstep.schedule.instance import Done, Grid, Instance
+from everstep.schedule.normalize import Choice
 from everstep.schedule.schedule import Planned
 
 N = TypeVar("N", int, float)
@@ -110,6 +111,20 @@ def document_of(
         "because": planned.because,
         "ops": ops,
         "closing": [closing[s] for s in sorted(closing)],
+    }
+
+
+def choice_document(choice: Choice) -> dict[str, Any]:
+    """One point of failure normalization's frontier."""
+    return {
+        "failures": list(choice.failures),
+        "lower_bound": choice.bound,
+        "state_bytes": choice.state_bytes,
+        "moves": [
+            {"worker": str(m.worker), "becomes": str(m.becomes), "state_bytes": m.state_bytes}
+            for m in choice.moves
+        ],
+        "dead": sorted(map(str, choice.dead)),
     }
 
 
