@@ -70,7 +70,12 @@ class _Rank:
     stderr: Stream
     folder: Path
     family_cpu_s: float = 0.0
-    is_recorded: bool = False
+    has_torch: bool = False
+    is_recorded: bool = False  # its collectives, since it was last asked
+
+    @property
+    def has_answered(self) -> bool:
+        return _size(self.folder / "stacks.txt") > 0 and (self.is_recorded or not self.has_torch)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,6 +169,7 @@ class Ranks:
             return
         match message.get("kind"):
             case "torch":
+                rank.has_torch = True
                 self._serve_store()
             case "recorded":
                 rank.is_recorded = True
@@ -367,7 +373,7 @@ class Ranks:
 
     def _diagnose_if_due(self, asked: _Diagnosis) -> None:
         present = [self._ranks[number] for number in asked.ranks if number in self._ranks]
-        is_answered = all(rank.is_recorded and _size(rank.folder / "stacks.txt") for rank in present)
+        is_answered = all(rank.has_answered for rank in present)
         left_s = asked.due - time.monotonic()
         if left_s > _STACKS_WAIT_S - _STACKS_LEAST_S or (left_s > 0 and not is_answered):
             return
