@@ -30,7 +30,8 @@ from everstep.plan.memory import Floats
 
 Ints = npt.NDArray[np.int64]
 SMALL = 200_000  # options x capacity: below this the full program is quicker than thinking
-COARSE = 512  # options a task shows while the price is sought
+COARSE = 128  # options a task shows while the price is sought
+ROUNDS = 4
 NEAR = 1e-12  # two worths this close (relative) are equal
 
 
@@ -80,7 +81,8 @@ def _priced(tasks: list[tuple[Ints, Floats]], capacity: int) -> Split:
         gap = bound - found.worth if found.units else np.inf
         if gap <= allowed:
             return found
-        allowed = gap * (1 + 1e-9) if np.isfinite(gap) else max(allowed * 8, 1e-9 * abs(bound))
+        # Not at once to the gap: with a little more allowed, the split found may be far better, the gap less.
+        allowed = min(gap * (1 + 1e-9), max(allowed * 6, 1e-9 * abs(bound)))
 
 
 def _first_allowance(losses: list[Floats]) -> float:
@@ -90,15 +92,28 @@ def _first_allowance(losses: list[Floats]) -> float:
 
 
 def _price(tasks: list[tuple[Ints, Floats]], capacity: int) -> float:
-    """The price at which demand meets capacity, by bisection on a coarse view of each task."""
-    coarse = []
-    for units, worth in tasks:
-        step = max(1, len(units) // COARSE)
-        coarse.append((units[::step], worth[::step]))
-    units = np.concatenate([u for u, _ in coarse]).astype(np.float64)
-    worth = np.concatenate([w for _, w in coarse])
-    starts = np.cumsum([0] + [len(u) for u, _ in coarse[:-1]])
-    lengths = np.array([len(u) for u, _ in coarse])
+    """A price at which demand about meets capacity. Any price gives a bound; a good one, a tight bound.
+
+    Sought on a coarse view of each task; what each task would really choose at that price joins the view, and
+    the price is sought again.
+    """
+    seen = [np.arange(0, len(units), max(1, len(units) // COARSE)) for units, _ in tasks]
+    price = 0.0
+    for _ in range(ROUNDS):
+        price = _coarse_price([(u[at], w[at]) for (u, w), at in zip(tasks, seen, strict=True)], capacity)
+        wished = [int((worth - price * units).argmax()) for units, worth in tasks]
+        if all(wish in at for wish, at in zip(wished, seen, strict=True)):
+            break
+        seen = [np.union1d(at, (wish,)) for at, wish in zip(seen, wished, strict=True)]
+    return price
+
+
+def _coarse_price(tasks: list[tuple[Ints, Floats]], capacity: int) -> float:
+    """By bisection: at a higher price less is wanted."""
+    units = np.concatenate([u for u, _ in tasks]).astype(np.float64)
+    worth = np.concatenate([w for _, w in tasks])
+    lengths = np.array([len(u) for u, _ in tasks])
+    starts = np.cumsum(lengths) - lengths
 
     def demand(price: float) -> float:
         net = worth - price * units
@@ -107,7 +122,7 @@ def _price(tasks: list[tuple[Ints, Floats]], capacity: int) -> float:
 
     if demand(0.0) <= capacity:
         return 0.0
-    slopes = np.concatenate([np.diff(w) / np.diff(u) for u, w in coarse if len(u) > 1])
+    slopes = np.concatenate([np.diff(w) / np.diff(u) for u, w in tasks if len(u) > 1])
     low, high = 0.0, float(slopes.max()) + 1e-300
     for _ in range(60):
         middle = 0.5 * (low + high)
@@ -115,7 +130,7 @@ def _price(tasks: list[tuple[Ints, Floats]], capacity: int) -> float:
             low = middle
         else:
             high = middle
-        if high - low <= 1e-12 * high:
+        if high - low <= 1e-9 * high:
             break
     return high
 

@@ -58,6 +58,26 @@ class Curve:
     schedule: str = "staggered"
     replicated: bool = True  # a live replica holds all there is; not so when ZeRO-1 splits the optimizer
     _index: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    _by_units: dict[int, tuple[Floats, Ints]] = field(default_factory=dict, repr=False)
+
+    def by_units(self, unit: int) -> tuple[Floats, Ints]:
+        """For 1, 2, ... units the best throughput that needs so many, and its number of workers. Kept."""
+        if unit not in self._by_units:
+            top = -(-self.most // unit)
+            table = np.zeros(top * unit)
+            table[: self.most] = self.throughput[1:]
+            rows = table.reshape(top, unit)
+            column = rows.argmax(axis=1)
+            best = rows[np.arange(top), column]
+            self._by_units[unit] = best, np.arange(top) * unit + column + 1
+        return self._by_units[unit]
+
+    def best_between(self, least: int, most: int) -> tuple[float, int]:
+        """The best throughput of a few worker counts, and which."""
+        counts = np.arange(least, most + 1)
+        values = self.throughput[np.minimum(counts, self.most)]
+        at = int(values.argmax())
+        return float(values[at]), int(counts[at])
 
     @property
     def most(self) -> int:

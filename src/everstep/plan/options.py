@@ -126,17 +126,19 @@ class Options:
     _winner: tuple[Ints, Ints] = field(init=False)
 
     def __post_init__(self) -> None:
-        where = np.concatenate([np.full(len(layer.units), i) for i, layer in enumerate(self.layers)])
-        index = np.concatenate([np.arange(len(layer.units)) for layer in self.layers])
-        units = np.concatenate([layer.units for layer in self.layers])
-        worth = np.concatenate([layer.worth for layer in self.layers])
-        # The last layer stays as it is today: on a tie it goes first, and nothing changes.
-        order = np.lexsort((-where, -worth, units))
-        first = np.ones(len(order), dtype=bool)
-        first[1:] = units[order[1:]] != units[order[:-1]]
-        best = order[first & (worth[order] > NEVER)]
-        self.units, self.worth = units[best], worth[best]
-        self._winner = where[best], index[best]
+        size = max(int(layer.units.max(initial=0)) for layer in self.layers) + 1
+        worth = np.full(size, NEVER)
+        where, index = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+        for number, layer in enumerate(self.layers):
+            # Written in rising order of worth, the last to be written is the best. On a tie the later layer
+            # wins: it is the one that stays as today, and nothing changes.
+            rising = np.argsort(layer.worth, kind="stable")
+            rising = rising[layer.worth[rising] >= worth[layer.units[rising]]]
+            at = layer.units[rising]
+            worth[at], where[at], index[at] = layer.worth[rising], number, rising
+        self.units = np.flatnonzero(worth > NEVER)
+        self.worth = worth[self.units]
+        self._winner = where[self.units], index[self.units]
 
     def choice(self, units: int) -> Choice:
         """The best option of so many units, written out."""
@@ -215,23 +217,23 @@ class _Build:
 
     def _best_shapes(self) -> Layer:
         """For each number of units the best that fits into them and not into one fewer."""
-        unit, curve = self.unit, self.curve
-        end = max(curve.most, self.task.min_workers)  # a table may end before the user's minimum
-        most = min(self.top * unit, end, self.task.max_workers or end)
-        top = -(-most // unit)
-        table = np.zeros(top * unit)
-        known = min(most, curve.most)
-        table[:known] = curve.throughput[1 : known + 1]
-        table[known:most] = curve.throughput[-1]
-        table[: self.task.min_workers - 1] = 0.0
-        rows = table.reshape(top, unit)
-        column = rows.argmax(axis=1)
-        throughput = rows[np.arange(top), column]
-        good = np.flatnonzero(throughput > 0)
-        units = good + 1
-        workers = good * unit + column[good] + 1
+        unit, curve, task = self.unit, self.curve, self.task
+        end = max(curve.most, task.min_workers)  # a table may end before the user's minimum
+        most = min(self.top * unit, end, task.max_workers or end)
+        best, workers = curve.by_units(unit)
+        wanted = (best > 0) & (workers >= task.min_workers) & (workers <= most)
+        good = np.flatnonzero(wanted[: self.top])
+        units, workers, best = good + 1, workers[good], best[good]
+        for edge in {-(-task.min_workers // unit), -(-most // unit)}:  # units of which some counts are barred
+            least, last = max(task.min_workers, (edge - 1) * unit + 1), min(edge * unit, most)
+            if least <= last and edge not in units:
+                value, count = curve.best_between(least, last)
+                at = int(np.searchsorted(units, edge))
+                if value > 0:
+                    units, workers = np.insert(units, at, edge), np.insert(workers, at, count)
+                    best = np.insert(best, at, value)
         cut = np.where(workers <= curve.most, curve.cut_of[np.minimum(workers, curve.most)], -1)
-        return self._layer(units, workers, throughput[good], cut)
+        return self._layer(units, workers, best, cut)
 
     def _todays_cut(self) -> Layer:
         same = self.curve.cuts[self.cut_today]

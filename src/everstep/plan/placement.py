@@ -130,16 +130,20 @@ def _chosen(
     """Of each stage as many groups as there will be replicas, renumbered. Who sits where most of the task
     sits stays, so that whole nodes come free, but never all on one node if it can be helped."""
     weight = Counter(group[0].node for group in groups.values())
+    by_stage: dict[int, list[tuple[int, tuple[Place, ...]]]] = defaultdict(list)
+    for (replica, stage), group in groups.items():
+        by_stage[stage].append((replica, group))
     chosen = {}
     for stage in range(shape.stages):
-        mine = [(r, group) for (r, s), group in groups.items() if s == stage]
+        mine = by_stage[stage]
         mine.sort(key=lambda item: (-weight[item[1][0].node], item[0]))
         kept, rest = mine[: shape.replicas], mine[shape.replicas :]
         nodes = {group[0].node for _, group in kept}
         elsewhere = [item for item in rest if item[1][0].node not in nodes]
         if len(kept) > 1 and len(nodes) == 1 and elsewhere:
             kept[-1] = elsewhere[0]
-        free = [r for r in range(shape.replicas) if r not in {r for r, _ in kept}]
+        numbers = {r for r, _ in kept}
+        free = [r for r in range(shape.replicas) if r not in numbers]
         for replica, group in sorted(kept):
             number = replica if replica < shape.replicas else free.pop()
             chosen[number, stage] = group

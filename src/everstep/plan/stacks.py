@@ -18,7 +18,7 @@ MEGATRON = replace(MEGATRON_2022, name="megatron", fused_attention=True)
 MEGATRON_ZERO_1 = replace(MEGATRON, name="megatron-zero1", zero_1=True)
 LLAMA3 = replace(MEGATRON_ZERO_1, name="llama3", most_chunks=8)
 EVERSTEP = Stack(
-    name="everstep", schedule="staggered", fused_attention=True, most_shards=1, matmul_efficiency=0.585
+    name="everstep", schedule="staggered", fused_attention=True, most_shards=1, matmul_efficiency=0.6
 )
 STACKS = {
     stack.name: stack for stack in (MEGATRON, MEGATRON_ZERO_1, MEGATRON_2021, MEGATRON_2022, LLAMA3, EVERSTEP)
