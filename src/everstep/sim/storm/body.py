@@ -50,6 +50,8 @@ class Body:
         self.told_epoch = 0
         self.alive = True
         self.hung = False
+        self.moment = 0  # changes whenever it does something, as a beacon would
+        self.moved_us = 0
         self.snapshot_out: Callable[[int, int, State], None] = lambda joiner, step, state: None
 
     # -------------------------------------------------------------- tasks

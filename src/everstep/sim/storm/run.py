@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from everstep.sim.storm.agents import ClusterWorld
 from everstep.sim.storm.checkers import Violation
 from everstep.sim.storm.faults import What
 from everstep.sim.storm.head import fingerprint
@@ -38,9 +39,12 @@ class Report:
     transcript: tuple[str, ...] = ()
 
 
-def run_storm(spec: Spec, *, record: bool = False) -> Report:
-    """Never raises for what the system does wrong: that is a violation, in words."""
-    world = World(spec, record=record)
+def run_storm(spec: Spec, *, record: bool = False, cluster: bool = False) -> Report:
+    """Never raises for what the system does wrong: that is a violation, in words.
+
+    `cluster`: the whole coordinator with agents and detectors, not one task's recovery alone.
+    """
+    world = ClusterWorld(spec, record=record) if cluster else World(spec, record=record)
     strikes = Strikes(world, spec.faults)
     violation: str | None = None
     try:
@@ -90,7 +94,9 @@ def _run(world: World, strikes: Strikes) -> None:
     recovery = world.head.recovery
     walkers = {w: (body.walker, body.state) for w, body in world.bodies.items()}
     world.checkers.at_the_end(recovery, walkers)
-    if spec.seed % 4 == 0:
+    if isinstance(world, ClusterWorld):
+        world.check_the_coordinator()
+    elif spec.seed % 4 == 0:
         again = world.head.replayed(world.head.acted)
         world.checkers.journal_replayed(fingerprint(recovery), fingerprint(again))
 

@@ -210,6 +210,7 @@ class World:
             return
         body.task = task
         agenda = self.agenda
+        body.moment, body.moved_us = agenda.done, agenda.now_us
         agenda.after(self._time_of(body, task), self._done, body)
 
     def _done(self, body: Body) -> None:
@@ -222,6 +223,7 @@ class World:
             self.trace.tell(self.agenda.now_us, f"{worker} {_short(task)}")
         answer_ = body.do(task)
         body.task = None
+        body.moment, body.moved_us = self.agenda.done, self.agenda.now_us
         kind = type(task)
         if kind is msg.Compute:
             if body.told_epoch != body.walker.epoch:
