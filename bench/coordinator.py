@@ -34,6 +34,7 @@ import aiohttp
 
 from bench.cluster import Cluster, small_job
 from everstep.cli.client import Client
+from everstep.core.coordinator import Coordinator
 from everstep.core.snapshot import digest
 from everstep.engine.job import Job
 from everstep.launch.api import run_job
@@ -92,13 +93,14 @@ def kills(times: int, seed: int, folder: Path, steps: int) -> dict[str, Any]:
                 break
         told = verdict(cluster, clean, steps)
         live = cluster.client.get("/v1/digest")
+        cluster.kill_coordinator()
     replayed = asyncio.run(_replayed(folder / "state-first"))
     return {
         "coordinator_kills": len(away),
         "worker_kills": worker_kills,
         "away_s": _spread(away),
         **told,
-        "journal_replays_to_the_same_state": replayed == live["digest"],
+        "journal_replays_to_the_same_state": replayed == (live["journal"], live["digest"]),
     }
 
 
@@ -116,7 +118,7 @@ def _over(cluster: Cluster) -> bool:
     return False
 
 
-async def _replayed(folder: Path) -> str:
+async def _replayed(folder: Path) -> tuple[int, str]:
     journal = SqliteJournal(folder / "journal.sqlite")
     await journal.open()
     daemon = Daemon(
@@ -124,7 +126,7 @@ async def _replayed(folder: Path) -> str:
     )
     await daemon.start()
     await journal.close()
-    return digest(daemon.machine)
+    return daemon.number, digest(daemon.machine)
 
 
 # ------------------------------------------------------------------ take-over

@@ -189,6 +189,36 @@ def false_alarms(minutes: float, nursery: Nursery) -> dict[str, Any]:
     return {"false_alarms": len(found), "slowdown": statistics.median(seconds) / alone, "steps": len(seconds)}
 
 
+def overhead(turns: int, nursery: Nursery) -> dict[str, Any]:
+    """Runs with and without detection in turn; the median step of each, and what the watcher itself uses."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    watcher_s: dict[bool, float] = {True: 0.0, False: 0.0}
+    wall_s = {True: 0.0, False: 0.0}
+    for turn in range(2 * turns):
+        detect = turn % 2 == 0
+        found: list[StepRow] = []
+        used, began = time.process_time(), time.monotonic()
+        LocalTask(
+            job(steps=25),
+            nursery=nursery,
+            detect=detect,
+            watch=lambda kind, what, found=found: found.append(what) if kind == "step" else None,
+        ).run()
+        watcher_s[detect] += time.process_time() - used
+        wall_s[detect] += time.monotonic() - began
+        seconds[detect] += [row.seconds for row in found[5:]]
+    on, off = (statistics.median(seconds[detect]) for detect in (True, False))
+    return {
+        "overhead_of_step": round(on / off - 1, 4),
+        "step_ms_on": round(on * 1e3, 2),
+        "step_ms_off": round(off * 1e3, 2),
+        "watcher_share_of_a_core": {
+            "on": round(watcher_s[True] / wall_s[True], 4),
+            "off": round(watcher_s[False] / wall_s[False], 4),
+        },
+    }
+
+
 def quantiles(values: list[float], scale: float, digits: int = 1) -> dict[str, float]:
     ordered = sorted(values)
     return {
@@ -203,7 +233,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="of training under hogs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", choices=["sigkill", "exception", "hang", "silence", "alarms"])
+    parser.add_argument("--only", choices=["sigkill", "exception", "hang", "silence", "alarms", "overhead"])
     given = parser.parse_args()
     told: dict[str, Any] = {"trials": given.trials}
     nursery = Nursery(threads=1)
@@ -226,6 +256,8 @@ def main() -> None:
             told["hang_steps"] = quantiles(stops.delays_s(), 1 / healthy, 3)
             told["hang_wrong_worker"] = stops.wrong()
             told["step_ms"] = round(healthy * 1e3, 1)
+        if wanted("overhead"):
+            told |= overhead(given.trials // 2, nursery)
         if wanted("alarms") and given.minutes > 0:
             told |= false_alarms(given.minutes, nursery)
     finally:

@@ -35,7 +35,7 @@ from everstep.engine.optimizer import Updater
 from everstep.engine.recorder import WorkerRecorder
 from everstep.engine.stage import Stage
 
-_MEND_AFTER_S = 0.5
+_MEND_AFTER_S, _MEND_MOST_S = 0.5, 8.0
 _TELL_TIMES_EVERY = 5  # steps
 Order = tuple[str, Any]  # (verb, value): what recovery tells this worker
 Report = Callable[[str, Mapping[str, Any]], None]
@@ -89,6 +89,9 @@ class Body:
         self._taken = 0  # the last step whose gradients left the stage's buffer
         self._touched = False  # has the initial state been changed?
         self._told_epoch = 0
+        self._breaks: dict[Address, int] = {}  # of connections to live peers, since one held
+        self._mending: set[Address] = set()
+        self._waits_for: tuple[int, str] | None = None
         self._finishing = False
         # Seconds, smoothed: "F" an op takes, "F.cpu" it keeps a core busy, "step.cpu" all threads in a step.
         self.times: dict[str, float] = {}
@@ -128,6 +131,7 @@ class Body:
             case "resume":
                 order_, self.book = value
                 self.links.forget(set(self.book.values()))
+                self._breaks = {a: n for a, n in self._breaks.items() if a in self.book.values()}
                 self.walker.resume(order_)
             case "copy":
                 joiner, address = value
@@ -136,11 +140,11 @@ class Body:
             case "stop_feeding":
                 self.walker.stop_feeding(value)
             case "broken":
-                timer = threading.Timer(_MEND_AFTER_S, self.inbox.put, (("mend", value),))
-                timer.daemon = True
-                timer.start()
+                self._broke(value)
             case "mend":
                 self._mend(value)
+            case "mended":
+                self._mended(*value)
             case "failed":
                 raise value
             case "finish":  # the last step is sealed; its update and its checkpoint may still be to do
@@ -150,12 +154,33 @@ class Body:
         self._carry_out()
         return True
 
+    def _broke(self, address: Address) -> None:
+        """A connection broke. Whoever was at its other end may be dead: wait a little, longer each time."""
+        breaks = self._breaks[address] = self._breaks.get(address, 0) + 1
+        if address not in self._mending:
+            self._mending.add(address)
+            self._later(min(_MEND_AFTER_S * 2 ** (breaks - 1), _MEND_MOST_S), ("mend", address))
+
     def _mend(self, address: Address) -> None:
-        """A connection broke a while ago. If its peer is still one of us, send again what may be lost."""
+        """If the peer is still one of us, send again what may be lost."""
+        self._mending.discard(address)
         for peer, known in self.book.items():
             if known == address:
                 self.walker.link_reopened(peer)
-                self.ports.report("mended", {"peer": str(peer)})
+                self._later(_MEND_AFTER_S, ("mended", (address, self._breaks[address])))
+
+    def _mended(self, address: Address, breaks: int) -> None:
+        """It has held since: that is worth a word."""
+        if self._breaks.get(address) == breaks:
+            del self._breaks[address]
+            for peer, known in self.book.items():
+                if known == address:
+                    self.ports.report("mended", {"peer": str(peer)})
+
+    def _later(self, seconds: float, order: Order) -> None:
+        timer = threading.Timer(seconds, self.inbox.put, (order,))
+        timer.daemon = True
+        timer.start()
 
     def _arrived(self, frame: frames.Incoming) -> None:
         if frame.kind == frames.STATE:
@@ -449,8 +474,11 @@ class Body:
         self.times[name] = seconds if name not in self.times else 0.8 * self.times[name] + 0.2 * seconds
 
     def _shine(self, *, busy: bool, doing: str) -> None:
+        now = self.walker.now
+        if not busy and self._waits_for == (now.step, doing):
+            return  # woken by something else: it waits for the same thing, since then
+        self._waits_for = None if busy else (now.step, doing)
         if self.beacon is not None:
-            now = self.walker.now
             self.beacon.write(
                 at_ns=self.ports.clock_ns(),
                 epoch=self.walker.epoch,

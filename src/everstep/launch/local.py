@@ -50,7 +50,9 @@ class LocalTask:
         watch: Watcher = lambda kind, what: None,
         script: list[str] | None = None,
         tick_s: float = 0.1,
+        detect: bool = True,
     ) -> None:
+        """`detect` off: only deaths are noticed; to measure what detection costs."""
         self.job, self.nursery, self.faults, self.watch, self.script = job, nursery, faults, watch, script
         self.tick_s = min(tick_s, LOOK_EVERY_S)
         self.shape = Shape(job.replicas, job.stages, job.microbatches)
@@ -58,6 +60,7 @@ class LocalTask:
         self.outcome = Outcome()
         self.coordinator = Coordinator(patience=patience)
         self._loop = _Loop()
+        self._detect = detect
         self._reports = 0
         self._over = False
         self._last_step_at = 0.0
@@ -75,6 +78,7 @@ class LocalTask:
                 report=self._reported,
                 folder=Path(name),
                 nursery=lambda job: self.nursery,
+                detect=self._detect,
             )
             self.crew.open()
             if self.job.log is not None:

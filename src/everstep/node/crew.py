@@ -81,11 +81,14 @@ class Crew:
         host: str = "127.0.0.1",
         limits: Limits | None = None,
         words: Path | None = None,
+        detect: bool = True,
     ) -> None:
-        """`folder`: for sockets and beacons; `words`: for what workers print, if the job names no folder."""
+        """`folder`: for sockets and beacons; `words`: for what workers print, if the job names no folder.
+        `detect` off leaves pidfds alone to notice anything: to measure what the rest costs.
+        """
         self.loop, self.report, self.folder, self.host = loop, report, folder, host
         self._nursery = nursery
-        self._words = words
+        self._words, self._detect = words, detect
         self.tasks: dict[str, _TaskHere] = {}
         self.processes: dict[tuple[str, Worker], Process] = {}
         self.progress = Progress(limits or Limits())
@@ -121,7 +124,7 @@ class Crew:
 
     def tick(self, now: float) -> None:
         """A few times a second: has everybody moved, and do those who were asked to end, end?"""
-        for process in list(self.processes.values()):
+        for process in list(self.processes.values()) if self._detect else ():
             self._look(process, now)
         for name, task in list(self.tasks.items()):
             if task.closing and now >= task.deadline:
@@ -195,8 +198,8 @@ class Crew:
             "agent": str(self.folder / "agent"),
             "token": here.secret,
             "host": self.host,
-            "beacon": str(path),
-            "lifeline": str(path.with_suffix(".life")),
+            "beacon": str(path) if self._detect else None,
+            "lifeline": str(path.with_suffix(".life")) if self._detect else None,
             "faults": [f for f in here.faults if first and parse_fault(f).worker == worker],
             "script": list(here.script) or None,
             "job": here.job.to_dict(),
@@ -297,7 +300,8 @@ class Crew:
             return
         process.line, process.unpacker = sock, unpacker
         self.loop.watch(fd, lambda: self._listen(process))
-        process.lifeline.watch(lambda: self._bell.ring(process))
+        if self._detect:
+            process.lifeline.watch(lambda: self._bell.ring(process))
         self._heard(process, b"")
 
     def _listen(self, process: Process) -> bool:

@@ -32,8 +32,9 @@ from everstep.node.steer import steering_from, watch_links
 
 def main(spec: dict[str, Any]) -> int:
     """Run the worker that `spec` describes; the process's exit code."""
-    lifeline = Lifeline(Path(spec["lifeline"]))
-    lifeline.hold()  # until the end
+    if spec["lifeline"] is not None:
+        lifeline = Lifeline(Path(spec["lifeline"]))
+        lifeline.hold()  # until the end
     agent = socket.socket(socket.AF_UNIX)
     agent.connect(spec["agent"])
     line = _Line(agent)
@@ -79,7 +80,7 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
         empty=lambda shape, dtype: devices.host_empty(shape, dtype, device),
         source_port=None if steering is None else steering.ports,
     )
-    beacon = Beacon(Path(spec["beacon"]))
+    beacon = None if spec["beacon"] is None else Beacon(Path(spec["beacon"]))
     saver = _Saver(job, line, me.stage)
     body = Body(
         me,
