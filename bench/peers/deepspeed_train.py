@@ -1,4 +1,6 @@
-"""One rank of a small DeepSpeed training, as an oracle for our converters. Run by `deepspeed_oracle.py`.
+"""Small DeepSpeed trainings, as an oracle for our converters. Run by `deepspeed_oracle.py`.
+
+It reads jobs from stdin, a JSON line each, and forks their ranks: deepspeed is imported once for all.
 
 Two groups of parameters with different hyper-parameters, a frozen embedding if asked for. Every rank takes
 its rows of one global batch, which depends on the step alone, so that the mean gradient is the same for
@@ -8,6 +10,8 @@ every number of ranks. Needs deepspeed, and nothing of ours: it runs in a venv o
 import argparse
 import json
 import os
+import sys
+import traceback
 
 import deepspeed
 import torch
@@ -49,7 +53,7 @@ def groups_of(model: nn.Module) -> list[dict]:
     ]
 
 
-def main() -> None:
+def train(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "sgd"])
@@ -62,7 +66,7 @@ def main() -> None:
     parser.add_argument("--tag", default="")
     parser.add_argument("--universal", action="store_true")
     parser.add_argument("--out", required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     # It would compile an op for minutes, and look like a hang.
@@ -109,6 +113,35 @@ def main() -> None:
     if rank == 0:
         with open(options.out, "w", encoding="utf-8") as out:
             json.dump({"losses": losses, "groups": told}, out)
+
+
+def rank_of(job: dict, rank: int) -> int:
+    """A rank in a process of its own; its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        log = os.open(job["logs"][rank], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ |= {**job["environment"], "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        train(job["arguments"])
+        code = 0
+    except BaseException:  # a rank that fails says why in its log, and is not the parent
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        job = json.loads(line)
+        ranks = [rank_of(job, rank) for rank in range(len(job["logs"]))]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+        sys.__stdout__.write(json.dumps({"codes": codes}) + "\n")
+        sys.__stdout__.flush()
 
 
 if __name__ == "__main__":

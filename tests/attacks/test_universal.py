@@ -211,7 +211,7 @@ def test_any_flipped_bit_of_any_file_is_noticed(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
     for file in sorted(path.iterdir()):
         whole = file.read_bytes()
-        for at in range(0, len(whole), 7):
+        for at in range(0, len(whole), 13):
             flip(path, file.name, at)
             found, refused = newest_valid(tmp_path)
             assert found is None, (file.name, at)

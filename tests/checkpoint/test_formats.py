@@ -84,7 +84,7 @@ ROUNDS = {
     "deepspeed zero-1 of 3": Target(format="deepspeed", stage=1, world=3),
     "deepspeed zero-2 of 1": Target(format="deepspeed", stage=2, world=1),
     "deepspeed zero-3 of 2": Target(format="deepspeed", stage=3, world=2),
-    "deepspeed zero-1 of 64, most of it padding": Target(format="deepspeed", stage=1, world=64),
+    "deepspeed zero-1 of 16, padding and all": Target(format="deepspeed", stage=1, world=16),
     "deepspeed universal": Target(format="deepspeed-universal"),
 }
 

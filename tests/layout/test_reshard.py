@@ -26,7 +26,7 @@ def moved(a: Layout, b: Layout, buffers: dict) -> dict:
     return target
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_layout_to_any_layout_and_back_has_the_same_bytes(data: st.DataObject) -> None:
     over = data.draw(tensors())
@@ -43,7 +43,7 @@ def test_any_layout_to_any_layout_and_back_has_the_same_bytes(data: st.DataObjec
     assert all(np.array_equal(gathered(b, there)[t.name], given_values[t.name]) for t in over)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_what_moves_is_what_each_holder_lacks_and_no_more(data: st.DataObject) -> None:
     over = data.draw(tensors(count=2))

@@ -1,7 +1,9 @@
 """From any format to any other: find out what a folder is, read it lazily, rename if asked, write it.
 
 Nothing is loaded as a whole: the readers give tensors that are places in files, the writers fetch them block
-by block. What is written appears at once, by a rename, or not at all.
+by block. What is written appears at once, by a rename, or not at all. Universal checkpoints are flushed to
+disk before that, as always; other formats are left to the system, as `cp` leaves them: a conversion can be
+repeated.
 """
 
 from __future__ import annotations

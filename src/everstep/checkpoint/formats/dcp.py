@@ -277,32 +277,28 @@ def write_keys(path: Path, keys: dict[str, Any], progress: Progress = lambda cou
     partial = path / ".metadata.tmp"
     with open(partial, "wb") as file:
         pickle.dump(whole, file)
-        file.flush()
-        os.fsync(file.fileno())
     os.rename(partial, path / ".metadata")
 
 
 def _dealt(path: Path, keys: dict[str, Any]) -> Iterator[tuple[str, BinaryIO, str, Any]]:
-    """Every key with the file it goes to; files are closed, flushed, when they are full."""
+    """Every key with the file it goes to; files are closed when they are full."""
     number, room = -1, 0
     out: BinaryIO | None = None
     try:
         for key, value in keys.items():
             size = num_bytes(value) if torchfile.is_stored(value) else 0
             if out is None or room < size:
-                _flush(out)
+                _close(out)
                 number, room = number + 1, FILE_BYTES
                 out = open(path / f"__0_{number}.distcp", "wb")  # noqa: SIM115 - closed when full, or below
             room -= size
             yield f"__0_{number}.distcp", out, key, value
     finally:
-        _flush(out)
+        _close(out)
 
 
-def _flush(out: BinaryIO | None) -> None:
+def _close(out: BinaryIO | None) -> None:
     if out is not None:
-        out.flush()
-        os.fsync(out.fileno())
         out.close()
 
 

@@ -36,6 +36,7 @@ ENGINE_KEYS = {
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
     "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config",
     "ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts",
+    "everstep",
 }  # fmt: skip
 
 
@@ -334,6 +335,7 @@ def _tell(state: State, first: Any, stage: int, precision: str) -> None:
     lost: list[str] = []
     client = {key: value for key, value in first.items() if key not in ENGINE_KEYS}
     state.meta = {
+        **(first.get("everstep") or {}),
         "format": f"deepspeed zero-{stage}",
         "precision": precision,
         "client": plain(client, lost, "client"),

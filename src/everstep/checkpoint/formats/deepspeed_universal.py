@@ -61,6 +61,7 @@ def read(path: Path) -> State:
     _add_steps(state, held)
     client = {key: value for key, value in told.items() if key not in ENGINE_KEYS}
     state.meta = {
+        **(told.get("everstep") or {}),
         "format": "deepspeed universal",
         "client": plain(client, lost, "client"),
         "deepspeed_version": str(told.get("ds_version")),

@@ -257,6 +257,7 @@ def model_states(state: State, shapes: list[Any], world: int, dtype: str, rank: 
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": {},
         "ds_version": _version(state),
+        "everstep": {key: value for key, value in state.meta.items() if key != "client"},
         **(state.meta.get("client") or {}),
     }
 

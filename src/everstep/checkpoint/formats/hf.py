@@ -11,7 +11,6 @@ Tied weights are in such a folder once: the second name is missing, and config.j
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +149,6 @@ def write_safetensors(path: Path, tensors: dict[str, Stored], threads: int, prog
     with open(path, "wb", buffering=0) as out:
         write_file(out, head, slices, places, threads, CHUNK_BYTES, progress)
         out.truncate(total)
-        os.fsync(out.fileno())
 
 
 def _drop_tied(model: dict[str, Stored], state: State, config: Any) -> None:

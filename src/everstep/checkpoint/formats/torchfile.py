@@ -7,7 +7,6 @@ that are not installed here are named by `Global`, their objects given by `Insta
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -58,8 +57,6 @@ def is_stored(value: Any) -> bool:
 def save(path: Path, value: Any, progress: Progress = lambda count: None) -> None:
     with open(path, "wb") as out:
         save_to(out, value, progress, stem=path.stem)
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def save_to(
