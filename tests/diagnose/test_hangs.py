@@ -49,7 +49,8 @@ def test_a_device_that_does_not_complete_is_named_and_nobody_else(
     cluster, faults = job
     assume(not (only_pending and cluster.mixes()))
     ((rank, (_, at)),) = faults.items()
-    assume(cluster.programs[rank][at].kind not in ("send", "recv"))
+    message = cluster.programs[rank][at].kind in ("send", "recv")
+    assume(not (message and cluster.one_group))  # there both ends number it differently
     assume(at < len(cluster.programs[rank]) - 1)
     findings = analyse(cluster.parts({rank: ("device", at)}, only_pending=only_pending)).diagnosis.incidents
     assert accused(findings) == {rank: "device"}

@@ -102,7 +102,11 @@ def _ends(standing: Standing, arrows: list[Arrow]) -> list[list[int]]:
     for rank, record in standing.first.items():
         if not record.is_message:
             together[record.group, record.seq].append(rank)
-        elif rank not in after and record.peer in standing.first:
+        elif (
+            rank not in after
+            and record.peer in standing.first
+            and not standing.is_through(record.peer, record)
+        ):
             after[rank].add(record.peer)
     for ranks in together.values():
         for one, other in zip(ranks, ranks[1:] + ranks[:1], strict=True):
@@ -230,10 +234,11 @@ def _together(
     """Stuck at the same place, and nothing recorded tells them apart."""
     places = {operation(case, standing.first[r]) for r in circle if r in standing.first}
     link = len(circle) == 2
+    said = f"both ends entered {', '.join(sorted(places)[:2])} and neither left"
     return Finding(
         syndrome=Syndrome.COMMUNICATION_HANG,
         where=Where.LINK if link else Where.UNKNOWN,
-        suspects=(),
+        suspects=(Suspect(rank=circle[0], peer=circle[1], confidence=0.5, evidence=said),) if link else (),
         victims=tuple(circle),
         ruled_out=(
             RuledOut(what="host", because=f"all {len(circle)} ranks have asked for what they wait at"),

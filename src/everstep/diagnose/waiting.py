@@ -51,38 +51,59 @@ class Standing:
     first: dict[int, Record] = field(default_factory=dict)  # its first outstanding operation
     outstanding: dict[int, list[Record]] = field(default_factory=lambda: defaultdict(list))
     pending: set[tuple[int, int, int]] = field(default_factory=set)  # (rank, group, seq) of collectives
-    posted: set[tuple[int, int, int, str]] = field(default_factory=set)  # messages: (rank, group, peer, kind)
+    posted: dict[tuple[int, int, int, str], set[int]] = field(default_factory=lambda: defaultdict(set))
+    pairwise: set[int] = field(default_factory=set)  # groups whose messages have one number at both ends
     reached: dict[tuple[int, int, bool], int] = field(default_factory=dict)  # (rank, group, is message)
     last_message: dict[tuple[int, int, int, str], int] = field(default_factory=dict)
     stale: set[int] = field(default_factory=set)  # their records are older than what their peers tell
 
     def is_through(self, member: int, record: Record) -> bool:
         """Has `member` completed the operation that `record` is of?"""
-        reached = self.reached.get((member, record.group, record.is_message))
-        if reached is None or reached < record.seq:
-            return False
-        if record.is_message:
-            return (member, record.group, record.rank, _other(record.kind)) not in self.posted
-        return (member, record.group, record.seq) not in self.pending
+        if not record.is_message:
+            reached = self.reached.get((member, record.group, False), UNKNOWN)
+            return reached >= record.seq and (member, record.group, record.seq) not in self.pending
+        last = self.last_number(member, record)
+        there = (member, record.group, record.rank, _other(record.kind))
+        return last is not None and last >= record.seq and record.seq not in self.posted.get(there, ())
+
+    def last_number(self, peer: int, record: Record) -> int | None:
+        """The last message the peer enqueued with us, where its numbers mean the same as ours."""
+        if record.group not in self.pairwise:
+            return None
+        there = (peer, record.group, record.rank, _other(record.kind))
+        return self.last_message.get(there, self.reached.get((peer, record.group, True)))
 
 
 def stand(case: Case) -> Standing:
     log, standing = case.log, Standing()
+    standing.pairwise = {at for at, group in enumerate(case.groups) if group.pairwise}
     is_message = log.is_kind(SEND, RECV)
     for at in np.flatnonzero((log.done == 0) & ~log.is_kind(COMPUTE)).tolist():
         record = log.row(at)
         standing.outstanding[record.rank].append(record)
         if record.is_message:
-            standing.posted.add((record.rank, record.group, record.peer, record.kind))
+            standing.posted[record.rank, record.group, record.peer, record.kind].add(record.seq)
         else:
             standing.pending.add((record.rank, record.group, record.seq))
     for rank, records in standing.outstanding.items():
         standing.first[rank] = min(records, key=lambda r: r.order)
+    standing.pairwise |= _aligned(standing)
     if len(log):
         _how_far(case, standing, is_message)
     _count_in(case, standing)
     _set_aside_stale(case, standing)
     return standing
+
+
+def _aligned(standing: Standing) -> set[int]:
+    """Groups whose messages are numbered by each rank on its own, and where the two ends agree all the same
+    wherever both are outstanding: each rank has one partner there."""
+    agrees: dict[int, bool] = {}
+    for (rank, group, peer, kind), numbers in list(standing.posted.items()):
+        others = standing.posted.get((peer, group, rank, _other(kind)))
+        if others:
+            agrees[group] = agrees.get(group, True) and bool(numbers & others)
+    return {group for group, all_agree in agrees.items() if all_agree}
 
 
 def _set_aside_stale(case: Case, standing: Standing) -> None:
@@ -122,8 +143,9 @@ def _how_far(case: Case, standing: Standing, is_message: np.ndarray) -> None:
     keys, last = most_by(key, log.seq)
     for one, seq in zip(keys.tolist(), last.tolist(), strict=True):
         standing.reached[one // width, one % width // 2, bool(one % 2)] = seq
-    rows = np.flatnonzero(is_message)
-    if len(rows) and any(group.pairwise for group in case.groups):
+    apart = np.array([group.pairwise and len(group.members) != 2 for group in case.groups] or [False])
+    rows = np.flatnonzero(is_message & apart[log.group])
+    if len(rows):
         is_send = log.is_kind(SEND)[rows]
         ranks = int(max(log.rank.max(), log.peer.max())) + 2
         key = (
@@ -241,29 +263,27 @@ def _to_the_peer(case: Case, standing: Standing, waiter: int, record: Record) ->
         return []
     if peer not in case.ranks:
         return [Arrow(waiter, peer, record, Rests.ABSENT, case.silent.get(peer, "left no records"))]
-    first = standing.first.get(peer)
-    if (peer, record.group, waiter, other) in standing.posted and first is not None:
-        if first.is_message and first.peer == waiter:
-            return []
-        how = f"is held up before it, at {operation(case, first)}"
-        return [Arrow(waiter, peer, record, Rests.BEHIND, how)]
-    last = _last_number(case, standing, peer, record)
-    if last is not None and last >= record.seq:
-        return []  # the other side is through: the one who waits is the odd one
-    if last is not None:
+    last, posted = (
+        standing.last_number(peer, record),
+        standing.posted.get((peer, record.group, waiter, other), ()),
+    )
+    if standing.is_through(peer, record):
+        return []  # the one who waits is the odd one
+    if last is not None and last < record.seq:
         how = f"got to {other} {last} with rank {waiter}, never to {record.seq}"
         return [Arrow(waiter, peer, record, Rests.NEVER, how)]
-    return [Arrow(waiter, peer, record, Rests.ABSENT, f"has no {other} outstanding to match")]
-
-
-def _last_number(case: Case, standing: Standing, peer: int, record: Record) -> int | None:
-    """The last message the peer enqueued towards us, where its numbers mean the same as ours."""
-    group = case.groups[record.group]
-    if not group.pairwise:
-        return None
-    if len(group.members) == 2 and (peer, record.group, True) in standing.reached:
-        return standing.reached[peer, record.group, True]
-    return standing.last_message.get((peer, record.group, record.rank, _other(record.kind)))
+    if not posted:
+        return [Arrow(waiter, peer, record, Rests.ABSENT, f"has no {other} outstanding to match")]
+    first = standing.first[peer]
+    if (
+        first.is_message
+        and first.peer == waiter
+        and first.kind == other
+        and (last is None or first.seq == record.seq)
+    ):
+        return []  # it waits with us
+    how = f"is held up before it, at {operation(case, first)}"
+    return [Arrow(waiter, peer, record, Rests.BEHIND, how)]
 
 
 def _other(kind: str) -> str:
