@@ -72,6 +72,8 @@ def test_a_heavy_task_takes_from_a_light_one() -> None:
     plan = planned(world, f"lose {lost}")
     assert plan.allocation["heavy"] == 4
     assert plan.payback_s is not None
+    assert dict(plan.gains["heavy"].taken_from) == {"light": 2}
+    assert "2 from light" in plan.because
 
 
 def test_a_task_below_its_minimum_stops_and_gives_everything_away() -> None:

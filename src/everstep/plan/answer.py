@@ -24,6 +24,7 @@ from everstep.plan.task import Standing, TaskSpec, standing
 
 MOST_RETRIES = 64
 RUNNERS_CONSIDERED = 8  # tasks whose choice is taken away in turn to find what came second
+LARGE = 200_000  # tasks x units; from here on only one is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ def assign(
     _check(tasks, now)
     decision = decide(cluster, tasks, now)
     decision, placement = _placed(cluster, now, decision)
-    gains = gains_of(decision.standings, decision.choices, placement)
+    gains = gains_of(decision.standings, decision.choices, placement, now)
     rival = _runner_up(cluster, decision) if second else None
     unpromised = decide(_unpromised(cluster), tasks, now).choices if decision.period.repaired else None
     text, payback_s = reasons(
@@ -137,7 +138,7 @@ def decide(cluster: Cluster, tasks: Sequence[TaskSpec], now: Assignment) -> Deci
 
 def told(cluster: Cluster, decision: Decision) -> str:
     """The decision's reason, before anybody is seated."""
-    gains = gains_of(decision.standings, decision.choices, None)
+    gains = gains_of(decision.standings, decision.choices)
     return reasons(cluster, "", decision.period, decision.options, decision.choices, gains)[0]
 
 
@@ -186,7 +187,8 @@ def _runner_up(cluster: Cluster, decision: Decision) -> RunnerUp | None:
         ),
     )
     best: Decision | None = None
-    for name in names[:RUNNERS_CONSIDERED]:
+    large = len(names) * cluster.capacity // cluster.unit > LARGE
+    for name in names[: 1 if large else RUNNERS_CONSIDERED]:
         other = _without(cluster, decision, name)
         if other is not None and (best is None or other.objective > best.objective):
             best = other

@@ -370,6 +370,7 @@ def document_of(plan: Plan, event: str, planning_ms: float) -> dict[str, Any]:
                 "transition_s": gain.transition_s,
                 "state_from": str(gain.source),
                 "moves": gain.moves,
+                "taken_from": dict(gain.taken_from),
                 "earns": gain.reward,
                 "pays": gain.cost,
                 "pays_on_the_way_back": gain.way_back,

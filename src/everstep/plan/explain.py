@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from everstep.plan.cluster import Cluster
+from everstep.plan.cluster import Assignment, Cluster
 from everstep.plan.options import Choice, Kind, Options
 from everstep.plan.placement import Placement
 from everstep.plan.running import Period
@@ -28,6 +29,7 @@ class Gain:
     damaged: bool
     transition_s: float
     moves: int  # workers on slots the task did not have
+    taken_from: Mapping[str, int]  # of those: how many another task had
     source: Source
     reward: float
     cost: float
@@ -50,8 +52,12 @@ class RunnerUp:
 
 
 def gains_of(
-    standings: Mapping[str, Standing], choices: Mapping[str, Choice], placement: Placement | None
+    standings: Mapping[str, Standing],
+    choices: Mapping[str, Choice],
+    placement: Placement | None = None,
+    now: Assignment | None = None,
 ) -> dict[str, Gain]:
+    taken = _taken_from(placement, now) if placement and now else {}
     return {
         name: Gain(
             kind=choice.kind,
@@ -64,6 +70,7 @@ def gains_of(
             damaged=standings[name].damaged,
             transition_s=choice.transition_s,
             moves=placement.moves.get(name, 0) if placement else 0,
+            taken_from=taken.get(name, {}),
             source=standings[name].source,
             reward=choice.reward,
             cost=choice.cost,
@@ -71,6 +78,18 @@ def gains_of(
         )
         for name, choice in choices.items()
     }
+
+
+def _taken_from(placement: Placement, now: Assignment) -> dict[str, Counter[str]]:
+    movers = [name for name, count in placement.moves.items() if count]
+    if not movers:
+        return {}
+    had = {spot: name for name, places in now.places.items() for spot in places if spot is not None}
+    found = {}
+    for name in movers:
+        owners = [had.get(spot, name) for spot in placement.assignment.of(name) if spot is not None]
+        found[name] = Counter(owner for owner in owners if owner != name)
+    return found
 
 
 def span(seconds: float) -> str:
@@ -139,6 +158,8 @@ def _told(name: str, gain: Gain) -> str:
     if gain.kind is Kind.RESHAPE and gain.shape_after is not None:
         shape = f" to {gain.shape_after}"
     state = "" if gain.source is Source.LIVE or gain.kind is Kind.REROUTE else f", state from {gain.source}"
+    for owner, slots in list(gain.taken_from.items())[:2]:
+        state += f", {slots} from {owner}"
     verb = gain.kind.verb
     if gain.damaged and gain.kind is Kind.GROW:
         verb = "replaces what it lost"
@@ -192,11 +213,12 @@ def runner_up_sentence(best: Mapping[str, Choice], other: Mapping[str, Choice], 
     back = sum(other[n].way_back - best[n].way_back for n in differ)
     over = max(period.running_s, 1e-9)
     slower = f"all tasks together, weighted, train {_share(-reward, best):.2%} slower"
-    if reward < 0 and cost <= 0 and back <= 0:
-        why = f"{slower}, which its cheaper transition does not make up"
-    elif reward < 0:
+    if reward < 0:
         why = slower
-        why += " and costs more to reach" if cost + back > 0 else ""
+        if cost + back < 0:
+            why += ", which its cheaper transition does not make up"
+        elif cost + back > 0:
+            why += ", and it costs more to reach"
     elif back > cost and back > 0:
         why = "it would have to be undone when the repair ends, before it has paid"
     else:
