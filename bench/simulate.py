@@ -1,6 +1,7 @@
 """Figures of the simulator, each by a command:
 
     python bench/simulate.py storms --seeds 0:10000     how many pass, how fast on one core
+    python bench/simulate.py storms --cluster           the same around the whole coordinator
     python bench/simulate.py mutants                    every planted bug: the first seed that sees it
     python bench/simulate.py studies                    8 weeks of 128 GPUs, 90 days of 16,384: seconds
     python bench/simulate.py published                  Unicron over Megatron: mixes x repair times
@@ -34,7 +35,7 @@ def storms(args: argparse.Namespace) -> dict[str, Any]:
     gc.disable()
     began = time.process_time()
     for seed in range(first, last):
-        report = run_storm(draw_spec(seed))
+        report = run_storm(draw_spec(seed), cluster=args.cluster)
         events += report.events
         deaths += report.deaths
         if report.violation is not None:
@@ -130,6 +131,7 @@ def main() -> int:
     commands = {f.__name__: f for f in (storms, mutants, studies, published, real)}
     parser.add_argument("what", choices=list(commands))
     parser.add_argument("--seeds", default="0:10000")
+    parser.add_argument("--cluster", action="store_true")
     parser.add_argument("--lives", type=int, default=10, help="random lives, of `published`")
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)

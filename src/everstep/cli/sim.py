@@ -25,6 +25,7 @@ def sim() -> None:
 def storm_command(
     seeds: Annotated[str, typer.Option(help="From:to, the end not included; or one seed.")] = "0:1000",
     keep: Annotated[str, typer.Option(help="Only these faults of the seed, by number: 0,3")] = "",
+    cluster: Annotated[bool, typer.Option(help="The whole coordinator with agents and detectors.")] = False,
     transcript: Annotated[bool, typer.Option(help="Print everything that happens, in virtual time.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
@@ -38,6 +39,8 @@ def storm_command(
 
         everstep sim storm --seeds 0:1000
 
+        everstep sim storm --seeds 0:500 --cluster
+
         everstep sim storm --seeds 17 --transcript
 
         everstep sim storm --seeds 583 --keep 0,3 --transcript
@@ -49,13 +52,13 @@ def storm_command(
     if (transcript or kept is not None) and last != first + 1:
         raise UserError("--transcript and --keep look at one storm; give one seed, as in --seeds 17.")
     if transcript or kept is not None:
-        raise typer.Exit(_show_one(first, kept, transcript, as_json))
+        raise typer.Exit(_show_one(first, kept, transcript, as_json, cluster))
     began = time.process_time()
     failed, events, deaths, incidents = [], 0, 0, 0
     digest = 0
     with bar(last - first, quiet=as_json) as advance:
         for seed in range(first, last):
-            report = run_storm(draw_spec(seed))
+            report = run_storm(draw_spec(seed), cluster=cluster)
             events += report.events
             deaths += report.deaths
             incidents += report.incidents
@@ -67,7 +70,7 @@ def storm_command(
     result = {
         "seeds": [first, last],
         "passed": last - first - len(failed),
-        "failed": [{"seed": s, "violation": v, "replay": _replay(s)} for s, v in failed],
+        "failed": [{"seed": s, "violation": v, "replay": _replay(s, cluster=cluster)} for s, v in failed],
         "events": events,
         "deaths": deaths,
         "incidents": incidents,
@@ -78,12 +81,12 @@ def storm_command(
     if as_json:
         print(json.dumps(result))
     else:
-        _tell(result, failed)
+        _tell(result, failed, cluster)
     if failed:
         raise typer.Exit(1)
 
 
-def _show_one(seed: int, kept: tuple[int, ...] | None, transcript: bool, as_json: bool) -> int:
+def _show_one(seed: int, kept: tuple[int, ...] | None, transcript: bool, as_json: bool, cluster: bool) -> int:
     from everstep.sim.storm import draw_spec, run_storm
 
     spec = draw_spec(seed)
@@ -93,7 +96,7 @@ def _show_one(seed: int, kept: tuple[int, ...] | None, transcript: bool, as_json
                 f"--keep names a fault that seed {seed} does not have; it has {len(spec.faults)}."
             )
         spec = spec.keep(kept)
-    report = run_storm(spec, record=transcript)
+    report = run_storm(spec, record=transcript, cluster=cluster)
     if as_json:
         fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
         print(json.dumps(fields | {"spec": spec.lines()}))
@@ -103,7 +106,7 @@ def _show_one(seed: int, kept: tuple[int, ...] | None, transcript: bool, as_json
     return 0 if report.violation is None else 1
 
 
-def _tell(result: dict[str, Any], failed: list[tuple[int, str]]) -> None:
+def _tell(result: dict[str, Any], failed: list[tuple[int, str]], cluster: bool) -> None:
     first, last = result["seeds"]
     print(
         f"seeds {first}:{last}: {result['passed']} passed, {len(failed)} failed; {result['events']} events, "
@@ -111,28 +114,28 @@ def _tell(result: dict[str, Any], failed: list[tuple[int, str]]) -> None:
         f"{result['seeds_per_second']} seeds/s; hash {result['hash']}"
     )
     for seed, _ in failed[:SHOWN]:
-        _tell_failure(seed)
+        _tell_failure(seed, cluster)
     for seed, violation in failed[SHOWN:]:
-        print(f"seed {seed}: {violation[:160]}\n  {_replay(seed)}")
+        print(f"seed {seed}: {violation[:160]}\n  {_replay(seed, cluster=cluster)}")
 
 
-def _tell_failure(seed: int) -> None:
+def _tell_failure(seed: int, cluster: bool) -> None:
     from everstep.sim.storm import draw_spec, run_storm
     from everstep.sim.storm.shrink import shrink
 
     spec = draw_spec(seed)
-    few = shrink(spec)
-    report = run_storm(spec.keep(few), record=True)
+    few = shrink(spec, cluster=cluster)
+    report = run_storm(spec.keep(few), record=True, cluster=cluster)
     print("\n".join(["", *spec.keep(few).lines()]))
     print("\n".join(line[:200] for line in report.transcript[-TAIL:]))
     print(f"seed {seed}: {report.violation}")
-    print(f"replay: {_replay(seed)}")
-    print(f"with {len(few)} of its {len(spec.faults)} faults: {_replay(seed, few)}")
+    print(f"replay: {_replay(seed, cluster=cluster)}")
+    print(f"with {len(few)} of its {len(spec.faults)} faults: {_replay(seed, few, cluster=cluster)}")
 
 
-def _replay(seed: int, few: tuple[int, ...] | None = None) -> str:
+def _replay(seed: int, few: tuple[int, ...] | None = None, *, cluster: bool = False) -> str:
     kept = "" if few is None else f" --keep {','.join(map(str, few))}"
-    return f"everstep sim storm --seeds {seed}{kept} --transcript"
+    return f"everstep sim storm --seeds {seed}{kept}{' --cluster' if cluster else ''} --transcript"
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -109,16 +109,15 @@ class ClusterHead(Head):
         rules = self.spec.rules
         for agent in self.world.agents:
             self.hear(agent_joined(agent))
-        self.hear(
-            msg.TaskSubmitted(
-                task=TASK,
-                job=None,
-                shape=Shape(rules.replicas, rules.stages, rules.microbatches),
-                steps=rules.steps,
-                secret="",
-                has_checkpoints=bool(rules.checkpoint_every),
-            )
+        submitted: Any = msg.TaskSubmitted(
+            task=TASK,
+            job=None,
+            shape=Shape(rules.replicas, rules.stages, rules.microbatches),
+            steps=rules.steps,
+            secret="",
+            has_checkpoints=bool(rules.checkpoint_every),
         )
+        self.hear(submitted)
 
     def _act(self) -> None:
         while self.up and self.acted < self.journal.synced:
@@ -135,7 +134,7 @@ class ClusterHead(Head):
             self.agenda.at(at_us, self._time_passed, self.life, self.acted)
 
     def _send_again(self, event: msg.NodeJoined) -> None:
-        """A new connection: what the old one may have lost goes first, by number, so nothing is done twice."""
+        """A new connection: what the old one may have lost goes first, by its number."""
         node = self.coordinator.nodes.get(event.node)
         if node is not None and node.boot == event.boot:
             for number, order, because in node.pending:
@@ -165,7 +164,7 @@ class ClusterHead(Head):
 
 
 class ClusterWorld(World):
-    head: ClusterHead  # type: ignore[assignment]
+    head: ClusterHead
 
     def __init__(self, spec: Spec, *, record: bool = False) -> None:
         super().__init__(spec, record=record)
@@ -222,9 +221,11 @@ class ClusterWorld(World):
                     )
 
     def _dispatch(self, action: msg.Dispatch) -> None:
-        link = self.agents[int(action.node[1:])].to_agent
-        if link is not None:
-            self.network.send(link, action, self.spec.weather.order_us)
+        """On the connection of the boot that the coordinator knows; an older one is closed."""
+        agent = self.agents[int(action.node[1:])]
+        known = self.head.coordinator.nodes[action.node].boot
+        if agent.to_agent is not None and known == agent.boot_name:
+            self.network.send(agent.to_agent, action, self.spec.weather.order_us)
 
     def _thought(self, action: msg.Think, life: int) -> None:
         if self.head.up and life == self.head.life:

@@ -8,7 +8,7 @@ from everstep.sim.storm.spec import Spec
 MOST_TRIES = 200
 
 
-def shrink(spec: Spec) -> tuple[int, ...]:
+def shrink(spec: Spec, *, cluster: bool = False) -> tuple[int, ...]:
     """The indices of a smallest set of faults found that still breaks something; all of them if none less."""
     kept = tuple(range(len(spec.faults)))
     tries, size = 0, max(1, len(kept) // 2)
@@ -19,7 +19,7 @@ def shrink(spec: Spec) -> tuple[int, ...]:
             tries += 1
             if tries > MOST_TRIES:
                 return kept
-            if run_storm(spec.keep(rest)).violation is not None:
+            if run_storm(spec.keep(rest), cluster=cluster).violation is not None:
                 kept, dropped = rest, True
                 break
         if not dropped:
