@@ -92,6 +92,8 @@ def test_who_is_left_outside_torch_is_named_and_not_those_who_have_ended() -> No
 
 def test_nobody_is_named_when_all_are_in_the_same_place() -> None:
     both = record((6, False))
-    assert suspect(stacks={0: IN_TORCH, 1: IN_TORCH}, records={0: both, 1: both}, finished=()).ranks == ()
+    found = suspect(stacks={0: IN_TORCH, 1: IN_TORCH}, records={0: both, 1: both}, finished=())
+    assert found.ranks == ()
+    assert "all_reduce 6" in found.because
     assert suspect(stacks={0: IN_SCRIPT, 1: IN_SCRIPT}, records={}, finished=()).ranks == ()
     assert suspect(stacks={0: "", 1: "rubbish"}, records={0: b"", 1: b"{7"}, finished=()).ranks == ()

@@ -4,7 +4,7 @@ Loading torch takes seconds, and after a fault everybody waits for it. With `--p
 cradle, loads it once and is forked for every rank of every life. That changes what a script can count on
 (torch reads some environment variables while it is loaded), so it is the person's choice.
 
-Either way a rank leads a session of its own: its children are its process group, and end with it. A dead rank
+Either way a rank leads a process group of its own: its children are in it, and end with it. A dead rank
 is not reaped before its group has been killed, so that no stranger can get its number in between.
 """
 

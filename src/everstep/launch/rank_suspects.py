@@ -43,7 +43,9 @@ def suspect(
 ) -> Suspicion:
     """`records`: dumps of the flight recorder, of ranks that could write one."""
     frames = {rank: found for rank, text in stacks.items() if (found := main_frames(text))}
-    ranks, because = _diagnosed(records) or _outside(frames, finished) or _ended(finished) or _unknown(frames)
+    told = _diagnosed(records)
+    named = told if told is not None and told[0] else _outside(frames, finished) or _ended(finished)
+    ranks, because = named or told or _unknown(frames)
     evidence = tuple(f"rank {rank} {_standing(found)}" for rank, found in sorted(frames.items()))
     return Suspicion(ranks=ranks, because=because, evidence=evidence)
 
@@ -52,6 +54,7 @@ _Named = tuple[tuple[int, ...], str]
 
 
 def _diagnosed(records: Mapping[int, bytes]) -> _Named | None:
+    """May name nobody and still have something to say."""
     from everstep.diagnose import Syndrome, Unusable, analyse, read  # numpy takes a moment
 
     parts = []
@@ -66,8 +69,11 @@ def _diagnosed(records: Mapping[int, bytes]) -> _Named | None:
     found = next((each for each in findings if each.syndrome in hangs and each.suspects), None)
     if found is None:
         return None
-    ranks = tuple(sorted({each.rank for each in found.suspects}))
-    return ranks, f"{found.because} {found.suspects[0].evidence[:300]}."
+    # A link has two ends, and what is as likely as not is no suspicion: then only the sentence is of use.
+    sure = [each for each in found.suspects if each.peer is None and each.confidence > 0.5]
+    if not sure:
+        return (), found.because
+    return tuple(sorted({each.rank for each in sure})), f"{found.because} {sure[0].evidence[:300]}."
 
 
 def _ended(finished: tuple[int, ...]) -> _Named | None:
