@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -126,8 +127,8 @@ def cases() -> list[Case]:
             network=True,
         )
     for ranks, victim in ((4, 2), (8, 1)):
-        add(f"slow receiver pipeline{ranks} rank {victim}", "pipeline", "slow receiver", (victim,), "receiving side",
-            ranks=ranks, network=True)  # fmt: skip
+        name = f"slow receiver pipeline{ranks} rank {victim}"
+        add(name, "pipeline", "slow receiver", (victim,), "receiving side", ranks=ranks, network=True)
     return found + _innocent()
 
 
@@ -438,22 +439,25 @@ def judge(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def stock_tool(folder: Path, case: Case) -> str:
-    """What torchfrtrace makes of the same dumps: the ranks it calls missing, or how it fails."""
+    """What torchfrtrace makes of the same dumps: the ranks it calls missing, or how it fails. It reads
+    pickles only, so what was pulled as JSON is written as one."""
     with tempfile.TemporaryDirectory() as copy:
         for file in folder.glob("fr_rank_*"):
-            plain = Path(copy) / f"t_{file.name.split('_')[-1].split('.')[0]}"
-            plain.write_bytes(file.read_bytes())
+            content = file.read_bytes()
+            if file.suffix == ".json":
+                dump = json.loads(content)
+                for entry in dump.setdefault("entries", []):
+                    entry["process_group"] = tuple(entry["process_group"])
+                content = pickle.dumps(dump, protocol=2)
+            (Path(copy) / f"t_{file.stem.split('_')[-1]}").write_bytes(content)
         tool = Path(sys.executable).parent / "torchfrtrace"
-        form = ["-j"] if any(folder.glob("fr_rank_*.json")) else []
         done = subprocess.run(
-            [str(tool), copy, "-p", "t_", *form], capture_output=True, text=True, timeout=120, check=False
+            [str(tool), copy, "-p", "t_"], capture_output=True, text=True, timeout=120, check=False
         )
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["failed"])[-1][:60]
-    return (
-        " ".join(line.strip() for line in done.stdout.splitlines() if "ranks" in line.lower())[:80]
-        or "nothing"
-    )
+    said = [line.strip() for line in done.stdout.splitlines() if "rank" in line.lower()]
+    return " ".join(said)[:80] or "nothing"
 
 
 def main() -> None:
@@ -488,8 +492,8 @@ def main() -> None:
                 shutil.copytree(folder, given.keep / case.name.replace(" ", "_"), dirs_exist_ok=True)
             mark = "ok " if not row["false_positives"] and not row["missed"] and row["where_right"] else "BAD"
             print(
-                f"{mark} {case.name:42} truth {row['truth']!s:16} accused {row['accused']!s:16} {row['where']} "
-                f"{row['imbalances']} {row['stock']} {took:.1f} s",
+                f"{mark} {case.name:42} truth {row['truth']!s:16} accused {row['accused']!s:16} "
+                f"{row['where']} {row['imbalances']} {row['stock']} {took:.1f} s",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,0 +1,210 @@
+"""Files as they come: foreign, torn, hostile, of every version; each is read or refused with a reason."""
+
+import json
+import pickle
+import re
+from typing import Any
+
+import pytest
+
+from everstep.diagnose import Unusable, analyse, join, read
+from everstep.diagnose.ras import read_ras
+
+
+def entry(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": number,
+        "p2p_seq_id": 0, "op_id": number, "profiling_name": "nccl:all_reduce", "time_created_ns": 10**18 + number,
+        "input_sizes": [[10, 3]], "input_dtypes": ["Float"], "output_sizes": [[10, 3]], "output_dtypes": ["Float"],
+        "state": "scheduled", "time_discovered_started_ns": None, "time_discovered_completed_ns": None,
+        "retired": False, "timeout_ms": 600000, "is_p2p": False,
+    } | more  # fmt: skip
+
+
+def dump(*entries: dict[str, Any], **more: Any) -> dict[str, Any]:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
+    return {"version": "2.9", "pg_config": config, "pg_status": {}, "entries": list(entries)} | more
+
+
+def pickled(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=2)
+
+
+class Attack:
+    def __reduce__(self) -> Any:
+        return (print, ("a dump ran code",))
+
+
+def test_a_pickle_that_would_run_code_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Unusable, match="plain data only"):
+        read("rank_0", pickled(dump() | {"nccl_version": Attack()}))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.4", "2.7", "2.9", "2.10"])
+def test_versions(version: str) -> None:
+    part = read("nccl_trace_rank_3", pickled(dump(entry(5), version=version)))
+    (record,) = part.log.records()
+    assert (record.rank, record.seq, record.kind, record.bytes, record.done) == (
+        3,
+        5,
+        "all_reduce",
+        120,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "empty"),
+        (b"hello\n", "not a format known"),
+        (b"\x80\x02}q", "truncated"),
+        (b'{"version": "2.9", "entr', "truncated"),
+        (b'{"some": "json"}', "no Flight Recorder dump"),
+        (pickled(dump(version="3.1")), "3.1 is not known"),
+        (pickled(dump(entry(1, input_sizes="x"))), "entry 0 is not understood"),
+        (b"\xff\xfe\x00garbage", "not a format known"),
+        (b"everring" + bytes(10), "no ring"),
+    ],
+)
+def test_what_cannot_be_used_says_why(content: bytes, why: str) -> None:
+    with pytest.raises(Unusable, match=re.escape(why)):
+        read("rank_0", content)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("_dump_2", 2),
+        ("comm_lib_trace_rank_3", 3),
+        ("host7_rank_1.pkl", 1),
+        ("node12/rank2.json", 2),
+        ("trace0", 0),
+    ],
+)
+def test_the_rank_is_in_the_name(name: str, rank: int) -> None:
+    assert read(name, pickled(dump(entry(1)))).ranks == (rank,)
+
+
+def test_a_name_that_contradicts_the_groups_is_refused() -> None:
+    with pytest.raises(Unusable, match="its groups do not"):
+        read("rank_9", pickled(dump(entry(1))))
+
+
+def test_the_numbers_of_a_group_are_ranks_of_the_group() -> None:
+    config = {"7": {"name": "7", "desc": "pipe", "ranks": "[4, 12]"}}
+    part = read(
+        "rank_4",
+        pickled(
+            dump(
+                entry(
+                    1,
+                    process_group=("7", "pipe"),
+                    profiling_name="nccl:send 0->1",
+                    p2p_seq_id=31,
+                    is_p2p=False,
+                ),
+                pg_config=config,
+            )
+        ),
+    )
+    (record,) = part.log.records()
+    assert (record.kind, record.peer, record.seq) == ("send", 12, 31)
+
+
+def test_gloo_says_completed_by_retired_and_names_no_group() -> None:
+    """Its pg_config is one nameless group without ranks; who is in a group is who was seen in it."""
+    nameless = {"": {"name": "", "desc": "", "ranks": "[]"}}
+    parts = []
+    for rank in range(4):
+        rows = [entry(n, profiling_name="gloo:all_reduce", retired=True) for n in (1, 2)]
+        if rank != 3:
+            rows.append(entry(3, profiling_name="gloo:all_reduce", time_created_ns=10**18 + 9))
+        parts.append(read(f"fr_rank_{rank}", pickled(dump(*rows, pg_config=nameless, version="2.10"))))
+    case = join(parts)
+    assert case.groups[0].members == (0, 1, 2, 3)
+    assert not case.has_device
+    (finding,) = analyse(parts).diagnosis.incidents
+    assert [s.rank for s in finding.suspects] == [3]
+    assert finding.where == "host"
+
+
+def test_of_two_dumps_of_one_rank_the_later_counts() -> None:
+    early = read("rank_0.pkl", pickled(dump(entry(1))))
+    late = read("rank_0.json", json.dumps(dump(entry(1, retired=True), entry(2))).encode())
+    for parts in ([early, late], [late, early]):
+        assert [(r.seq, r.done) for r in join(parts).log.records()] == [(1, True), (2, False)]
+
+
+def inspector(rank: int, number: int, microseconds: float) -> str:
+    return json.dumps(
+        {
+            "header": {"id": "0xabc", "rank": rank, "n_ranks": 4, "nnodes": 1},
+            "metadata": {
+                "inspector_output_format_version": "v4.0",
+                "hostname": f"node{rank // 2}",
+                "pid": 100 + rank,
+            },
+            "coll_perf": {
+                "coll": "AllReduce",
+                "coll_sn": number,
+                "coll_msg_size_bytes": 1 << 20,
+                "coll_exec_time_us": microseconds,
+                "coll_timing_source": "kernel_gpu",
+            },
+        }
+    )
+
+
+def test_inspector_the_last_to_arrive_has_the_shortest_operation() -> None:
+    """Rank 2 is late by 800 us each time: the others' lengths hold the waiting for it. A torn last line is no harm."""
+    parts = []
+    for rank in range(4):
+        lines = [inspector(rank, n, 200 + (0 if rank == 2 else 800) + (n * 7 + rank) % 5) for n in range(30)]
+        parts.append(read(f"node-{rank}.log", ("\n".join(lines) + '\n{"header": {"id"').encode()))
+    (finding,) = analyse(parts).diagnosis.incidents
+    assert [(s.rank, s.node) for s in finding.suspects] == [(2, "node1")]
+    assert finding.syndrome == "non-communication slow"
+
+
+def ras(counts: dict[int, int], **more: Any) -> str:
+    ranks = [
+        {"rank": r, "host": f"h{r}", "pid": 10 + r, "cuda_dev": 0, "collective_counts": {"AllReduce": n}}
+        for r, n in counts.items()
+    ]
+    return json.dumps({"communicators": [{"hash": "0x1", "ranks": ranks, "missing_ranks": [], **more}]})
+
+
+def test_ras_a_count_that_stays_behind_is_a_stuck_host() -> None:
+    stuck = {0: 101, 1: 100, 2: 101, 3: 101}
+    (finding,) = analyse([read_ras("ras.json", ras(stuck), before=ras(stuck))]).diagnosis.incidents
+    assert [s.rank for s in finding.suspects] == [1]
+    assert finding.where == "host"
+
+
+def test_ras_counts_that_move_accuse_nobody() -> None:
+    before, now = {0: 100, 1: 99, 2: 100}, {0: 104, 1: 103, 2: 104}
+    assert analyse([read_ras("ras.json", ras(now), before=ras(before))]).diagnosis.incidents == []
+
+
+def test_ras_a_dead_rank_is_named() -> None:
+    text = ras({0: 50, 1: 50}, missing_ranks=[{"rank": 2, "considered_dead": True}])
+    (finding,) = analyse([read("ras.json", text.encode())]).diagnosis.incidents
+    assert [s.rank for s in finding.suspects] == [2]
+    assert "dead" in finding.suspects[0].evidence
+
+
+def error(message: str) -> bytes:
+    return json.dumps({"message": {"message": message, "extraInfo": {"timestamp": "1794717902"}}}).encode()
+
+
+def test_the_rank_that_raised_first_is_the_one_whose_error_is_its_own() -> None:
+    lost = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4411"
+    parts = [
+        read(f"attempt_0/{r}/error.json", error("ValueError: bad batch" if r == 2 else lost))
+        for r in range(4)
+    ]
+    (finding,) = analyse(parts).diagnosis.incidents
+    assert [s.rank for s in finding.suspects] == [2]
+    assert "bad batch" in finding.suspects[0].evidence
