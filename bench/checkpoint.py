@@ -353,14 +353,14 @@ def _stall_on_gpu(root: Path, options: argparse.Namespace) -> dict[str, Any]:
 # ------------------------------------------------------------------ kill
 
 
-def save_for_ever(root: Path) -> None:
+def save_for_ever(root: Path, ready: int) -> None:
     """Steps one after the other, some of them again, until someone kills this."""
     draw = random.Random(os.getpid())
     state = {f"w{i}": torch.zeros(1 << 18) for i in range(4)}
     done = folder.complete_steps(root)
     step = done[-1] if done else 0
     folder.clean(root)
-    print("ready", flush=True)
+    os.write(ready, b"!")
     while True:
         step += draw.random() < 0.7  # else the same step again, as after going back
         step = max(step, 1)
@@ -384,15 +384,19 @@ def bench_kill(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     _one_step(root)
     good, refused, half_written, steps = 0, 0, 0, []
     for _ in range(options.kills):
-        saver = subprocess.Popen(
-            [sys.executable, __file__, "--save-for-ever", str(root)], stdout=subprocess.PIPE, text=True
-        )
-        assert saver.stdout is not None
-        saver.stdout.readline()
-        time.sleep(draw.uniform(0.0, 0.15))
-        saver.send_signal(signal.SIGKILL)
-        saver.wait()
-        saver.stdout.close()
+        hears, ready = os.pipe()
+        saver = os.fork()
+        if saver == 0:
+            try:
+                save_for_ever(root, ready)
+            finally:
+                os._exit(1)
+        os.read(hears, 1)
+        time.sleep(draw.uniform(0.0, options.kill_within))
+        os.kill(saver, signal.SIGKILL)
+        os.waitpid(saver, 0)
+        os.close(hears)
+        os.close(ready)
         half_written += any(root.glob("*.partial"))
         found, why = folder.newest_valid(root)
         refused += len(why)
@@ -428,17 +432,15 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="with --device cuda: also write to disk")
     parser.add_argument("--deepspeed", default="", help="the Python of a venv with deepspeed")
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kill-within", type=float, default=0.3, help="seconds of saving before the kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", default=None, help="where to write; a temporary folder if not given")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--convert-here", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--save-for-ever", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.convert_here:
         convert_here(*map(Path, options.convert_here))
         return 0
-    if options.save_for_ever:
-        save_for_ever(Path(options.save_for_ever))
     benches = {
         "convert": bench_convert,
         "part": bench_part,

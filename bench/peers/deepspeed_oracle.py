@@ -116,7 +116,7 @@ class Oracle:
     def ours(self, case: Case) -> dict[str, Any]:
         folder, before = self.train(case)
         middle, target = self.root / f"u-{self.runs}", self.root / f"c-{self.runs}"
-        write_state(middle, read_state(folder), Target(format="universal"))
+        write_state(middle, read_state(folder / f"global_step{SAVE_AT}"), Target(format="universal"))
         goal = Target(format="deepspeed", stage=case.to_stage, world=case.to_world)
         write_state(target, read_state(middle), goal)
         after = self.run(case.to_world, *_options(case, case.to_stage), "--load", target)
@@ -164,12 +164,15 @@ def main() -> int:
     )
     parser.add_argument("--python", required=True, help="the Python of a venv with deepspeed")
     parser.add_argument("--theirs", action="store_true", help="also with DeepSpeed's own converter")
+    parser.add_argument("--from-stage", type=int, help="only cases that start there")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(prefix="oracle-") as name:
         oracle = Oracle(options.python, Path(name))
         for case in CASES:
+            if options.from_stage not in (None, case.stage):
+                continue
             row = {**asdict(case), **oracle.ours(case)}
             if options.theirs:
                 row["theirs"] = oracle.theirs(case)

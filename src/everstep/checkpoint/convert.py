@@ -76,8 +76,8 @@ def detect(path: str | Path) -> Format:
         raise UserError(f"{path} is no folder; give the folder of a checkpoint.")
     checks: list[tuple[Format, Callable[[], bool]]] = [
         ("universal", lambda: universal.is_one(where)),
-        ("deepspeed-universal", lambda: deepspeed_universal.is_one(where)),
         ("deepspeed", lambda: deepspeed.folder_of(where) is not None),
+        ("deepspeed-universal", lambda: deepspeed_universal.is_one(where)),
         ("megatron", lambda: megatron.folder_of(where) is not None),
         ("dcp", lambda: dcp.is_one(where)),
         ("hf", lambda: hf.is_one(where)),

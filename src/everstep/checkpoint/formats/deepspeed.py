@@ -205,17 +205,22 @@ def _read_three(found: _Local, parts: Sequence[Any], told: Sequence[Any], shapes
         _collect(found, shapes, names, weights, states, scalars)
         owner = next((g for g, group in enumerate(numbers) if sub in group["params"]), 0)
         found.groups[owner]["params"] += list(names)
-    for name, shape in (told[0].get("frozen_param_shapes") or {}).items():
-        shape = tuple(shape)
-        each = -(-prod(shape) // world)
+    found.frozen |= frozen_of(told)
+
+
+def frozen_of(told: Sequence[Any]) -> dict[str, Stored]:
+    """The frozen parameters, each cut over the ranks' model states."""
+    found: dict[str, Stored] = {}
+    for name, size in (told[0].get("frozen_param_shapes") or {}).items():
+        shape = tuple(size)
+        each = -(-prod(shape) // len(told))
         pieces = []
-        dtype = "F32"
         for rank, one in enumerate(told):
             tensor = one["frozen_param_fragments"][name]
-            dtype = tensor.dtype
             count = max(0, min(each, prod(shape) - rank * each))
             pieces += _ranged(shape, rank * each, tensor, 0, count)
-        found.frozen[name] = Pieces(dtype, shape, tuple(pieces))
+        found[name] = Pieces(told[0]["frozen_param_fragments"][name].dtype, shape, tuple(pieces))
+    return found
 
 
 # Both.

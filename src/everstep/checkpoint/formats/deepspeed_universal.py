@@ -12,12 +12,13 @@ groups the numbers of the first. `deepspeed_write` has neither limit.
 
 from __future__ import annotations
 
+import re
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint.formats import deepspeed_write, pickles, torchfile
-from everstep.checkpoint.formats.deepspeed import ENGINE_KEYS
+from everstep.checkpoint.formats.deepspeed import ENGINE_KEYS, frozen_of
 from everstep.checkpoint.parts import Progress
 from everstep.checkpoint.state import State, plain, scalar
 from everstep.checkpoint.stored import FilePiece, Pieces, Stored, as_dtype
@@ -57,6 +58,7 @@ def read(path: Path) -> State:
     for group, mine in zip(groups, names, strict=False):
         numbers = {k: plain(v, lost, k) for k, v in group.items() if k != "params"}
         state.groups.append({"params": mine, **numbers})
+    _add_frozen(state, folder)
     state.frozen = [name for name in state.parameters() if not any(name in mine for mine in names)]
     _add_steps(state, held)
     client = {key: value for key, value in told.items() if key not in ENGINE_KEYS}
@@ -69,6 +71,21 @@ def read(path: Path) -> State:
     }
     state.notes += [f"{name} is no plain value and is left out" for name in lost]
     return state
+
+
+def _add_frozen(state: State, folder: Path) -> None:
+    """DeepSpeed makes no atoms of ZeRO-3's frozen parameters; the model states beside them have them."""
+    files = sorted(
+        (int(match[1]), path)
+        for path in folder.glob("zero_pp_rank_*_model_states.pt")
+        if (match := re.match(r"zero_pp_rank_(\d+)_", path.name))
+    )
+    told = [pickles.load(path) for _, path in files]
+    frozen = (told[0].get("frozen_param_shapes") or {}) if told else {}
+    missing = [name for name in frozen if f"model/{name}" not in state.tensors]
+    if missing and told[0].get("dp_world_size") == len(told):
+        for name, stored in frozen_of(told).items():
+            state.tensors.setdefault(f"model/{name}", stored)
 
 
 def _model_file(folder: Path) -> Path:
