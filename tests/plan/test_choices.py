@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from everstep.core.ops import Worker
-from everstep.plan import Assignment, Cluster, Costs, TaskSpec, assign, from_table, replicated
+from everstep.plan import Assignment, Cluster, Costs, TaskSpec, assign, decide, from_table, replicated
 from everstep.plan.events import World, after
+from everstep.plan.explain import least_change
 from everstep.plan.options import Kind
 from everstep.plan.reroute import throughput_ratio
 from everstep.plan.shape import Shape
@@ -127,6 +129,32 @@ def test_a_node_back_soon_and_a_node_back_late_call_for_different_plans() -> Non
 def test_the_way_back_is_charged() -> None:
     late = planned(reshaping_world("1w")).gains["gpt"]
     assert late.way_back > 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_plan_is_undone_before_it_pays(seed: int) -> None:
+    """Under a promised repair: what a plan does beyond the least possible either pays before the repair is
+    expected, or is where its tasks will want to be after it."""
+    draw = random.Random(seed)
+    tasks = [
+        pipeline(
+            f"t{i}",
+            stages=draw.choice((1, 2, 4)),
+            replicas=draw.randint(2, 6),
+            weight=draw.uniform(0.5, 3),
+            state_bytes=draw.choice((1e9, 1e12)),
+        )
+        for i in range(draw.randint(2, 4))
+    ]
+    world = seated(Cluster(nodes=nodes(8, 2)), tasks)
+    lost = draw.randrange(8)
+    world = after(f"lose node-{lost} for {draw.choice((5, 30, 120, 3600))}s", world)
+    decision = decide(world.cluster, world.submitted(), world.now)
+    least = {name: least_change(options) for name, options in decision.options.items()}
+    plan = planned(world)
+    more_way_back = sum(decision.choices[n].way_back - least[n].way_back for n in least)
+    if plan.payback_s is not None and more_way_back >= 0:
+        assert plan.payback_s <= plan.running_s
 
 
 def test_a_change_that_only_just_pays_is_not_made_under_hysteresis() -> None:

@@ -24,8 +24,8 @@ def table_task(name: str, table: Sequence[float], **more: object) -> TaskSpec:
     return TaskSpec(name=name, curve=from_table(table), **more)  # type: ignore[arg-type]
 
 
-def pipeline(name: str, *, stages: int, replicas: int, **more: object) -> TaskSpec:
-    curve = replicated(stages=stages, per_replica=1.0, most_replicas=replicas, state_bytes=1e9)
+def pipeline(name: str, *, stages: int, replicas: int, state_bytes: float = 1e9, **more: object) -> TaskSpec:
+    curve = replicated(stages=stages, per_replica=1.0, most_replicas=replicas, state_bytes=state_bytes)
     return TaskSpec(name=name, curve=curve, **more)  # type: ignore[arg-type]
 
 

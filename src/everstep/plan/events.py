@@ -70,6 +70,8 @@ def _lose(world: World, name: str, back_in_s: float | None) -> World:
         raise UserError(f"node {node_name!r} is lost already; name one that lives.")
     if not colon:
         return _with_node(world, replace(node, lost=True, back_in_s=back_in_s))
+    if back_in_s is not None:
+        raise UserError(f"{name!r} is one slot; a repair time is for whole nodes, so leave out 'for'.")
     if not slot.isdigit() or int(slot) >= node.slots:
         raise UserError(f"{name!r} is not a slot; {node_name} has slots 0 to {node.slots - 1}.")
     return _with_node(world, replace(node, bad_slots=node.bad_slots | {int(slot)}))

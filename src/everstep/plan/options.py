@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from everstep.plan.cluster import Cluster
 from everstep.plan.memory import Floats
+from everstep.plan.reroute import live_per_stage
 from everstep.plan.shape import Shape
 from everstep.plan.task import Standing, TaskSpec
 from everstep.plan.transition import Source
@@ -258,20 +259,17 @@ class _Build:
             return np.full(len(workers), Kind.START, dtype=np.int8), np.zeros(len(workers))
         count = workers.astype(np.float64)
         kind = np.full(len(workers), Kind.RESHAPE, dtype=np.int8)
-        seconds = costs.reshape_s(
-            today.source, self.curve.state_bytes, self.step_s, count, self.parts[np.maximum(cut, 0)]
-        )
+        seconds = costs.reshape_s(today.source, self.curve.state_bytes, count, self.parts[np.maximum(cut, 0)])
         if self.cut_today >= 0 and today.source is Source.LIVE:
             same = cut == self.cut_today
             fewer = same & (workers <= today.live_workers)
             more = same & ~fewer
             kind[fewer], kind[more] = Kind.DROP, Kind.GROW
-            seconds = np.where(fewer, costs.drop_s(self.step_s, count), seconds)
+            seconds = np.where(fewer, costs.groups(count), seconds)
             gain = (throughput - today.rerouted) / max(today.throughput, 1e-300)
-            grown = costs.grow_s(
-                self.curve.state_bytes, self.step_s, count, float(self.parts[self.cut_today]), gain
-            )
+            grown = costs.grow_s(self.curve.state_bytes, count, float(self.parts[self.cut_today]), gain)
             seconds = np.where(more, grown, seconds)
+        seconds = seconds + self._broken_step_s()
         if self.cut_today < 0:
             kind[:] = np.where(workers > today.live_workers, Kind.GROW, Kind.DROP)
         if self.fixed_s is not None:
@@ -289,13 +287,7 @@ class _Build:
             rows.append((self._units(today.workers), today.workers, today.throughput, 0.0, Kind.KEEP))
         live = today.live_workers
         if today.damaged and today.rerouted > 0 and live >= self.task.min_workers:
-            assert today.shape is not None
-            per_stage = [
-                sum(w.stage == s for w in today.dead) / today.shape.replicas
-                for s in range(today.shape.stages)
-            ]
-            worst = max(per_stage)
-            seconds = self.costs.reroute_seconds(self.step_s, worst / max(1e-9, 1 - worst))
+            seconds = self._broken_step_s()
             rows.append((self._units(live), live, today.rerouted, seconds, Kind.REROUTE))
         rows = [row for row in rows if row[0] <= self.top]
         units, workers, throughput, seconds_, kinds = zip(*rows, strict=True)
@@ -311,6 +303,20 @@ class _Build:
             most = self.task.weight * float(self.curve.throughput.max()) * self.horizon.running_s
             layer.worth[0] -= MUST_RUN * most
         return layer
+
+    def _broken_step_s(self) -> float:
+        """What a task that was hurt loses in any case."""
+        today = self.today
+        if not today.damaged:
+            return 0.0
+        if today.source is not Source.LIVE:
+            return self.costs.lost_work_s(today.source, self.step_s)
+        if today.shape is None:
+            share = len(today.missing) / max(1, today.live_workers)
+        else:
+            per_stage = live_per_stage(today.shape, today.dead)
+            share = max((today.shape.replicas - live) / live for live in per_stage)
+        return self.costs.interrupted_s(self.step_s, share)
 
     def _stop_s(self) -> float:
         if not self.today.workers:
@@ -360,17 +366,14 @@ class _Build:
         if target.shape is not None:
             goal = self.curve._index.get((target.shape.stages, target.shape.shards), -1)
         parts = np.full(len(workers), self.parts[max(goal, 0)])
-        seconds = self.costs.reshape_s(Source.LIVE, self.curve.state_bytes, self.step_s, count, parts)
+        seconds = self.costs.reshape_s(Source.LIVE, self.curve.state_bytes, count, parts)
         if goal >= 0:
             same = cut == goal
             gain = (target.throughput - throughput) / max(target.throughput, 1e-300)
-            grown = self.costs.grow_s(
-                self.curve.state_bytes, self.step_s, count, float(self.parts[goal]), gain
-            )
+            grown = self.costs.grow_s(self.curve.state_bytes, count, float(self.parts[goal]), gain)
             fewer = same & (workers > target.workers)
-            seconds = np.where(same, np.where(fewer, self.costs.drop_s(self.step_s, count), grown), seconds)
-        restored = self.costs.reshape_s(Source.DISK, self.curve.state_bytes, 0.0, count, parts)
-        restored = restored - self.costs.lost_work_s(Source.DISK, 0.0)  # it stopped in good order
+            seconds = np.where(same, np.where(fewer, self.costs.groups(count), grown), seconds)
+        restored = self.costs.reshape_s(Source.DISK, self.curve.state_bytes, count, parts)
         seconds = np.where(kind == Kind.STOP, restored, seconds)
         if self.fixed_s is not None:
             seconds = np.full(len(workers), self.fixed_s)

@@ -1,7 +1,8 @@
 """What a change costs: D_transition, in seconds of the throughput the task had before.
 
     keep        nothing
-    re-route    a moment to agree, and the dead workers' ops of the broken step on their peers; no state moves
+    re-route    a moment to agree, then the dead workers' ops of the broken step on peers; no state moves.
+                A task that was hurt pays this whatever it does next, for changes happen between two steps
     drop        replicas fewer, same cut: every stage's reduce group is formed anew; no state moves
     grow, fill  replicas more, same cut: new workers copy the state of a live peer *while training goes on*;
                 the task loses what it would have gained in that time, and the forming of the groups
@@ -47,10 +48,10 @@ class Costs:
         return self.groups_s + self.groups_per_worker_s * workers
 
     def lost_work_s(self, source: Source, step_s: float) -> float:
-        """Seconds of work done again: half a step, or half of what lies between two copies."""
+        """Seconds of work done again because it is in no state that is left."""
         match source:
             case Source.LIVE:
-                return 0.5 * step_s
+                return 0.0
             case Source.MEMORY:
                 return (0.5 + 0.5 * self.memory_every_steps) * step_s
             case Source.DISK:
@@ -61,26 +62,18 @@ class Costs:
         part = state_bytes / np.maximum(parts, 1.0) / self.network_bandwidth
         return part + (state_bytes / self.disk_bandwidth if source is Source.DISK else 0.0)
 
-    def reshape_s(
-        self, source: Source, state_bytes: float, step_s: float, workers: Floats, parts: Floats
-    ) -> Floats:
+    def reshape_s(self, source: Source, state_bytes: float, workers: Floats, parts: Floats) -> Floats:
         """Another cut, or a restart: everybody stands still."""
-        return (
-            self.groups(workers) + self.fetch_s(source, state_bytes, parts) + self.lost_work_s(source, step_s)
-        )
+        return self.groups(workers) + self.fetch_s(source, state_bytes, parts)
 
-    def grow_s(
-        self, state_bytes: float, step_s: float, workers: Floats, parts: float, gain: Floats
-    ) -> Floats:
+    def grow_s(self, state_bytes: float, workers: Floats, parts: float, gain: Floats) -> Floats:
         """`gain`: how much of today's throughput the new workers will add, as a fraction of it."""
         copying = self.fetch_s(Source.LIVE, state_bytes, np.array(parts))
-        return self.groups(workers) + copying * np.maximum(gain, 0.0) + 0.0 * step_s
+        return self.groups(workers) + copying * np.maximum(gain, 0.0)
 
-    def drop_s(self, step_s: float, workers: Floats) -> Floats:
-        return self.groups(workers) + 0.5 * step_s
-
-    def reroute_seconds(self, step_s: float, dead_share: float) -> float:
-        """The dead workers' ops of one step are run again by their peers."""
+    def interrupted_s(self, step_s: float, dead_share: float) -> float:
+        """A death in mid-step: the dead workers' ops of that step are run again by their peers, whatever
+        comes after it."""
         return self.reroute_s + step_s * min(1.0, dead_share)
 
     def stop_s(self, state_bytes: float) -> float:
