@@ -467,6 +467,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--which", default="", choices=("", "stuck", "slow", "innocent"))
     parser.add_argument("--part", default="", help="1/3: the first third of the cases")
     parser.add_argument("--stock", action="store_true", help="also ask torchfrtrace (seconds a case)")
     given = parser.parse_args()
@@ -477,6 +478,8 @@ def main() -> None:
     rows = []
     port = 21000 + os.getpid() % 20000
     chosen = [case for case in cases() if given.only in case.name]
+    if given.which:
+        chosen = [case for case in chosen if sort_of(case) == given.which]
     if given.part:
         which, of = map(int, given.part.split("/"))
         chosen = chosen[which - 1 :: of]
@@ -498,6 +501,13 @@ def main() -> None:
                 flush=True,
             )
     report(rows, given.json)
+
+
+def sort_of(case: Case) -> str:
+    """`slow` and `innocent` are about milliseconds: run them on a quiet machine."""
+    if not case.truth:
+        return "innocent"
+    return "slow" if case.fault.startswith("slow") else "stuck"
 
 
 def _answered(words: str) -> bool:

@@ -1,5 +1,6 @@
-"""A small job that gets stuck, and the records its ranks leave: hosts that enqueue ahead, devices that complete in
-order, groups for tensor, data and pipeline parallelism. No part of the analysis is used to make it.
+"""A small job that gets stuck, and the records its ranks leave: hosts that enqueue ahead, devices that
+complete in order, groups for tensor, data and pipeline parallelism. No part of the analysis is used to make
+it.
 
 A device completes its next operation when all who take part have reached it on their devices. Two faults:
 

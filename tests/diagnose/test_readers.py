@@ -14,8 +14,9 @@ from everstep.diagnose.ras import read_ras
 def entry(number: int, **more: Any) -> dict[str, Any]:
     return {
         "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": number,
-        "p2p_seq_id": 0, "op_id": number, "profiling_name": "nccl:all_reduce", "time_created_ns": 10**18 + number,
-        "input_sizes": [[10, 3]], "input_dtypes": ["Float"], "output_sizes": [[10, 3]], "output_dtypes": ["Float"],
+        "p2p_seq_id": 0, "op_id": number, "profiling_name": "nccl:all_reduce",
+        "time_created_ns": 10**18 + number, "input_sizes": [[10, 3]], "input_dtypes": ["Float"],
+        "output_sizes": [[10, 3]], "output_dtypes": ["Float"],
         "state": "scheduled", "time_discovered_started_ns": None, "time_discovered_completed_ns": None,
         "retired": False, "timeout_ms": 600000, "is_p2p": False,
     } | more  # fmt: skip
@@ -158,7 +159,8 @@ def inspector(rank: int, number: int, microseconds: float) -> str:
 
 
 def test_inspector_the_last_to_arrive_has_the_shortest_operation() -> None:
-    """Rank 2 is late by 800 us each time: the others' lengths hold the waiting for it. A torn last line is no harm."""
+    """Rank 2 is late by 800 us each time: the others' lengths hold the waiting for it. A torn last line is
+    no harm."""
     parts = []
     for rank in range(4):
         lines = [inspector(rank, n, 200 + (0 if rank == 2 else 800) + (n * 7 + rank) % 5) for n in range(30)]

@@ -116,14 +116,12 @@ def chain(
     skew_ms: dict[int, int] | None = None,
     late: int | None = None,
 ) -> list[Part]:
-    """Four ranks in a line, each with a clock of its own: messages there and back, 1 ms each, `slow` longer."""
+    """Four ranks in a line, each with its own clock: messages there and back, 1 ms each, `slow` longer."""
     slow, skew_ms = slow or {}, skew_ms or {}
     records: dict[int, list[Record]] = {rank: [] for rank in range(4)}
     counts: dict[tuple[int, int], int] = {}
     now = 10**15
-    free = dict.fromkeys(
-        range(4), now
-    )  # when a rank was done with what it did before: then it waits for the next
+    free = dict.fromkeys(range(4), now)  # when a rank was done; then it waits for the next
     for step in range(30):
         for a, b in ((0, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 0)):
             counts[a, b] = counts.get((a, b), 0) + 1

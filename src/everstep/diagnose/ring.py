@@ -5,9 +5,9 @@
     slots  64 bytes each, oldest overwritten first
 
 A slot is written when an operation is enqueued and touched once more when it ends, so an operation that never
-ends stays in the ring as one that has no end: the last thing a stopped or dead process says. `stamp`, written
-last, is the slot's turn; a slot whose stamp does not fit its place was torn by a death in mid-write and is
-skipped. The writer is `engine.recorder`; nobody needs a lock, since one process writes and others only read.
+ends stays in the ring as one that has no end: the last thing a stopped or dead process says. A slot begins
+and ends with its turn, the stamp; where the two differ, a death or the writer itself was in mid-write, and the
+slot is skipped. The writer is `engine.recorder`; nobody needs a lock, since one process writes and others only read.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ MAGIC = b"everring"
 VERSION = 1
 HEAD = struct.Struct("<8sIIiqI")
 NAMES_AT, SLOTS_AT = 64, 4096
-SLOT = struct.Struct("<qqqqqiiHH")  # enqueued, ended, took, bytes, seq, peer, group, kind, -
-SLOT_SIZE = 64
-STAMP = struct.Struct("<Q")
-STAMP_AT = 56
-ENDED_AT = 8
+SLOT = struct.Struct(
+    "<IHHqqqqqiiI4x"
+)  # stamp, kind, -, enqueued, ended, took, bytes, seq, peer, group, stamp
+SLOT_SIZE = SLOT.size
+TIME = struct.Struct("<q")
+ENDED_AT = 16
 KINDS = (
     "other", "send", "recv", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
     "reduce", "gather", "scatter", "barrier", "compute",
 )  # fmt: skip
 _SLOTS = np.dtype(
     {
-        "names": ["enqueued", "ended", "took", "bytes", "seq", "peer", "group", "kind", "stamp"],
-        "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<i4", "<i4", "<u2", "<u8"],
-        "offsets": [0, 8, 16, 24, 32, 40, 44, 48, STAMP_AT],
+        "names": ["stamp", "kind", "enqueued", "ended", "took", "bytes", "seq", "peer", "group", "again"],
+        "formats": ["<u4", "<u2", "<i8", "<i8", "<i8", "<i8", "<i8", "<i4", "<i4", "<u4"],
+        "offsets": [0, 4, 8, ENDED_AT, 24, 32, 40, 48, 52, 56],
         "itemsize": SLOT_SIZE,
     }
 )
-assert SLOT.size <= STAMP_AT
+assert SLOT.size == 64
 
 
 def size_of(capacity: int) -> int:
@@ -80,8 +81,8 @@ def read_ring(name: str, content: bytes) -> Part:
     )
 
 
-def _log(slots: NDArray[Any], capacity: int, rank: int, ahead_ns: int) -> Log:
-    whole = (slots["stamp"] > 0) & ((slots["stamp"] - 1) % capacity == np.arange(capacity, dtype=np.uint64))
+def _log(slots: NDArray[Any], rank: int, ahead_ns: int) -> Log:
+    whole = (slots["stamp"] > 0) & (slots["stamp"] == slots["again"])
     slots = slots[whole & (slots["kind"] < len(KINDS))]
     enqueued = np.where(slots["enqueued"] > 0, slots["enqueued"] + ahead_ns, UNKNOWN)
     ended = np.where(slots["ended"] > 0, slots["ended"] + ahead_ns, UNKNOWN)

@@ -163,8 +163,8 @@ def _how_far(case: Case, standing: Standing, is_message: np.ndarray) -> None:
 
 def _count_in(case: Case, standing: Standing) -> None:
     """The library's counters say how far a rank got also where its records are gone. One counter serves
-    collectives and messages, so it is read as the kind whose numbers, at the members' records, lie nearer; but
-    never as collectives where that would have the rank complete one that a member has not enqueued."""
+    collectives and messages, so it is read as the kind whose numbers, at the members' records, lie nearer;
+    but never as collectives where that would have the rank complete one that a member has not enqueued."""
     near: dict[tuple[int, bool], int] = {}
     least: dict[int, int] = {}
     for (_, group, message), seq in standing.reached.items():

@@ -31,6 +31,11 @@ from everstep.diagnose import ring
 KIND = {name: number for number, name in enumerate(ring.KINDS)}
 SEND, RECV, COMPUTE = KIND["send"], KIND["recv"], KIND["compute"]
 _clock = time.monotonic_ns
+_AT, _MASK, _end = ring.SLOTS_AT, 0x7FFFFFFF, ring.TIME.pack_into
+assert (ring.SLOT_SIZE, ring.ENDED_AT) == (
+    64,
+    16,
+)  # written out below: a name costs as much as the arithmetic
 
 
 class Recorder:
@@ -41,7 +46,7 @@ class Recorder:
             self._map = mmap.mmap(file.fileno(), size)
         self._rank, self._capacity = rank, capacity
         self._count = itertools.count()  # next() is one step of the interpreter: threads cannot share a turn
-        self._pack, self._stamp = ring.SLOT.pack_into, ring.STAMP.pack_into
+        self._pack = ring.SLOT.pack_into
         self._names: dict[str, Any] = {"host": platform.node(), "world_size": world_size, "groups": []}
         self.group("messages", range(world_size))
 
@@ -69,13 +74,13 @@ class Recorder:
     def begin(self, kind: int, *, peer: int = -1, bytes: int = -1, seq: int = 0, group: int = 0) -> int:
         """An operation is enqueued now. Returns where it was written."""
         turn = next(self._count)
-        place = ring.SLOTS_AT + turn % self._capacity * ring.SLOT_SIZE
-        self._pack(self._map, place, _clock(), 0, -1, bytes, seq, peer, group, kind, 0)
-        self._stamp(self._map, place + ring.STAMP_AT, turn + 1)
+        place = _AT + turn % self._capacity * 64
+        turn = (turn & _MASK) + 1
+        self._pack(self._map, place, turn, kind, 0, _clock(), 0, -1, bytes, seq, peer, group, turn)
         return place
 
     def end(self, place: int) -> None:
-        self._stamp(self._map, place + ring.ENDED_AT, _clock())
+        _end(self._map, place + 16, _clock())
 
     def happened(
         self,
@@ -89,10 +94,10 @@ class Recorder:
     ) -> None:
         """An operation that is over, in one write."""
         turn = next(self._count)
-        place = ring.SLOTS_AT + turn % self._capacity * ring.SLOT_SIZE
+        place = _AT + turn % self._capacity * 64
+        turn = (turn & _MASK) + 1
         took = ended_ns - started_ns if started_ns else -1
-        self._pack(self._map, place, started_ns, ended_ns, took, bytes, seq, peer, group, kind, 0)
-        self._stamp(self._map, place + ring.STAMP_AT, turn + 1)
+        self._pack(self._map, place, turn, kind, 0, started_ns, ended_ns, took, bytes, seq, peer, group, turn)
 
     def content(self) -> bytes:
         return bytes(self._map)

@@ -1,0 +1,198 @@
+"""The ring outlives its writer; the stream says what holds now, in bounded memory."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from everstep.core.messages import Parcel, What
+from everstep.core.ops import Microbatch, Worker
+from everstep.diagnose import Group, Record, analyse, read
+from everstep.diagnose import ring as layout
+from everstep.diagnose.record import UNKNOWN
+from everstep.diagnose.stream import Stream
+from everstep.engine.recorder import COMPUTE, RECV, SEND, Recorder, WorkerRecorder
+
+MS = 1_000_000
+
+
+def test_what_is_begun_and_not_ended_stays_in_the_ring(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "ring", rank=2, world_size=4)
+    recorder.end(recorder.begin(SEND, peer=3, bytes=512, seq=1))
+    recorder.begin(RECV, peer=1, bytes=64, seq=9)
+    recorder.happened(COMPUTE, 100, 400, seq=5)
+    part = read("ring", (tmp_path / "ring").read_bytes())
+    found = {r.kind: (r.rank, r.peer, r.bytes, r.seq, r.done) for r in part.log.records()}
+    assert found == {
+        "send": (2, 3, 512, 1, True),
+        "recv": (2, 1, 64, 9, False),
+        "compute": (2, -1, -1, 5, True),
+    }
+    assert part.groups[0].members == (0, 1, 2, 3)
+    (compute,) = [r for r in part.log.records() if r.kind == "compute"]
+    assert compute.took_ns == 300
+
+
+def test_the_oldest_records_make_room(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "ring", rank=0, capacity=16)
+    for number in range(100):
+        recorder.end(recorder.begin(SEND, seq=number))
+    assert sorted(read("ring", recorder.content()).log.seq.tolist()) == list(range(84, 100))
+
+
+def test_a_slot_torn_by_a_death_is_skipped(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "ring", rank=0, capacity=4)
+    for number in range(3):
+        recorder.begin(SEND, seq=number)
+    content = bytearray(recorder.content())
+    content[layout.SLOTS_AT + layout.SLOT_SIZE] ^= 1  # its first stamp
+    assert read("ring", bytes(content)).log.seq.tolist() == [0, 2]
+
+
+def test_threads_do_not_take_each_others_slots(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "ring", rank=0, capacity=8192)
+    threads = [
+        threading.Thread(target=lambda: [recorder.happened(SEND, 1, 2, seq=n) for n in range(1000)])
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read("ring", recorder.content()).log) == 6000
+
+
+def test_the_last_records_of_a_killed_process_can_be_read(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from everstep.engine.recorder import *\n"
+        f"r = Recorder(Path({str(tmp_path / 'ring')!r}), rank=5, world_size=8)\n"
+        "r.begin(RECV, peer=4, seq=77); print('ready', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    (record,) = read("ring", (tmp_path / "ring").read_bytes()).log.records()
+    assert (record.rank, record.peer, record.seq, record.done) == (5, 4, 77, False)
+
+
+def test_both_ends_of_a_parcel_give_it_one_number(tmp_path: Path) -> None:
+    sender = WorkerRecorder(tmp_path / "a", Worker(1, 0), replicas=2, stages=2)
+    receiver = WorkerRecorder(tmp_path / "b", Worker(1, 1), replicas=2, stages=2)
+    parcel = Parcel(What.ACTIVATION, 0, 12, 1, Microbatch(1, 3))
+    sender.sent(parcel, 1, 1, 4096)
+    receiver.got(parcel, 4096)
+    parts = [read(name, (tmp_path / name).read_bytes()) for name in ("a", "b")]
+    (sent,), (got,) = parts[0].log.records(), parts[1].log.records()
+    assert (sent.rank, sent.peer, sent.seq) == (got.peer, got.rank, got.seq) == (1, 3, sent.seq)
+    assert got.enqueued_ns == UNKNOWN
+    assert got.ended_ns >= sent.enqueued_ns - MS
+
+
+# ------------------------------------------------------------------ the stream
+
+
+GROUP = [Group(name="0", members=(0, 1, 2, 3))]
+
+
+def collective(rank: int, seq: int, at_ms: float, *, done: bool = True) -> Record:
+    at = 10**18 + int(at_ms * MS)
+    return Record(
+        rank=rank, group=0, seq=seq, kind="all_reduce", bytes=64, enqueued_ns=at, order=at, done=done
+    )
+
+
+def fed(steps: int, *, slow: int | None = None, keep: int = 512) -> Stream:
+    stream = Stream(keep=keep)
+    for step in range(steps):
+        for rank in range(4):
+            late = 15 if rank == slow and step >= 20 else 0
+            at = (
+                step * (50 if slow is not None and step >= 20 else 35)
+                + 30
+                + late
+                + (step * 7 + rank) % 3 * 0.1
+            )
+            stream.feed_records(rank, [collective(rank, step, at)], GROUP)
+    return stream
+
+
+def test_a_hang_is_a_verdict_while_it_lasts() -> None:
+    stream = fed(30)
+    now = 10**18 + 30 * 35 * MS
+    assert stream.verdicts(now) == []
+    for rank in (0, 1, 3):
+        stream.feed_records(rank, [collective(rank, 30, 30 * 35, done=False)], GROUP)
+    assert stream.verdicts(now + 40 * MS) == []  # not yet: it may be on its way
+    assert stream.verdicts(now + 3000 * MS) == []  # one look is not enough
+    (finding,) = stream.verdicts(now + 3200 * MS)
+    assert [s.rank for s in finding.suspects] == [2]
+    stream.feed_records(2, [collective(2, 30, 33 * 35 + 3300)], GROUP)
+    for rank in (0, 1, 3):
+        stream.feed_records(rank, [collective(rank, 30, 30 * 35)], GROUP)
+    assert stream.verdicts(now + 3500 * MS) == []  # it came after all
+
+
+def test_a_slow_rank_is_a_verdict_and_its_speed_is_known() -> None:
+    stream = fed(34, slow=1)
+    stream.verdicts(10**18 + 2000 * MS)
+    (finding,) = stream.verdicts(10**18 + 2001 * MS)
+    assert [s.rank for s in finding.suspects] == [1]
+    speeds = stream.speeds()
+    assert speeds[1] < 0.85
+    assert all(speeds[rank] > 0.9 for rank in (0, 2, 3))
+
+
+def test_memory_is_bounded_and_a_record_that_comes_again_takes_its_first_place() -> None:
+    stream = fed(300, keep=64)
+    assert all(len(part.log) == 64 for part in stream._parts.values())
+    stream.feed_records(0, [collective(0, 300, 11000, done=False)], GROUP)
+    stream.feed_records(0, [collective(0, 300, 11000)], GROUP)
+    log = stream._parts["records", (0,)].log
+    assert int(np.sum(log.seq == 300)) == 1
+    assert log.done[-1] == 1
+
+
+def test_a_rank_that_left_accuses_nobody() -> None:
+    stream = fed(30)
+    for rank in (0, 1, 3):
+        stream.feed_records(rank, [collective(rank, 30, 30 * 35, done=False)], GROUP)
+    stream.forget(0)
+    assert 0 not in [s.rank for finding in stream.look(10**19).diagnosis.incidents for s in finding.suspects]
+
+
+def test_a_slowed_worker_is_told_from_its_rings(tmp_path: Path) -> None:
+    """Two replicas of two stages; worker 1:0 computes 1.8 times as long."""
+    parts = []
+    for replica in range(2):
+        for stage in range(2):
+            path = tmp_path / f"{replica}{stage}"
+            recorder = WorkerRecorder(path, Worker(replica, stage), replicas=2, stages=2)
+            length = int(10 * MS * (1.8 if (replica, stage) == (1, 0) else 1.0))
+            for step in range(1, 21):
+                for op in range(6):
+                    begin = 10**12 + step * 200 * MS + op * 20 * MS
+                    recorder.op(step, begin, begin + length + (step * 13 + op) % 7 * 10_000)
+            parts.append(read(path.name, path.read_bytes()))
+    (finding,) = analyse(parts).diagnosis.incidents
+    assert [s.rank for s in finding.suspects] == [1]
+    assert "stage 0" in finding.suspects[0].evidence
+
+
+def test_an_empty_stream_says_nothing() -> None:
+    assert Stream().verdicts(0) == []
+    assert Stream().speeds() == {}
+
+
+@pytest.mark.parametrize("content", [b"everring", b"everring" + bytes(8000)])
+def test_half_a_ring_is_refused(content: bytes) -> None:
+    from everstep.diagnose import Unusable
+
+    with pytest.raises(Unusable):
+        read("ring_rank_0", content)
