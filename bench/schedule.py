@@ -6,19 +6,22 @@
     python bench/schedule.py times      planning time, and its growth with the number of replicas
     python bench/schedule.py policies   against fault-free baselines, shrinking and redundancy
 
-`suite --effort N` spends N dispatched ops an instance (the default is what `plan` spends online).
+`suite --effort N` spends N dispatched ops an instance (the default is what `plan` spends online). `--json`
+prints the rows as one document instead of the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from everstep.schedule import Instance, Worker, per_stage, plan, same_cap, uniform
 from everstep.schedule.compare import compare
@@ -29,6 +32,8 @@ OPTIMA = {"reroute": (29, 30, 33, 36), "decoupled": (27, 28, 29, 30), "staggered
 
 
 LOOSE = 0.05
+Row = dict[str, Any]
+Say = Callable[[str], object]
 
 
 class Case(NamedTuple):
@@ -135,60 +140,83 @@ def suite(caps: str = "peak") -> list[Case]:
     return cases
 
 
-def run_optima(args: argparse.Namespace) -> None:
-    print("one death at stage           0    1    2    3")
+def run_optima(args: argparse.Namespace, say: Say) -> list[Row]:
+    rows: list[Row] = []
+    say("one death at stage           0    1    2    3")
     for mode, best in OPTIMA.items():
         online = [plan(unit_example(s), mode).value for s in range(4)]
         exact = [polish(unit_example(s), mode, seconds=args.seconds) for s in range(4)]
-        print(f"{mode:10s} proved optimum  " + " ".join(f"{x:4d}" for x in best))
-        print(f"{'':10s} online          " + " ".join(f"{x:4g}" for x in online))
-        print(
+        say(f"{mode:10s} proved optimum  " + " ".join(f"{x:4d}" for x in best))
+        say(f"{'':10s} online          " + " ".join(f"{x:4g}" for x in online))
+        polished, bounds = [p.value for p in exact], [p.lower_bound for p in exact]
+        say(
             f"{'':10s} polished        "
-            + " ".join(f"{p.value:4g}" for p in exact)
+            + " ".join(f"{x:4g}" for x in polished)
             + "   bound "
-            + " ".join(f"{p.lower_bound:g}" for p in exact)
+            + " ".join(f"{x:g}" for x in bounds)
         )
-    print(f"fault-free 1F1B            {plan(unit_example(0).fault_free(), '1f1b').value:4g}")
+        rows.append(
+            {"mode": mode, "optima": list(best), "online": online, "polished": polished, "bound": bounds}
+        )
+    fault_free = plan(unit_example(0).fault_free(), "1f1b").value
+    say(f"fault-free 1F1B            {fault_free:4g}")
+    return [*rows, {"mode": "1f1b", "fault_free": fault_free}]
 
 
-def run_suite(args: argparse.Namespace) -> None:
-    gaps: dict[str, list[float]] = {"staggered": [], "decoupled": []}
-    print(f"{'stages x replicas x microbatches':44s} {'staggered':>26s} {'decoupled':>26s}")
+def run_suite(args: argparse.Namespace, say: Say) -> list[Row]:
+    rows: list[Row] = []
+    say(f"{'stages x replicas x microbatches':44s} {'staggered':>26s} {'decoupled':>26s}")
     for case in suite(args.caps):
         cells = []
-        for mode in gaps:
-            began = time.perf_counter()
+        for mode in ("staggered", "decoupled"):
+            began = time.process_time()
             planned = plan(case.instance, mode, effort=args.effort)
-            spent = (time.perf_counter() - began) * 1e3
-            gaps[mode].append(planned.gap)
+            spent = (time.process_time() - began) * 1e3
+            rows.append(
+                {"case": case.name, "mode": mode, "value": planned.value, "gap": planned.gap, "cpu_ms": spent}
+            )
             cells.append(f"{planned.value:8.1f} {planned.gap:6.2%} {spent:6.0f} ms")
-        print(f"{case.name:44s} " + "   ".join(cells), flush=True)
-    for mode, found in gaps.items():
-        print(
-            f"{mode}: {len(found)} instances, mean gap {statistics.mean(found):.2%}, worst {max(found):.2%}"
-        )
+        say(f"{case.name:44s} " + "   ".join(cells))
+    for mode in ("staggered", "decoupled"):
+        gaps = [row["gap"] for row in rows if row["mode"] == mode]
+        say(f"{mode}: {len(gaps)} instances, mean gap {statistics.mean(gaps):.2%}, worst {max(gaps):.2%}")
+    return rows
 
 
-def run_bounds(args: argparse.Namespace) -> None:
+def run_bounds(args: argparse.Namespace, say: Say) -> list[Row]:
     """The same instance with fewer microbatches is small enough for proofs, and as tight."""
-    print(f"{'':44s} {'plan':>8s} {'bound':>8s} {'gap':>7s} {'CP-SAT':>8s} {'proved':>8s} {'gap':>7s}")
-    for caps in ("peak", "falling"):
-        for case in suite(caps):
-            if plan(case.instance, "staggered").gap <= LOOSE:
-                continue
-            for count in (3, 4, 5, 6, case.instance.microbatches):
-                instance = replace(case.instance, microbatches=count)
-                planned = plan(instance, "staggered")
-                proved = polish(instance, "staggered", seconds=args.seconds)
-                print(
-                    f"{case.name if count == 3 else '':38s} x {count:3d} {planned.value:8.1f} "
-                    f"{planned.lower_bound:8.1f} {planned.gap:7.2%} {proved.value:8.1f} "
-                    f"{proved.lower_bound:8.1f} {planned.value / proved.lower_bound - 1:7.2%}",
-                    flush=True,
-                )
+    rows: list[Row] = []
+    say(f"{'':44s} {'plan':>8s} {'bound':>8s} {'gap':>7s} {'CP-SAT':>8s} {'proved':>8s} {'gap':>7s}")
+    for case in (*suite("peak"), *suite("falling")):
+        if plan(case.instance, "staggered").gap <= LOOSE:
+            continue
+        for count in (3, 4, 5, 6, case.instance.microbatches):
+            instance = replace(case.instance, microbatches=count)
+            planned = plan(instance, "staggered")
+            solved = polish(instance, "staggered", seconds=args.seconds)
+            proved_gap = planned.value / solved.lower_bound - 1
+            rows.append(
+                {
+                    "case": case.name,
+                    "microbatches": count,
+                    "value": planned.value,
+                    "bound": planned.lower_bound,
+                    "gap": planned.gap,
+                    "cp_sat_value": solved.value,
+                    "cp_sat_bound": solved.lower_bound,
+                    "cp_sat_gap": proved_gap,
+                }
+            )
+            say(
+                f"{case.name if count == 3 else '':38s} x {count:3d} {planned.value:8.1f} "
+                f"{planned.lower_bound:8.1f} {planned.gap:7.2%} {solved.value:8.1f} "
+                f"{solved.lower_bound:8.1f} {proved_gap:7.2%}"
+            )
+    return rows
 
 
-def run_times(args: argparse.Namespace) -> None:
+def run_times(args: argparse.Namespace, say: Say) -> list[Row]:
+    rows: list[Row] = []
     three = frozenset({Worker(1, 2), Worker(3, 4), Worker(5, 6)})
     ten = frozenset(Worker(3 * i, i) for i in range(10))
     for name, instance in (
@@ -197,14 +225,17 @@ def run_times(args: argparse.Namespace) -> None:
     ):
         for mode in ("reroute", "decoupled", "staggered"):
             best = best_of(args.runs, lambda i=instance, m=mode: plan(i, m))
-            print(f"{name:22s} {mode:10s} {best * 1e3:7.1f} ms")
-    print("growth with replicas: 8 stages, 32 microbatches, 3 dead, staggered")
+            rows.append({"case": name, "mode": mode, "cpu_ms": best * 1e3})
+            say(f"{name:22s} {mode:10s} {best * 1e3:7.1f} ms")
+    say("growth with replicas: 8 stages, 32 microbatches, 3 dead, staggered")
     first = None
     for replicas in (8, 16, 32, 64, 128, 256):
         instance = even(replicas, 8, 32, cap=16, dead=three)
-        best = best_of(args.runs, lambda i=instance: plan(i, "staggered", effort=1))
+        best = best_of(args.runs, lambda i=instance: plan(i, "staggered"))
         first = first or best
-        print(f"{replicas:4d} replicas {best * 1e3:7.1f} ms   x{best / first:.2f} (linear: x{replicas // 8})")
+        rows.append({"replicas": replicas, "mode": "staggered", "cpu_ms": best * 1e3, "growth": best / first})
+        say(f"{replicas:4d} replicas {best * 1e3:7.1f} ms   x{best / first:.2f} (linear: x{replicas // 8})")
+    return rows
 
 
 def best_of(runs: int, work: Callable[[], object]) -> float:
@@ -218,9 +249,10 @@ def best_of(runs: int, work: Callable[[], object]) -> float:
     return min(spent)
 
 
-def run_policies(_: argparse.Namespace) -> None:
-    print("| instance | policy | step | vs fault-free 1F1B | vs fault-free zero bubble |")
-    print("|---|---|---|---|---|")
+def run_policies(_: argparse.Namespace, say: Say) -> list[Row]:
+    found: list[Row] = []
+    say("| instance | policy | step | vs fault-free 1F1B | vs fault-free zero bubble |")
+    say("|---|---|---|---|---|")
     one, three = frozenset({Worker(1, 2)}), frozenset({Worker(1, 2), Worker(3, 4), Worker(5, 6)})
     six = frozenset(Worker(4 * i, i) for i in range(6))
     cases = (
@@ -231,34 +263,38 @@ def run_policies(_: argparse.Namespace) -> None:
     )
     for name, instance in cases:
         rows = compare(instance)
-        for row in rows:
+        for number, row in enumerate(rows):
             step = "stopped" if row.step is None else f"{row.step:g}"
-            print(
-                f"| {name} | {row.policy} | {step} | {row.relative(rows[0].step or 1):.3f} | "
-                f"{row.relative(rows[1].step or 1):.3f} |"
-            )
-            name = ""
+            versus = [row.relative(rows[i].step or 1) for i in (0, 1)]
+            found.append({"case": name, "policy": row.policy, "step": row.step, "relative": versus})
+            label = "" if number else name
+            say(f"| {label} | {row.policy} | {step} | {versus[0]:.3f} | {versus[1]:.3f} |")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("optima", "suite", "bounds", "times", "policies"))
+    parser.add_argument("what", choices=tuple(COMMANDS))
     parser.add_argument("--effort", type=int, default=ONLINE_EFFORT)
     parser.add_argument("--caps", choices=("peak", "falling"), default="peak")
     parser.add_argument("--seconds", type=float, default=20.0, help="time limit of one polish")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    commands = {
-        "optima": run_optima,
-        "suite": run_suite,
-        "bounds": run_bounds,
-        "times": run_times,
-        "policies": run_policies,
-    }
-    commands[args.what](args)
+    rows = COMMANDS[args.what](args, (lambda _: None) if args.json else partial(print, flush=True))
+    if args.json:
+        print(json.dumps(rows))
 
+
+COMMANDS = {
+    "optima": run_optima,
+    "suite": run_suite,
+    "bounds": run_bounds,
+    "times": run_times,
+    "policies": run_policies,
+}
 
 if __name__ == "__main__":
     main()
