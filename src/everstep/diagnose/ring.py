@@ -4,10 +4,11 @@
     names  4032 bytes   JSON: groups, and what else does not fit a number
     slots  64 bytes each, oldest overwritten first
 
-A slot is written when an operation is enqueued and touched once more when it ends, so an operation that never
-ends stays in the ring as one that has no end: the last thing a stopped or dead process says. A slot begins
-and ends with its turn, the stamp; where the two differ, a death or the writer itself was in mid-write, and the
-slot is skipped. The writer is `engine.recorder`; nobody needs a lock, since one process writes and others only read.
+A slot is written when an operation is enqueued and touched once more when it ends, so an operation that
+never ends stays in the ring as one that has no end: the last thing a stopped or dead process says. A slot
+begins and ends with its turn, the stamp; where the two differ, a death or the writer itself was in
+mid-write, and the slot is skipped. The writer is `engine.recorder`; nobody needs a lock, since one process
+writes and others only read.
 """
 
 from __future__ import annotations
@@ -65,9 +66,7 @@ def read_ring(name: str, content: bytes) -> Part:
         Group(name=str(g["name"]), members=tuple(g["members"]), about=str(g.get("about", "")), pairwise=True)
         for g in names.get("groups", [])
     ]
-    log = _log(
-        np.frombuffer(content, dtype=_SLOTS, count=capacity, offset=SLOTS_AT), capacity, rank, ahead_ns
-    )
+    log = _log(np.frombuffer(content, dtype=_SLOTS, count=capacity, offset=SLOTS_AT), rank, ahead_ns)
     while len(log) and len(groups) <= int(log.group.max()):
         groups.append(Group(name=f"ring group {len(groups)}", pairwise=True))
     return Part(
