@@ -520,6 +520,11 @@ def warm_up() -> None:
     import torch.distributed
     import torch.nn.parallel
 
+    import everstep.cli.diagnose
+    import everstep.diagnose
+    import everstep.engine.recorder
+    import everstep.node.pull  # noqa: F401
+
     torch.set_num_threads(1)
     layer = torch.nn.Linear(4, 4)
     layer(torch.ones(1, 4)).sum().backward()
