@@ -150,11 +150,14 @@ class _Line:
 
 
 class _Saver:
-    """Writes checkpoint parts behind the training's back, one at a time, and reads them."""
+    """Writes checkpoint parts behind the training's back, one after the other, and reads them.
+
+    Two states at most wait to be written: a third save waits for the first.
+    """
 
     def __init__(self, job: Job, line: _Line, stage: int) -> None:
         self._job, self._line, self._stage = job, line, stage
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     @property
     def _root(self) -> str | Path:
@@ -162,11 +165,15 @@ class _Saver:
         return folder.root_of(self._job.base, self._job.checkpoint.folder)
 
     def save(self, step: int, state: dict[str, torch.Tensor]) -> None:
-        self.finish()
-        self._thread = threading.Thread(target=self._write, args=(step, state), name="saver")
-        self._thread.start()
+        if len(self._threads) == 2:
+            self._threads.pop(0).join()
+        before = self._threads[-1] if self._threads else None
+        self._threads.append(threading.Thread(target=self._write, args=(step, state, before), name="saver"))
+        self._threads[-1].start()
 
-    def _write(self, step: int, state: dict[str, torch.Tensor]) -> None:
+    def _write(self, step: int, state: dict[str, torch.Tensor], before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
         try:
             part = folder.write_part(self._root, step, f"stage-{self._stage}", state)
         except OSError as error:
@@ -180,8 +187,8 @@ class _Saver:
         return checkpoint.read([name for name in checkpoint.tensors if _parameter(name) in wanted])
 
     def finish(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        while self._threads:
+            self._threads.pop(0).join()
 
 
 def _parameter(name: str) -> str:
