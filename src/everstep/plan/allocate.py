@@ -31,7 +31,8 @@ from everstep.plan.memory import Floats
 Ints = npt.NDArray[np.int64]
 SMALL = 200_000  # options x capacity: below this the full program is quicker than thinking
 COARSE = 128  # options a task shows while the price is sought
-ROUNDS = 4
+ROUNDS = 6
+AROUND = np.array([0, *(side * 2**i for i in range(7) for side in (-1, 1))])
 NEAR = 1e-12  # two worths this close (relative) are equal
 
 
@@ -94,8 +95,8 @@ def _first_allowance(losses: list[Floats]) -> float:
 def _price(tasks: list[tuple[Ints, Floats]], capacity: int) -> float:
     """A price at which demand about meets capacity. Any price gives a bound; a good one, a tight bound.
 
-    Sought on a coarse view of each task; what each task would really choose at that price joins the view, and
-    the price is sought again.
+    Sought on a coarse view of each task; what each task would really choose at that price joins the view,
+    with its neighbours near and far, and the price is sought again.
     """
     seen = [np.arange(0, len(units), max(1, len(units) // COARSE)) for units, _ in tasks]
     price = 0.0
@@ -104,7 +105,10 @@ def _price(tasks: list[tuple[Ints, Floats]], capacity: int) -> float:
         wished = [int((worth - price * units).argmax()) for units, worth in tasks]
         if all(wish in at for wish, at in zip(wished, seen, strict=True)):
             break
-        seen = [np.union1d(at, (wish,)) for at, wish in zip(seen, wished, strict=True)]
+        seen = [
+            np.union1d(at, np.clip(wish + AROUND, 0, len(units) - 1))
+            for at, wish, (units, _) in zip(seen, wished, tasks, strict=True)
+        ]
     return price
 
 
