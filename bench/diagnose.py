@@ -73,19 +73,20 @@ def recorder() -> dict[str, Any]:
 def in_training(record_ns: float) -> dict[str, Any]:
     """Records a step and a step's time, off the rings of a real run."""
     job = """
+        steps = 40
         replicas = 2
         stages = 2
         microbatches = 4
-        steps = 40
         [model]
-        kind = "gpt-tiny"
+        preset = "gpt-tiny"
+        [data]
+        kind = "synthetic"
+        rows = 4
     """
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         (scratch / "job.toml").write_text(job)
-        example = Path(__file__).parent.parent / "examples" / "job.toml"
-        path = example if example.exists() else scratch / "job.toml"
-        command = [sys.executable, "-m", "everstep.cli.main", "train", str(path), "--json"]
+        command = [sys.executable, "-m", "everstep.cli.main", "train", str(scratch / "job.toml"), "--json"]
         process = subprocess.Popen(
             command,
             env={**os.environ, "TMPDIR": folder},
