@@ -23,8 +23,11 @@ EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
 class Cluster:
     """Everything it starts, it ends. Files lie under `folder`."""
 
-    def __init__(self, folder: Path, *, etcd: Sequence[str] = (), token: str = "") -> None:
-        self.folder, self.etcd, self.token = folder, etcd, token
+    def __init__(
+        self, folder: Path, *, etcd: Sequence[str] = (), token: str = "", eager: bool = False
+    ) -> None:
+        """`eager`: no node is suspected, however often its workers are killed."""
+        self.folder, self.etcd, self.token, self.eager = folder, etcd, token, eager
         self.coordinators: dict[str, subprocess.Popen[bytes]] = {}
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.addresses: dict[str, str] = {}
@@ -52,6 +55,8 @@ class Cluster:
         if name in self.addresses:
             port = int(self.addresses[name].rpartition(":")[2])
         command = [*EVERSTEP, "coordinator", "--port", str(port), "--json", "--name", name]
+        if self.eager:
+            command += ["--restarts-per-node", "1000000"]
         command += ["--state", str(self.folder / f"state-{'shared' if self.etcd else name}")]
         if self.etcd:
             command += ["--etcd", ",".join(self.etcd)]
@@ -156,6 +161,14 @@ class Cluster:
         return self.until(over, f"{name} is over", within_s=within_s)
 
     def logs(self) -> str:
+        """What one wants to see when something did not come true."""
+        with contextlib.suppress(Exception):
+            names = [task["task"] for task in self.client.get("/v1/status")["tasks"]]
+            state = [{**self.task(name), "rows": [], "readings": self.workers(name)} for name in names]
+            return f"{json.dumps(state, indent=1)}\n{self._logs()}"
+        return self._logs()
+
+    def _logs(self) -> str:
         return "\n".join(
             f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("*.log"))
         )

@@ -72,7 +72,7 @@ def kills(times: int, seed: int, folder: Path, steps: int) -> dict[str, Any]:
     chance = random.Random(seed)
     clean = clean_losses(folder, steps)
     worker_kills, away = 0, []
-    with Cluster(folder) as cluster:
+    with Cluster(folder, eager=True) as cluster:
         cluster.start_coordinator()
         for node in "ab":
             cluster.start_agent(node, slots=2)
@@ -82,6 +82,7 @@ def kills(times: int, seed: int, folder: Path, steps: int) -> dict[str, Any]:
         for number in range(times):
             time.sleep(chance.uniform(0.0, 0.6))
             if chance.random() < 0.4:  # then the coordinator dies somewhere in that recovery
+                cluster.nodes_up(2)
                 worker_kills += _kill_a_worker(cluster, chance)
                 time.sleep(chance.uniform(0.0, 0.15))
             began = time.monotonic()
@@ -165,7 +166,7 @@ def takeover(times: int, seed: int, folder: Path, steps: int) -> dict[str, Any]:
     chance = random.Random(seed)
     clean = clean_losses(folder, steps)
     took = []
-    with etcd(folder) as endpoint, Cluster(folder, etcd=[endpoint]) as cluster:
+    with etcd(folder) as endpoint, Cluster(folder, etcd=[endpoint], eager=True) as cluster:
         cluster.start_coordinator("first")
         cluster.start_coordinator("second", wait=False)
         for node in "ab":
@@ -176,6 +177,7 @@ def takeover(times: int, seed: int, folder: Path, steps: int) -> dict[str, Any]:
         for number in range(times):
             time.sleep(chance.uniform(0.0, 1.0))
             if chance.random() < 0.4:
+                cluster.nodes_up(2)
                 _kill_a_worker(cluster, chance)
                 time.sleep(chance.uniform(0.0, 0.15))
             leader = _leader(cluster)

@@ -130,7 +130,7 @@ def exceptions(trials: int, nursery: Nursery) -> list[float]:
 def silences(trials: int, folder: Path, seed: int) -> list[float]:
     chance = random.Random(seed)
     delays: list[float] = []
-    with Cluster(folder) as cluster:
+    with Cluster(folder, eager=True) as cluster:
         cluster.start_coordinator()
         for node in "ab":
             cluster.start_agent(node, slots=2)
@@ -186,6 +186,8 @@ def false_alarms(minutes: float, nursery: Nursery) -> dict[str, Any]:
     until = time.monotonic() + minutes * 60
     with hogs(os.cpu_count() or 1):
         LocalTask(job(), nursery=nursery, watch=watch).run()
+    for incident in found:
+        print(f"false alarm: {incident.what}", file=sys.stderr)
     return {"false_alarms": len(found), "slowdown": statistics.median(seconds) / alone, "steps": len(seconds)}
 
 

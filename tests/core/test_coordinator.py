@@ -12,6 +12,7 @@ from everstep.core.coordinator import Coordinator
 from everstep.core.ops import Worker
 from everstep.core.roster import NodeState, TaskState
 from everstep.core.snapshot import digest, freeze, thaw
+from everstep.core.standing import Joining, Member
 from everstep.core.survey import Shape
 from tests.core.drama import Drama
 
@@ -358,3 +359,19 @@ def test_a_snapshot_at_any_moment_changes_nothing_that_follows(at: int) -> None:
         return drama
 
     assert life(at).transcript == life(None).transcript
+
+
+def test_a_joiner_that_catches_up_while_another_is_planned_for_is_let_in_at_the_next_step() -> None:
+    """Found on real processes: 1:1 told that it had copied between the survey and the plan, and was fed for
+    ever.
+    """
+    drama = running()
+    recovery = drama.coordinator.tasks["t"].recovery
+    assert recovery is not None
+    drama.exits(W01, "killed by SIGKILL")
+    place = recovery.places[W01] = Joining(incarnation=2, source=W11, copied=True)
+    drama.actors["t", W01].joining = True
+    drama.seal()
+    drama.seal()
+    assert place is not recovery.places[W01]
+    assert isinstance(recovery.places[W01], Member)

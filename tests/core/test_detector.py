@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from everstep.core.cluster import OpOverdue, WorkerMoved
 from everstep.core.detector import Glance, Heartbeats, Hung, Limits, Progress, Stalled, locate
 from everstep.core.ops import Worker
@@ -119,6 +121,14 @@ def test_a_hang_needs_somebody_who_waits() -> None:
 def test_a_slow_op_is_no_hang() -> None:
     both = {W: overdue(W, busy=True, elapsed_s=0.9), V: overdue(V, busy=False, elapsed_s=1.0)}
     assert locate(both, members=2, limits=LIMITS) is None
+
+
+def test_a_process_that_stood_in_line_for_a_cpu_is_starved_not_hung() -> None:
+    starved = replace(overdue(W, busy=True, elapsed_s=5.0), active_s=4.9)
+    both = {W: starved, V: overdue(V, busy=False, elapsed_s=5.0)}
+    assert locate(both, members=2, limits=LIMITS) is None
+    for_long = {W: replace(starved, elapsed_s=20.0, active_s=19.0), V: overdue(V, busy=False, elapsed_s=20.0)}
+    assert isinstance(locate(for_long, members=2, limits=LIMITS), Hung)
 
 
 def test_of_a_stopped_and_a_slow_worker_the_stopped_one_is_it() -> None:

@@ -32,6 +32,17 @@ def coordinator_command(
     name: Annotated[str, typer.Option(help="Among several coordinators.", show_default=False)] = "",
     cert: Annotated[Path | None, typer.Option(help="TLS: the certificate's file.")] = None,
     key: Annotated[Path | None, typer.Option(help="TLS: the key's file.")] = None,
+    restarts_per_node: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Of one worker within an hour, before its node is suspected.",
+            rich_help_panel="Patience",
+        ),
+    ] = 2,
+    isolation: Annotated[
+        float, typer.Option(min=0, help="Seconds a suspected node is kept out.", rich_help_panel="Patience")
+    ] = 600.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print its address as JSON once it listens.")
     ] = False,
@@ -49,6 +60,8 @@ def coordinator_command(
 
       everstep coordinator --etcd http://10.0.0.1:2379,http://10.0.0.2:2379
     """
+    from everstep.core.cluster import Patience
+    from everstep.core.coordinator import Coordinator
     from everstep.server.serve import ServerSettings, serve
 
     settings = ServerSettings(
@@ -69,7 +82,13 @@ def coordinator_command(
         if as_json:
             render.emit({"address": address, "state": str(state)})
 
-    return until_signalled(serve(settings, ready=ready))
+    patience = Patience(
+        restarts_per_node=restarts_per_node,
+        restarts_per_place=max(3, restarts_per_node),
+        isolation_s=isolation,
+    )
+    made = serve(settings, ready=ready, coordinator=lambda: Coordinator(patience=patience, planned=True))
+    return until_signalled(made)
 
 
 def until_signalled(work: object) -> int:

@@ -70,6 +70,7 @@ class OpOverdue:
     elapsed_s: float
     expected_s: float
     step: int
+    active_s: float = 0.0  # of that time its threads ran, or waited for a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 The types are the schema. A dataclass becomes an object of its fields; where a field may be one of several
 dataclasses, the object says which in "is". Ops, workers and microbatches are their own text. A mapping with
-keys that are not text becomes a list of pairs. A field of type Any is JSON already and is left alone. Decoding checks every value against its type, so a message
-that is not what it claims to be is refused by name before it reaches a decision.
+keys that are not text becomes a list of pairs. A field of type Any is JSON already and is left alone.
+Decoding checks every value against its type, so a message that is not what it claims to be is refused by name
+before it reaches a decision.
 
 Written by hand because core is standard library only; the libraries that do this (msgspec, cattrs) would earn
 their place the day this file needs a second page.

@@ -8,7 +8,8 @@ workers' peers wait for them (see `Coordinator`), or nobody can speak for it at 
 second. What an op should take comes from the worker's own reports. A worker can be
 
     working   its beacon moves on: whatever it is, it is not hung, only perhaps slow
-    overdue   in one op for `overdue_factor` times its usual time: a suspicion
+    overdue   in one op for `overdue_factor` times its usual time: a suspicion. If its threads ran meanwhile,
+              or stood in line for a CPU, it is slow or starved rather than hung, and gets ten times as long
     stopped   its beacon stands still and the kernel says the process is stopped: evidence
     waiting   for somebody else, for longer than a usual step: never blamed, but a witness
 
@@ -92,6 +93,7 @@ class Limits:
     overdue_floor_s: float = 0.15
     hang_factor: float = 12.0  # of an op's usual time: evidence, if somebody waits
     hang_floor_s: float = 1.0
+    active_factor: float = 10.0  # times longer where the process was running, or starved of a CPU
     hang_alone_s: float = 60.0  # where there is nobody who could wait
     wait_factor: float = 1.0  # of a usual step
     wait_floor_s: float = 0.25
@@ -133,7 +135,15 @@ class Progress:
         return self._of(task, worker).moment == glance.moment
 
     def look(
-        self, task: str, worker: Worker, incarnation: int, glance: Glance, *, stopped: bool, now: float
+        self,
+        task: str,
+        worker: Worker,
+        incarnation: int,
+        glance: Glance,
+        *,
+        stopped: bool,
+        now: float,
+        active_s: float = 0.0,
     ) -> OpOverdue | WorkerMoved | None:
         seen = self._of(task, worker)
         moved = glance.moment != seen.moment
@@ -159,6 +169,7 @@ class Progress:
             elapsed_s=glance.age_s,
             expected_s=expected,
             step=glance.step,
+            active_s=active_s,
         )
 
     def _limit(self, seen: _Seen, glance: Glance) -> tuple[float, float]:
@@ -233,6 +244,8 @@ def locate(overdue: Mapping[Worker, OpOverdue], *, members: int, limits: Limits)
     if busy:
         worst = max(busy, key=lambda report: report.elapsed_s / max(report.expected_s, 1e-6))
         patience = max(limits.hang_floor_s, limits.hang_factor * worst.expected_s)
+        if worst.active_s > 0.5 * worst.elapsed_s:
+            patience *= limits.active_factor
         if not waiting:
             patience = max(patience, limits.hang_alone_s)
         if worst.elapsed_s < patience:

@@ -108,7 +108,7 @@ class ProfileChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacesGranted:
-    """These places have a slot from now on, and no others. `clean`: their earlier failures no longer count."""
+    """These places have a slot from now on, and no others. `clean`: earlier failures are forgotten."""
 
     places: frozenset[Worker]
     clean: frozenset[Worker] = frozenset()

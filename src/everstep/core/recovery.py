@@ -520,11 +520,18 @@ class Recovery:
         while len(self.sealed.get(self.recorded + 1, {})) == self.shape.stages:
             actions.append(self._record(self.sealed.pop(self.recorded + 1)))
         if actions:
-            actions += self._bring_back_the_due()
+            actions += self._bring_back_the_due() + self._admit_the_late()
         if self.recorded >= self.steps:
             self.phase = Over("the last step is sealed")
             actions.append(FinishTask(because=f"step {self.steps} is sealed at every stage"))
         return actions
+
+    def _admit_the_late(self) -> list[Action]:
+        """Joiners that had caught up while others were being planned for: nobody has let them in yet."""
+        late = [w for w, place in self._joiners() if place.copied and place.enter_at is None]
+        if not late or not isinstance(self.phase, Running) or self.recorded >= self.steps:
+            return []
+        return self._gather(f"worker {late[0]} has caught up and joins")
 
     def _record(self, stages: dict[int, StepSealed]) -> RecordStep:
         self.recorded += 1

@@ -57,6 +57,7 @@ class Process:
     unpacker: wire.Unpacker = field(default_factory=wire.Unpacker)
     raised: str | None = None
     killed_at: float | None = None
+    active_since: float | None = None  # what `_active_s` said when its beacon last stood still
     dead: bool = False  # told, though the kernel may still be clearing up
 
 
@@ -163,9 +164,7 @@ class Crew:
             case msg.StartProcess():
                 self._start(order)
             case msg.KillProcess():
-                process = self.processes.get((order.task, order.worker))
-                if process is not None and process.incarnation == order.incarnation:
-                    os.kill(process.child.pid, signal.SIGKILL)
+                self._kill(order)
             case msg.TellWorker():
                 self._pass_on(order)
             case msg.CloseTask():
@@ -208,6 +207,18 @@ class Crew:
         process = Process(order.task, worker, order.incarnation, child, beacon, lifeline)
         self.processes[order.task, worker] = process
         self.loop.watch(child.pidfd, lambda: self._exited(process))
+
+    def _kill(self, order: msg.KillProcess) -> None:
+        place = order.task, order.worker
+        process, waiting = self.processes.get(place), self._starts.get(place)
+        if process is not None and process.incarnation == order.incarnation:
+            os.kill(process.child.pid, signal.SIGKILL)
+        elif waiting is not None and waiting.incarnation == order.incarnation:
+            del self._starts[place]
+            exited = ev.WorkerExited(
+                worker=order.worker, incarnation=order.incarnation, reason="ended before it was started"
+            )
+            self.report(msg.TaskEvent(task=order.task, event=exited))
 
     def _pass_on(self, order: msg.TellWorker) -> None:
         process = self.processes.get((order.task, order.worker))
@@ -404,6 +415,13 @@ class Crew:
             age_s=max(0.0, now - reading.at_ns / 1e9),
         )
         still = self.progress.stands_still(process.task, process.worker, glance)
+        if still and process.active_since is None:
+            process.active_since = _active_s(process.child.pid)
+        elif not still:
+            process.active_since = None
+        active_s = 0.0
+        if process.active_since is not None and glance.busy and glance.age_s > 0.1:
+            active_s = _active_s(process.child.pid) - process.active_since
         report = self.progress.look(
             process.task,
             process.worker,
@@ -411,9 +429,20 @@ class Crew:
             glance,
             stopped=still and _stopped(process.child.pid),
             now=now,
+            active_s=active_s,
         )
         if report is not None:
             self.report(report)
+
+
+def _active_s(pid: int) -> float:
+    """For how long its threads have run or stood in line for a CPU, since they were born."""
+    total = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError):
+            ran, waited, _ = path.read_text().split()
+            total += int(ran) + int(waited)
+    return total / 1e9
 
 
 def _stopped(pid: int) -> bool:
