@@ -355,6 +355,7 @@ def _stall_on_gpu(root: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def save_for_ever(root: Path, ready: int) -> None:
     """Steps one after the other, some of them again, until someone kills this."""
+    torch.set_num_threads(1)  # the pool of threads did not come along with the fork
     draw = random.Random(os.getpid())
     state = {f"w{i}": torch.zeros(1 << 18) for i in range(4)}
     done = folder.complete_steps(root)
@@ -379,6 +380,7 @@ def _planned(tensors: dict[str, torch.Tensor]) -> list[Planned]:
 
 def bench_kill(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """SIGKILL at random moments; after each the folder holds a whole checkpoint of the right values."""
+    torch.set_num_threads(1)
     draw = random.Random(options.seed)
     root = root / "k"
     _one_step(root)
