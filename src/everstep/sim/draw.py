@@ -45,3 +45,10 @@ class Draw:
     def shuffled(self, items: Sequence[T]) -> list[T]:
         rest = list(items)
         return [rest.pop(self.below(len(rest))) for _ in range(len(items))]
+
+
+class Steady(Draw):
+    """Nothing is left to chance in how long things take: for predictions, not for storms."""
+
+    def spread(self, typical: int) -> int:
+        return max(1, typical)

@@ -6,8 +6,10 @@ A mix of everything would be the same grey storm each time, where one common fau
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from everstep.core.ops import Kind
 from everstep.core.rules import Rules
 from everstep.sim.draw import Draw
 from everstep.sim.storm.faults import HERE, TRIGGERS, WHO_WORKERS, Fault, What
@@ -29,6 +31,8 @@ class Weather:
     silence_us: int = 6_000  # until the coordinator gives up on a node
     overdue_us: int = 30_000  # until an agent kills a worker that stands still
     save_us: int = 3_000  # until a checkpoint's part is on disk
+    copy_us: int = 0  # until a joiner holds a peer's state; 0: four hops
+    op_times_us: Mapping[Kind, int] | None = None  # measured ones; then nothing is left to chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from everstep.schedule import Instance, uniform
 from everstep.schedule.answer import answer
 from everstep.schedule.cache import PlanCache
 from everstep.sim.agenda import Agenda
-from everstep.sim.draw import Draw
+from everstep.sim.draw import Draw, Steady
 from everstep.sim.storm.body import Body
 from everstep.sim.storm.checkers import Checkers
 from everstep.sim.storm.disk import CheckpointDisk
@@ -59,7 +59,8 @@ class World:
         rules = spec.rules
         self.trace = Trace(record=record)
         self.agenda = Agenda()
-        self.weather = Draw(spec.seed, "weather")
+        steady = spec.weather.op_times_us is not None
+        self.weather = (Steady if steady else Draw)(spec.seed, "weather")
         self.network = Network(self.agenda, self.weather)
         self.truth = Truth(spec.seed, rules)
         self.checkers = Checkers(self.truth, rules, calm=not spec.faults)
@@ -156,6 +157,7 @@ class World:
     def _record_step(self, action: act.RecordStep) -> None:
         self.checkers.step_recorded(action)
         self.trace.mix(self.agenda.now_us, 2, action.step)
+        self._trigger("record", Worker(0, 0))
         self._commit()
 
     def _finish(self, action: act.FinishTask) -> None:
@@ -310,7 +312,8 @@ class World:
         target = Worker(joiner, body.me.stage)
         link = self._link(body, target)
         if link is not None:
-            self.network.send(link, (_SNAPSHOT, (state_step, state)), 4 * self.spec.weather.hop_us)
+            takes = self.spec.weather.copy_us or 4 * self.spec.weather.hop_us
+            self.network.send(link, (_SNAPSHOT, (state_step, state)), takes)
 
     def _link(self, body: Body, target: Worker) -> Link | None:
         """The connection to the process that the sender was told of, if that one still lives."""
@@ -497,6 +500,10 @@ class World:
     # -------------------------------------------------------------- time and trace
 
     def _time_of(self, body: Body, task: msg.Task) -> int:
+        measured = self.spec.weather.op_times_us
+        if measured is not None:
+            kind = task.op.kind if type(task) is msg.Compute else _KIND_OF.get(type(task))
+            return measured.get(kind, 1) * self.slow.get(body.me, 1) if kind is not None else 1
         share = _SHARE_OF_AN_OP[task.op.kind] if type(task) is msg.Compute else 0.1
         typical = int(self.spec.weather.op_us * share) * self.slow.get(body.me, 1)
         return self.weather.spread(typical)
@@ -521,6 +528,7 @@ class World:
             self.on_trigger(what, count, worker)
 
 
+_KIND_OF: dict[type, Kind] = {msg.SumChunk: Kind.R, msg.Update: Kind.U}
 _IDLE = (msg.Wait, msg.Paused, msg.Finished)
 _TRIGGER_OF: dict[type, str] = {
     msg.SumChunk: "sum",

@@ -39,6 +39,7 @@ def _row(summary: Summary, base: float) -> dict[str, Any]:
         "relative": mean / base if base else None,
         "share_of_healthy": summary.mean(lambda r: r.share),
         "share_half_width": summary.half_width(lambda r: r.share),
+        "healthy_waf": healthy,
         "availability": summary.mean(lambda r: r.availability),
         "lost_share": {kind: _lost(summary, kind) / healthy for kind in KINDS},
     }
@@ -73,12 +74,22 @@ def table_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def sweep_lines(name: str, rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One row per value, one column per policy: earned, in per cent of a life without faults."""
-    policies = list(next(iter(rows.values()))["policies"])
+    """One row per value, one column per policy: earned, in per cent of a life without faults.
+
+    A spare earns nothing while nothing fails, so the life that is compared with is the first row's.
+    """
+    first = next(iter(rows.values()))["policies"]
+    policies = list(first)
+
+    def earned(row: Mapping[str, Any], policy: str) -> float:
+        if name != "spares":
+            return 100 * row[policy]["share_of_healthy"]
+        return 100 * row[policy]["accumulated_waf"] / first[policy]["healthy_waf"]
+
     width = max(len(name), *(len(value) for value in rows))
     lines = [f"earned, % of a life without faults, by {name}"]
     lines.append(f"{name:>{width}} " + " ".join(f"{p:>{max(8, len(p))}}" for p in policies))
     for value, found in rows.items():
-        cells = (f"{100 * found['policies'][p]['share_of_healthy']:{max(8, len(p))}.2f}" for p in policies)
+        cells = (f"{earned(found['policies'], p):{max(8, len(p))}.2f}" for p in policies)
         lines.append(f"{value:>{width}} " + " ".join(cells))
     return lines
