@@ -24,7 +24,7 @@ from everstep.sim.study.policies import Policy, concave_hull, ratio_without
 
 RESTART_PROCESS_S = 60.0  # a process with CUDA, its state copied from a peer or from memory: our assumption
 RECONNECT_S = 5.0
-NEVER_S = 1e12
+NEVER_S = 1e12  # no repair is promised
 LARGE_NODES = 256  # above this seats are given simply and only the next repair is foreseen
 
 
@@ -145,14 +145,11 @@ class Planned(Policy):
             )
             for n in range(life.num_nodes)
         ]
-        costs = Costs(memory_copies=True)
-        if not self.means.reroute:
-            costs = replace(costs, reroute_s=NEVER_S)
         return Cluster(
             nodes=nodes,
             whole_nodes=not self.means.placement and life.slots > 1,
             failures_per_1000_node_days=life.severe_per_1000_node_days,
-            costs=costs,
+            costs=Costs(memory_copies=True),
         )
 
     def _spec(self, task: Task) -> TaskSpec:
@@ -166,10 +163,13 @@ class Planned(Policy):
         )
 
     def _as_scheduled(self, task: Task) -> Task:
-        """Without staggering: a fused backward, and one optimizer step for all stages."""
+        """Without staggering: a fused backward, and one optimizer step for all stages. Without re-routing:
+        a lost worker's state comes from another host's memory, and the task is formed anew.
+        """
         schedule = "staggered" if self.means.stagger else "1f1b"
-        if task.curve.schedule != schedule:
-            task.curve = replace(task.curve, schedule=schedule)
+        curve, reroute = task.curve, self.means.reroute
+        if curve.schedule != schedule or curve.replicated != reroute:
+            task.curve = replace(curve, schedule=schedule, replicated=reroute)
         return task
 
     def _seat(self, cluster: Cluster, choices: Mapping[str, Choice]) -> Assignment:

@@ -83,8 +83,8 @@ def sweep_lines(name: str, rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
     def earned(row: Mapping[str, Any], policy: str) -> float:
         if name != "spares":
-            return 100 * row[policy]["share_of_healthy"]
-        return 100 * row[policy]["accumulated_waf"] / first[policy]["healthy_waf"]
+            return 100 * float(row[policy]["share_of_healthy"])
+        return 100 * float(row[policy]["accumulated_waf"] / first[policy]["healthy_waf"])
 
     width = max(len(name), *(len(value) for value in rows))
     lines = [f"earned, % of a life without faults, by {name}"]
