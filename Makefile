@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: demo test lint types unit sweep storms cluster fabric-test clean
+.PHONY: demo test lint types unit sweep storms all-storms cluster fabric-test clean
 
 demo: $(STAMP)           ## train, kill, heal, compare; about a minute on a laptop
 	.venv/bin/everstep demo
@@ -28,6 +28,10 @@ cluster: $(STAMP)        ## coordinator, agents and workers as real processes, w
 STORMS := 2000
 storms: $(STAMP)         ## tens of thousands of random deaths in a virtual world (some twenty minutes)
 	$(PY) -m pytest tests/core/test_recovery_storms.py --storms $(STORMS)
+
+all-storms: $(STAMP)     ## every kind of fault, by seed: one task's recovery, then the whole coordinator (minutes)
+	.venv/bin/everstep sim storm --seeds 0:$(STORMS)
+	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --cluster
 
 fabric-test: $(STAMP)    ## a leaf-spine network of namespaces, made, used and removed (root; some three minutes)
 	if [ "$$(id -u)" = 0 ] && ! command -v tc >/dev/null && command -v apt-get >/dev/null; then \
