@@ -6,8 +6,10 @@ read, hash while it is in the cache, pwrite. Memory is one block a thread, whate
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from everstep.layout.layout import ITEM_BYTES
 CHUNK_BYTES = 128 << 10  # hashed as one: what a partial read may read too much, at either end
 BLOCK_BYTES = 4 << 20  # read and written as one; a multiple of any chunk size we write
 Progress = Callable[[int], None]  # bytes done since the last call
+_mine = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,7 @@ def write_file(
         for at in range(0, len(block), chunk_bytes):
             hashes[which][(start + at) // chunk_bytes] = digest(block[at : at + chunk_bytes])
         write_at(number, block, places[which] + start)
+        _start_flushing(number, places[which] + start, len(block))
         progress(len(block))
 
     if threads == 1:
@@ -153,11 +157,17 @@ def write_file(
 
 
 def block_of(source: Stored, start: int, stop: int) -> memoryview:
-    """Bytes start..stop of a tensor in row-major order; a view of memory where it is in memory."""
+    """Bytes start..stop of a tensor in row-major order; good until this thread's next block.
+
+    A view of the tensor's own memory where it is in memory; else of one buffer a thread, so that no block
+    costs fresh pages.
+    """
     item = ITEM_BYTES[source.dtype]
     if isinstance(source, Held) and source.array.flags.c_contiguous:
         return dtypes.bytes_of(source.array.reshape(-1)[start // item : stop // item])
-    out = np.empty((stop - start) // item, dtypes.raw(source.dtype))
+    if not hasattr(_mine, "block"):
+        _mine.block = np.empty(BLOCK_BYTES, np.uint8)
+    out = _mine.block[: stop - start].view(dtypes.raw(source.dtype))
     read_range(source, start // item, stop // item, out)
     return dtypes.bytes_of(out)
 
@@ -166,6 +176,20 @@ def write_at(number: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(number, data[done:], offset + done)
+
+
+def _start_flushing(number: int, offset: int, length: int) -> None:
+    """Let the disk begin while we go on: the flush at the end then has less left. A hint; failing is fine."""
+    if _libc is not None:
+        _libc.sync_file_range(number, ctypes.c_int64(offset), ctypes.c_int64(length), 2)
+
+
+def _find_libc() -> Any:
+    libc: Any = ctypes.CDLL(None)
+    return libc if hasattr(libc, "sync_file_range") else None
+
+
+_libc = _find_libc()
 
 
 def _tasks(slices: Sequence[Planned]) -> Iterator[tuple[int, int, int]]:

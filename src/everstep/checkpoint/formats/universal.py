@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import folder
+from everstep.checkpoint.index import Part
 from everstep.checkpoint.parts import Planned, Progress, plan_whole
 from everstep.checkpoint.places import STEP, place_of
 from everstep.checkpoint.reader import Checkpoint
@@ -61,21 +63,25 @@ def write(
 ) -> str:
     """A new step under a root; nothing older is removed. The step's folder."""
     place = place_of(root)
-    parts = []
-    for i, slices in enumerate(_dealt(state, part_bytes)):
-        parts.append(
-            place.write_part(state.step, f"part-{i:03d}", slices, threads=threads, progress=progress)
-        )
+
+    def write_one(numbered: tuple[int, list[Planned]]) -> Part:
+        i, slices = numbered
+        return place.write_part(state.step, f"part-{i:03d}", slices, progress=progress)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="part") as pool:
+        parts = list(pool.map(write_one, enumerate(_dealt(state, threads, part_bytes))))
     meta: dict[str, Any] = {**state.meta, **({"frozen": state.frozen} if state.frozen else {})}
     name = folder.commit(root, state.step, parts, meta, None, groups=state.groups, tied=state.tied)
     return f"{str(root).rstrip('/')}/{name}"
 
 
-def _dealt(state: State, part_bytes: int) -> list[list[Planned]]:
+def _dealt(state: State, threads: int, part_bytes: int) -> list[list[Planned]]:
+    """A file for every thread, as a file takes one write at a time; more where they would grow too large."""
+    limit = min(part_bytes, -(-state.num_bytes() // threads))
     files: list[list[Planned]] = [[]]
     size = 0
     for planned in plan_whole(state.tensors):
-        if size and size + num_bytes(planned.source) > part_bytes:
+        if size >= limit:
             files.append([])
             size = 0
         files[-1].append(planned)
