@@ -36,6 +36,7 @@ class Testbed:
     leaves: int
     spines: int
     rate_mbit: float
+    mtu: int = 1500
 
     def host(self, number: int) -> str:
         return f"10.1.{number}.2"
@@ -123,10 +124,10 @@ class Testbed:
         _call("ip", "-n", one, "link", "add", device, "type", "veth", "peer", "name", far, "netns", other)
         for name, link, addr in ((one, device, address), (other, far, far_address)):
             _call("ip", "-n", name, "addr", "add", addr, "dev", link)
-            _call("ip", "-n", name, "link", "set", link, "up")
+            _call("ip", "-n", name, "link", "set", link, "mtu", str(self.mtu), "up")
 
     def set_rate(self, switch: str, device: str, mbit: float, verb: str = "change") -> None:
-        burst = max(16_000, int(mbit * 1e6 / 8 / 250))  # 4 ms of it
+        burst = max(2 * self.mtu, int(mbit * 1e6 / 8 / 250))  # 4 ms of it
         shape = ["rate", f"{mbit:g}mbit", "burst", str(burst), "latency", "40ms"]
         _call("tc", "-n", switch, "qdisc", verb, "dev", device, "root", "tbf", *shape)
 

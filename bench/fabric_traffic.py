@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -74,7 +76,11 @@ class Bulk:
             return
 
     def close(self) -> None:
+        """At once: what is still queued must not be in the next measurement's way."""
         for sock in (self.sender, self.receiver):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                sock.shutdown(socket.SHUT_RD)  # wakes its thread
             sock.close()
 
 
@@ -171,6 +177,7 @@ class Stream:
 @dataclass(slots=True)
 class WatchedRun:
     streams: list[Stream]
+    hurt: int  # the stream whose path is harmed
     moves: list[tuple[float, str, str]]  # when, flow, why
     broken_at: float
     end: float
@@ -230,6 +237,9 @@ def watched_run(
         threading.Thread(target=stream.run, args=("h1",), daemon=True).start()
     watching.start()
     time.sleep(before_s)
+    over_spine_1 = testbed.topology().index["s1>l2"]
+    hurt_flow = next(name for name, path in routing.by_name.items() if over_spine_1 in path)
+    hurt = next(s.number for s in streams if plan.ports.flow_of[tuple(s.to)] == hurt_flow)
     broken_at = time.monotonic()
     if harm == "cut":
         testbed.cut(2, 1, testbed.rate_mbit / 10)
@@ -243,7 +253,7 @@ def watched_run(
     for one in (sender, *receivers):
         one.stop()
     testbed.heal(2, 1)
-    return WatchedRun(streams=streams, moves=moves, broken_at=broken_at, end=end, start=start)
+    return WatchedRun(streams=streams, hurt=hurt, moves=moves, broken_at=broken_at, end=end, start=start)
 
 
 # ---------------------------------------------------------------------- gloo
