@@ -49,6 +49,18 @@ def test_a_target_that_answers_itself_is_reached() -> None:
         assert probe(key, list(ports), 64, reply_s=1.0) == dict.fromkeys(ports, REACHED)
 
 
+def test_a_port_that_carries_this_very_connection_is_left_out() -> None:
+    first, second = free_ports(2)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as busy:
+        busy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        busy.bind(("127.0.0.1", first))
+        busy.connect(server.getsockname())
+        key = Tuple4(
+            protocol="tcp", source="127.0.0.1", target="127.0.0.1", target_port=server.getsockname()[1]
+        )
+        assert probe(key, [first, second], 64, reply_s=1.0) == {second: REACHED}
+
+
 def test_strangers_are_not_probed_and_foreign_sources_are_a_sentence() -> None:
     prober = Prober(topology=HOME, ports=free_ports(2))
     with pytest.raises(UserError, match=r"192\.0\.2\.7 is no node's address in fabric home"):

@@ -162,6 +162,7 @@ def _send(key: Tuple4, port: int, ttl: int) -> socket.socket | None:
     if kind is None:
         raise UserError(f"protocol {key.protocol!r} cannot be probed; use tcp or udp.")
     sock = socket.socket(socket.AF_INET, kind)
+    bound = False
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -170,6 +171,7 @@ def _send(key: Tuple4, port: int, ttl: int) -> socket.socket | None:
         if kind == socket.SOCK_STREAM:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
         sock.bind((key.source, port))
+        bound = True
         if kind == socket.SOCK_STREAM:
             with contextlib.suppress(BlockingIOError, ConnectionRefusedError):
                 sock.connect((key.target, key.target_port))
@@ -177,7 +179,11 @@ def _send(key: Tuple4, port: int, ttl: int) -> socket.socket | None:
             sock.sendto(b"", (key.target, key.target_port))
     except OSError as error:
         sock.close()
-        if error.errno in (errno.EADDRINUSE, errno.ECONNREFUSED):
+        in_use = (errno.EADDRINUSE, errno.EADDRNOTAVAIL) if bound else (errno.EADDRINUSE,)
+        if error.errno in (
+            *in_use,
+            errno.ECONNREFUSED,
+        ):  # bound and not available: this very connection exists
             return None
         raise UserError(_sentence(error, key, port)) from None
     return sock
