@@ -299,53 +299,55 @@ def bench_stall(root: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _stall_on_gpu(root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """A loop of matrix products as training; a snapshot in the middle; what it costs the loop."""
+    """Matrix products as forward and backward, then an update in place; a snapshot in one of the steps.
+
+    The update must wait for the copy. `held at once` lets nothing run beside the copy; `overlapped` lets the
+    products of the step, and holds the update back.
+    """
     state = with_moments(weights(options.gib, options.device))
     a = torch.randn(8192, 8192, device=options.device, dtype=torch.bfloat16)
-    steps = 40
+    steps = 10
+    saver = AsyncSaver(lambda step, tensors: save_ours(root / "a", step, tensors) if options.write else None)
+    calls: list[float] = []
 
-    def train(at: Callable[[int], None] = lambda step: None) -> float:
+    def train(snapshot: bool = False, hold: bool = False) -> float:
         torch.cuda.synchronize()
         started = time.perf_counter()
         for step in range(steps):
-            at(step)
-            for _ in range(20):
+            if snapshot and step == steps // 2:
+                calls.append(timed(lambda: saver.save(len(calls) + 1, state, hold=hold), settle=False))
+            for _ in range(options.products):
                 a @ a
+            saver.before_update()
+            torch._foreach_mul_(list(state.values()), 1.0)
             torch.cuda.synchronize()
         return time.perf_counter() - started
-
-    written: list[int] = []
-    keep = options.write
-    saver = AsyncSaver(
-        lambda step, tensors: save_ours(root / "a", step, tensors) if keep else written.append(step)
-    )
-    calls: list[float] = []
-
-    def snapshot(step: int) -> None:
-        if step == steps // 2:
-            calls.append(timed(lambda: saver.save(len(calls) + 1, state), settle=False))
 
     for _ in range(2):  # both buffers are pinned and touched
         saver.save(0, state)
         saver.finish()
     train()
-    plain = [train() for _ in range(3)]
-    with_snapshot = []
-    for _ in range(3):
-        with_snapshot.append(train(snapshot))
-        saver.finish()
+    runs: dict[str, list[float]] = {"plain": [], "held": [], "overlapped": []}
+    for _ in range(options.turns):
+        runs["plain"].append(train())
+        for name, hold in (("held", True), ("overlapped", False)):
+            runs[name].append(train(snapshot=True, hold=hold))
+            saver.finish()
     num_bytes = size_of(state)
-    stall = max(0.0, median(with_snapshot) - median(plain))
+    snapshots = saver._buffers[0]
+    torch.cuda.synchronize()
     started = time.perf_counter()
-    saver._buffers[0].take(state)
-    saver._buffers[0].wait_copied()
+    snapshots.take(state)
+    snapshots.wait_copied()
     copy = time.perf_counter() - started
+    plain = median(runs["plain"])
     return {
         "bytes": num_bytes,
         "device": torch.cuda.get_device_name(),
+        "step_ms": plain / steps * 1e3,
         "call_ms": median(calls) * 1e3,
-        "stall_of_training_ms": stall * 1e3,
-        "step_ms": median(plain) / steps * 1e3,
+        "stall_held_at_once_ms": (median(runs["held"]) - plain) * 1e3,
+        "stall_overlapped_ms": (median(runs["overlapped"]) - plain) * 1e3,
         "copy_ms": copy * 1e3,
         "copy_gb_per_s": num_bytes / copy / 1e9,
         "at_54_gb_per_s_ms": num_bytes / 54e9 * 1e3,
@@ -433,6 +435,7 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--products", type=int, default=150, help="with --device cuda: of a step")
     parser.add_argument("--write", action="store_true", help="with --device cuda: also write to disk")
     parser.add_argument("--deepspeed", default="", help="the Python of a venv with deepspeed")
     parser.add_argument("--kills", type=int, default=100)

@@ -6,7 +6,8 @@
 
 Buffers are kept from save to save, so that after the first two nothing is allocated and no page is touched
 for the first time. Tensors of a GPU are copied into pinned memory on a stream of their own: `save` returns
-when the copies are queued, and the training must not change the tensors before `wait_copied`.
+when the copies are queued. Only an update may not overtake them: with `hold=False` the next forward and
+backward run beside the copy, and `before_update` makes the stream wait for what is left of it.
 """
 
 from __future__ import annotations
@@ -73,22 +74,33 @@ class AsyncSaver:
         self._write = write
         self._buffers = (Snapshots(), Snapshots())
         self._pending: list[tuple[Snapshots, Future[Any]]] = []
+        self._newest: Snapshots | None = None
 
-    def save(self, step: int, state: Mapping[str, Tensor]) -> Future[Any]:
-        """Copy the state and return; the future has what `write` returned."""
+    def save(self, step: int, state: Mapping[str, Tensor], *, hold: bool = True) -> Future[Any]:
+        """Copy the state and return; the future has what `write` returned.
+
+        `hold=False`: the caller calls `before_update` before it changes a GPU's tensors.
+        """
         if len(self._pending) == 2:
             self._pending[0][1].exception()  # wait; its owner hears of errors from the future
             self._pending.pop(0)
         busy = [snapshots for snapshots, _ in self._pending]
         snapshots = next(one for one in self._buffers if one not in busy)
         snapshots.take(state)
-        snapshots.hold_stream()
+        self._newest = snapshots
+        if hold:
+            snapshots.hold_stream()
         done: Future[Any] = Future()
         before = self._pending[-1][1] if self._pending else None
         thread = threading.Thread(target=self._run, args=(step, snapshots, before, done), name="saver")
         self._pending.append((snapshots, done))
         thread.start()
         return done
+
+    def before_update(self) -> None:
+        """From here on the current stream may change what the newest snapshot copies."""
+        if self._newest is not None:
+            self._newest.hold_stream()
 
     def finish(self) -> None:
         """Until everything is on disk."""
