@@ -96,6 +96,11 @@ def test_three_leaves_traced_from_every_side_are_one_fabric() -> None:
     ]
     found = topology_of(traces, link_gbps=1.0, port_gbps=2.0)
     assert (len(found.leaves), len(found.spines), len(found.fabric_links)) == (3, 2, 12)
+    seen_from_one_node = topology_of(traces[:4], link_gbps=1.0, port_gbps=2.0)
+    for topology in (found, seen_from_one_node):
+        again = topology_from(topology_document(topology))
+        assert set(again.fabric_links) == set(topology.fabric_links)
+        assert again.nodes == topology.nodes
     with pytest.raises(UserError, match="there are 2 switches"):
         topology_of([Trace(source="a", target="b", hops=("x", "y"))], link_gbps=1.0, port_gbps=1.0)
 

@@ -94,7 +94,8 @@ def probe_command(
         bool, typer.Option(help="All hops, to discover a fabric whose switches are not known.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Write the catalogue (JSON); with --trace the fabric.")
+        Path | None,
+        typer.Option(help="Write the catalogue (JSON); with --trace the fabric, to be read as a file."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -111,7 +112,7 @@ def probe_command(
     if trace:
         found = _discover(prober, ends, target_port)
         if out is not None:
-            _write(out, json.dumps(found, indent=1))
+            _write(out, json.dumps(found["fabric"], indent=1))
     else:
         found = _learn(prober, ends, target_port, protocol)
         if out is not None:
@@ -195,6 +196,8 @@ def show_command(
 
 
 def _toml(path: Path) -> dict[str, Any]:
+    if path.suffix == ".json":  # what --trace has written
+        return dict(_json(path))
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
@@ -357,7 +360,7 @@ def _discover(prober: Any, ends: tuple[str, dict[str, str]], target_port: int) -
     if not traces:
         raise UserError(f"no probe from {source} was answered all the way; nothing is discovered.")
     topology = topology_of(traces, link_gbps=1.0, port_gbps=1.0)
-    return {"from": source, "traces": len(traces), **topology_document(topology)}
+    return {"from": source, "traces": len(traces), "fabric": topology_document(topology)}
 
 
 def _write_roce(path: Path, routing: Routing, catalogue: Path | None) -> None:
@@ -440,7 +443,8 @@ def _print_probed(found: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     if "to" not in found:
-        print(f"{found['traces']} traces; {len(found['leaf'])} leaves, {len(found['spine'])} spines found.")
+        fabric = found["fabric"]
+        print(f"{found['traces']} traces: {len(fabric['leaf'])} leaves, {len(fabric['spine'])} spines.")
         return
     table = Table("to", "path", "ports", "first of them")
     for name, row in found["to"].items():

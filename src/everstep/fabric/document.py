@@ -6,6 +6,7 @@ name = "lab"                  or link by link:
 [[spine]] name = "s1"         ports = [{ leaf = "l1", gbps = 0.1, address = "10.1.1.2" }]
 [[cable]]                     # both directions; the address where each direction arrives
 leaf = "l1", spine = "s1", gbps = 0.1, spine_address = "10.10.1.2", leaf_address = "10.10.1.1"
+[[link]]                      # one direction only: sender, receiver, gbps, address
 [condition]                   # what is known to be broken: fraction of capacity left
 "l1>s1" = 0.0
 
@@ -38,7 +39,9 @@ _TASK = (
 
 def topology_from(document: Mapping[str, Any]) -> Topology:
     _known(
-        document, "the fabric file", ("fabric", "clos", "leaf", "spine", "node", "cable", "condition", "task")
+        document,
+        "the fabric file",
+        ("fabric", "clos", "leaf", "spine", "node", "cable", "link", "condition", "task"),
     )
     about = document.get("fabric", {})
     _known(about, "[fabric]", ("name", "cross_planes"))
@@ -58,7 +61,10 @@ def topology_from(document: Mapping[str, Any]) -> Topology:
         nodes=tuple(_node(row, leaves) for row in document["node"]),
         leaves=leaves,
         spines=spines,
-        fabric_links=tuple(link for row in document.get("cable", ()) for link in _cable(row)),
+        fabric_links=(
+            *(link for row in document.get("cable", ()) for link in _cable(row)),
+            *(_one_way(row) for row in document.get("link", ())),
+        ),
         cross_planes=bool(about.get("cross_planes", False)),
         condition=condition,
     )
@@ -99,6 +105,17 @@ def _cable(row: Mapping[str, Any]) -> tuple[Link, Link]:
         Link(sender=leaf, receiver=spine, gbps=gbps, address=row.get("spine_address")),
         Link(sender=spine, receiver=leaf, gbps=gbps, address=row.get("leaf_address")),
     )
+
+
+def _one_way(row: Mapping[str, Any]) -> Link:
+    _known(row, "[[link]]", ("sender", "receiver", "gbps", "address"))
+    sender, receiver = str(_get(row, "sender", "[[link]]")), str(_get(row, "receiver", "[[link]]"))
+    gbps = _number(_get(row, "gbps", f"link {sender}>{receiver}"), f"gbps of link {sender}>{receiver}")
+    return Link(sender=sender, receiver=receiver, gbps=gbps, address=row.get("address"))
+
+
+def _back(link: Link) -> str:
+    return f"{link.receiver}>{link.sender}"
 
 
 def tasks_from(document: Mapping[str, Any], topology: Topology) -> list[Task]:
@@ -164,11 +181,14 @@ def topology_document(topology: Topology) -> dict[str, Any]:
                     "spine": link.receiver,
                     "gbps": link.gbps,
                     "spine_address": link.address,
-                    "leaf_address": by_name[f"{link.receiver}>{link.sender}"].address,
+                    "leaf_address": by_name[_back(link)].address,
                 }
             )
             for link in topology.fabric_links
-            if link.sender in leaves
+            if link.sender in leaves and _back(link) in by_name
+        ],
+        "link": [
+            _bare(dataclasses.asdict(link)) for link in topology.fabric_links if _back(link) not in by_name
         ],
         "condition": dict(topology.condition),
     }
