@@ -1,14 +1,18 @@
 """A run saved under one shape goes on under another, with the losses of the run that never stopped."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from everstep.checkpoint.folder import complete_steps, open_checkpoint
 from everstep.checkpoint.formats import dialects, universal
 from everstep.checkpoint.formats.llama_config import config_of
+from everstep.cli import main
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from everstep.launch import births
 from everstep.launch.api import run_job
@@ -71,3 +75,18 @@ def test_what_the_engine_saves_tells_all_that_a_run_needs(whole: tuple[Path, Out
     assert len(found.index.files) == 2  # a part a stage
     assert config_of(state)["num_attention_heads"] == 4
     assert dialects.dialect_of(dialects.translated(state, "megatron")) == "megatron"
+
+
+def test_what_the_engine_saves_becomes_a_llama_by_one_command(
+    whole: tuple[Path, Outcome], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = main.run(
+        ["ckpt", "convert", str(whole[0]), str(tmp_path / "hf"), "--to", "hf", "--names", "llama"]
+    )
+    assert (code, capfd.readouterr().err) == (0, "")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["model_type"], config["tie_word_embeddings"]) == ("llama", True)
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert "lm_head.weight" not in tensors  # tied: written once
+    ours = open_checkpoint(whole[0] / "step-00000003").read_box("model/blocks.1.mlp.up.weight")
+    assert torch.equal(tensors["model.layers.1.mlp.up_proj.weight"], ours)
