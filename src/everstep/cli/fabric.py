@@ -5,14 +5,26 @@ from __future__ import annotations
 import json
 import sys
 import time
-import tomllib
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from everstep.cli.fabric_files import (
+    PRESETS,
+    addresses_of,
+    change_of,
+    nodes_only,
+    port_range,
+    preset_fabric,
+    previous_plan,
+    read_fabric,
+    read_json,
+    read_tables,
+    topology_in,
+    write_text,
+)
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +39,6 @@ FabricFile = Annotated[
     Path, typer.Argument(help="Fabric file (TOML): [clos], or nodes, leaves, spines, cables; and [[task]].")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-PRESETS = ("c4p", "c4p-2to1", "c4p-one-job", "gpu4096")
 
 
 @fabric_app.command("plan")
@@ -59,17 +70,17 @@ def plan_command(
     from everstep.fabric.bound import bound_s, lower_bound_s
     from everstep.fabric.document import plan_document
 
-    topology, _, flows = _read(fabric)
+    topology, _, flows = read_fabric(fabric)
     began = time.perf_counter()
     if previous is None:
         routing = allocate(topology, flows)
     else:
-        routing = reallocate(topology, _previous(previous, topology, flows), flows, max_moves=max_moves)
+        routing = reallocate(topology, previous_plan(previous, topology, flows), flows, max_moves=max_moves)
     spent_ms = (time.perf_counter() - began) * 1e3
     least = bound_s(topology, flows) if bound else lower_bound_s(topology, flows)
     document = plan_document(routing, bound_s=least, allocation_ms=spent_ms) | {"moved": list(routing.moved)}
     if out is not None:
-        _write(out, json.dumps(document, indent=1))
+        write_text(out, json.dumps(document, indent=1))
     if roce is not None:
         _write_roce(roce, routing, catalogue)
     if as_json:
@@ -105,18 +116,20 @@ def probe_command(
     """
     from everstep.node.probe import Budget, Prober
 
-    document = _toml(fabric)
-    topology = _only_addresses(document) if trace else _topology(document)
-    prober = Prober(topology=topology, ports=_range(ports), budget=Budget(packets=packets, seconds=seconds))
-    ends = _addresses(topology, source, targets or [n.name for n in topology.nodes if n.name != source])
+    document = read_tables(fabric)
+    topology = nodes_only(document) if trace else topology_in(document)
+    prober = Prober(
+        topology=topology, ports=port_range(ports), budget=Budget(packets=packets, seconds=seconds)
+    )
+    ends = addresses_of(topology, source, targets or [n.name for n in topology.nodes if n.name != source])
     if trace:
         found = _discover(prober, ends, target_port)
         if out is not None:
-            _write(out, json.dumps(found["fabric"], indent=1))
+            write_text(out, json.dumps(found["fabric"], indent=1))
     else:
         found = _learn(prober, ends, target_port, protocol)
         if out is not None:
-            _write(out, json.dumps(prober.catalogue.document(), indent=1))
+            write_text(out, json.dumps(prober.catalogue.document(), indent=1))
     found |= {"packets": prober.budget.sent}
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
@@ -142,8 +155,8 @@ def simulate_command(
     """
     from everstep.fabric.policies import POLICIES
 
-    topology, tasks, flows = _preset(preset) if fabric is None else _read(fabric)
-    changes = [_change(text, topology) for text in fail or []]
+    topology, tasks, flows = preset_fabric(preset) if fabric is None else read_fabric(fabric)
+    changes = [change_of(text, topology) for text in fail or []]
     if seeds < 1:
         raise UserError(f"--seeds is {seeds}; use at least 1.")
     rows = {
@@ -173,13 +186,13 @@ def show_command(
     from everstep.fabric.allocate import allocate
     from everstep.fabric.policies import ecmp
 
-    topology, _, flows = _read(fabric)
+    topology, _, flows = read_fabric(fabric)
     pictures = [
         ("hashed (ECMP)", ecmp(topology, flows, np.random.default_rng(seed))),
         ("planned", allocate(topology, flows)),
     ]
     if svg is not None:
-        _write(svg, picture.svg(pictures))
+        write_text(svg, picture.svg(pictures))
     if as_json:
         loads = {
             title: {
@@ -190,137 +203,6 @@ def show_command(
         sys.stdout.write(json.dumps({"fabric": topology.name, "load_s": loads}) + "\n")
         return
     sys.stdout.write(picture.text(pictures))
-
-
-# ---------------------------------------------------------------------- reading
-
-
-def _toml(path: Path) -> dict[str, Any]:
-    if path.suffix == ".json":  # what --trace has written
-        return dict(_json(path))
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"fabric file {path} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"fabric file {path} is not TOML: {error}.") from None
-
-
-def _topology(document: Mapping[str, Any]) -> Topology:
-    from everstep.fabric.document import topology_from
-
-    return topology_from(document)
-
-
-def _read(path: Path) -> tuple[Topology, list[Task], list[Flow]]:
-    from everstep.fabric.document import tasks_from
-    from everstep.fabric.flows import flows_of
-
-    document = _toml(path)
-    topology = _topology(document)
-    tasks = tasks_from(document, topology)
-    flows = [flow for task in tasks for flow in flows_of(task)]
-    if not flows:
-        raise UserError(f"{path}: no task sends anything between nodes; there is nothing to plan.")
-    return topology, tasks, flows
-
-
-def _preset(name: str | None) -> tuple[Topology, list[Task], list[Flow]]:
-    from everstep.fabric import scenarios
-
-    match name:
-        case "c4p":
-            topology, tasks = scenarios.c4p_testbed(), scenarios.eight_jobs()
-        case "c4p-2to1":
-            topology, tasks = scenarios.c4p_testbed(oversubscription=2), scenarios.eight_jobs()
-        case "c4p-one-job":
-            topology, tasks = scenarios.c4p_testbed(), scenarios.one_job()
-        case "gpu4096":
-            topology, tasks = scenarios.gpu_fabric(), [scenarios.large_task(gpus=4096)]
-        case _:
-            raise UserError(f"give a fabric file or --preset, one of {', '.join(PRESETS)}.")
-    return topology, tasks, scenarios.flows_of_all(tasks)
-
-
-def _previous(path: Path, topology: Topology, flows: list[Flow]) -> Routing:
-    import numpy as np
-
-    from everstep.fabric.routing import Routing
-
-    document = _json(path)
-    known = {}
-    try:
-        for row in document["flows"]:
-            switches = row["path"].split(" > ")
-            links = [f"{a}>{b}" for a, b in pairwise(switches)]
-            if all(link in topology.index for link in links):
-                known[row["name"]] = [topology.index[link] for link in links]
-    except (KeyError, TypeError, AttributeError):
-        raise UserError(f"--previous {path} is not a plan; give a file that --out has written.") from None
-    kept = [flow for flow in flows if flow.name in known]
-    paths = np.array([(known[flow.name] + [-1] * 4)[:4] for flow in kept], dtype=np.int64).reshape(-1, 4)
-    return Routing(topology=topology, flows=tuple(kept), paths=paths)
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON: {error.msg} in line {error.lineno}.") from None
-
-
-def _range(text: str) -> range:
-    first, dash, last = text.partition("-")
-    if not (dash and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last) <= 65535):
-        raise UserError(f"--ports {text!r} is not a range such as 24000-24063.")
-    return range(int(first), int(last) + 1)
-
-
-def _addresses(topology: Topology, source: str, targets: list[str]) -> tuple[str, dict[str, str]]:
-    addresses = {
-        node.name: next((port.address for port in node.ports if port.address), None)
-        for node in topology.nodes
-    }
-    for name in (source, *targets):
-        if name not in addresses:
-            raise UserError(f"node {name!r} is not in the fabric file; its nodes are {', '.join(addresses)}.")
-        if addresses[name] is None:
-            raise UserError(f"node {name} has no address in the fabric file; give its port one.")
-    return str(addresses[source]), {name: str(addresses[name]) for name in targets}
-
-
-def _only_addresses(document: Mapping[str, Any]) -> Topology:
-    """For discovery: nodes are known, switches are not."""
-    from everstep.fabric.topology import Node, Port, Switch, Topology
-
-    nodes = []
-    for row in document.get("node", []):
-        address = row.get("address") or next((p.get("address") for p in row.get("ports", [])), None)
-        if address is None or "name" not in row:
-            raise UserError("--trace: each [[node]] needs a name and an address.")
-        nodes.append(
-            Node(name=str(row["name"]), ports=(Port(nic=0, plane=0, leaf="?", gbps=1.0, address=address),))
-        )
-    if not nodes:
-        raise UserError("--trace: the file has no [[node]]; list names and addresses.")
-    leaves = (Switch(name="?"),)
-    return Topology(name="unknown", nodes=tuple(nodes), leaves=leaves, spines=(), fabric_links=())
-
-
-def _change(text: str, topology: Topology) -> Any:
-    from everstep.fabric.simulate import Change
-
-    what, at, when = text.rpartition("@")
-    link, _, fraction = what.partition("=")
-    try:
-        change = Change(at_s=float(when), condition={link: float(fraction or 0.0)})
-    except ValueError:
-        raise UserError(f"--fail {text!r} is not LINK@SECONDS or LINK=FRACTION@SECONDS.") from None
-    if not at or link not in topology.index:
-        raise UserError(f"--fail {text!r}: {link!r} is not a link of {topology.name}, such as l0>s0.")
-    return change
 
 
 # ---------------------------------------------------------------------- work
@@ -367,8 +249,8 @@ def _write_roce(path: Path, routing: Routing, catalogue: Path | None) -> None:
     from everstep.fabric.catalogue import Catalogue
     from everstep.fabric.roce import plan_file
 
-    known = None if catalogue is None else Catalogue.from_document(_json(catalogue))
-    _write(path, json.dumps(plan_file(routing, known, time.monotonic()), indent=1))
+    known = None if catalogue is None else Catalogue.from_document(read_json(catalogue))
+    write_text(path, json.dumps(plan_file(routing, known, time.monotonic()), indent=1))
 
 
 def _simulated(
@@ -470,10 +352,3 @@ def _print_simulated(topology: Topology, flows: list[Flow], rows: Mapping[str, A
     console = Console(highlight=False)
     console.print(f"{topology.name}: {len(flows)} flows over {len(topology.links)} links")
     console.print(table)
-
-
-def _write(path: Path, content: str) -> None:
-    try:
-        path.write_text(content)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from None
