@@ -24,7 +24,7 @@ from everstep.plan.task import Standing, TaskSpec, standing
 
 MOST_RETRIES = 64
 RUNNERS_CONSIDERED = 8  # tasks whose choice is taken away in turn to find what came second
-LARGE = 200_000  # tasks x units; from here on only one is
+LARGE = 20_000  # tasks x units; from here on only one is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

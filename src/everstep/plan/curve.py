@@ -58,7 +58,7 @@ class Curve:
     schedule: str = "staggered"
     replicated: bool = True  # a live replica holds all there is; not so when ZeRO-1 splits the optimizer
     _index: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    _by_units: dict[int, tuple[Floats, Ints]] = field(default_factory=dict, repr=False)
+    _by_units: dict[int, tuple[Floats, Ints]] = field(default_factory=dict, init=False, repr=False)
 
     def by_units(self, unit: int) -> tuple[Floats, Ints]:
         """For 1, 2, ... units the best throughput that needs so many, and its number of workers. Kept."""
@@ -94,8 +94,12 @@ class Curve:
 
     def like(self, shape: Shape) -> SameCut | None:
         """The throughput of this cut at every number of replicas."""
-        found = self._index.get((shape.stages, shape.shards))
-        return None if found is None else self.cuts[found]
+        found = self.cut_index(shape)
+        return None if found < 0 else self.cuts[found]
+
+    def cut_index(self, shape: Shape | None) -> int:
+        """Which of `cuts` a shape has; -1: none we know."""
+        return -1 if shape is None else self._index.get((shape.stages, shape.shards), -1)
 
     def of_shape(self, shape: Shape) -> float:
         """Throughput in exactly this shape, not the best shape of as many workers."""

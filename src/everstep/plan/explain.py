@@ -189,7 +189,7 @@ def least_change(options: Options) -> Choice:
     stay = options.layers[-1]
     for index in range(len(stay.units)):
         if Kind(int(stay.kind[index])) in (Kind.KEEP, Kind.REROUTE):
-            return options._write_out(stay, index)
+            return options.written_out(stay, index)
     return options.choice(0)
 
 

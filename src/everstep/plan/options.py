@@ -146,9 +146,9 @@ class Options:
         at = int(np.searchsorted(self.units, units))
         assert self.units[at] == units
         where, index = int(self._winner[0][at]), int(self._winner[1][at])
-        return self._write_out(self.layers[where], index)
+        return self.written_out(self.layers[where], index)
 
-    def _write_out(self, layer: Layer, index: int) -> Choice:
+    def written_out(self, layer: Layer, index: int) -> Choice:
         kind, workers = Kind(int(layer.kind[index])), int(layer.workers[index])
         throughput, cut = float(layer.throughput[index]), int(layer.cut[index])
         shape: Shape | None = None
@@ -181,7 +181,7 @@ class Options:
         for layer in self.layers:
             worth = layer.worth.copy()
             for index in np.flatnonzero(layer.units == units):
-                if self._write_out(layer, int(index)).same(chosen):
+                if self.written_out(layer, int(index)).same(chosen):
                     worth[index] = NEVER
             layers.append(replace(layer, worth=worth))
         if not any((layer.worth > NEVER).any() for layer in layers):
@@ -204,9 +204,7 @@ class _Build:
         self.top = cluster.capacity // cluster.unit
         self.fixed_s = task.transition_s if task.transition_s is not None else cluster.costs.transition_s
         self.step_s = task.curve.step_s(standing.throughput)
-        self.cut_today = -1
-        if standing.shape is not None:
-            self.cut_today = task.curve._index.get((standing.shape.stages, standing.shape.shards), -1)
+        self.cut_today = task.curve.cut_index(standing.shape)
         self.hysteresis = 1.0 if standing.damaged else cluster.hysteresis
         self.parts = np.array([cut.stages * cut.shards for cut in task.curve.cuts] or [1], dtype=np.float64)
 
@@ -362,9 +360,7 @@ class _Build:
         if target is None or not target.workers or not self.horizon.ends_by_repair:
             return np.zeros(len(workers))
         count = np.full(len(workers), float(target.workers))
-        goal = -1
-        if target.shape is not None:
-            goal = self.curve._index.get((target.shape.stages, target.shape.shards), -1)
+        goal = self.curve.cut_index(target.shape)
         parts = np.full(len(workers), self.parts[max(goal, 0)])
         seconds = self.costs.reshape_s(Source.LIVE, self.curve.state_bytes, count, parts)
         if goal >= 0:

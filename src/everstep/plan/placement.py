@@ -50,9 +50,7 @@ class _Seat:
     in_rack: Counter[tuple[int, str]] = field(default_factory=Counter)
 
 
-def place(
-    cluster: Cluster, now: Assignment, choices: Mapping[str, Choice], untouched: Iterable[str] = ()
-) -> Placement:
+def place(cluster: Cluster, now: Assignment, choices: Mapping[str, Choice]) -> Placement:
     """Seat everybody; `choices` in the order of the tasks."""
     room = _Room(cluster)
     seats: list[_Seat] = []
