@@ -85,7 +85,7 @@ class Transfers:
 
 def reshard(a: Layout, b: Layout, distance: Distance = lambda source, target: 1.0) -> Transfers:
     """The transfers that turn buffers laid out as `a` into buffers laid out as `b`."""
-    sources = {name: _Sources(a, name) for name in {a.tied.get(n, n) for n in b.tensors}}
+    sources = {name: Sources(a, name) for name in {a.tied.get(n, n) for n in b.tensors}}
     sent: dict[Holder, int] = {}
     found: list[Transfer] = []
     for piece in b.pieces:
@@ -117,7 +117,7 @@ def least_bytes(a: Layout, b: Layout) -> int:
     return total
 
 
-class _Sources:
+class Sources:
     """The pieces of one tensor, found by their first dimension."""
 
     def __init__(self, layout: Layout, name: str) -> None:
@@ -152,7 +152,7 @@ def _same_tensor(a: Layout, b: Layout, name: str, wanted: str) -> Tensor:
 
 
 def _fetched(
-    sources: _Sources, wanted: Box, target: Holder, distance: Distance, sent: dict[Holder, int]
+    sources: Sources, wanted: Box, target: Holder, distance: Distance, sent: dict[Holder, int]
 ) -> Iterator[tuple[Box, Piece, Holder]]:
     """Boxes that make up `wanted`, each with the piece and the holder it comes from."""
     left = [wanted] if wanted.volume else []
@@ -179,7 +179,7 @@ def _fetched(
 
 
 def _by_distance(
-    sources: _Sources, wanted: Box, target: Holder, distance: Distance
+    sources: Sources, wanted: Box, target: Holder, distance: Distance
 ) -> Iterator[list[tuple[Piece, list[Holder]]]]:
     """The pieces that meet a box, nearest holders first; each time all that are equally near."""
     rings: dict[float, list[tuple[Piece, list[Holder]]]] = {}
@@ -202,7 +202,7 @@ def _spread(
         yield cut, piece, idlest[i % len(idlest)]
 
 
-def _averaged(sources: _Sources, piece: Piece, tensor: Tensor) -> Iterator[Transfer]:
+def _averaged(sources: Sources, piece: Piece, tensor: Tensor) -> Iterator[Transfer]:
     """Shares of every holder. All holders of an element must hold the same box of it."""
     groups: dict[Box, list[tuple[Piece, Holder]]] = {}
     for shared, source in sources.meeting(piece.box):
