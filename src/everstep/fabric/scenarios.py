@@ -1,10 +1,10 @@
 """Fabrics larger than a laptop, and the experiments of C4P on them.
 
 C4P's testbed: 16 nodes of 8 GPUs, 8 NICs a node, each 2 × 200 Gbit/s, leaf and spine, NVLink feeding a NIC
-with at most 362 Gbit/s. How many uplinks a leaf has there we do not know; one of the published experiments
-loses "one of 8", so 8 is the model's value, and it is a parameter because hashing depends on it. A
-collective is a ring over one job's nodes for every NIC index, each edge two connections (queue pairs), one
-a port if planned well.
+with at most 362 Gbit/s. This is from memory, and so is every figure of C4P beside ours: the paper was not at
+hand. How many uplinks a leaf has there we do not know; one experiment loses "one of 8", so 8 is the model's
+value, and it is a parameter because hashing depends on it. A collective is a ring over one job's nodes for
+every NIC index, each edge two connections (queue pairs), one a port if planned well.
 
 `bus_gbps` is what nccl-tests calls bus bandwidth per NIC: what the slowest edge of the job's rings sends.
 """
