@@ -89,9 +89,7 @@ def measure(
         steps=1_000_000,
     )
     chaos = Chaos(kills, seed)
-    outcome = LocalTask(
-        job, nursery=nursery, watch=chaos, patience=EAGER, tick_s=0.01
-    ).run()
+    outcome = LocalTask(job, nursery=nursery, watch=chaos, patience=EAGER, tick_s=0.01).run()
     return evaluate(chaos, outcome)
 
 

@@ -222,9 +222,7 @@ class Sweep:
                     what.kill(worker)
                 what.finish("everybody is killed")
 
-        task = LocalTask(
-            job, nursery=self.nursery, faults=tuple(map(parse_fault, faults)), watch=watch
-        )
+        task = LocalTask(job, nursery=self.nursery, faults=tuple(map(parse_fault, faults)), watch=watch)
         return task.run()
 
 

@@ -33,7 +33,7 @@ from everstep.node.nursery import Nursery
 from everstep.schedule.desk import SchedulerDesk
 
 NODE, TASK = "here", "task"
-LOOK_EVERY_S = 0.05
+LOOK_EVERY_S = 0.02
 Watcher = Callable[[str, Any], None]  # ("step" | "incident" | "action" | "raised" | "tick", what)
 
 

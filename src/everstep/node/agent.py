@@ -40,7 +40,7 @@ from everstep.node.kernel import KernelLog
 from everstep.node.nursery import Nursery
 
 BEAT_EVERY_S = 0.25
-LOOK_EVERY_S = 0.05
+LOOK_EVERY_S = 0.02
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
 MAX_KEPT_REPORTS = 1_000_000  # days of steps without a coordinator, some 300 MB
 MAX_MESSAGE = 64 << 20
