@@ -131,16 +131,16 @@ def test_an_incident_that_is_still_open_is_told_as_far_as_it_is(
     ("arguments", "code", "sentence"),
     [
         (["severties"], 2, "'severties' is not a thing to explain; give the number of an incident"),
-        (["7", "--address", "127.0.0.1:7077"], 2, "write it like http://127.0.0.1:7077"),
-        (["7", "--address", "http://127.0.0.1:1"], 2, "no coordinator answers at http://127.0.0.1:1"),
-        (["7", "--address", "{}"], 2, "wants another token; give --token."),
-        (["12", "--address", "{}", "--token", "secret"], 2, "knows no incident 12"),
+        (["7", "--address", "127.0.0.1:7077"], 2, "is not of the form http://127.0.0.1:7077"),
+        (["7", "--address", "http://127.0.0.1:1"], 2, "no coordinator at http://127.0.0.1:1"),
+        (["7", "--address", "{}"], 2, "answers 401"),
+        (["12", "--address", "{}", "--token", "secret"], 2, "answers 404"),
         (
             ["8", "--address", "{}", "--token", "secret"],
             1,
-            "is no coordinator: its answer is not an incident",
+            "does not answer as a coordinator does",
         ),
-        (["9", "--address", "{}", "--token", "secret"], 1, "answered with HTTP status 500"),
+        (["9", "--address", "{}", "--token", "secret"], 1, "answers 500"),
         (["10", "--address", "{}", "--token", "secret"], 1, "told in a way this version cannot read"),
     ],
 )

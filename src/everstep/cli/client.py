@@ -89,5 +89,7 @@ def _decoded(data: bytes, base: str) -> Any:
 def _sentence(data: bytes) -> str:
     try:
         return str(json.loads(data)["error"])
-    except (ValueError, KeyError, TypeError):
+    except ValueError:
         return data.decode(errors="replace").strip()[:200]
+    except (KeyError, TypeError):
+        return ""

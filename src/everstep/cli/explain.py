@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import ssl
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 from rich.box import SIMPLE
@@ -21,26 +16,19 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.core.severity import MEANINGS, REMEDIES, TABLE, ErrorKind, Severity
 from everstep.core.symptoms import SYMPTOMS, XIDS
-from everstep.errors import EverstepError, PeerError, UserError
+from everstep.errors import PeerError, UserError
 
-DEFAULT_ADDRESS = "http://127.0.0.1:7077"
-_MAX_ANSWER_BYTES = 16 << 20
 _STYLES = {Severity.SEV1: "bold red", Severity.SEV2: "yellow", Severity.SEV3: "green"}
 
 
 def explain_command(
     what: Annotated[str, typer.Argument(help="The number of an incident, or `severities`.", metavar="WHAT")],
-    address: Annotated[
-        str, typer.Option(envvar="EVERSTEP_ADDRESS", help="Where the coordinator listens.")
-    ] = DEFAULT_ADDRESS,
-    token: Annotated[
-        str, typer.Option(envvar="EVERSTEP_TOKEN", help="The coordinator's token.", show_default=False)
-    ] = "",
-    ca: Annotated[
-        Path | None, typer.Option(help="For https: the certificate that signed the coordinator's.")
-    ] = None,
+    address: Address = DEFAULT_ADDRESS,
+    token: Token = "",
+    ca: Ca = None,
     patterns: Annotated[
         bool, typer.Option("--patterns", help="With `severities`: the texts each kind is known by.")
     ] = False,
@@ -57,7 +45,7 @@ def explain_command(
         document = severities_document()
         _emit(document) if as_json else _show_severities(with_patterns=patterns)
     elif what.isdecimal():
-        document = fetch_incident(int(what), address=address, token=token, ca=ca)
+        document = fetch_incident(int(what), Client(address=address, token=token, ca=ca))
         _emit(document) if as_json else _show_incident(document)
     else:
         raise UserError(f"{what!r} is not a thing to explain; give the number of an incident, or severities.")
@@ -126,49 +114,11 @@ def _pattern_table() -> Table:
 # The story of an incident
 
 
-def fetch_incident(number: int, *, address: str, token: str, ca: Path | None) -> dict[str, Any]:
+def fetch_incident(number: int, client: Client) -> dict[str, Any]:
     """What the coordinator knows of it: a JSON object, as it came."""
-    request = urllib.request.Request(f"{_checked(address)}/v1/incidents/{number}")
-    if token:
-        request.add_header("Authorization", f"Bearer {token}")
-    try:
-        context = ssl.create_default_context(cafile=ca) if address.startswith("https") else None
-        with urllib.request.urlopen(request, timeout=10, context=context) as answer:
-            body = answer.read(_MAX_ANSWER_BYTES + 1)
-    except urllib.error.HTTPError as error:
-        raise _refused(number, address, error.code) from None
-    except (OSError, ssl.SSLError) as error:  # URLError is an OSError
-        reason = getattr(error, "reason", error)
-        raise UserError(
-            f"no coordinator answers at {address} ({reason}); start one, or give --address."
-        ) from None
-    return _document(body, address)
-
-
-def _checked(address: str) -> str:
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"--address {address!r} is not an address; write it like {DEFAULT_ADDRESS}.")
-    return address.rstrip("/")
-
-
-def _refused(number: int, address: str, code: int) -> EverstepError:
-    match code:
-        case 404:
-            return UserError(f"the coordinator at {address} knows no incident {number}; see everstep status.")
-        case 401 | 403:
-            return UserError(f"the coordinator at {address} wants another token; give --token.")
-        case _:
-            return PeerError(f"the coordinator at {address} answered with HTTP status {code}")
-
-
-def _document(body: bytes, address: str) -> dict[str, Any]:
-    try:
-        document = json.loads(body[:_MAX_ANSWER_BYTES])
-    except ValueError:
-        document = None
+    document = client.get(f"/v1/incidents/{number}")
     if not isinstance(document, dict) or not isinstance(document.get("number"), int):
-        raise PeerError(f"what answers at {address} is no coordinator: its answer is not an incident")
+        raise PeerError(f"what answers at {client.address} is no coordinator: its answer is not an incident")
     return document
 
 
