@@ -26,6 +26,7 @@ from everstep.core.standing import Joining, Member
 from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local import LocalTask
 from everstep.node.nursery import Nursery
+from everstep.schedule import Instance
 from everstep.sim.draw import Draw
 from everstep.sim.storm.faults import Fault, What
 from everstep.sim.storm.spec import Spec, Weather
@@ -68,6 +69,7 @@ class Watch:
 
     script: Script
     task: LocalTask | None = None
+    instance: Instance | None = None
     ends: list[float] = field(default_factory=list)
     noticed: list[float] = field(default_factory=list)
     started: dict[Worker, float] = field(default_factory=dict)
@@ -80,6 +82,8 @@ class Watch:
         now = time.monotonic()
         if kind == "step":
             self.ends.append(now)
+            if what.step == FIRST_KILL - 1 and self.task is not None:
+                self.instance = self.task.desk.profile.instance()  # as it is while nothing fails
             for step, worker, share in self.script.kills:
                 if step == what.step:
                     threading.Timer(share * self.healthy(), self._kill, (worker,)).start()
@@ -136,10 +140,13 @@ def run_real(plan: Script, nursery: Nursery, depth: int) -> Watch:
 
 
 def measured_weather(watch: Watch) -> Weather:
-    assert watch.task is not None
-    instance = watch.task.desk.profile.instance()
-    home = Worker(0, 0)
-    times = {kind: max(1, round(instance.time(kind, home) * 1e6)) for kind in Kind}
+    assert watch.instance is not None
+    times = {
+        kind: max(
+            1, round(1e6 * statistics.mean(watch.instance.time(kind, w) for w in watch.instance.workers()))
+        )
+        for kind in Kind
+    }
     work = MICROBATCHES * sum(times[k] for k in (Kind.F, Kind.I, Kind.W)) + times[Kind.R] + times[Kind.U]
     rest = max(300, round(watch.healthy() * 1e6) - work)  # messages of the reduce, and between the ops
     return Weather(
@@ -206,6 +213,8 @@ def compare(*, kills: int, seed: int, depth: int = 6) -> dict[str, Any]:
         "steps": len(real.ends),
         "step_ms": {"measured": round(real.healthy() * 1e3, 1), "predicted": round(step_s * 1e3, 1)},
         "calibration_ms": {
+            **{str(kind): round(us / 1e3, 1) for kind, us in (weather.op_times_us or {}).items()},
+            "message": round(weather.hop_us / 1e3, 1),
             "notice": round(weather.exit_us / 1e3, 1),
             "start": round(weather.start_us / 1e3, 1),
             "copy": round(weather.copy_us / 1e3, 1),
