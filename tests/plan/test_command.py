@@ -107,6 +107,10 @@ MISTAKES = {
     "unknown stack": ("nodes = 4", 'nodes = 4\nstack = "x"', "stack 'x' is not known"),
     "running 0": ("nodes = 4", "nodes = 4\nrunning_s = 0", "running_s of [cluster] is 0"),
     "cost below 0": ("nodes = 4", "nodes = 4\ntransition_s = -1", "transition_s of [cluster] is -1"),
+    "places twice": ("workers = 4", 'places = ["node-0:0", "node-0:0"]', "one slot, one worker"),
+    "places and workers": ("workers = 4", 'workers = 4\nplaces = ["node-0:0"]', "make them agree"),
+    "state below 0": ("workers = 4", "workers = 4\nstate_gb = -1", "state_gb of task 'small' is -1"),
+    "node not a list": ("nodes = 4\n", "", "write [[node]]", "", "node = 3\n"),
     "not toml": ("nodes = 4", "nodes = ", "is not TOML"),
     "no task": ("[[task]]", "[[node]]", "say which nodes"),
 }
@@ -123,9 +127,10 @@ def refused(capsys: pytest.CaptureFixture[str], sentence: str, *arguments: objec
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_sentence(name: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before, after, sentence, *more = MISTAKES[name]
+    before, after, sentence, *around = MISTAKES[name]
     assert before in SIMPLE
-    file.write_text(SIMPLE.replace(before, after) + "".join(more))
+    below, above = (*around, "", "")[:2]
+    file.write_text(above + SIMPLE.replace(before, after) + below)
     refused(capsys, sentence, file, "--json")
 
 

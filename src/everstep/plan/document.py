@@ -100,6 +100,8 @@ def world_from(document: Mapping[str, Any]) -> World:
 
 def _cluster(about: Mapping[str, Any], document: Mapping[str, Any]) -> Cluster:
     listed = document.get("node", [])
+    if not isinstance(listed, list):
+        raise UserError("node must be a list of tables; write [[node]].")
     slots = about.get("slots_per_node", 8)
     if not 1 <= slots <= MOST_SLOTS:
         raise UserError(f"slots_per_node of [cluster] is {slots}; make it 1 to {MOST_SLOTS}.")
@@ -141,6 +143,8 @@ def _node(entry: Any, number: int, slots: int) -> Node:
         if not isinstance(slot, int) or not 0 <= slot < count:
             raise UserError(f"bad_slots of node {name!r} has {slot!r}; its slots are 0 to {count - 1}.")
     back = entry.get("back_in")
+    if entry.get("failures_per_1000_days", 0.0) < 0:
+        raise UserError(f"failures_per_1000_days of node {name!r} is below 0; make it 0 or more.")
     return Node(
         name=name,
         slots=count,
@@ -178,6 +182,9 @@ def _task(
         raise UserError(
             f"min_workers of task {name!r} is {least}, more than the {slots} slots of the cluster; lower it."
         )
+    for field in ("state_gb", "step_s", "transition_s", "batch"):
+        if entry.get(field, 0) < 0:
+            raise UserError(f"{field} of task {name!r} is {entry[field]:g}; make it 0 or more.")
     if ("model" in entry) == ("throughput" in entry):
         raise UserError(f"task {name!r} needs either model or throughput, one of the two.")
     if "model" in entry:
@@ -255,6 +262,10 @@ def _seated(cluster: Cluster, entries: list[Any], tasks: list[TaskSpec]) -> Assi
         if "places" in entry:
             named[task.name] = [_place(whole, text, task.name) for text in entry["places"]]
         count = len(named.get(task.name, ())) or entry.get("workers", shape.workers if shape else 0)
+        if count != entry.get("workers", count):
+            raise UserError(
+                f"task {task.name!r} has {count} places and {entry['workers']} workers; make them agree."
+            )
         if count < 0:
             raise UserError(f"workers of task {task.name!r} is {count}; make it 0 or more.")
         left -= count
@@ -272,6 +283,12 @@ def _seated(cluster: Cluster, entries: list[Any], tasks: list[TaskSpec]) -> Assi
             shapes[task.name] = shape
         if count and task.name not in named:
             choices[task.name] = _as_choice(count, shape, whole.unit)
+    seen: set[Place] = set()
+    for name, spots in named.items():
+        for spot in spots:
+            if spot in seen:
+                raise UserError(f"places of task {name!r} has {spot}, which is taken; one slot, one worker.")
+            seen.add(spot)
     taken = Assignment(places=named, shapes={n: s for n, s in shapes.items() if n in named})
     kept = {n: _as_choice(len(p), shapes.get(n), whole.unit, Kind.KEEP) for n, p in named.items()}
     try:

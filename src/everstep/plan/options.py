@@ -189,6 +189,10 @@ class Options:
         return Options(self.task, self.standing, self.horizon, tuple(layers))
 
 
+def _fraction(part: Floats, whole: float) -> Floats:
+    return part / whole if whole > 0 else np.zeros_like(part)
+
+
 def options(task: TaskSpec, standing: Standing, cluster: Cluster, horizon: Horizon) -> Options:
     """All options of a task on a cluster of this size."""
     build = _Build(task, standing, cluster, horizon)
@@ -264,7 +268,7 @@ class _Build:
             more = same & ~fewer
             kind[fewer], kind[more] = Kind.DROP, Kind.GROW
             seconds = np.where(fewer, costs.groups(count), seconds)
-            gain = (throughput - today.rerouted) / max(today.throughput, 1e-300)
+            gain = _fraction(throughput - today.rerouted, today.throughput)
             grown = costs.grow_s(self.curve.state_bytes, count, float(self.parts[self.cut_today]), gain)
             seconds = np.where(more, grown, seconds)
         seconds = seconds + self._broken_step_s()
@@ -365,7 +369,7 @@ class _Build:
         seconds = self.costs.reshape_s(Source.LIVE, self.curve.state_bytes, count, parts)
         if goal >= 0:
             same = cut == goal
-            gain = (target.throughput - throughput) / max(target.throughput, 1e-300)
+            gain = _fraction(target.throughput - throughput, target.throughput)
             grown = self.costs.grow_s(self.curve.state_bytes, count, float(self.parts[goal]), gain)
             fewer = same & (workers > target.workers)
             seconds = np.where(same, np.where(fewer, self.costs.groups(count), grown), seconds)
