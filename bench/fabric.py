@@ -62,11 +62,12 @@ def run_ecmp(args: argparse.Namespace) -> dict[str, Any]:
             for seed in range(1, args.seeds + 1):
                 testbed.seed(seed)
                 hashed = bulk_rates(testbed, flows, None, warm_s=args.warm, seconds=args.seconds)
-                for turn in range(1 + args.repeats):
+                planned = bulk_rates(testbed, flows, routing, warm_s=args.warm, seconds=args.seconds)
+                left = args.repeats
+                while min(planned) < LINE_RATE * rate and left > 0:
+                    left -= 1
                     planned = bulk_rates(testbed, flows, routing, warm_s=args.warm, seconds=args.seconds)
-                    if min(planned) >= LINE_RATE * rate:
-                        break
-                repeated += turn
+                repeated += args.repeats - left
                 measured = {"hashed": hashed, "planned": planned}
                 rows.append(
                     {k: {"slowest": min(v) / rate, "sum": sum(v) / rate} for k, v in measured.items()}
