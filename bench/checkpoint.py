@@ -460,6 +460,7 @@ def main() -> int:
         for section in options.only or SECTIONS:
             print(f"{section} …", file=sys.stderr, flush=True)
             found[section] = benches[section](Path(name), options)
+            print(json.dumps({section: found[section]}), file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps(found))
     else:
