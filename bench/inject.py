@@ -36,7 +36,7 @@ from typing import Any
 
 STEPS = 30
 STRIKE = 12  # the step a fault strikes in
-WORK_S = 0.02
+WORK_S = 0.05
 FOLDER = Path()  # of this rank's job, set in its process
 Suspect = tuple[int, ...]  # a rank, or the two ends of a link
 
