@@ -68,6 +68,7 @@ def _matplotlib() -> Any:
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "everstep"  # the same picture is the same file
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text: a fifth of the bytes
     import matplotlib.pyplot as plt
 
     return plt
