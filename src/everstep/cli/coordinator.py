@@ -78,7 +78,7 @@ def coordinator_command(
     settings.check()
 
     def ready(address: str) -> None:
-        render.note(f"coordinator: {address}")
+        render.note(f"coordinator: {address} (open it in a browser to watch)")
         if as_json:
             render.emit({"address": address, "state": str(state)})
 

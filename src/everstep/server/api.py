@@ -1,8 +1,9 @@
 """HTTP and WebSocket on one port. The list of routes below is the API; docs/api.md tells it in words.
 
-A token, if there is one, guards every route but /v1/health. Without one the coordinator listens on loopback
-only, and a browser page of another origin is refused all the same, as is a Host that is not ours: a web page
-must not be able to talk to a coordinator behind its reader's back.
+A token, if there is one, guards every route but /v1/health and the dashboard's files, which hold no data.
+Without one the coordinator listens on loopback only, and a browser page of another origin is refused all the
+same, as is a Host that is not ours: a web page must not be able to talk to a coordinator behind its reader's
+back.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from everstep.server.daemon import Daemon
 from everstep.server.journal import LostLeadership
 from everstep.server.lines import Lines
 from everstep.server.metrics import ClusterMetrics
+from everstep.server.pages import PROTOCOL, TICKET_S, Pages, Tickets
+from everstep.server.viewers import Viewers
 
 MAX_BODY = 1 << 20
 MAX_LOG = 1 << 20
@@ -50,14 +53,19 @@ class Api:
         self.lines = Lines(daemon)
         self.metrics = ClusterMetrics(daemon)
         self._viewers = 0
+        self._pages, self._tickets = Pages(), Tickets()
+        self._dashboards = Viewers(daemon, lambda: self.lines.nodes)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
         app.add_routes(
             [
+                web.get("/", self._pages.serve),
+                web.get("/web/{file}", self._pages.serve),
                 web.get("/v1/health", self._health),
                 web.get("/v1/status", self._status),
                 web.get("/v1/agent", self.lines.serve),
+                web.post("/v1/tickets", self._ticket),
                 web.get("/v1/watch", self._watch),
                 web.get("/v1/news", self._news),
                 web.get("/v1/digest", self._digest),
@@ -82,7 +90,10 @@ class Api:
             if request.path == "/v1/health":
                 return await handler(request)
             self._check_origin(request)
-            self._check_token(request)
+            if self._pages.has(request.path):
+                return await handler(request)
+            if request.path != "/v1/watch" or not self._tickets.take(request):
+                self._check_token(request)
             if not self.daemon.leads:
                 return _refuse(503, "this coordinator is starting, or stands by for another; try again.")
             return await handler(request)
@@ -131,7 +142,11 @@ class Api:
         return web.json_response({"digest": digest(self.daemon.machine), "journal": self.daemon.number})
 
     async def _incidents(self, request: web.Request) -> web.Response:
-        return web.json_response([views.incident(one) for one in self.daemon.machine.log.incidents])
+        """`?last=N`: only those."""
+        found = self.daemon.machine.log.incidents
+        if "last" in request.query:
+            found = found[-max(1, _whole(request.query["last"], "last")) :]
+        return web.json_response([views.incident(one) for one in found])
 
     async def _incident(self, request: web.Request) -> web.Response:
         text = request.match_info["number"]
@@ -141,7 +156,9 @@ class Api:
         return _refuse(404, f"there is no incident {text!r}; GET /v1/incidents lists them.")
 
     async def _task(self, request: web.Request) -> web.Response:
-        return web.json_response(views.task(self.daemon, self._named_task(request)))
+        """`?rows=N`: only so many of its last steps."""
+        rows = _whole(request.query["rows"], "rows") if "rows" in request.query else None
+        return web.json_response(views.task(self.daemon, self._named_task(request), rows=rows))
 
     async def _logs(self, request: web.Request) -> web.Response:
         task = self._named_task(request)
@@ -175,12 +192,28 @@ class Api:
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self.metrics.text(), content_type="text/plain")
 
+    async def _ticket(self, request: web.Request) -> web.Response:
+        """For a browser's WebSocket, which cannot carry the token: opens one /v1/watch within seconds."""
+        return web.json_response({"ticket": self._tickets.issue(), "valid_s": TICKET_S})
+
     async def _watch(self, request: web.Request) -> web.StreamResponse:
-        """Everything that happens, as it happens. A viewer that reads too slowly misses some, and is told."""
+        """Everything that happens, as it happens; with `?as=page` the picture and what changes in it."""
         if self._viewers >= MAX_VIEWERS:
             return _refuse(503, f"{MAX_VIEWERS} viewers are connected already.")
-        line = web.WebSocketResponse(max_msg_size=1 << 16, timeout=1.0)
+        line = web.WebSocketResponse(max_msg_size=1 << 16, timeout=1.0, protocols=(PROTOCOL,))
         await line.prepare(request)
+        self._viewers += 1
+        try:
+            if request.query.get("as") == "page":
+                await self._dashboards.show(line)
+            else:
+                await self._tell_all(line)
+        finally:
+            self._viewers -= 1
+        return line
+
+    async def _tell_all(self, line: web.WebSocketResponse) -> None:
+        """A viewer that reads too slowly misses some, and is told."""
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1000)
         missed = 0
 
@@ -191,7 +224,6 @@ class Api:
             else:
                 queue.put_nowait(told)
 
-        self._viewers += 1
         self.daemon.listeners.add(listen)
         gone = asyncio.create_task(_until_closed(line))
         try:
@@ -209,9 +241,7 @@ class Api:
             pass
         finally:
             gone.cancel()
-            self._viewers -= 1
             self.daemon.listeners.discard(listen)
-        return line
 
     # -------------------------------------------------------------- doing
 

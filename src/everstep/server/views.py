@@ -11,26 +11,61 @@ from everstep.core.roster import Node, Task
 from everstep.core.standing import Absent, Joining, Member, Starting
 from everstep.server.daemon import Daemon
 
+QUIET_S = 1.0  # without a heartbeat; they come four times a second
 _STANDING = {Absent: "absent", Starting: "starting", Joining: "joining", Member: "member"}
 
 
 def status(daemon: Daemon, connected: set[str], now: float) -> dict[str, Any]:
-    machine = daemon.machine
+    machine, seated = daemon.machine, _seated(daemon)
     return {
         "at": now,
         "leads": daemon.leads,
         "journal": daemon.number,
-        "nodes": [_node(daemon, node, connected) for node in machine.nodes.values()],
+        "nodes": [_node(daemon, node, connected, seated) for node in machine.nodes.values()],
         "tasks": [task_row(daemon, task) for task in machine.tasks.values()],
-        "incidents": {
-            "open": [incident.number for incident in machine.log.open_ones()],
-            "total": len(machine.log.incidents),
-        },
+        "incidents": incident_counts(daemon),
     }
 
 
-def _node(daemon: Daemon, node: Node, connected: set[str]) -> dict[str, Any]:
-    on_it = daemon.machine.roster.on_node(node.name)
+def incident_counts(daemon: Daemon) -> dict[str, Any]:
+    log = daemon.machine.log
+    return {"open": [incident.number for incident in log.open_ones()], "total": len(log.incidents)}
+
+
+def _seated(daemon: Daemon) -> dict[str, list[dict[str, Any]]]:
+    """By node; found in one pass, because there may be thousands of both."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for task in daemon.machine.tasks.values():
+        for worker, seat in task.seats.items():
+            told = {"task": task.name, "worker": str(worker), "slot": seat.slot}
+            found.setdefault(seat.node, []).append(told)
+    return found
+
+
+def page_nodes(daemon: Daemon, connected: set[str], now: float) -> dict[str, dict[str, Any]]:
+    """By name, in short: `quiet_since` instead of an age, which would be another one at every look."""
+    seated, found = _seated(daemon), {}
+    monotonic = time.monotonic()
+    for name, node in daemon.machine.nodes.items():
+        age = daemon.hearts.age_s(name, monotonic)
+        found[name] = {
+            "node": name,
+            "state": node.state,
+            "because": node.because,
+            "since": node.since,
+            "slots": node.slots,
+            "host": node.host,
+            "connected": name in connected,
+            "quiet_since": round(now - age) if age is not None and age > QUIET_S else None,
+            "isolations": len(node.isolations),
+            "workers": seated.get(name, []),
+        }
+    return found
+
+
+def _node(
+    daemon: Daemon, node: Node, connected: set[str], seated: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
     age = daemon.hearts.age_s(node.name, time.monotonic())
     return {
         "node": node.name,
@@ -42,10 +77,7 @@ def _node(daemon: Daemon, node: Node, connected: set[str]) -> dict[str, Any]:
         "connected": node.name in connected,
         "heard_s_ago": None if age is None else round(age, 3),
         "isolations": len(node.isolations),
-        "workers": [
-            {"task": task.name, "worker": str(worker), "slot": task.seats[worker].slot}
-            for task, worker in on_it
-        ],
+        "workers": seated.get(node.name, []),
     }
 
 
@@ -81,9 +113,12 @@ def task_row(daemon: Daemon, task: Task) -> dict[str, Any]:
     }
 
 
-def task(daemon: Daemon, task: Task) -> dict[str, Any]:
-    """One task in full."""
+def task(daemon: Daemon, task: Task, *, rows: int | None = None) -> dict[str, Any]:
+    """One task in full; of its steps, the last `rows`."""
     steps = daemon.steps.get(task.name)
+    kept = [] if steps is None else list(steps.rows)
+    if rows is not None:
+        kept = kept[len(kept) - min(rows, len(kept)) :]
     places = task.recovery.places if task.recovery is not None else {}
     return task_row(daemon, task) | {
         "submitted_at": task.submitted_at,
@@ -98,9 +133,13 @@ def task(daemon: Daemon, task: Task) -> dict[str, Any]:
             }
             for worker, seat in sorted(task.seats.items())
         ],
-        "rows": [] if steps is None else [row | {"loss": finite(row["loss"])} for row in steps.rows],
+        "rows": [step_row(row) for row in kept],
         "incidents": [i.number for i in daemon.machine.log.incidents if i.task == task.name],
     }
+
+
+def step_row(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"loss": finite(row["loss"]), "grad_norm": finite(row["grad_norm"])}
 
 
 def incident(one: Incident) -> dict[str, Any]:
@@ -143,5 +182,5 @@ def timeline(one: Incident) -> list[dict[str, Any]]:
     return [{"at": at, "because": because} for at, because in told]
 
 
-def finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,135 @@
+"""What open pages are told: the whole picture once, then only what changed, four times a second at most.
+
+The changes are found and written once for all viewers, so a viewer costs the coordinator one send. A node's
+heartbeats are not changes; that it is quiet is: `quiet_since` is empty while it is heard every second, and
+the page counts on from there by itself. A viewer that reads too slowly gets the whole picture again in place
+of what it missed. Rejected: events as they happen, and each page works out the state itself; that would be
+the roster's rules a second time, in another language.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from everstep.server import views
+from everstep.server.daemon import Daemon
+
+EVERY_S = 0.25
+LOOK_S = 1.0  # though nothing was announced: a node may have gone quiet
+NEWS_AT_ONCE = 60
+NEWS_AT_FIRST = 200
+MAX_UNREAD = 4  # messages
+
+
+class Viewers:
+    def __init__(self, daemon: Daemon, connected: Callable[[], set[str]]) -> None:
+        self.daemon, self._connected = daemon, connected
+        self._queues: set[asyncio.Queue[str]] = set()
+        self._stirred = asyncio.Event()
+        self._news: deque[dict[str, Any]] = deque(maxlen=NEWS_AT_ONCE)
+        self._steps: dict[str, deque[dict[str, Any]]] = {}
+        self._nodes: dict[str, Any] = {}  # what was last told of each
+        self._tasks: dict[str, Any] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def show(self, line: web.WebSocketResponse) -> None:
+        """Until the viewer is gone."""
+        self._tell_changes()  # to the others: so that nothing is both in this picture and told after it
+        queue: asyncio.Queue[str] = asyncio.Queue()
+        queue.put_nowait(self._whole())
+        self._queues.add(queue)
+        if self._looking is None:
+            self.daemon.listeners.add(self._hear)
+            self._looking = asyncio.create_task(self._look())
+        writing = asyncio.create_task(_write(line, queue))
+        try:
+            async for _ in line:
+                pass
+        finally:
+            self._queues.discard(queue)
+            writing.cancel()
+            if not self._queues and self._looking is not None:
+                self.daemon.listeners.discard(self._hear)
+                self._looking.cancel()
+                self._looking = None
+
+    def _hear(self, told: dict[str, Any]) -> None:
+        if told["kind"] == "step":
+            rows = self._steps.setdefault(told["task"], deque(maxlen=NEWS_AT_ONCE))
+            rows.append(views.step_row(told["row"]))
+        else:
+            self._news.append(told)
+        self._stirred.set()
+
+    async def _look(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stirred.wait(), LOOK_S)
+            self._stirred.clear()
+            self._tell_changes()
+            await asyncio.sleep(EVERY_S)
+
+    def _tell_changes(self) -> None:
+        changes = self._changes()
+        if changes is not None:
+            text = _json(changes)
+            for queue in self._queues:
+                self._give(queue, text)
+
+    def _give(self, queue: asyncio.Queue[str], text: str) -> None:
+        if queue.qsize() < MAX_UNREAD:
+            queue.put_nowait(text)
+            return
+        while not queue.empty():
+            queue.get_nowait()
+        queue.put_nowait(self._whole())
+
+    def _whole(self) -> str:
+        now = time.time()
+        return _json(
+            {
+                "kind": "picture",
+                "at": now,
+                "nodes": list(views.page_nodes(self.daemon, self._connected(), now).values()),
+                "tasks": [views.task_row(self.daemon, task) for task in self.daemon.machine.tasks.values()],
+                "incidents": views.incident_counts(self.daemon),
+                "news": list(self.daemon.news)[-NEWS_AT_FIRST:],
+            }
+        )
+
+    def _changes(self) -> dict[str, Any] | None:
+        """None: nothing has."""
+        now = time.time()
+        nodes = views.page_nodes(self.daemon, self._connected(), now)
+        tasks = {t.name: views.task_row(self.daemon, t) for t in self.daemon.machine.tasks.values()}
+        told = {
+            "nodes": [row for name, row in nodes.items() if self._nodes.get(name) != row],
+            "tasks": [row for name, row in tasks.items() if self._tasks.get(name) != row],
+            "steps": {task: list(rows) for task, rows in self._steps.items()},
+            "news": list(self._news),
+        }
+        self._nodes, self._tasks = nodes, tasks
+        self._steps.clear()
+        self._news.clear()
+        found = {key: value for key, value in told.items() if value}
+        if not found:
+            return None
+        return {"kind": "changes", "at": now, "incidents": views.incident_counts(self.daemon), **found}
+
+
+async def _write(line: web.WebSocketResponse, queue: asyncio.Queue[str]) -> None:
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await line.send_str(await queue.get())
+
+
+def _json(document: Any) -> str:
+    return json.dumps(document, separators=(",", ":"))

@@ -1,0 +1,51 @@
+// A line by step, with its axes; a mark where the epoch changed: there something failed, and went on.
+
+import { sized } from "./cluster.js";
+import { colour, short } from "./words.js";
+
+const LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22;
+
+export function drawChart(canvas, rows, key, { fromZero = false } = {}) {
+  const width = canvas.clientWidth, height = 170;
+  const brush = sized(canvas, width, height);
+  const ink = colour("--quiet"), line = colour("--line"), accent = colour("--accent"), broken = colour("--bad");
+  const points = rows.filter((row) => row[key] != null && (key !== "seconds" || row.seconds > 0));
+  brush.font = "11px system-ui, sans-serif";
+  brush.textBaseline = "middle";
+  brush.fillStyle = ink;
+  if (points.length < 2) {
+    brush.textAlign = "center";
+    brush.fillText("it appears with the second step", width / 2, height / 2);
+    return;
+  }
+  const [first, last] = [points[0].step, points.at(-1).step];
+  const values = points.map((row) => row[key]).sort((one, other) => one - other);
+  const low = fromZero ? 0 : values[0];
+  const high = values.at(-1) > low ? values.at(-1) : low + 1;
+  const x = (step) => LEFT + ((step - first) / Math.max(1, last - first)) * (width - LEFT - RIGHT);
+  const y = (value) => TOP + (1 - (value - low) / (high - low)) * (height - TOP - BOTTOM);
+  brush.strokeStyle = line;
+  brush.textAlign = "right";
+  for (let tick = 0; tick <= 3; tick++) {
+    const value = low + ((high - low) * tick) / 3, at = Math.round(y(value)) + 0.5;
+    brush.beginPath(); brush.moveTo(LEFT, at); brush.lineTo(width - RIGHT, at); brush.stroke();
+    brush.fillText(short(value, 3), LEFT - 6, at);
+  }
+  brush.textAlign = "left"; brush.fillText(String(first), LEFT, height - 9);
+  brush.textAlign = "right"; brush.fillText(`step ${last}`, width - RIGHT, height - 9);
+  points.forEach((row, index) => {
+    if (index === 0 || points[index - 1].epoch === row.epoch) return;
+    const at = x(row.step);
+    brush.strokeStyle = brush.fillStyle = broken;
+    brush.setLineDash([2, 3]);
+    brush.beginPath(); brush.moveTo(at, TOP); brush.lineTo(at, height - BOTTOM); brush.stroke();
+    brush.setLineDash([]);
+    brush.beginPath(); brush.moveTo(at - 4, height - BOTTOM + 7); brush.lineTo(at + 4, height - BOTTOM + 7); brush.lineTo(at, height - BOTTOM); brush.fill();
+  });
+  brush.strokeStyle = accent;
+  brush.lineWidth = 1.8;
+  brush.beginPath();
+  points.forEach((row, index) => brush[index ? "lineTo" : "moveTo"](x(row.step), y(row[key])));
+  brush.stroke();
+  brush.lineWidth = 1;
+}

@@ -1,0 +1,108 @@
+// Incidents: the list, and one from its evidence to the resumed step, with the reason of each decision.
+
+import { sized } from "./cluster.js";
+import { call } from "./link.js";
+import { MOMENTS, clock, colour, duration, element, figure, tone } from "./words.js";
+
+const LISTED = 200;
+const LEAST_MS = 1000; // between two questions
+
+export class IncidentsView {
+  constructor(store) { this.store = store; this.asked = 0; }
+
+  async paint() {
+    const said = JSON.stringify(this.store.incidents);
+    if (said === this.said || Date.now() - this.asked < LEAST_MS) return;
+    this.asked = Date.now();
+    const rows = await call("GET", `/v1/incidents?last=${LISTED}`).catch(() => null);
+    if (!rows) return;
+    this.said = said;
+    document.getElementById("no-incidents").hidden = rows.length > 0;
+    document.querySelector("#all-incidents tbody").replaceChildren(...rows.reverse().map((one) =>
+      element("tr", {}, element("td", { class: "num" }, element("a", { href: `#/incident/${one.number}` }, String(one.number))),
+        element("td", {}, clock(one.opened_at)), element("td", {}, one.task || one.node), element("td", {}, one.what),
+        element("td", {}, one.verdict ? `${one.verdict.severity} ${one.verdict.kind}` : "–"),
+        element("td", { class: "num" }, one.closed_at == null ? "open" : duration(one.closed_at - one.opened_at)))));
+  }
+}
+
+export class IncidentView {
+  constructor(store) { this.store = store; this.number = null; }
+
+  async open(number) {
+    this.number = number;
+    this.said = null;
+    await this.ask();
+  }
+
+  close() { this.number = null; clearTimeout(this.timer); }
+
+  async ask() {
+    clearTimeout(this.timer);
+    const number = this.number;
+    if (number === null) return;
+    const told = await call("GET", `/v1/incidents/${encodeURIComponent(number)}`).catch((error) => ({ wrong: error.message }));
+    if (number !== this.number) return;
+    if (told.wrong) document.getElementById("incident-what").textContent = told.wrong;
+    else { this.one = told; this.paint(); }
+    if (told.closed_at == null) this.timer = setTimeout(() => this.ask(), LEAST_MS);
+  }
+
+  paint() {
+    const one = this.one;
+    if (!one || String(one.number) !== String(this.number)) return;
+    const moments = momentsOf(one);
+    this.strip(moments);
+    const said = JSON.stringify(one);
+    if (said === this.said) return;
+    this.said = said;
+    document.getElementById("incident-number").textContent = one.number;
+    const state = document.getElementById("incident-state");
+    state.textContent = one.closed_at == null ? "open" : "closed";
+    state.className = `state ${one.closed_at == null ? "bad" : tone("up")}`;
+    document.getElementById("incident-what").textContent = [one.what, one.workers.length ? `worker ${one.workers.join(", ")}` : "", one.node && `node ${one.node}`].filter(Boolean).join(" · ");
+    document.getElementById("incident-figures").replaceChildren(
+      figure(one.closed_at == null ? "open" : duration(one.closed_at - one.opened_at), "from evidence to its end"),
+      figure(one.verdict?.severity ?? "–", one.verdict?.kind ?? "no verdict"),
+      figure(String(one.step), one.stopped_training ? "step it broke" : "step; training went on"),
+      figure(String(one.replayed_ops), "ops run again"),
+      figure(one.restored_from == null ? "none" : `step ${one.restored_from}`, "checkpoint loaded"));
+    const figures = document.getElementById("incident-figures");
+    if (one.task) figures.append(element("div", { class: "figure" }, element("b", {}, element("a", { href: `#/task/${encodeURIComponent(one.task)}` }, one.task)), element("span", {}, "task")));
+    document.getElementById("timeline").replaceChildren(...moments.map(({ at, kind, title, because, outcome }) =>
+      element("li", { "data-mark": MOMENTS[kind].mark, colour: `var(${MOMENTS[kind].colour})` },
+        element("time", { title: clock(at) }, at <= moments[0].at ? clock(at) : `+${duration(at - moments[0].at)}`), element("b", {}, title),
+        because ? element("p", {}, because) : null, outcome ? element("p", {}, `outcome: ${outcome}`) : null)));
+  }
+
+  strip(moments) {
+    const canvas = document.getElementById("strip"), width = canvas.clientWidth;
+    const brush = sized(canvas, width, 64);
+    const first = moments[0].at, span = Math.max(1e-3, moments.at(-1).at - first);
+    const x = (at) => 24 + ((at - first) / span) * (width - 48);
+    brush.strokeStyle = colour("--line");
+    brush.lineWidth = 3;
+    brush.beginPath(); brush.moveTo(24, 28); brush.lineTo(width - 24, 28); brush.stroke();
+    brush.font = "700 17px system-ui, sans-serif";
+    brush.textAlign = "center";
+    brush.textBaseline = "middle";
+    for (const { at, kind } of moments) {
+      brush.fillStyle = colour(MOMENTS[kind].colour);
+      brush.fillText(MOMENTS[kind].mark, x(at), 28);
+    }
+    brush.fillStyle = colour("--quiet");
+    brush.font = "12px system-ui, sans-serif";
+    brush.textAlign = "left"; brush.fillText("0", 22, 52);
+    brush.textAlign = "right"; brush.fillText(duration(span), width - 22, 52);
+  }
+}
+
+function momentsOf(one) {
+  const found = one.evidence.map((told) => ({ at: told.at, kind: "evidence", title: `evidence: ${told.source}`, because: told.text }));
+  if (one.verdict) found.push({ at: one.verdict.at, kind: "verdict", title: `verdict: ${one.verdict.severity} ${one.verdict.kind}`, because: `because ${one.verdict.because}` });
+  for (const told of one.remedies) found.push({ at: told.at, kind: "remedy", title: `remedy: ${told.what}`, because: `because ${told.because}`, outcome: told.outcome });
+  for (const told of one.timeline) found.push({ at: told.at, kind: told.at === one.closed_at ? "resumed" : "planned", title: told.because });
+  if (one.closed_at != null && !one.timeline.some((told) => told.at === one.closed_at)) found.push({ at: one.closed_at, kind: "resumed", title: "closed" });
+  if (!found.length) found.push({ at: one.opened_at, kind: "evidence", title: one.what });
+  return found.map((moment, index) => ({ moment, index })).sort((a, b) => a.moment.at - b.moment.at || a.index - b.index).map(({ moment }) => moment);
+}

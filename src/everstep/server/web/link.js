@@ -1,0 +1,86 @@
+// Speaks to the coordinator: calls with the token, and one live line that comes back by itself.
+//
+// A WebSocket cannot carry the token, so each connection starts with a ticket: posted for with the token, good
+// for one line within seconds, handed over as a subprotocol and so in no URL.
+
+const KEY = "everstep-token";
+const FIRST_WAIT_MS = 300;
+const LONGEST_WAIT_MS = 4000;
+const QUIET_MS = 15000; // a line that says nothing for so long is asked whether it is there
+
+let asking = null;
+
+function askForToken(sentence) {
+  asking ??= new Promise((resolve) => {
+    const dialog = document.getElementById("ask-token");
+    const field = document.getElementById("token");
+    document.getElementById("token-wrong").textContent = sentence;
+    const given = (event) => {
+      event.preventDefault();
+      document.getElementById("token-form").removeEventListener("submit", given);
+      sessionStorage.setItem(KEY, field.value.trim());
+      field.value = "";
+      dialog.close();
+      asking = null;
+      resolve();
+    };
+    document.getElementById("token-form").addEventListener("submit", given);
+    dialog.addEventListener("cancel", (event) => event.preventDefault());
+    dialog.showModal();
+  });
+  return asking;
+}
+
+export async function call(method, path, body) {
+  for (;;) {
+    const token = sessionStorage.getItem(KEY);
+    const headers = token ? { Authorization: `Bearer ${token}` } : {};
+    const answer = await fetch(path, { method, headers, body: body && JSON.stringify(body), cache: "no-store" });
+    if (answer.status === 401) {
+      const later = sessionStorage.getItem(KEY) !== token; // another call has asked meanwhile
+      if (!later) await askForToken(token ? "That was not it." : "");
+      continue;
+    }
+    const text = await answer.text();
+    let told = null;
+    try { told = JSON.parse(text); } catch { /* a refusal in plain words */ }
+    if (!answer.ok) throw new Error(told?.error ?? (text || `it answers ${answer.status}`));
+    return told;
+  }
+}
+
+export class Link {
+  constructor(hear, changed) {
+    this.hear = hear; // told every message
+    this.changed = changed; // told "live" or "away", and why
+    this.wait = FIRST_WAIT_MS;
+  }
+
+  async open() {
+    try {
+      const { ticket } = await call("POST", "/v1/tickets");
+      const scheme = location.protocol === "https:" ? "wss:" : "ws:";
+      const line = new WebSocket(`${scheme}//${location.host}/v1/watch?as=page`, ["everstep", `ticket.${ticket}`]);
+      let heard = Date.now();
+      const watch = setInterval(async () => {
+        if (Date.now() - heard < QUIET_MS) return;
+        try { await call("GET", "/v1/health"); heard = Date.now(); } catch { line.close(); }
+      }, QUIET_MS / 3);
+      line.onmessage = (message) => {
+        heard = Date.now();
+        this.wait = FIRST_WAIT_MS;
+        this.changed("live", "");
+        this.hear(JSON.parse(message.data));
+      };
+      line.onclose = () => { clearInterval(watch); this.again("the line is closed"); };
+    } catch (error) {
+      this.again(error instanceof TypeError ? "the coordinator does not answer" : error.message);
+    }
+  }
+
+  again(because) {
+    this.changed("away", because);
+    setTimeout(() => this.open(), this.wait * (0.75 + Math.random() / 2)); // not all pages at once
+    this.wait = Math.min(LONGEST_WAIT_MS, this.wait * 2);
+  }
+}

@@ -1,0 +1,87 @@
+// Words, letters and colours: one table each, used by every view.
+
+export const NODE_STATES = {
+  up: { mark: "✓", colour: "--up", good: true },
+  silent: { mark: "?", colour: "--silent" },
+  draining: { mark: "↓", colour: "--draining" },
+  isolated: { mark: "!", colour: "--isolated" },
+  lemon: { mark: "L", colour: "--lemon" },
+  gone: { mark: "✕", colour: "--gone" },
+  left: { mark: "–", colour: "--left" },
+};
+
+export const OPS = {
+  F: { words: "forward", colour: "#0072b2" },
+  B: { words: "backward", colour: "#d55e00" },
+  I: { words: "input gradient", colour: "#e69f00" },
+  W: { words: "weight gradient", colour: "#009e73" },
+  R: { words: "reduce", colour: "#cc79a7" },
+  U: { words: "update", colour: "#8458b3" },
+};
+
+export const MOMENTS = {
+  evidence: { mark: "◆", colour: "--silent" },
+  verdict: { mark: "▲", colour: "--isolated" },
+  remedy: { mark: "●", colour: "--up" },
+  planned: { mark: "■", colour: "--draining" },
+  resumed: { mark: "✓", colour: "--good" },
+};
+
+const TASK_COLOURS = ["#0072b2", "#c65102", "#00805d", "#a8508a", "#8a6d00", "#2f7fb8", "#6a4ca3", "#4d5a66"];
+const GOOD = new Set(["up", "running", "finished"]);
+const BAD = new Set(["failed", "gone", "isolated", "lemon", "silent"]);
+
+export const taskColour = (index) => TASK_COLOURS[index % TASK_COLOURS.length];
+export const taskLetter = (index) => String.fromCharCode(65 + (index % 26));
+export const tone = (state) => (GOOD.has(state) ? "good" : BAD.has(state) ? "bad" : "mid");
+export const colour = (name) =>
+  name.startsWith("--") ? getComputedStyle(document.documentElement).getPropertyValue(name).trim() : name;
+
+export const clock = (at) => new Date(at * 1000).toLocaleTimeString([], { hour12: false });
+
+export function duration(seconds) {
+  if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 90) return `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  return `${(seconds / 3600).toFixed(1)} h`;
+}
+
+export const short = (value, digits = 4) => (value == null ? "–" : Number(value.toPrecision(digits)).toString());
+
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "colour") made.style.setProperty("--c", value);
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value != null) made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child != null));
+  return made;
+}
+
+export const figure = (value, what) => element("div", { class: "figure" }, element("b", {}, value), element("span", {}, what));
+export const stateBadge = (state) => element("span", { class: `state ${tone(state)}` }, state);
+
+const ORDERS = {
+  StartProcess: "start", KillProcess: "end", OpenTask: "open", CloseTask: "close", TellWorker: "tell",
+  KeepOnly: "keep only its workers on", FindCheckpoints: "look for checkpoints on",
+};
+
+// One decision in words; `times` of the same kind for the same reason are one line.
+export function decision(told, times) {
+  const more = times > 1 ? ` (and ${times - 1} more like it)` : "";
+  switch (told.kind) {
+    case "NodeChanged": return `node ${told.node} is ${told.state}${more}`;
+    case "TaskEnded": return `task ${told.task} is ${told.state}`;
+    case "IncidentClosed": return `incident ${told.incident} is closed`;
+    case "Think": return `task ${told.task}: the rest of the step is scheduled anew${more}`;
+    case "ChooseAssignment": return "the planner is asked who gets which slots";
+    case "Dispatch": {
+      const what = ORDERS[told.order] ?? told.order;
+      const who = told.worker ? `${told.task} ${told.worker}` : told.task;
+      return `${what} ${who ? `${who} on ` : ""}${told.node}${more}`;
+    }
+    default: return told.kind;
+  }
+}
