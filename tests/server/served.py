@@ -21,7 +21,9 @@ from everstep.server.serve import ServerSettings, serve
 
 
 @contextlib.contextmanager
-def served(folder: Path, *, token: str | None = None, patience: msg.Patience | None = None) -> Iterator[str]:
+def served(
+    folder: Path, *, token: str | None = None, patience: msg.Patience | None = None, port: int = 0
+) -> Iterator[str]:
     """Its address."""
     told: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
     stop: list[Callable[[], object]] = []
@@ -30,7 +32,7 @@ def served(folder: Path, *, token: str | None = None, patience: msg.Patience | N
         over = asyncio.Event()
         loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(over.set))
-        settings = ServerSettings(folder=folder, port=0, token=token)
+        settings = ServerSettings(folder=folder, port=port, token=token)
         coordinator = lambda: Coordinator(patience=patience)  # noqa: E731
         serving = asyncio.create_task(serve(settings, ready=told.put, coordinator=coordinator))
         await asyncio.wait({serving, asyncio.create_task(over.wait())}, return_when=asyncio.FIRST_COMPLETED)

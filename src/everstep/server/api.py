@@ -129,7 +129,9 @@ class Api:
     # -------------------------------------------------------------- asking
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"ok": True, "leads": self.daemon.leads})
+        return web.json_response(
+            {"ok": True, "leads": self.daemon.leads, "needs_token": self._token is not None}
+        )
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(views.status(self.daemon, self.lines.nodes, time.time()))

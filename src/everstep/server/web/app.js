@@ -21,6 +21,7 @@ let open = "cluster", awaited = false, away = null;
 // ------------------------------------------------------------------ hearing
 
 function hear(told) {
+  document.body.dataset.known = "";
   store.ahead = told.at - Date.now() / 1000;
   if (told.kind === "picture") {
     store.nodes.clear();

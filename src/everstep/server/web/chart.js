@@ -1,4 +1,5 @@
-// A line by step, with its axes; a mark where the epoch changed: there something failed, and went on.
+// A line by step, with its axes; a mark where a new epoch began: there the step was planned anew, mostly because
+// somebody was gone or has come.
 
 import { sized } from "./cluster.js";
 import { colour, short } from "./words.js";

@@ -67,7 +67,7 @@ export class ClusterView {
   figures() {
     const nodes = [...this.store.nodes.values()];
     const up = nodes.filter((node) => node.state === "up");
-    const slots = up.reduce((sum, node) => sum + node.slots, 0);
+    const slots = nodes.filter((node) => !["gone", "left"].includes(node.state)).reduce((sum, node) => sum + node.slots, 0);
     const taken = nodes.reduce((sum, node) => sum + node.workers.length, 0);
     const running = [...this.store.tasks.values()].filter((task) => task.state === "running").length;
     document.getElementById("cluster-figures").replaceChildren(
@@ -132,6 +132,8 @@ export class ClusterView {
       brush.textAlign = "center";
       brush.fillText(kind.mark, x + side / 2, y + height / 2);
     }
+    brush.strokeStyle = palette.line;
+    brush.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
     const held = new Map(node.workers.map((worker) => [worker.slot, worker]));
     for (let number = 0; number < node.slots; number++) {
       const left = x + side + gap + (number % across) * (slot + gap);
@@ -198,7 +200,7 @@ export class ClusterView {
 
   unwell() {
     const rows = [...this.store.nodes.values()].filter((node) => node.state !== "up" && node.state !== "left");
-    document.getElementById("unwell-count").textContent = rows.length ? `${rows.length} nodes` : "none";
+    document.getElementById("unwell-count").textContent = rows.length ? `${rows.length} of ${this.store.nodes.size} nodes` : "none";
     const said = rows.map((node) => node.node + node.state).join();
     if (said === this.ill) return;
     this.ill = said;

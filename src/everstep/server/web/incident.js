@@ -86,10 +86,12 @@ export class IncidentView {
     brush.font = "700 17px system-ui, sans-serif";
     brush.textAlign = "center";
     brush.textBaseline = "middle";
-    for (const { at, kind } of moments) {
+    let taken = -Infinity;
+    moments.forEach(({ at, kind }, index) => { // side by side where they were at one time, and none past the end
+      taken = Math.min(Math.max(x(at), taken + 20), width - 24 - 20 * (moments.length - 1 - index));
       brush.fillStyle = colour(MOMENTS[kind].colour);
-      brush.fillText(MOMENTS[kind].mark, x(at), 28);
-    }
+      brush.fillText(MOMENTS[kind].mark, taken, 28);
+    });
     brush.fillStyle = colour("--quiet");
     brush.font = "12px system-ui, sans-serif";
     brush.textAlign = "left"; brush.fillText("0", 22, 52);

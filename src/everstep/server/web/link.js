@@ -58,6 +58,7 @@ export class Link {
 
   async open() {
     try {
+      if (!sessionStorage.getItem(KEY) && (await call("GET", "/v1/health")).needs_token) await askForToken("");
       const { ticket } = await call("POST", "/v1/tickets");
       const scheme = location.protocol === "https:" ? "wss:" : "ws:";
       const line = new WebSocket(`${scheme}//${location.host}/v1/watch?as=page`, ["everstep", `ticket.${ticket}`]);

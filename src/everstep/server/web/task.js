@@ -128,8 +128,8 @@ export class TaskView {
     cell.style.setProperty("--c", op && reading.busy ? OPS[op[2]].colour : "var(--left)");
     big.textContent = !seat ? (over ? "–" : "✕") : op ? `${op[2]}${op[3] === undefined ? "" : ` ${op[3]}.${op[4]}`}${elsewhere ? " ⇄" : ""}` : reading ? "…" : "·";
     middle.textContent = !seat ? (over ? "over" : "work re-routed") : seat.leaving || (seat.standing !== "member" ? seat.standing : "")
-      || (op ? (reading.busy ? OPS[op[2]].words : `after ${OPS[op[2]].words}`) : reading?.doing) || "no reading";
-    small.textContent = !seat ? "" : `${reading ? `${reading.done}/${reading.num_ops} · ` : ""}${seat.node}:${seat.slot}`;
+      || (op ? `${reading.busy ? "" : "waits to "}${OPS[op[2]].words}` : reading?.doing && `waits: ${reading.doing}`) || "no reading";
+    small.textContent = !seat ? "" : `${reading ? `${reading.done} done, ${reading.num_ops} to do · ` : ""}${seat.node}:${seat.slot}`;
     cell.title = seat ? `${worker} on ${seat.node}, slot ${seat.slot}: ${reading ? `step ${reading.step}, ${reading.doing}` : seat.standing}` : `${worker}: nobody`;
   }
 }

@@ -27,7 +27,7 @@ export const MOMENTS = {
   resumed: { mark: "✓", colour: "--good" },
 };
 
-const TASK_COLOURS = ["#0072b2", "#c65102", "#00805d", "#a8508a", "#8a6d00", "#2f7fb8", "#6a4ca3", "#4d5a66"];
+const TASK_COLOURS = ["#00805d", "#a8508a", "#8a6d00", "#005a8c", "#6a4ca3", "#c65102", "#4d5a66", "#7a3b12"];
 const GOOD = new Set(["up", "running", "finished"]);
 const BAD = new Set(["failed", "gone", "isolated", "lemon", "silent"]);
 

@@ -1,0 +1,232 @@
+"""The dashboard: what is served to whom, what viewers are told, and the page itself in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from bench.browser import CHROMIUM, Page, browser
+from everstep.cli.client import Client
+from everstep.core import cluster as msg
+from everstep.core import events as ev
+from everstep.server import pages
+from tests.server.served import WordyAgent, agent, served
+from tests.server.test_api import JOB, call
+
+TOKEN = "a-secret-of-this-test"
+WEB = resources.files("everstep.server").joinpath("web")
+FILES = sorted(file.name for file in WEB.iterdir() if file.is_file())
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(tmp_path_factory.mktemp("state"), token=TOKEN) as found:
+        yield found
+
+
+# ------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize("path", ["/", *(f"/web/{name}" for name in FILES)])
+def test_the_files_hold_no_data_and_need_no_token(guarded: str, path: str) -> None:
+    assert call(guarded, path)[0] == 200
+    assert call(guarded, path, Origin="http://evil.example")[0] == 403
+
+
+@pytest.mark.parametrize("path", ["/web/none.js", "/web/..%2fapi.py", "/web/%2e%2e/api.py", "/web/", "/webs"])
+def test_nothing_else_is_a_file(guarded: str, path: str) -> None:
+    assert call(guarded, path)[0] in (401, 404)
+    assert call(guarded, path, Authorization=f"Bearer {TOKEN}")[0] == 404
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_asks_for_anything_from_elsewhere_or_runs_script_inline(name: str) -> None:
+    text = WEB.joinpath(name).read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.search(r"(https?:)?//[a-z0-9]+\.[a-z]", text), "an address of another host"
+    if name.endswith(".html"):
+        assert not re.search(r"<script(?![^>]*\ssrc=)|\son\w+=|\sstyle=|<style|javascript:", text)
+    assert not re.search(r"\beval\(|innerHTML|insertAdjacentHTML|document\.write|new Function", text)
+
+
+def test_the_policy_lets_nothing_in_and_nobody_frame_it(guarded: str) -> None:
+    async def asked() -> Any:
+        async with aiohttp.ClientSession() as session, session.get(guarded) as answer:
+            tag = {"If-None-Match": answer.headers["ETag"]}
+            async with session.get(guarded, headers=tag) as again:
+                return answer.headers, again.status
+
+    headers, again = asyncio.run(asked())
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert again == 304
+
+
+# ------------------------------------------------------------------ tickets
+
+
+@contextlib.asynccontextmanager
+async def watching(address: str, ticket: str, **headers: str) -> AsyncIterator[Any]:
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.ws_connect(f"{address}/v1/watch?as=page", protocols=("everstep", f"ticket.{ticket}")) as line,
+    ):
+        yield line
+
+
+def ticket_of(address: str) -> str:
+    ticket: str = Client(address=address, token=TOKEN).post("/v1/tickets")["ticket"]
+    return ticket
+
+
+async def refused(address: str, ticket: str, **headers: str) -> int:
+    with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+        async with watching(address, ticket, **headers):
+            pass
+    return caught.value.status
+
+
+def test_a_ticket_needs_the_token_and_opens_one_line(guarded: str) -> None:
+    async def play() -> None:
+        ticket = ticket_of(guarded)
+        async with watching(guarded, ticket) as line:
+            assert line.protocol == "everstep"
+            assert (await line.receive_json(timeout=10))["kind"] == "picture"
+        assert await refused(guarded, ticket) == 401  # used up
+        assert await refused(guarded, "made-up") == 401
+
+    assert call(guarded, "/v1/tickets", body=b"")[0] == 401
+    asyncio.run(play())
+
+
+def test_a_ticket_is_of_no_use_to_another_origin_nor_for_another_route(guarded: str) -> None:
+    ticket = ticket_of(guarded)
+    assert asyncio.run(refused(guarded, ticket, Origin="http://evil.example")) == 403
+    offered = {"Sec-WebSocket-Protocol": f"everstep, ticket.{ticket_of(guarded)}"}
+    assert call(guarded, "/v1/status", **offered)[0] == 401
+    assert call(guarded, "/v1/nodes/a/drain", body=b"", **offered)[0] == 401
+
+
+def test_a_ticket_does_not_keep(guarded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "TICKET_S", 0.0)
+    assert asyncio.run(refused(guarded, ticket_of(guarded))) == 401
+
+
+# ------------------------------------------------------------------ what viewers are told
+
+
+def test_viewers_are_told_what_changed_and_not_the_rest(tmp_path: Path) -> None:
+    async def play(address: str) -> None:
+        async with agent(address, "a", token=TOKEN) as first, watching(address, ticket_of(address)) as line:
+            picture = await line.receive_json(timeout=10)
+            assert [node["node"] for node in picture["nodes"]] == ["a"]
+            async with agent(address, "b", token=TOKEN):
+                told: set[str] = set()
+                while "b" not in told:
+                    await first.beat()
+                    changes = await line.receive_json(timeout=10)
+                    told = {node["node"] for node in changes.get("nodes", [])}
+                assert changes["kind"] == "changes"
+                assert [news["node"] for news in changes["news"] if news["kind"] == "NodeChanged"] == ["b"]
+
+    with served(tmp_path, token=TOKEN) as address:
+        asyncio.run(play(address))
+
+
+# ------------------------------------------------------------------ in a browser
+
+
+LIVE = "document.getElementById('link').dataset.state === 'live'"
+
+
+async def start(one: WordyAgent, number: int) -> msg.StartProcess:
+    """The order to start a worker, obeyed."""
+    order: msg.StartProcess = await one.until(msg.StartProcess)
+    started = ev.WorkerStarted(
+        worker=order.worker, incarnation=order.incarnation, address=("127.0.0.1", number)
+    )
+    await one.say(number, msg.TaskEvent(task=order.task, event=started))
+    return order
+
+
+async def beating(*agents: WordyAgent) -> None:
+    while True:
+        for one in agents:
+            await one.beat()
+        await asyncio.sleep(0.2)
+
+
+async def says(page: Page, place: str, text: str) -> None:
+    await page.until(f"document.querySelector({json.dumps(place)})?.innerText.includes({json.dumps(text)})")
+
+
+async def sign_in(page: Page, address: str) -> None:
+    await page.open(address)
+    await page.until("document.getElementById('ask-token')?.open")
+    await page.click("#token")
+    await page.type(TOKEN)
+    await page.click("#token-form button")
+    await page.until(LIVE)
+
+
+async def watch_a_life(page: Page, address: str) -> None:
+    """A node joins, a task runs, its worker dies and is back, the node is drained by a click."""
+    await sign_in(page, address)
+    async with agent(address, "node-a", token=TOKEN) as one:
+        alive = asyncio.create_task(beating(one))
+        await says(page, "#cluster-figures", "1 / 1")
+        await says(page, "#news", "node node-a is up")
+        submitted = {"name": "llama", "job": JOB}
+        await asyncio.to_thread(Client(address=address, token=TOKEN).post, "/v1/tasks", submitted)
+        order = await start(one, 1)
+        await says(page, "#cluster-tasks", "llama")
+        exited = ev.WorkerExited(worker=order.worker, incarnation=1, reason="killed by SIGKILL")
+        await one.say(2, msg.TaskEvent(task="llama", event=exited))
+        await says(page, "#open-incidents", "1 open")
+        await page.click("nav a[data-view=incidents]")
+        await says(page, "#all-incidents", "killed by SIGKILL")
+        await page.click("#all-incidents tbody a")
+        await says(page, "#timeline", "evidence: exit")
+        await says(page, "#timeline", "remedy: restart the worker")
+        await page.click("nav a[data-view=cluster]")
+        await page.until("document.activeElement.id === 'main' && !document.getElementById('cluster').hidden")
+        await page.value("document.getElementById('nodes').focus()")
+        await page.key("ArrowRight")
+        await says(page, "#node-details", "llama")
+        await page.click("#node-verb")
+        await page.click("#confirm-yes")
+        await says(page, "#node-details", "draining")
+        alive.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await alive
+    assert Client(address=address, token=TOKEN).get("/v1/status")["nodes"][0]["state"] == "draining"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: chromium)")
+def test_the_page_lives_with_the_cluster_and_through_a_restart_of_its_coordinator(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with browser() as chromium, chromium.page() as page:
+            with served(tmp_path, token=TOKEN) as address:
+                await watch_a_life(page, address)
+                assert page.complaints == []
+            await page.until(f"!({LIVE})")
+            with served(tmp_path, token=TOKEN, port=urlsplit(address).port or 0):
+                await page.until(LIVE)
+                await says(page, "#node-details", "its line is cut")
+                await says(page, "#cluster-figures", "0 / 1")
+            ours = urlsplit(address).netloc
+            assert {urlsplit(asked).netloc for asked in page.requests} == {ours}
+            assert not any(TOKEN in asked or "ticket." in asked for asked in page.requests)
+
+    asyncio.run(play())
