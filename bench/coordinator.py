@@ -34,7 +34,6 @@ import aiohttp
 
 from bench.cluster import Cluster, small_job
 from everstep.cli.client import Client
-from everstep.core.coordinator import Coordinator
 from everstep.core.snapshot import digest
 from everstep.engine.job import Job
 from everstep.launch.api import run_job
@@ -122,9 +121,7 @@ def _over(cluster: Cluster) -> bool:
 async def _replayed(folder: Path) -> tuple[int, str]:
     journal = SqliteJournal(folder / "journal.sqlite")
     await journal.open()
-    daemon = Daemon(
-        journal, folder=folder, coordinator=lambda: Coordinator(planned=True), say=lambda line: None
-    )
+    daemon = Daemon(journal, folder=folder, say=lambda line: None)
     await daemon.start()
     await journal.close()
     return daemon.number, digest(daemon.machine)

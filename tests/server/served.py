@@ -16,7 +16,6 @@ import aiohttp
 from everstep.cli.client import Client
 from everstep.core import cluster as msg
 from everstep.core.codec import decode, encode
-from everstep.core.coordinator import Coordinator
 from everstep.server.serve import ServerSettings, serve
 
 
@@ -33,8 +32,7 @@ def served(
         loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(over.set))
         settings = ServerSettings(folder=folder, port=port, token=token)
-        coordinator = lambda: Coordinator(patience=patience)  # noqa: E731
-        serving = asyncio.create_task(serve(settings, ready=told.put, coordinator=coordinator))
+        serving = asyncio.create_task(serve(settings, ready=told.put, patience=patience))
         await asyncio.wait({serving, asyncio.create_task(over.wait())}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             told.put(serving.exception() or RuntimeError("it ended"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -172,6 +173,18 @@ def test_a_second_agent_of_the_same_name_is_refused(address: str) -> None:
     asyncio.run(play())
 
 
+def settled(address: str) -> Any:
+    """The state's hash once the planner's answers are in: the journal has stopped growing."""
+    client, last = Client(address=address), None
+    for _ in range(100):
+        now = client.get("/v1/digest")
+        if now == last:
+            return now
+        last = now
+        threading.Event().wait(0.3)
+    raise TimeoutError("the journal grows on and on")
+
+
 def test_a_restarted_coordinator_is_where_it_was(tmp_path: Path) -> None:
     async def play(address: str) -> None:
         async with agent(address, "a") as one:
@@ -180,9 +193,9 @@ def test_a_restarted_coordinator_is_where_it_was(tmp_path: Path) -> None:
 
     with served(tmp_path) as address:
         asyncio.run(play(address))
-        before = Client(address=address).get("/v1/digest")
+        before = settled(address)
     with served(tmp_path) as address:
-        assert Client(address=address).get("/v1/digest") == before
+        assert settled(address) == before
 
 
 def test_metrics_name_nodes_and_tasks(lasting: str) -> None:

@@ -61,7 +61,6 @@ def coordinator_command(
       everstep coordinator --etcd http://10.0.0.1:2379,http://10.0.0.2:2379
     """
     from everstep.core.cluster import Patience
-    from everstep.core.coordinator import Coordinator
     from everstep.server.serve import ServerSettings, serve
 
     settings = ServerSettings(
@@ -87,8 +86,7 @@ def coordinator_command(
         restarts_per_place=max(3, restarts_per_node),
         isolation_s=isolation,
     )
-    made = serve(settings, ready=ready, coordinator=lambda: Coordinator(patience=patience, planned=True))
-    return until_signalled(made)
+    return until_signalled(serve(settings, ready=ready, patience=patience))
 
 
 def until_signalled(work: object) -> int:

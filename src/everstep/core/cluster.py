@@ -27,6 +27,26 @@ from everstep.core.events import Event
 from everstep.core.ops import Worker
 from everstep.core.survey import Shape
 
+# ------------------------------------------------------------------ how patient to be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """Budgets, back-off and windows of the coordinator's remedies."""
+
+    restarts_per_node: int = 2  # of one place on one machine, before the machine is suspected
+    restarts_per_place: int = 3  # in all, where there is no other machine
+    backoff_first_s: float = 0.0
+    backoff_s: float = 1.0
+    backoff_most_s: float = 60.0
+    forget_after_s: float = 3600.0  # a failure older than this no longer counts
+    mends_before_restart: int = 3  # of one link
+    isolation_s: float = 600.0
+    isolations_before_lemon: int = 2
+    lonely_silence_s: float = 30.0  # a silent node nobody else can speak for is given up after this
+    rejoin_after_steps: int = 0
+
+
 # ------------------------------------------------------------------ what a node reports
 
 
@@ -217,6 +237,16 @@ class AssignmentChosen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySet:
+    """How patient to be from now on, and whether a planner is asked. An event like any other: what was
+    decided under another policy must be replayed under that one.
+    """
+
+    patience: Patience
+    planned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
     """Something was put off until now."""
 
@@ -235,6 +265,7 @@ ClusterEvent = (
     | ResizeRequested
     | PlanAnswered
     | AssignmentChosen
+    | PolicySet
     | TimePassed
 )
 
@@ -374,20 +405,3 @@ class NodeChanged:
 
 
 ClusterAction = Dispatch | Think | ChooseAssignment | Record | IncidentClosed | TaskEnded | NodeChanged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """Budgets, back-off and windows of the coordinator's remedies."""
-
-    restarts_per_node: int = 2  # of one place on one machine, before the machine is suspected
-    restarts_per_place: int = 3  # in all, where there is no other machine
-    backoff_first_s: float = 0.0
-    backoff_s: float = 1.0
-    backoff_most_s: float = 60.0
-    forget_after_s: float = 3600.0  # a failure older than this no longer counts
-    mends_before_restart: int = 3  # of one link
-    isolation_s: float = 600.0
-    isolations_before_lemon: int = 2
-    lonely_silence_s: float = 30.0  # a silent node nobody else can speak for is given up after this
-    rejoin_after_steps: int = 0

@@ -59,6 +59,9 @@ class Coordinator(NodeDesk):
                 return self._of_task(event.task, event.event, now)
             case msg.AssignmentChosen():
                 return self._assigned(event, now)
+            case msg.PolicySet():
+                self.patience, self.planned = event.patience, event.planned
+                return self._fill(now, "the policy was set")
             case msg.TimePassed():
                 return self._time_passed(now)
             case _:
@@ -86,7 +89,7 @@ class Coordinator(NodeDesk):
             if task.question is not None and task.state is TaskState.RUNNING:
                 because = task.question.because
                 actions.append(msg.Think(task=task.name, question=task.question, because=because))
-        if self.planned and self.version:
+        if self.asked:
             because = "the coordinator has started"
             actions.append(msg.ChooseAssignment(version=self.version, because=because))
         return actions

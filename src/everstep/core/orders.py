@@ -31,6 +31,7 @@ class Orders:
         self.roster = Roster()
         self.log = IncidentLog()
         self.version = 0  # of the question to the planner
+        self.asked = False  # and it is not answered yet
         self.events = 0
 
     @property

@@ -11,6 +11,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from everstep.core.cluster import Patience
 from everstep.core.codec import decode, encode
 from everstep.core.coordinator import Coordinator
 from everstep.core.events import StepSealed
@@ -41,6 +42,9 @@ _RECOVERY: dict[str, Any] = {  # its attributes and their types
 def freeze(coordinator: Coordinator) -> dict[str, Any]:
     return {
         "version": coordinator.version,
+        "asked": coordinator.asked,
+        "patience": encode(coordinator.patience),
+        "planned": coordinator.planned,
         "events": coordinator.events,
         "nodes": [encode(node) for node in coordinator.nodes.values()],
         "tasks": [_freeze_task(task) for task in coordinator.tasks.values()],
@@ -51,6 +55,8 @@ def freeze(coordinator: Coordinator) -> dict[str, Any]:
 def thaw(coordinator: Coordinator, frozen: dict[str, Any]) -> None:
     """Fill a fresh coordinator with this state."""
     coordinator.version, coordinator.events = frozen["version"], frozen["events"]
+    coordinator.asked = frozen["asked"]
+    coordinator.patience, coordinator.planned = decode(Patience, frozen["patience"]), frozen["planned"]
     coordinator.log.incidents = [decode(Incident, data) for data in frozen["incidents"]]
     for data in frozen["nodes"]:
         node: Node = decode(Node, data)

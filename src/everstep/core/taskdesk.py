@@ -179,11 +179,13 @@ class TaskDesk(Orders):
 
     def _replan(self, because: str) -> Actions:
         self.version += 1
+        self.asked = True
         return [msg.ChooseAssignment(version=self.version, because=because)]
 
     def _assigned(self, event: msg.AssignmentChosen, now: float) -> Actions:
         if event.version != self.version:
             return []  # something has happened since it was asked
+        self.asked = False
         actions: Actions = []
         for name, workers in event.workers.items():
             task = self.tasks.get(name)

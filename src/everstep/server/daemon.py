@@ -59,14 +59,14 @@ class Daemon:
         journal: Journal,
         *,
         folder: Path,
-        coordinator: Callable[[], Coordinator] = Coordinator,
+        policy: msg.PolicySet | None = None,
         silence_s: float = SILENCE_S,
         clock: Callable[[], float] = time.time,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
         self.journal, self.folder, self.say = journal, folder, say
-        self._new = coordinator
-        self.machine = coordinator()
+        self.policy = policy
+        self.machine = Coordinator()
         self.hearts = Heartbeats(patience_s=silence_s)
         self.send: Send = lambda node, message: None  # set by the API, which has the lines
         self.listeners: set[Callable[[dict[str, Any]], None]] = set()
@@ -87,7 +87,7 @@ class Daemon:
     async def start(self) -> None:
         """Read the journal; be where the last coordinator was."""
         began = time.monotonic()
-        self.machine = self._new()
+        self.machine = Coordinator()
         self.steps.clear()
         snapshot = await self.journal.latest_snapshot()
         if snapshot is not None:
@@ -108,6 +108,9 @@ class Daemon:
             f"coordinator: {self.number} entries in {now - began:.2f} s, state {digest(self.machine)[:12]}, "
             f"{len(self.machine.nodes)} nodes, {len(self.machine.tasks)} tasks"
         )
+        now_set = msg.PolicySet(patience=self.machine.patience, planned=self.machine.planned)
+        if self.policy is not None and self.policy != now_set:
+            self.tell(self.policy)
         self._perform([a for a in self.machine.unfinished() if not isinstance(a, msg.Dispatch)])
 
     async def run(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from everstep.core.coordinator import Coordinator
+from everstep.core.cluster import Patience, PolicySet
 from everstep.errors import UserError
 from everstep.server.api import Api
 from everstep.server.daemon import Daemon
@@ -57,13 +57,14 @@ async def serve(
     settings: ServerSettings,
     *,
     ready: Callable[[str], None] = lambda address: None,
-    coordinator: Callable[[], Coordinator] = lambda: Coordinator(planned=True),
+    patience: Patience | None = None,
 ) -> None:
     """Until cancelled. `ready` is told the address once it listens."""
     settings.check()
+    policy = PolicySet(patience=patience or Patience(), planned=True)
     settings.folder.mkdir(parents=True, exist_ok=True)
     journal = _journal(settings)
-    daemon = Daemon(journal, folder=settings.folder, coordinator=coordinator)
+    daemon = Daemon(journal, folder=settings.folder, policy=policy)
     api = Api(daemon, token=settings.token, hosts=frozenset({settings.host}))
     runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
