@@ -19,7 +19,9 @@ from bench.browser import CHROMIUM, Page, browser
 from everstep.cli.client import Client
 from everstep.core import cluster as msg
 from everstep.core import events as ev
-from everstep.server import pages
+from everstep.server import pages, viewers
+from everstep.server.daemon import Daemon
+from everstep.server.journal import SqliteJournal
 from tests.server.served import WordyAgent, agent, served
 from tests.server.test_api import JOB, call
 
@@ -142,6 +144,51 @@ def test_viewers_are_told_what_changed_and_not_the_rest(tmp_path: Path) -> None:
 
     with served(tmp_path, token=TOKEN) as address:
         asyncio.run(play(address))
+
+
+class StuckLine:
+    """A viewer that stops reading after the first message until it is let go."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.goes_on = asyncio.Event()
+
+    async def send_str(self, text: str) -> None:
+        self.told.append(json.loads(text))
+        await self.goes_on.wait()
+
+    def __aiter__(self) -> StuckLine:
+        return self
+
+    async def __anext__(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_viewer_that_reads_too_slowly_gets_the_whole_picture_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(viewers, "EVERY_S", 0.001)
+
+    async def play() -> None:
+        daemon = Daemon(SqliteJournal(tmp_path / "journal.sqlite"), folder=tmp_path)
+        crowd, line = viewers.Viewers(daemon, set), StuckLine()
+        showing = asyncio.create_task(crowd.show(line))  # type: ignore[arg-type]
+        for number in range(50):
+            for listen in daemon.listeners:
+                listen({"at": float(number), "kind": "NodeChanged", "because": "test"})
+            await asyncio.sleep(0.002)
+        line.goes_on.set()
+        while len(line.told) < 2:
+            await asyncio.sleep(0.001)
+        showing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await showing
+        kinds = [told["kind"] for told in line.told]
+        assert kinds[:2] == ["picture", "picture"]
+        assert len(kinds) <= 1 + viewers.MAX_UNREAD
+        assert not daemon.listeners, "nobody looks, and still somebody listens"
+
+    asyncio.run(play())
 
 
 # ------------------------------------------------------------------ in a browser

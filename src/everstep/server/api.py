@@ -40,6 +40,7 @@ from everstep.server.viewers import Viewers
 MAX_BODY = 1 << 20
 MAX_LOG = 1 << 20
 MAX_VIEWERS = 200
+VIEWER_PING_S = 20.0  # a closed laptop must not keep its place for ever
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -202,7 +203,9 @@ class Api:
         """Everything that happens, as it happens; with `?as=page` the picture and what changes in it."""
         if self._viewers >= MAX_VIEWERS:
             return _refuse(503, f"{MAX_VIEWERS} viewers are connected already.")
-        line = web.WebSocketResponse(max_msg_size=1 << 16, timeout=1.0, protocols=(PROTOCOL,))
+        line = web.WebSocketResponse(
+            max_msg_size=1 << 16, timeout=1.0, heartbeat=VIEWER_PING_S, protocols=(PROTOCOL,)
+        )
         await line.prepare(request)
         self._viewers += 1
         try:

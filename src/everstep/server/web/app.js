@@ -10,6 +10,7 @@ import { element, short, stateBadge, taskColour, taskLetter } from "./words.js";
 const KEPT_NEWS = 400;
 const store = {
   nodes: new Map(), tasks: new Map(), incidents: { open: [], total: 0 }, news: [], ahead: 0, shown: [],
+  touched: new Set(), renewed: true, // nodes that changed since they were painted; all of them
   now() { return Date.now() / 1000 + this.ahead; }, // the coordinator's clock
 };
 const views = {
@@ -25,17 +26,18 @@ function hear(told) {
   store.ahead = told.at - Date.now() / 1000;
   if (told.kind === "picture") {
     store.nodes.clear();
+    store.renewed = true;
     store.tasks.clear();
     store.news = [];
     views.task.reload();
     views.incidents.said = null;
   }
-  for (const node of told.nodes ?? []) store.nodes.set(node.node, node);
+  for (const node of told.nodes ?? []) { store.nodes.set(node.node, node); store.touched.add(node.node); }
   for (const task of told.tasks ?? []) store.tasks.set(task.task, task);
   for (const [task, rows] of Object.entries(told.steps ?? {})) if (task === views.task.name) views.task.steps(rows);
   store.news.push(...(told.news ?? []));
   if (store.news.length > KEPT_NEWS) store.news.splice(0, store.news.length - KEPT_NEWS);
-  if (told.kind === "changes") store.shown.push(...(told.news ?? []).map((news) => news.at));
+  if (told.kind === "changes" && !document.hidden) store.shown.push(...(told.news ?? []).map((news) => news.at));
   store.incidents = told.incidents;
   paintSoon();
 }

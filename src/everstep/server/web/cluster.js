@@ -3,8 +3,9 @@
 
 import { NODE_STATES, clock, colour, decision, duration, element, figure, stateBadge, taskColour, taskLetter } from "./words.js";
 
-const NEWS_SHOWN = 60;
-const UNWELL_SHOWN = 40;
+const NEWS_SHOWN = 40;
+const UNWELL_SHOWN = 16;
+const GRAVEST = ["lemon", "isolated", "gone", "silent", "draining"];
 const GAP = 4;
 
 export class ClusterView {
@@ -57,6 +58,7 @@ export class ClusterView {
   }
 
   paint() {
+    this.space = this.canvas.parentElement.clientWidth - 2; // asked before anything is written: no layout twice
     this.figures();
     this.grid();
     this.details();
@@ -96,18 +98,27 @@ export class ClusterView {
 
   grid() {
     const nodes = [...this.store.nodes.values()];
-    const space = this.canvas.clientWidth || this.canvas.parentElement.clientWidth;
+    const space = this.space;
     const tiles = this.tiles = this.measure(nodes, space);
     const tall = Math.ceil(nodes.length / tiles.columns) * (tiles.height + GAP) + GAP;
-    const brush = sized(this.canvas, space, tall);
     const shades = Object.fromEntries(Object.entries(NODE_STATES).map(([name, kind]) => [name, colour(kind.colour)]));
     const palette = { ...shades, card: colour("--card"), ink: colour("--ink"), free: colour("--free"), line: colour("--line"), accent: colour("--accent") };
     const order = new Map([...this.store.tasks.keys()].map((name, index) => [name, index]));
+    const drawn = JSON.stringify([space, nodes.length, tiles, palette, [...order.keys()], window.devicePixelRatio]);
+    const all = drawn !== this.drawn || this.store.renewed;
+    const brush = sized(this.canvas, space, tall, !all);
+    const touched = all ? null : new Set([...this.store.touched, this.chosen, this.outlined]);
     nodes.forEach((node, index) => {
+      if (touched && !touched.has(node.node)) return;
       const x = GAP + (index % tiles.columns) * (tiles.width + GAP);
       const y = GAP + Math.floor(index / tiles.columns) * (tiles.height + GAP);
+      if (touched) brush.clearRect(x - 3, y - 3, tiles.width + 6, tiles.height + 6);
       this.tile(brush, node, x, y, palette, order);
     });
+    this.drawn = drawn;
+    this.outlined = this.chosen;
+    this.store.touched.clear();
+    this.store.renewed = false;
   }
 
   tile(brush, node, x, y, palette, order) {
@@ -166,7 +177,8 @@ export class ClusterView {
   details() {
     const node = this.store.nodes.get(this.chosen);
     const place = document.getElementById("node-details");
-    document.getElementById("node-name").textContent = node ? node.node : "none chosen";
+    const name = node ? node.node : "none chosen", title = document.getElementById("node-name");
+    if (title.textContent !== name) title.textContent = name; // it is read aloud when it changes
     if (!node) return;
     const said = JSON.stringify([node, Math.floor(this.store.now())]);
     if (said === this.said) return;
@@ -199,7 +211,8 @@ export class ClusterView {
   }
 
   unwell() {
-    const rows = [...this.store.nodes.values()].filter((node) => node.state !== "up" && node.state !== "left");
+    const rows = [...this.store.nodes.values()].filter((node) => node.state !== "up" && node.state !== "left")
+      .sort((one, other) => GRAVEST.indexOf(one.state) - GRAVEST.indexOf(other.state));
     document.getElementById("unwell-count").textContent = rows.length ? `${rows.length} of ${this.store.nodes.size} nodes` : "none";
     const said = rows.map((node) => node.node + node.state).join();
     if (said === this.ill) return;
@@ -225,7 +238,7 @@ export class ClusterView {
   }
 }
 
-export function sized(canvas, width, height) {
+export function sized(canvas, width, height, keep = false) {
   const scale = window.devicePixelRatio || 1;
   const across = Math.round(width * scale), down = Math.round(height * scale);
   if (canvas.width !== across || canvas.height !== down) {
@@ -235,7 +248,7 @@ export function sized(canvas, width, height) {
   }
   const brush = canvas.getContext("2d");
   brush.setTransform(scale, 0, 0, scale, 0, 0);
-  brush.clearRect(0, 0, width, height);
+  if (!keep) brush.clearRect(0, 0, width, height);
   return brush;
 }
 
