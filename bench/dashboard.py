@@ -94,14 +94,12 @@ class Happenings:
         self.count = 0
 
     async def go_on(self) -> None:
-        began, posting = time.monotonic(), set[asyncio.Task[None]]()
-        for number in range(sys.maxsize):
-            turn, verb = (number // 2, "drain") if number % 2 == 0 else (number // 2 - AT_ONCE, "readmit")
-            posting.add(asyncio.create_task(self._post(self._names[turn % len(self._names)], verb)))
-            await asyncio.sleep(max(0.0, began + (number + 1) / self._per_s - time.monotonic()))
-            for done in [task for task in posting if task.done()]:
-                posting.discard(done)
-                done.result()
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as posts:
+            for number in range(sys.maxsize):
+                turn, verb = (number // 2, "drain") if number % 2 == 0 else (number // 2 - AT_ONCE, "readmit")
+                posts.create_task(self._post(self._names[turn % len(self._names)], verb))
+                await asyncio.sleep(max(0.0, began + (number + 1) / self._per_s - time.monotonic()))
 
     async def _post(self, node: str, verb: str) -> None:
         async with self._session.post(f"{self._address}/v1/nodes/{node}/{verb}") as answer:
@@ -198,6 +196,8 @@ async def measure(given: argparse.Namespace, cluster: Cluster, address: str) -> 
             happening.result()
         for task in (happening, *looking):
             task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
     behind, long_tasks, paints = told
     received = [told_bytes, *(viewer.received_bytes for viewer in viewers)]
     return {

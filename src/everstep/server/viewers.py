@@ -74,8 +74,9 @@ class Viewers:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stirred.wait(), LOOK_S)
             self._stirred.clear()
+            began = time.monotonic()
             self._tell_changes()
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(began + EVERY_S - time.monotonic())
 
     def _tell_changes(self) -> None:
         changes = self._changes()
