@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from everstep.cli.client import Client
+from everstep.core.snapshot import digest
+from everstep.server.daemon import Daemon
+from everstep.server.journal import SqliteJournal
 
 EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
 
@@ -160,6 +164,19 @@ class Cluster:
 
         return self.until(over, f"{name} is over", within_s=within_s)
 
+    def settled(self) -> tuple[int, str]:
+        """Entries in the journal and the state's hash, once nothing is added any more."""
+        last: list[Any] = [None]
+
+        def same_twice() -> Any:
+            now = self.client.get("/v1/digest")
+            same, last[0] = now == last[0], now
+            time.sleep(0.3)
+            return (now["journal"], now["digest"]) if same else None
+
+        found: tuple[int, str] = self.until(same_twice, "the journal has stopped growing")
+        return found
+
     def logs(self) -> str:
         """What one wants to see when something did not come true."""
         with contextlib.suppress(Exception):
@@ -172,6 +189,20 @@ class Cluster:
         return "\n".join(
             f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("*.log"))
         )
+
+
+def replayed(folder: Path) -> tuple[int, str]:
+    """The same of a journal that nobody has open, read from the beginning."""
+
+    async def read() -> tuple[int, str]:
+        journal = SqliteJournal(folder / "journal.sqlite")
+        await journal.open()
+        daemon = Daemon(journal, folder=folder, say=lambda line: None)
+        await daemon.start()
+        await journal.close()
+        return daemon.number, digest(daemon.machine)
+
+    return asyncio.run(read())
 
 
 def _healthy(address: str) -> bool:

@@ -32,13 +32,10 @@ from typing import Any
 
 import aiohttp
 
-from bench.cluster import Cluster, small_job
+from bench.cluster import Cluster, replayed, small_job
 from everstep.cli.client import Client
-from everstep.core.snapshot import digest
 from everstep.engine.job import Job
 from everstep.launch.api import run_job
-from everstep.server.daemon import Daemon
-from everstep.server.journal import SqliteJournal
 
 
 def clean_losses(folder: Path, steps: int) -> dict[int, float]:
@@ -92,15 +89,15 @@ def kills(times: int, seed: int, folder: Path, steps: int) -> dict[str, Any]:
             if _over(cluster):
                 break
         told = verdict(cluster, clean, steps)
-        live = cluster.client.get("/v1/digest")
+        live = cluster.settled()
         cluster.kill_coordinator()
-    replayed = asyncio.run(_replayed(folder / "state-first"))
+    again = replayed(folder / "state-first")
     return {
         "coordinator_kills": len(away),
         "worker_kills": worker_kills,
         "away_s": _spread(away),
         **told,
-        "journal_replays_to_the_same_state": replayed == (live["journal"], live["digest"]),
+        "journal_replays_to_the_same_state": again == live,
     }
 
 
@@ -116,15 +113,6 @@ def _over(cluster: Cluster) -> bool:
     with contextlib.suppress(Exception):
         return bool(cluster.task()["state"] == "finished")
     return False
-
-
-async def _replayed(folder: Path) -> tuple[int, str]:
-    journal = SqliteJournal(folder / "journal.sqlite")
-    await journal.open()
-    daemon = Daemon(journal, folder=folder, say=lambda line: None)
-    await daemon.start()
-    await journal.close()
-    return daemon.number, digest(daemon.machine)
 
 
 # ------------------------------------------------------------------ take-over

@@ -113,7 +113,7 @@ class Glance:
     age_s: float  # since it last wrote
 
 
-IDLE = ("Paused", "Finished", "a snapshot of a peer's state")  # told to wait: nobody's fault
+IDLE = ("Paused", "a snapshot of a peer's state")  # told to wait: nobody's fault
 
 
 class Progress:

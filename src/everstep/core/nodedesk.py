@@ -10,7 +10,7 @@ from everstep.core import cluster as msg
 from everstep.core import remedies
 from everstep.core.ops import Worker
 from everstep.core.orders import Actions
-from everstep.core.roster import REACHABLE, Node, NodeState, Seat, Task
+from everstep.core.roster import REACHABLE, Node, NodeState, Seat, Task, TaskState
 from everstep.core.severity import judge
 from everstep.core.taskdesk import TaskDesk
 
@@ -83,6 +83,8 @@ class NodeDesk(TaskDesk):
             taken.setdefault(task.name, []).append((worker, task.seats.pop(worker)))
         for task_name, seats in taken.items():
             task = self.tasks[task_name]
+            if task.state is TaskState.SEARCHING:  # the answer may have died with the node
+                task.state = TaskState.WAITING
             actions += self._grant(task, now)
             if state is NodeState.GONE and task.recovery is not None:
                 self._blame_node(task, node, [worker for worker, seat in seats if seat.incarnation], now)

@@ -270,6 +270,7 @@ class Recovery:
                 isinstance(place, Joining)
                 and place.copied
                 and place.enter_at is None
+                and self._is_fed(place)  # else it is given a new source, and copies anew
                 and found.high < self.steps
             ):
                 place.enter_at = found.high + 1
@@ -304,7 +305,7 @@ class Recovery:
                 if not ledger.joining or ledger.step == place.enter_at:
                     self.places[worker] = Member(place.incarnation, place.enter_at)
                     ledgers[worker] = ledger
-                elif place.source is None or not isinstance(self.places[place.source], Member):
+                elif not self._is_fed(place):
                     self.places[worker] = Joining(place.incarnation)
             else:
                 ledgers[worker] = ledger
@@ -484,7 +485,7 @@ class Recovery:
         actions: list[Action] = []
         sources = [place.source for _, place in self._joiners()]
         for joiner, place in self._joiners():
-            if place.source is not None and isinstance(self.places[place.source], Member):
+            if self._is_fed(place):
                 continue
             peers = [w for w in self._having(Member) if w.stage == joiner.stage]
             if not peers:
@@ -516,6 +517,7 @@ class Recovery:
         if event.step <= self.recorded:
             return []
         self.sealed.setdefault(event.step, {})[event.stage] = event
+        self._imply_earlier_seals(event)
         actions: list[Action] = []
         while len(self.sealed.get(self.recorded + 1, {})) == self.shape.stages:
             actions.append(self._record(self.sealed.pop(self.recorded + 1)))
@@ -526,9 +528,22 @@ class Recovery:
             actions.append(FinishTask(because=f"step {self.steps} is sealed at every stage"))
         return actions
 
+    def _imply_earlier_seals(self, event: StepSealed) -> None:
+        """A stage seals its steps in order: if the only one who knew of an earlier seal died before telling,
+        this one tells it too. What is lost then are that step's losses, if it was the last stage's.
+        """
+        total = self.shape.replicas * self.shape.microbatches
+        for step in range(self.recorded + 1, event.step):
+            implied = StepSealed(step=step, stage=event.stage, microbatches=total, executed=3 * total)
+            self.sealed.setdefault(step, {}).setdefault(event.stage, implied)
+
     def _admit_the_late(self) -> list[Action]:
         """Joiners that had caught up while others were being planned for: nobody has let them in yet."""
-        late = [w for w, place in self._joiners() if place.copied and place.enter_at is None]
+        late = [
+            w
+            for w, place in self._joiners()
+            if place.copied and place.enter_at is None and self._is_fed(place)
+        ]
         if not late or not isinstance(self.phase, Running) or self.recorded >= self.steps:
             return []
         return self._gather(f"worker {late[0]} has caught up and joins")
@@ -599,6 +614,9 @@ class Recovery:
         settled = [number for first, number in earlier if first <= self.recorded][-1:]
         open_still = [(first, number) for first, number in earlier if first > self.recorded]
         self.attempts = ((0, settled[0] if settled else 0), *open_still, (step, attempt))
+
+    def _is_fed(self, place: Joining) -> bool:
+        return place.source is not None and isinstance(self.places[place.source], Member)
 
     def _may_start(self, worker: Worker) -> bool:
         return worker in self.granted and self.restarts[worker] <= self.policy.max_restarts

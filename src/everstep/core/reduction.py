@@ -91,6 +91,10 @@ class Reduction:
         for peer in self.mail.other_peers(state.step):
             self.mail.send(self._held(state.step, self.me.replica), peer)
 
+    def tell_one(self, step: int, peer: Worker) -> None:
+        """That this worker held the sum of a step it has closed since."""
+        self.mail.send(self._held(step, self.me.replica), peer)
+
     def give(self, state: StepState, peer: Worker) -> None:
         """The whole sum, for a peer that lacks it."""
         self.mail.send(self.copy(state.step), peer, (state.reduced_squares, state.everyone))

@@ -68,7 +68,7 @@ def survey(
             holders = view.holders(stage)
             lacking = tuple(w.replica for w in view.peers(stage) if w not in holders)
             if holders and lacking:
-                give.setdefault(holders[0], {})[step] = lacking
+                give.setdefault(view.giver(stage), {})[step] = lacking
             if not holders and view.is_owing(stage):
                 owing.add(stage)
         for (microbatch, stage), (host, kinds) in view.ghosts().items():
@@ -117,6 +117,15 @@ class _StepView:
             if self.ledgers[w].step > self.step
             or (self.ledgers[w].step == self.step and any(op.kind is Kind.R for op in self.ledgers[w].done))
         ]
+
+    def giver(self, stage: int) -> Worker:
+        """A holder that has reduced the step itself: one that entered after it has the state, not the sum."""
+        return next((w for w in self.holders(stage) if self._has_reduced(w)), self.holders(stage)[0])
+
+    def _has_reduced(self, worker: Worker) -> bool:
+        ledger = self.ledgers[worker]
+        ops = ledger.done if ledger.step == self.step else ledger.done_before
+        return any(op.kind is Kind.R for op in ops)
 
     def is_owing(self, stage: int) -> bool:
         return any(self.run.get((m, stage), (0, ""))[1] != "FIW" for m in self.shape.all_microbatches())

@@ -73,6 +73,7 @@ class Walker:
         self.snapshots_due: list[int] = []
         self.last_norm: float | None = None
         self._told: dict[int, TellSealed] = {}  # the last few steps, told again when it may have been missed
+        self._closed: int | None = None  # the last step that is closed here; a peer may not know yet
         self._first: list[Task] = []  # tasks that come before anything else (restore, undo)
 
     # -------------------------------------------------------------- what happens to a worker
@@ -130,10 +131,16 @@ class Walker:
         self.feeds.pop(joiner, None)
         self.snapshots_due = [replica for replica in self.snapshots_due if replica != joiner]
 
+    def wants_snapshot(self, state_step: int) -> bool:
+        """Is a state that has arrived newer than what is here? A dead source's may come late."""
+        return self.joining and (self.state_step is None or state_step > self.state_step)
+
     def snapshot_arrived(self, state_step: int) -> None:
-        """The shell of a joining worker has loaded a peer's state."""
-        self.state_step = state_step
-        self._command(TellCopied(state_step))
+        """A peer's state is here, and loaded if it was wanted."""
+        if not self.joining:
+            return
+        self.state_step = max(state_step, self.state_step or 0)
+        self._command(TellCopied(self.state_step))
 
     def link_reopened(self, peer: Worker) -> None:
         """A connection to a live peer broke and is back: what was under way on it is sent again."""
@@ -141,6 +148,11 @@ class Walker:
         for state in self._open_states():
             if peer.stage == self.me.stage:
                 self.reduction.resend(state, peer)
+        if peer.stage == self.me.stage:
+            if self._closed is not None:
+                self.reduction.tell_one(self._closed, peer)
+            if peer.replica in self.feeds:
+                self.copy_to(peer.replica)  # feeds may be lost: anew from a snapshot
         for step, sealed in self._told.items():
             self._tell_news(step, sealed)
 
@@ -331,6 +343,7 @@ class Walker:
     def _close(self, state: StepState) -> None:
         assert state.sealed
         assert state.valid
+        self._closed = state.step
         self._command(ReleaseSum(state.step))
         self.mail.drop(lambda parcel: parcel.step <= state.step)
 
@@ -414,7 +427,7 @@ class Walker:
         self.joining, self.enter_at, self.state_step = False, None, None
         self._command(DiscardWork(None))
         self.mail.drop_stale(0)
-        self.before = None
+        self.before = self._closed = None
         self._told.clear()
         self.last_norm = None
         self.snapshots_due.clear()
@@ -458,6 +471,9 @@ class Walker:
             return self.joining
         if parcel.attempt != self.mail.order.attempt(parcel.step):
             return parcel.attempt > self.mail.order.attempt(parcel.step)
+        if self.paused and not self.joining:
+            oldest = self.now.step if self.before is None else self.before.step
+            return parcel.step >= oldest  # the order to come may take back the op that had used it
         if parcel.step != self.now.step:
             is_open = self.before is not None and parcel.step == self.before.step
             return parcel.step > self.now.step or (is_open and parcel.what in (What.HELD, What.NEWS))

@@ -343,8 +343,9 @@ class Body:
             return
         arrived, self._arriving = self._arriving, {}
         if self.walker.joining and len(arrived) >= frame.facts["tensors"]:
-            self._touched = True
-            self.updater.load(arrived)
+            if self.walker.wants_snapshot(frame.facts["state_step"]):
+                self._touched = True
+                self.updater.load(arrived)
             self.walker.snapshot_arrived(frame.facts["state_step"])
 
     def _restore(self, state_step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -48,7 +49,7 @@ class Outcome:
         losses = dict(record.losses)
         row = StepRow(
             step=record.step,
-            loss=sum(losses[m] for m in sorted(losses)) / max(1, len(losses)),
+            loss=sum(losses[m] for m in sorted(losses)) / len(losses) if losses else math.nan,
             grad_norm=record.norm,
             seconds=now - since,
             epoch=record.epoch,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 import traceback
@@ -263,7 +264,7 @@ class Daemon:
         steps.rows.append(
             {
                 "step": record.step,
-                "loss": sum(losses[m] for m in sorted(losses)) / max(1, len(losses)),
+                "loss": sum(losses[m] for m in sorted(losses)) / len(losses) if losses else math.nan,
                 "grad_norm": record.norm,
                 "seconds": round(now - steps.last_at, 6) if steps.last_at else 0.0,
                 "epoch": record.epoch,

@@ -285,7 +285,9 @@ class World:
                     walker.link_reopened(peer)
             case _:
                 if walker.joining:  # as the engine does: a member needs nobody's state
-                    state_step, body.state = value
+                    state_step, state = value
+                    if walker.wants_snapshot(state_step):
+                        body.state = state
                     walker.snapshot_arrived(state_step)
         self._carry_out(body)
 
