@@ -1,7 +1,8 @@
 """Real words of broken things, each with what it must be read as.
 
-Texts marked `measured` were printed by torch 2.13 (CPU) and by Linux in front of us; the others are quoted
-from the named source. Addresses, process ids and host names are as they were posted.
+Texts marked `measured` were printed by torch 2.13 (CPU) and by Linux in front of us; those with a source are
+quoted from it, with its addresses and names; the rest (several kernel, Slurm, NVSwitch and ROCm lines) are
+written from memory of what such lines look like.
 """
 
 import re
