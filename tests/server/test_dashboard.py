@@ -214,6 +214,16 @@ async def beating(*agents: WordyAgent) -> None:
         await asyncio.sleep(0.2)
 
 
+async def answering(one: WordyAgent) -> None:
+    """Whatever is asked of this agent, its one worker runs a microbatch of a replica that is not its own."""
+    doing = {"at_ns": 1, "epoch": 1, "step": 1, "done": 3, "num_ops": 5, "busy": True, "doing": "0F1.0"}
+    worker = {"worker": "0:0", "incarnation": 1, "pid": 1, "reading": doing}
+    async for message in one.line:
+        told = json.loads(message.data)
+        if "ask" in told:
+            await one.line.send_str(json.dumps({"answer": told["ask"], "value": [worker]}))
+
+
 async def says(page: Page, place: str, text: str) -> None:
     await page.until(f"document.querySelector({json.dumps(place)})?.innerText.includes({json.dumps(text)})")
 
@@ -231,13 +241,16 @@ async def watch_a_life(page: Page, address: str) -> None:
     """A node joins, a task runs, its worker dies and is back, the node is drained by a click."""
     await sign_in(page, address)
     async with agent(address, "node-a", token=TOKEN) as one:
-        alive = asyncio.create_task(beating(one))
+        alive = [asyncio.create_task(beating(one))]
         await says(page, "#cluster-figures", "1 / 1")
         await says(page, "#news", "node node-a is up")
         submitted = {"name": "llama", "job": JOB}
         await asyncio.to_thread(Client(address=address, token=TOKEN).post, "/v1/tasks", submitted)
         order = await start(one, 1)
-        await says(page, "#cluster-tasks", "llama")
+        alive.append(asyncio.create_task(answering(one)))
+        await page.click("#cluster-tasks tbody a")
+        await says(page, "#places td", "F 1.0 ⇄")
+        await says(page, "#places td.elsewhere", "3 done, 5 to do · node-a:0")
         exited = ev.WorkerExited(worker=order.worker, incarnation=1, reason="killed by SIGKILL")
         await one.say(2, msg.TaskEvent(task="llama", event=exited))
         await says(page, "#open-incidents", "1 open")
@@ -254,9 +267,10 @@ async def watch_a_life(page: Page, address: str) -> None:
         await page.click("#node-verb")
         await page.click("#confirm-yes")
         await says(page, "#node-details", "draining")
-        alive.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await alive
+        for task in alive:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
     assert Client(address=address, token=TOKEN).get("/v1/status")["nodes"][0]["state"] == "draining"
 
 
@@ -266,6 +280,8 @@ def test_the_page_lives_with_the_cluster_and_through_a_restart_of_its_coordinato
         async with browser() as chromium, chromium.page() as page:
             with served(tmp_path, token=TOKEN) as address:
                 await watch_a_life(page, address)
+                await page.look(width=360, height=740, dark=True)
+                await page.until("document.documentElement.scrollWidth <= 360 && innerWidth === 360")
                 assert page.complaints == []
             await page.until(f"!({LIVE})")
             with served(tmp_path, token=TOKEN, port=urlsplit(address).port or 0):

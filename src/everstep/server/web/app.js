@@ -64,11 +64,11 @@ function paint() {
 
 function linkChanged(state, because) {
   const link = document.getElementById("link");
+  store.why = because;
   if (link.dataset.state === state) return;
   link.dataset.state = state;
   link.textContent = state === "live" ? "live" : "not connected";
   away = state === "live" ? null : Date.now();
-  store.why = because;
   tellStale();
 }
 

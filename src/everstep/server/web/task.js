@@ -2,7 +2,7 @@
 
 import { drawChart } from "./chart.js";
 import { call } from "./link.js";
-import { OPS, duration, element, figure, short, tone } from "./words.js";
+import { OPS, awaited, duration, element, figure, short, tone } from "./words.js";
 
 const KEPT_ROWS = 2000;
 const ASK_MS = 500;
@@ -128,7 +128,7 @@ export class TaskView {
     cell.style.setProperty("--c", op && reading.busy ? OPS[op[2]].colour : "var(--left)");
     big.textContent = !seat ? (over ? "–" : "✕") : op ? `${op[2]}${op[3] === undefined ? "" : ` ${op[3]}.${op[4]}`}${elsewhere ? " ⇄" : ""}` : reading ? "…" : "·";
     middle.textContent = !seat ? (over ? "over" : "work re-routed") : seat.leaving || (seat.standing !== "member" ? seat.standing : "")
-      || (op ? `${reading.busy ? "" : "waits to "}${OPS[op[2]].words}` : reading?.doing && `waits: ${reading.doing}`) || "no reading";
+      || (op ? OPS[op[2]].words : reading?.doing && (reading.busy ? reading.doing : awaited(reading.doing))) || "no reading";
     small.textContent = !seat ? "" : `${reading ? `${reading.done} done, ${reading.num_ops} to do · ` : ""}${seat.node}:${seat.slot}`;
     cell.title = seat ? `${worker} on ${seat.node}, slot ${seat.slot}: ${reading ? `step ${reading.step}, ${reading.doing}` : seat.standing}` : `${worker}: nobody`;
   }

@@ -19,6 +19,18 @@ export const OPS = {
   U: { words: "update", colour: "#8458b3" },
 };
 
+const PARCELS = { A: "activation", G: "gradient", P: "part", S: "sum", H: "sum held", T: "tied sum", N: "news", C: "copy of the sum", J: "feed" };
+const PARCEL = /^([AGPSHTNCJ])\[(\d+) stage (\d+) ([^\]]*)/;
+
+// What a worker waits for, from its beacon's words: G[23 stage 0 0.3] is the gradient of microbatch 0.3.
+export function awaited(doing) {
+  const [, what, , stage, detail] = PARCEL.exec(doing) ?? [];
+  if (!what) return `waits: ${doing}`;
+  if (what === "N") return `waits for ${PARCELS[what]} of stage ${stage}`;
+  if (detail.includes(".")) return `waits for ${PARCELS[what]} ${detail}`;
+  return `waits for ${PARCELS[what]} of replica ${detail.split(">")[0]}`;
+}
+
 export const MOMENTS = {
   evidence: { mark: "◆", colour: "--silent" },
   verdict: { mark: "▲", colour: "--isolated" },
