@@ -87,7 +87,7 @@ export class ClusterView {
     const most = nodes.reduce((sum, node) => Math.max(sum, node.slots), 1);
     const big = nodes.length <= 60, middle = nodes.length <= 250;
     const slot = big ? 22 : middle ? 12 : 6, gap = big ? 4 : middle ? 2 : 1;
-    const across = Math.min(most, big ? 8 : 4), down = Math.ceil(most / across);
+    const across = Math.min(most, big && space > 600 ? 8 : 4), down = Math.ceil(most / across);
     const head = big ? 24 : middle ? 15 : 0, side = big || middle ? 0 : 13;
     const inside = across * (slot + gap) + gap + side;
     const width = Math.min(space - 2 * GAP, Math.max(inside, big ? 104 : middle ? 58 : 22));
