@@ -23,7 +23,7 @@ class Reading:
     epoch: int
     step: int
     done: int  # ops it has run in this step
-    num_ops: int  # ops of its list in this step
+    num_ops: int  # ops of its list that are still to run
     busy: bool
     doing: str  # an op, or what it waits for
 
