@@ -1,4 +1,4 @@
-"""HTTP and WebSocket on one port. The list of routes below is the API; docs/control-plane.md tells it in full.
+"""HTTP and WebSocket on one port. The routes below are the API; docs/control-plane.md tells it in words.
 
 A token, if there is one, guards every route but /v1/health and the dashboard's files, which hold no data.
 Without one the coordinator listens on loopback only, and a browser page of another origin is refused all the
