@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -289,6 +290,8 @@ async def _crowd(address: str, first: int, number: int, seconds: float) -> None:
 
 def agents(number: int, seconds: float, folder: Path) -> dict[str, Any]:
     """The coordinator on one core, the crowd on the other."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with Cluster(folder) as cluster:
         address = cluster.start_coordinator()
         pid = cluster.coordinators["first"].pid

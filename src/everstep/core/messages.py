@@ -94,8 +94,10 @@ class Resume:
     members: tuple[Members, ...] = ()
     ghosts: frozenset[tuple[int, Microbatch]] = frozenset()  # (step, microbatch) to run for outputs only
     give: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # step -> peers that lack its sum
+    awaits: frozenset[int] = frozenset()  # steps whose sum this worker is given: it adds up nothing itself
     feeds: Mapping[int, int | None] = field(default_factory=dict)  # joining replica -> last step to feed it
     rewind: int | None = None  # undo this step's eager update, and decide it anew
+    shares: tuple[tuple[int, int, float], ...] = ()  # step, stage, its part of the norm: who knew may be dead
     restore: int | None = None  # load the checkpoint of this step (0: the initial state)
 
     def attempt(self, step: int) -> int:

@@ -69,7 +69,9 @@ from everstep.core.standing import (
     Standing,
     Starting,
 )
-from everstep.core.survey import Shape, survey
+from everstep.core.survey import Shape, Survey, survey
+
+_KEPT_SHARES = 4  # steps
 
 
 class Recovery:
@@ -101,6 +103,7 @@ class Recovery:
         self.members: tuple[Members, ...] = ()
         self.rewind: int | None = None
         self.sealed: dict[int, dict[int, StepSealed]] = {}
+        self.shares: dict[int, dict[int, float]] = {}  # of the norm, by step and stage, of the last few steps
         self.log = IncidentLog().of_task("") if log is None else log
         self.raised: dict[str, tuple[Worker, int]] = {}  # where -> who raised there first
 
@@ -390,6 +393,8 @@ class Recovery:
                     if self.rewind is None or step <= self.rewind
                 },
                 rewind=self.rewind,
+                awaits=self._awaited(worker, phase.survey),
+                shares=tuple((s, stage, x) for s, of in self.shares.items() for stage, x in of.items()),
                 feeds={
                     joiner.replica: None if place.enter_at is None else place.enter_at - 1
                     for joiner, place in self._joiners()
@@ -398,6 +403,16 @@ class Recovery:
             )
             actions.append(ResumeStep(worker=worker, order=order, because=phase.because))
         return actions
+
+    def _awaited(self, worker: Worker, found: Survey) -> frozenset[int]:
+        return frozenset(
+            step
+            for giver, steps in found.give.items()
+            for step, peers in steps.items()
+            if giver.stage == worker.stage
+            and worker.replica in peers
+            and (self.rewind is None or step <= self.rewind)
+        )
 
     # -------------------------------------------------------------- from a checkpoint
 
@@ -514,6 +529,9 @@ class Recovery:
     # -------------------------------------------------------------- steps
 
     def _sealed(self, event: StepSealed) -> list[Action]:
+        if event.step > self.recorded - _KEPT_SHARES:
+            self.shares.setdefault(event.step, {})[event.stage] = event.sum_of_squares
+            self.shares = {s: of for s, of in self.shares.items() if s > self.recorded - _KEPT_SHARES}
         if event.step <= self.recorded:
             return []
         self.sealed.setdefault(event.step, {})[event.stage] = event
@@ -610,6 +628,7 @@ class Recovery:
     def _void_from(self, step: int) -> None:
         """What was computed of this step and later ones does not count: they are attempted anew."""
         attempt = self.attempts[-1][1] + 1
+        self.shares = {s: of for s, of in self.shares.items() if s < step}
         earlier = [(first, number) for first, number in self.attempts if first < step]
         settled = [number for first, number in earlier if first <= self.recorded][-1:]
         open_still = [(first, number) for first, number in earlier if first > self.recorded]

@@ -34,6 +34,8 @@ class Reduction:
         copy = self.copy(state.step)
         if copy in box:
             return AssembleSum(state.step, peers, (copy,))
+        if state.step in self.mail.order.awaits:  # the parts that are left may lack a dead peer's
+            return Wait(str(copy))
         if state.own_part is None:
             return Contribute(state.step)
         others = [k for k in peers if k != self.me.replica]

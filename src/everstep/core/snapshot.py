@@ -35,6 +35,7 @@ _RECOVERY: dict[str, Any] = {  # its attributes and their types
     "members": tuple[Members, ...],
     "rewind": int | None,
     "sealed": dict[int, dict[int, StepSealed]],
+    "shares": dict[int, dict[int, float]],
     "raised": dict[str, tuple[Worker, int]],
 }
 

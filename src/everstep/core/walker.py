@@ -406,6 +406,9 @@ class Walker:
                 self._tell_tied(state)
         for step, sealed in self._told.items():
             self._tell_news(step, sealed)
+        for step, stage, share in self.mail.order.shares:
+            if stage != self.me.stage:
+                self.arrived(self.mail.name(What.NEWS, step, stage), share)
 
     def _rewind(self, step: int) -> None:
         """An eager update of `step` does not hold: undo it, and throw away what was done of later ones."""

@@ -113,6 +113,8 @@ def resume_out(order: Resume) -> dict[str, Any]:
         "ghosts": [[step, *microbatch] for step, microbatch in sorted(order.ghosts)],
         "give": list(order.give.items()),
         "feeds": list(order.feeds.items()),
+        "shares": order.shares,
+        "awaits": sorted(order.awaits),
     }
 
 
@@ -133,6 +135,8 @@ def resume_in(table: Mapping[str, Any]) -> Resume:
         ghosts=frozenset((step, Microbatch(home, number)) for step, home, number in table["ghosts"]),
         give={step: tuple(peers) for step, peers in table["give"]},
         feeds=dict(table["feeds"]),
+        awaits=frozenset(table["awaits"]),
+        shares=tuple((step, stage, share) for step, stage, share in table["shares"]),
     )
 
 
