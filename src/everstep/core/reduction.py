@@ -113,7 +113,8 @@ class Reduction:
             self.mail.send(self._chunk(state, owner=self.me.replica), peer, state.own_chunk_squares)
 
     def copy(self, step: int) -> Parcel:
-        return self.mail.name(What.COPY, step, self.me.stage)
+        """Of this round: what a giver sent before it died must not reach half of those who begin anew."""
+        return self.mail.name(What.COPY, step, self.me.stage, round=self.mail.round(step))
 
     def _held(self, step: int, sender: int) -> Parcel:
         return self.mail.name(What.HELD, step, self.me.stage, sender=sender)

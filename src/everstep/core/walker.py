@@ -485,10 +485,8 @@ class Walker:
                 return not self.now.has_run(Kind.F, parcel.microbatch, parcel.stage)
             case What.GRADIENT:
                 return not self.now.has_run(Kind.I, parcel.microbatch, parcel.stage)
-            case What.PART | What.SUM:
+            case What.PART | What.SUM | What.COPY:
                 return not self.now.holds_sum and parcel.round >= self.now.round
-            case What.COPY:
-                return not self.now.holds_sum
             case _:
                 return True
 
