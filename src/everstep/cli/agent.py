@@ -34,6 +34,10 @@ def agent_command(
         Path | None, typer.Option(help="For https: what signed the coordinator's certificate.")
     ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="For what workers print.")] = None,
+    beat: Annotated[
+        float,
+        typer.Option(min=0.05, help="Seconds between heartbeats; slower for thousands of nodes."),
+    ] = 0.25,
     as_json: Annotated[bool, typer.Option("--json", help="Print what it is as JSON, then run.")] = False,
 ) -> int:
     """Run the agent of this node: it starts workers for the coordinator, and watches them.
@@ -57,6 +61,7 @@ def agent_command(
         token=token or None,
         ca=ca,
         words=log_dir,
+        beat_s=beat,
     )
     if not settings.coordinators:
         raise UserError(f"--coordinator is empty; give an address such as {DEFAULT_ADDRESS}.")

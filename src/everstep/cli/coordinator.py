@@ -32,6 +32,12 @@ def coordinator_command(
     name: Annotated[str, typer.Option(help="Among several coordinators.", show_default=False)] = "",
     cert: Annotated[Path | None, typer.Option(help="TLS: the certificate's file.")] = None,
     key: Annotated[Path | None, typer.Option(help="TLS: the key's file.")] = None,
+    silence: Annotated[
+        float,
+        typer.Option(
+            min=0.2, help="Seconds without a heartbeat before a node is silent.", rich_help_panel="Patience"
+        ),
+    ] = 1.0,
     restarts_per_node: Annotated[
         int,
         typer.Option(
@@ -71,6 +77,7 @@ def coordinator_command(
         etcd=tuple(filter(None, etcd.split(","))),
         etcd_prefix=etcd_prefix,
         name=name or f"{socket.gethostname()}:{port}",
+        silence_s=silence,
         cert=cert,
         key=key,
     )

@@ -54,6 +54,7 @@ class AgentSettings:
     host: str = "127.0.0.1"  # where this node's workers are reached by their peers
     token: str | None = None
     ca: Path | None = None
+    beat_s: float = BEAT_EVERY_S
     words: Path | None = None  # a folder for what workers print
     limits: Limits = field(default_factory=Limits)
 
@@ -291,7 +292,7 @@ class Agent:
     async def _beat(self, line: aiohttp.ClientWebSocketResponse) -> None:
         while True:
             await line.send_str(json.dumps({"beat": round(time.time(), 3), "done": self.done}))
-            await asyncio.sleep(BEAT_EVERY_S)
+            await asyncio.sleep(self.settings.beat_s)
 
 
 def _tail(path: Path, most: int) -> str:

@@ -15,7 +15,7 @@ from aiohttp import web
 from everstep.core.cluster import Patience, PolicySet
 from everstep.errors import UserError
 from everstep.server.api import Api
-from everstep.server.daemon import Daemon
+from everstep.server.daemon import SILENCE_S, Daemon
 from everstep.server.journal import Journal, LostLeadership, SqliteJournal
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -30,6 +30,7 @@ class ServerSettings:
     etcd: tuple[str, ...] = ()
     etcd_prefix: str = "/everstep"
     name: str = ""
+    silence_s: float = SILENCE_S
     cert: Path | None = None
     key: Path | None = None
 
@@ -64,7 +65,7 @@ async def serve(
     policy = PolicySet(patience=patience or Patience(), planned=True)
     settings.folder.mkdir(parents=True, exist_ok=True)
     journal = _journal(settings)
-    daemon = Daemon(journal, folder=settings.folder, policy=policy)
+    daemon = Daemon(journal, folder=settings.folder, policy=policy, silence_s=settings.silence_s)
     api = Api(daemon, token=settings.token, hosts=frozenset({settings.host}))
     runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
