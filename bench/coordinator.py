@@ -90,9 +90,12 @@ def kills(times: int, seed: int, folder: Path, steps: int) -> dict[str, Any]:
             if _over(cluster):
                 break
         told = verdict(cluster, clean, steps)
+        cluster.nodes_up(2)
         live = cluster.settled()
         cluster.kill_coordinator()
     again = replayed(folder / "state-first")
+    if again != live:
+        print(f"live {live}, replayed {again}", file=sys.stderr)
     return {
         "coordinator_kills": len(away),
         "worker_kills": worker_kills,
