@@ -61,11 +61,7 @@ class Heartbeats:
         self._silent.discard(node)
 
     def fell_silent(self, now: float) -> list[tuple[str, float]]:
-        """The nodes that are silent since the last call, and for how long.
-
-        If the one who asks has itself been away (its clock jumped further than the patience), nobody is
-        judged: everyone gets a new start.
-        """
+        """The nodes that have fallen silent since the last call, and for how long."""
         found = [
             (node, now - heard)
             for node, heard in self._heard.items()
@@ -75,7 +71,7 @@ class Heartbeats:
         return found
 
     def excuse(self, now: float) -> None:
-        """The listener was away: start counting anew."""
+        """The listener itself was away, so nobody is judged: everyone gets a new start."""
         for node in self._heard:
             if node not in self._silent:
                 self._heard[node] = now
