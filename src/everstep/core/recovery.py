@@ -19,7 +19,6 @@ entered.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import assert_never
 
 from everstep.core.actions import (
@@ -27,15 +26,12 @@ from everstep.core.actions import (
     BrokenStep,
     CloseIncident,
     ComputePlan,
-    CopyState,
-    FailTask,
     FinishTask,
-    InterruptWorkers,
     RecordStep,
     ResumeStep,
-    StartWorker,
     StopFeeding,
 )
+from everstep.core.admission import Admission
 from everstep.core.events import (
     CheckpointCommitted,
     Event,
@@ -52,8 +48,7 @@ from everstep.core.events import (
     WorkerResumed,
     WorkerStarted,
 )
-from everstep.core.incidents import Incident, IncidentLog, TaskIncidents
-from everstep.core.messages import Ledger, Members, Resume
+from everstep.core.messages import Ledger, Resume
 from everstep.core.ops import Kind, Op, Worker
 from everstep.core.standing import (
     Absent,
@@ -62,50 +57,17 @@ from everstep.core.standing import (
     Joining,
     Member,
     Over,
-    Phase,
     Planning,
-    Policy,
     Running,
-    Standing,
     Starting,
 )
-from everstep.core.survey import Shape, Survey, survey
+from everstep.core.survey import Survey, survey
 
 _KEPT_SHARES = 4  # steps
 
 
-class Recovery:
+class Recovery(Admission):
     """The state machine. `handle` is its only way to change."""
-
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        steps: int,
-        policy: Policy,
-        first_step: int = 1,
-        granted: frozenset[Worker] | None = None,
-        log: TaskIncidents | None = None,
-    ) -> None:
-        """`granted`: the places that have a slot (None: all of them); only these are ever started."""
-        self.shape = shape
-        self.steps = steps
-        self.policy = policy
-        self.epoch = 0
-        self.attempts: tuple[tuple[int, int], ...] = ((0, 0),)
-        self.recorded = first_step - 1
-        self.checkpoint = first_step - 1
-        self.places: dict[Worker, Standing] = {w: Absent(0, "not started yet") for w in shape.workers()}
-        self.granted = frozenset(shape.workers()) if granted is None else granted
-        self.incarnations = dict.fromkeys(shape.workers(), 0)
-        self.restarts = dict.fromkeys(shape.workers(), 0)  # on the machine it has now
-        self.phase: Phase = Assembling(restore=first_step - 1, wait_for_all=True)
-        self.members: tuple[Members, ...] = ()
-        self.rewind: int | None = None
-        self.sealed: dict[int, dict[int, StepSealed]] = {}
-        self.shares: dict[int, dict[int, float]] = {}  # of the norm, by step and stage, of the last few steps
-        self.log = IncidentLog().of_task("") if log is None else log
-        self.raised: dict[str, tuple[Worker, int]] = {}  # where -> who raised there first
 
     def begin(self) -> list[Action]:
         """The first actions: a process for every place that has a slot."""
@@ -161,12 +123,6 @@ class Recovery:
             assert incident.planned_at is None or incident.planned_at >= incident.evidence_at
 
     # -------------------------------------------------------------- processes come and go
-
-    def _start(self, worker: Worker, because: str) -> list[Action]:
-        self.restarts[worker] += 1
-        self.incarnations[worker] += 1
-        self.places[worker] = Starting(self.incarnations[worker])
-        return [StartWorker(worker=worker, incarnation=self.incarnations[worker], because=because)]
 
     def _granted(self, event: PlacesGranted) -> list[Action]:
         """Who has a slot now. A place without one stays empty: its microbatches go elsewhere."""
@@ -224,32 +180,7 @@ class Recovery:
             return []
         return self._fail(f"two workers raised at {event.where}, so another would too: {event.error}")
 
-    def _bring_back_the_due(self) -> list[Action]:
-        actions: list[Action] = []
-        for worker, place in self.places.items():
-            if isinstance(place, Absent) and place.due_step <= self.recorded and self._may_start(worker):
-                actions += self._start(
-                    worker,
-                    f"worker {worker} was lost ({place.because}); start number {self.restarts[worker] + 1}",
-                )
-        return actions
-
     # -------------------------------------------------------------- a new epoch
-
-    def _gather(self, because: str) -> list[Action]:
-        """Ask the live members for their ledgers. A second death meanwhile asks again, in the next epoch."""
-        self.epoch += 1
-        asked = {
-            w
-            for w, place in self.places.items()
-            if isinstance(place, Member) or (isinstance(place, Joining) and place.enter_at is not None)
-        }
-        if isinstance(self.phase, Assembling) and not asked:
-            return []
-        if not asked:
-            return self._assemble()
-        self.phase = Gathering(self.epoch, set(asked), because)
-        return [InterruptWorkers(workers=tuple(sorted(asked)), epoch=self.epoch, because=because)]
 
     def _ledger(self, event: LedgerReported) -> list[Action]:
         phase = self.phase
@@ -295,53 +226,6 @@ class Recovery:
                 because=phase.because,
             )
         ]
-
-    def _settle_joiners(self, told: Mapping[Worker, Ledger]) -> dict[Worker, Ledger]:
-        """A joiner that was let in is a member once its state is there; without its source it must copy
-        anew.
-        """
-        ledgers: dict[Worker, Ledger] = {}
-        for worker, ledger in told.items():
-            place = self.places[worker]
-            if isinstance(place, Joining):
-                assert place.enter_at is not None
-                if not ledger.joining or ledger.step == place.enter_at:
-                    self.places[worker] = Member(place.incarnation, place.enter_at)
-                    ledgers[worker] = ledger
-                elif not self._is_fed(place):
-                    self.places[worker] = Joining(place.incarnation)
-            else:
-                ledgers[worker] = ledger
-        return ledgers
-
-    def _regroup(self, low: int, *, restarting: frozenset[int]) -> None:
-        """Who makes up each stage, and in which epoch each group was formed: from the step before `low` on,
-        which may not be sealed everywhere yet.
-
-        A stage that still owes ops forms its group anew even with the same members: the new plan may give an
-        op to a worker that has contributed already, and its part must not count without that op.
-        """
-        since = {w: p.since for w, p in self.places.items() if isinstance(p, Member)} | self._entering()
-        table = []
-        for first in sorted({low - 1, *(step for step in since.values() if step >= low)}):
-            live = tuple(
-                tuple(sorted(w.replica for w, s in since.items() if w.stage == stage and s <= first))
-                for stage in range(self.shape.stages)
-            )
-            if not all(live):
-                continue
-            rounds = tuple(
-                self.epoch if stage in restarting else self._round(stage, first, live[stage])
-                for stage in range(self.shape.stages)
-            )
-            table.append(Members(first, live, rounds))
-        self.members = tuple(table)
-
-    def _round(self, stage: int, step: int, live: tuple[int, ...]) -> int:
-        fitting = [m for m in self.members if m.from_step <= step]
-        if fitting and fitting[-1].live[stage] == live:
-            return fitting[-1].rounds[stage]
-        return self.epoch
 
     def _planned(self, event: PlanComputed, now: float) -> list[Action]:
         phase = self.phase
@@ -414,118 +298,6 @@ class Recovery:
             and (self.rewind is None or step <= self.rewind)
         )
 
-    # -------------------------------------------------------------- from a checkpoint
-
-    def _assemble(self) -> list[Action]:
-        """Some stage has nobody left, so its state is on disk only."""
-        for worker, place in list(self.places.items()):
-            if isinstance(place, Member | Joining):
-                self.places[worker] = Joining(place.incarnation)
-        self.phase = Assembling(restore=self.checkpoint, wait_for_all=False)
-        self.rewind = None
-        self.log.restoring(self.checkpoint)
-        return self._bring_back_for_assembly() + self._plan_if_assembled()
-
-    def _bring_back_for_assembly(self) -> list[Action]:
-        assert isinstance(self.phase, Assembling)
-        actions: list[Action] = []
-        for worker, place in self.places.items():
-            if isinstance(place, Absent) and self._may_start(worker):
-                actions += self._start(worker, f"stage {worker.stage} needs a worker ({place.because})")
-        for stage in range(self.shape.stages):
-            granted = any(worker.stage == stage for worker in self.granted)  # else it waits for a slot
-            places = (place for w, place in self.places.items() if w.stage == stage)
-            if granted and all(isinstance(place, Absent) for place in places):
-                last = next(
-                    p.because for w, p in self.places.items() if w.stage == stage and isinstance(p, Absent)
-                )
-                return self._fail(
-                    f"stage {stage} has no worker left and its restarts are used up "
-                    f"({self.policy.max_restarts} a place); the last one: {last}"
-                )
-        return actions
-
-    def _plan_if_assembled(self) -> list[Action]:
-        phase = self.phase
-        assert isinstance(phase, Assembling)
-        ready = self._having(Joining)
-        if phase.wait_for_all and any(isinstance(place, Starting) for place in self.places.values()):
-            return []
-        if any(not any(w.stage == s for w in ready) for s in range(self.shape.stages)):
-            return []
-        self.epoch += 1
-        for worker in ready:
-            place = self.places[worker]
-            assert isinstance(place, Joining)
-            self.places[worker] = Member(place.incarnation, phase.restore + 1)
-        self._regroup(phase.restore + 1, restarting=frozenset(range(self.shape.stages)))
-        first = not self.incidents and phase.wait_for_all
-        because = (
-            "every worker is up"
-            if first
-            else (
-                f"every stage has a worker again; the nearest state is the checkpoint of step {phase.restore}"
-            )
-        )
-        self.phase = Planning(self.epoch, because, phase.restore, None, {})
-        return [
-            ComputePlan(epoch=self.epoch, broken={}, dead=self._not_among(self.members[-1]), because=because)
-        ]
-
-    def _resume_from_checkpoint(self, event: PlanComputed, restore: int, because: str) -> list[Action]:
-        self._void_from(restore + 1)
-        self.recorded = restore
-        self.sealed.clear()
-        return [
-            ResumeStep(
-                worker=worker,
-                because=because,
-                order=Resume(
-                    epoch=event.epoch,
-                    attempts=self.attempts,
-                    step=restore + 1,
-                    steady=event.steady[worker],
-                    steady_hosts=event.steady_hosts,
-                    members=self.members,
-                    restore=restore,
-                ),
-            )
-            for worker in self._having(Member)
-        ]
-
-    # -------------------------------------------------------------- joining
-
-    def _feed_joiners(self) -> list[Action]:
-        """Every joiner without a living source gets one: the live peer of its stage that feeds the fewest."""
-        actions: list[Action] = []
-        sources = [place.source for _, place in self._joiners()]
-        for joiner, place in self._joiners():
-            if self._is_fed(place):
-                continue
-            peers = [w for w in self._having(Member) if w.stage == joiner.stage]
-            if not peers:
-                continue
-            source = min(peers, key=lambda w: (sources.count(w), w))
-            sources.append(source)
-            self.places[joiner] = Joining(place.incarnation, source)
-            actions.append(
-                CopyState(
-                    source=source,
-                    joiner=joiner,
-                    because=f"{joiner} takes its state from {source} while training goes on",
-                )
-            )
-        return actions
-
-    def _copied(self, event: StateCopied) -> list[Action]:
-        place = self.places[event.worker]
-        if not isinstance(place, Joining) or place.incarnation != event.incarnation or place.source is None:
-            return []
-        place.copied = True
-        if not isinstance(self.phase, Running):
-            return []
-        return self._gather(f"worker {event.worker} has caught up and joins")
-
     # -------------------------------------------------------------- steps
 
     def _sealed(self, event: StepSealed) -> list[Action]:
@@ -554,17 +326,6 @@ class Recovery:
         for step in range(self.recorded + 1, event.step):
             implied = StepSealed(step=step, stage=event.stage, microbatches=total, executed=3 * total)
             self.sealed.setdefault(step, {}).setdefault(event.stage, implied)
-
-    def _admit_the_late(self) -> list[Action]:
-        """Joiners that had caught up while others were being planned for: nobody has let them in yet."""
-        late = [
-            w
-            for w, place in self._joiners()
-            if place.copied and place.enter_at is None and self._is_fed(place)
-        ]
-        if not late or not isinstance(self.phase, Running) or self.recorded >= self.steps:
-            return []
-        return self._gather(f"worker {late[0]} has caught up and joins")
 
     def _record(self, stages: dict[int, StepSealed]) -> RecordStep:
         self.recorded += 1
@@ -604,10 +365,6 @@ class Recovery:
 
     # -------------------------------------------------------------- incidents
 
-    @property
-    def incidents(self) -> list[Incident]:
-        return self.log.incidents
-
     def _resumed(self, event: WorkerResumed) -> list[Action]:
         if event.epoch != self.epoch:
             return []
@@ -615,42 +372,6 @@ class Recovery:
             CloseIncident(incident=incident, because=f"{event.worker} runs ops again")
             for incident in self.log.resumed(event.at)
         ]
-
-    def _fail(self, because: str) -> list[Action]:
-        self.phase = Over(because)
-        return [FailTask(because=because)]
-
-    # -------------------------------------------------------------- looking things up
-
-    def _attempt(self, step: int) -> int:
-        return [attempt for first, attempt in self.attempts if first <= step][-1]
-
-    def _void_from(self, step: int) -> None:
-        """What was computed of this step and later ones does not count: they are attempted anew."""
-        attempt = self.attempts[-1][1] + 1
-        self.shares = {s: of for s, of in self.shares.items() if s < step}
-        earlier = [(first, number) for first, number in self.attempts if first < step]
-        settled = [number for first, number in earlier if first <= self.recorded][-1:]
-        open_still = [(first, number) for first, number in earlier if first > self.recorded]
-        self.attempts = ((0, settled[0] if settled else 0), *open_still, (step, attempt))
-
-    def _is_fed(self, place: Joining) -> bool:
-        return place.source is not None and isinstance(self.places[place.source], Member)
-
-    def _may_start(self, worker: Worker) -> bool:
-        return worker in self.granted and self.restarts[worker] <= self.policy.max_restarts
-
-    def _having(self, standing: type[Standing]) -> list[Worker]:
-        return [worker for worker, place in self.places.items() if isinstance(place, standing)]
-
-    def _joiners(self) -> list[tuple[Worker, Joining]]:
-        return [(worker, place) for worker, place in self.places.items() if isinstance(place, Joining)]
-
-    def _entering(self) -> dict[Worker, int]:
-        return {w: place.enter_at for w, place in self._joiners() if place.enter_at is not None}
-
-    def _not_among(self, members: Members) -> frozenset[Worker]:
-        return frozenset(w for w in self.shape.workers() if w.replica not in members.live[w.stage])
 
 
 def _without_reduce(ops: tuple[Op, ...], ledger: Ledger, step: int) -> tuple[Op, ...]:
