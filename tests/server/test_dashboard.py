@@ -167,7 +167,7 @@ class StuckLine:
 def test_a_viewer_that_reads_too_slowly_gets_the_whole_picture_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(viewers, "EVERY_S", 0.001)
+    monkeypatch.setattr(viewers, "SOON_S", 0.001)
 
     async def play() -> None:
         daemon = Daemon(SqliteJournal(tmp_path / "journal.sqlite"), folder=tmp_path)

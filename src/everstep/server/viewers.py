@@ -1,5 +1,7 @@
-"""What open pages are told: the whole picture once, then only what changed, four times a second at most.
+"""What open pages are told: the whole picture once, then only what changed, as soon as it has.
 
+What happens after a pause is told at once; what happens within the next moment (`SOON_S`) is told together.
+Where looking costs much, the moments are longer, so that looking never takes more than a tenth of the loop.
 The changes are found and written once for all viewers, so a viewer costs the coordinator one send. A node's
 heartbeats are not changes; that it is quiet is: `quiet_since` is empty while it is heard every second, and
 the page counts on from there by itself. A viewer that reads too slowly gets the whole picture again in place
@@ -22,7 +24,9 @@ from aiohttp import web
 from everstep.server import views
 from everstep.server.daemon import Daemon
 
-EVERY_S = 0.25
+SOON_S = 0.05
+LATEST_S = 1.0
+SHARE = 0.1  # of the loop's time, at most, for looking
 LOOK_S = 1.0  # though nothing was announced: a node may have gone quiet
 NEWS_AT_ONCE = 60
 NEWS_AT_FIRST = 200
@@ -32,11 +36,12 @@ MAX_UNREAD = 4  # messages
 class Viewers:
     def __init__(self, daemon: Daemon, connected: Callable[[], set[str]]) -> None:
         self.daemon, self._connected = daemon, connected
+        self.may = ("drain", "readmit", "cancel")  # what a reader may do here, given the token
         self._queues: set[asyncio.Queue[str]] = set()
         self._stirred = asyncio.Event()
         self._news: deque[dict[str, Any]] = deque(maxlen=NEWS_AT_ONCE)
         self._steps: dict[str, deque[dict[str, Any]]] = {}
-        self._nodes: dict[str, Any] = {}  # what was last told of each
+        self._nodes: dict[str, views.NodeMark] = {}  # what was last told of each
         self._tasks: dict[str, Any] = {}
         self._looking: asyncio.Task[None] | None = None
 
@@ -73,10 +78,12 @@ class Viewers:
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stirred.wait(), LOOK_S)
+            await asyncio.sleep(0)  # what is being handled together is told together
             self._stirred.clear()
             began = time.monotonic()
             self._tell_changes()
-            await asyncio.sleep(began + EVERY_S - time.monotonic())
+            took = time.monotonic() - began
+            await asyncio.sleep(min(LATEST_S, max(SOON_S, took / SHARE)) - took)
 
     def _tell_changes(self) -> None:
         changes = self._changes()
@@ -95,11 +102,13 @@ class Viewers:
 
     def _whole(self) -> str:
         now = time.time()
+        marks = views.node_marks(self.daemon, self._connected(), now)
         return _json(
             {
                 "kind": "picture",
                 "at": now,
-                "nodes": list(views.page_nodes(self.daemon, self._connected(), now).values()),
+                "may": self.may,
+                "nodes": [mark.row(name) for name, mark in marks.items()],
                 "tasks": [views.task_row(self.daemon, task) for task in self.daemon.machine.tasks.values()],
                 "incidents": views.incident_counts(self.daemon),
                 "news": list(self.daemon.news)[-NEWS_AT_FIRST:],
@@ -109,10 +118,10 @@ class Viewers:
     def _changes(self) -> dict[str, Any] | None:
         """None: nothing has."""
         now = time.time()
-        nodes = views.page_nodes(self.daemon, self._connected(), now)
+        nodes = views.node_marks(self.daemon, self._connected(), now)
         tasks = {t.name: views.task_row(self.daemon, t) for t in self.daemon.machine.tasks.values()}
         told = {
-            "nodes": [row for name, row in nodes.items() if self._nodes.get(name) != row],
+            "nodes": [mark.row(name) for name, mark in nodes.items() if self._nodes.get(name) != mark],
             "tasks": [row for name, row in tasks.items() if self._tasks.get(name) != row],
             "steps": {task: list(rows) for task, rows in self._steps.items()},
             "news": list(self._news),

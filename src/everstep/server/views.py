@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.core.incidents import Incident
 from everstep.core.roster import Node, Task
@@ -42,24 +42,44 @@ def _seated(daemon: Daemon) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def page_nodes(daemon: Daemon, connected: set[str], now: float) -> dict[str, dict[str, Any]]:
-    """By name, in short: `quiet_since` instead of an age, which would be another one at every look."""
-    seated, found = _seated(daemon), {}
-    monotonic = time.monotonic()
+class NodeMark(NamedTuple):
+    """All that a page shows of a node. Compared at every look, and written out only where it is another."""
+
+    state: str
+    because: str
+    since: float
+    slots: int
+    host: str
+    connected: bool
+    quiet_since: int | None  # instead of an age, which would be another one at every look
+    isolations: int
+    workers: tuple[tuple[str, str, int], ...]  # task, worker, slot
+
+    def row(self, name: str) -> dict[str, Any]:
+        workers = [{"task": task, "worker": worker, "slot": slot} for task, worker, slot in self.workers]
+        return {"node": name} | self._asdict() | {"workers": workers}
+
+
+def node_marks(daemon: Daemon, connected: set[str], now: float) -> dict[str, NodeMark]:
+    """By name. There may be thousands, many times a second: so one pass over the seats, and no row yet."""
+    seated: dict[str, list[tuple[str, str, int]]] = {}
+    for task in daemon.machine.tasks.values():
+        for worker, seat in task.seats.items():
+            seated.setdefault(seat.node, []).append((task.name, str(worker), seat.slot))
+    monotonic, found = time.monotonic(), {}
     for name, node in daemon.machine.nodes.items():
         age = daemon.hearts.age_s(name, monotonic)
-        found[name] = {
-            "node": name,
-            "state": node.state,
-            "because": node.because,
-            "since": node.since,
-            "slots": node.slots,
-            "host": node.host,
-            "connected": name in connected,
-            "quiet_since": round(now - age) if age is not None and age > QUIET_S else None,
-            "isolations": len(node.isolations),
-            "workers": seated.get(name, []),
-        }
+        found[name] = NodeMark(
+            node.state,
+            node.because,
+            node.since,
+            node.slots,
+            node.host,
+            name in connected,
+            round(now - age) if age is not None and age > QUIET_S else None,
+            len(node.isolations),
+            tuple(seated[name]) if name in seated else (),
+        )
     return found
 
 

@@ -5,11 +5,12 @@ import { ClusterView } from "./cluster.js";
 import { IncidentView, IncidentsView } from "./incident.js";
 import { Link, call } from "./link.js";
 import { TaskView } from "./task.js";
-import { element, short, stateBadge, taskColour, taskLetter } from "./words.js";
+import { element, fillTable, forgetColours, short, stateBadge, taskColour, taskLetter, write } from "./words.js";
 
 const KEPT_NEWS = 400;
 const store = {
-  nodes: new Map(), tasks: new Map(), incidents: { open: [], total: 0 }, news: [], ahead: 0, shown: [],
+  nodes: new Map(), tasks: new Map(), incidents: { open: [], total: 0 }, news: [], told: 0, ahead: 0, shown: [],
+  may: new Set(), // what the reader may do here: a run's own page has no nodes to drain, a demo has workers to kill
   touched: new Set(), renewed: true, // nodes that changed since they were painted; all of them
   now() { return Date.now() / 1000 + this.ahead; }, // the coordinator's clock
 };
@@ -29,6 +30,9 @@ function hear(told) {
     store.renewed = true;
     store.tasks.clear();
     store.news = [];
+    store.told = 0;
+    store.may = new Set(told.may);
+    views.cluster.forget();
     views.task.reload();
     views.incidents.said = null;
   }
@@ -36,6 +40,7 @@ function hear(told) {
   for (const task of told.tasks ?? []) store.tasks.set(task.task, task);
   for (const [task, rows] of Object.entries(told.steps ?? {})) if (task === views.task.name) views.task.steps(rows);
   store.news.push(...(told.news ?? []));
+  store.told += (told.news ?? []).length;
   if (store.news.length > KEPT_NEWS) store.news.splice(0, store.news.length - KEPT_NEWS);
   if (told.kind === "changes" && !document.hidden) store.shown.push(...(told.news ?? []).map((news) => news.at));
   store.incidents = told.incidents;
@@ -45,21 +50,25 @@ function hear(told) {
 function paintSoon() {
   if (awaited) return;
   awaited = true;
-  const paintNow = () => { if (awaited) { awaited = false; paint(); } };
-  requestAnimationFrame(paintNow);
+  requestAnimationFrame(() => { awaited = false; paint(); });
 }
 
+const painted = new MessageChannel(); // its messages are heard after the frame they were posted in
+painted.port1.onmessage = () => { // for whoever measures how far the page is behind
+  performance.clearMarks("shown");
+  performance.mark("shown", { detail: store.shown });
+  store.shown = [];
+};
+
 function paint() {
-  const badge = document.getElementById("open-incidents");
-  badge.hidden = store.incidents.open.length === 0;
-  badge.textContent = `${store.incidents.open.length} open`;
+  const badge = document.getElementById("open-incidents"), number = store.incidents.open.length;
+  badge.hidden = number === 0;
+  write(badge, `${number} open`);
+  document.body.dataset.view = open;
+  document.body.classList.toggle("trouble", number > 0);
   if (open === "cluster") taskTable("cluster-tasks", false);
   views[open].paint();
-  if (store.shown.length) { // for whoever measures how far the page is behind
-    performance.clearMarks("shown");
-    performance.mark("shown", { detail: store.shown });
-    store.shown = [];
-  }
+  if (store.shown.length) painted.port2.postMessage(null);
 }
 
 function linkChanged(state, because) {
@@ -74,22 +83,35 @@ function linkChanged(state, because) {
 
 function tellStale() {
   const note = document.getElementById("stale");
+  const over = store.may.has("follow") && [...store.tasks.values()].every((task) => ["finished", "failed", "cancelled"].includes(task.state));
   note.hidden = away === null || Date.now() - away < 1500;
-  if (!note.hidden) note.textContent = `No word from the coordinator for ${Math.round((Date.now() - away) / 1000)} s (${store.why}). What you see is of then; training does not need it.`;
+  note.classList.toggle("over", over);
+  if (note.hidden) return;
+  write(note, over ? "This run is over and its page with it; what you see is how it ended."
+    : `No word from the coordinator for ${Math.round((Date.now() - away) / 1000)} s (${store.why}). What you see is of then; training does not need it.`);
 }
 
 // ------------------------------------------------------------------ tasks
 
 function taskTable(id, full) {
-  const rows = [...store.tasks.values()];
+  const order = new Map([...store.tasks.keys()].map((name, index) => [name, index]));
+  const rows = [...store.tasks.values()].reverse();
   document.getElementById("no-tasks").hidden = rows.length > 0;
-  document.querySelector(`#${id} tbody`).replaceChildren(...rows.map((task, index) => element("tr", {},
-    element("td", {}, element("span", { class: "letter", colour: taskColour(index) }, taskLetter(index))),
-    element("td", {}, element("a", { href: `#/task/${encodeURIComponent(task.task)}` }, task.task)),
-    element("td", {}, stateBadge(task.state)), element("td", { class: "num" }, `${task.workers}/${task.places}`),
-    element("td", {}, element("progress", { max: task.steps, value: task.step, "aria-label": `steps of ${task.task}` }), ` ${task.step}/${task.steps}`),
-    element("td", { class: "num" }, short(task.loss, 5)), element("td", { class: "num" }, task.step_seconds ? task.step_seconds.toFixed(3) : "–"),
-    full ? element("td", {}, task.because) : null)).reverse());
+  document.getElementById(id).closest(".scroll").hidden = rows.length === 0;
+  if (!full) document.getElementById("no-cluster-tasks").hidden = rows.length > 0;
+  fillTable(document.querySelector(`#${id} tbody`), rows, (task) => task.task, (task) => {
+    const index = order.get(task.task);
+    return [
+      [index, () => element("span", { class: "letter", colour: taskColour(index) }, taskLetter(index))],
+      [task.task, () => element("a", { href: `#/task/${encodeURIComponent(task.task)}` }, task.task)],
+      [task.state, () => stateBadge(task.state)],
+      [`${task.workers}/${task.places}`, null, { class: task.workers < task.places && task.state === "running" ? "num short" : "num" }],
+      [`${task.step}/${task.steps}`, () => element("span", {}, element("progress", { max: task.steps, value: task.step, "aria-label": `steps of ${task.task}` }), ` ${task.step}/${task.steps}`)],
+      [short(task.loss, 5), null, { class: "num" }],
+      [task.step_seconds ? task.step_seconds.toFixed(3) : "–", null, { class: "num" }],
+      ...(full ? [[task.because]] : []),
+    ];
+  });
 }
 
 // ------------------------------------------------------------------ doing
@@ -99,14 +121,17 @@ const QUESTIONS = {
   readmit: (name) => `Let node ${name} have workers again?`,
   cancel: (name) => `End task ${name} for good? Its checkpoints stay.`,
 };
+const PLACES = { drain: "nodes", readmit: "nodes" };
 
-async function act(verb, name) {
-  if (!(await confirmed(QUESTIONS[verb](name)))) return;
+// `worker`: one of a demo's; those are there to be hurt, so nobody is asked twice.
+async function act(verb, name, worker = null) {
+  if (worker === null && !(await confirmed(QUESTIONS[verb](name)))) return;
+  const path = `/v1/${PLACES[verb] ?? "tasks"}/${encodeURIComponent(name)}${worker === null ? "" : `/workers/${encodeURIComponent(worker)}`}/${verb}`;
   try {
-    const told = await call("POST", `/v1/${verb === "cancel" ? "tasks" : "nodes"}/${encodeURIComponent(name)}/${verb}`);
-    say(`${name} is ${told.state}: ${told.because}`);
+    const told = await call("POST", path);
+    say(told.said ?? `${name} is ${told.state}: ${told.because}`);
   } catch (error) {
-    say(`${verb} ${name}: ${error.message}`);
+    say(`${verb} ${worker ?? name}: ${error.message}`);
   }
 }
 
@@ -148,7 +173,7 @@ function route() {
 
 window.addEventListener("hashchange", () => { route(); document.getElementById("main").focus(); });
 window.addEventListener("resize", paintSoon);
-window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paintSoon);
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { forgetColours(); paintSoon(); });
 setInterval(() => { tellStale(); if (!document.hidden) paintSoon(); }, 1000); // ages go on by themselves
 route();
 new Link(hear, linkChanged).open();

@@ -6,7 +6,7 @@ import { colour, short } from "./words.js";
 
 const LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22;
 
-export function drawChart(canvas, rows, key, { fromZero = false } = {}) {
+export function drawChart(canvas, rows, key, { fromZero = false, compare = null } = {}) {
   const width = canvas.clientWidth, height = 170;
   const brush = sized(canvas, width, height);
   const ink = colour("--quiet"), line = colour("--line"), accent = colour("--accent"), broken = colour("--bad");
@@ -20,7 +20,8 @@ export function drawChart(canvas, rows, key, { fromZero = false } = {}) {
     return;
   }
   const [first, last] = [points[0].step, points.at(-1).step];
-  const values = points.map((row) => row[key]).sort((one, other) => one - other);
+  const beside = compare ? Object.entries(compare).map(([step, value]) => [Number(step), value]).filter(([step, value]) => step >= first && step <= last && value != null) : [];
+  const values = [...points.map((row) => row[key]), ...beside.map(([, value]) => value)].sort((one, other) => one - other);
   const low = fromZero ? 0 : values[0];
   const high = values.at(-1) > low ? values.at(-1) : low + 1;
   const x = (step) => LEFT + ((step - first) / Math.max(1, last - first)) * (width - LEFT - RIGHT);
@@ -43,6 +44,13 @@ export function drawChart(canvas, rows, key, { fromZero = false } = {}) {
     brush.setLineDash([]);
     brush.beginPath(); brush.moveTo(at - 4, height - BOTTOM + 7); brush.lineTo(at + 4, height - BOTTOM + 7); brush.lineTo(at, height - BOTTOM); brush.fill();
   });
+  if (beside.length > 1) { // the same job without faults: wide and pale, so that a line on it is seen to be on it
+    brush.strokeStyle = colour("--free-line");
+    brush.lineWidth = 7;
+    brush.beginPath();
+    beside.forEach(([step, value], index) => brush[index ? "lineTo" : "moveTo"](x(step), y(value)));
+    brush.stroke();
+  }
   brush.strokeStyle = accent;
   brush.lineWidth = 1.8;
   brush.beginPath();

@@ -1,7 +1,7 @@
 // Nodes and slots as one canvas: a tile a node, its state as a letter and a colour, its slots by task.
 // A canvas and not elements, because a thousand nodes of eight slots are nine thousand of those.
 
-import { NODE_STATES, clock, colour, decision, duration, element, figure, stateBadge, taskColour, taskLetter } from "./words.js";
+import { NODE_STATES, clock, colour, decision, duration, element, figures, stateBadge, taskColour, taskLetter, write } from "./words.js";
 
 const NEWS_SHOWN = 40;
 const UNWELL_SHOWN = 16;
@@ -15,6 +15,7 @@ export class ClusterView {
     this.canvas = document.getElementById("nodes");
     this.chosen = null;
     this.tiles = { columns: 1, width: 1, height: 1 };
+    this.lines = []; // of what was decided, newest first
     this.canvas.addEventListener("click", (event) => this.click(event));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     document.getElementById("find").addEventListener("input", (event) => this.find(event.target.value));
@@ -23,6 +24,12 @@ export class ClusterView {
         element("li", {}, element("i", { colour: `var(${colour})` }, mark), name)),
       element("li", {}, element("i", { colour: "var(--quiet)" }, "A"), "slot held by task A"),
     );
+  }
+
+  forget() { // a whole picture has come in place of what was known
+    this.told = 0;
+    this.lines = [];
+    document.getElementById("news").replaceChildren();
   }
 
   choose(name) {
@@ -67,20 +74,25 @@ export class ClusterView {
   }
 
   figures() {
-    const nodes = [...this.store.nodes.values()];
-    const up = nodes.filter((node) => node.state === "up");
-    const slots = nodes.filter((node) => !["gone", "left"].includes(node.state)).reduce((sum, node) => sum + node.slots, 0);
-    const taken = nodes.reduce((sum, node) => sum + node.workers.length, 0);
-    const running = [...this.store.tasks.values()].filter((task) => task.state === "running").length;
-    document.getElementById("cluster-figures").replaceChildren(
-      figure(`${up.length} / ${nodes.length}`, "nodes up"),
-      figure(`${taken} / ${slots}`, "slots in use"),
-      figure(String(nodes.filter((node) => node.state === "lemon").length), "lemons"),
-      figure(`${running} / ${this.store.tasks.size}`, "tasks running"),
-      figure(`${this.store.incidents.open.length} / ${this.store.incidents.total}`, "incidents open"),
-    );
-    document.getElementById("no-nodes").hidden = nodes.length > 0;
-    this.canvas.hidden = nodes.length === 0;
+    let number = 0, up = 0, slots = 0, taken = 0, lemons = 0, running = 0;
+    for (const node of this.store.nodes.values()) {
+      number++;
+      if (node.state === "up") up++;
+      if (node.state === "lemon") lemons++;
+      if (node.state !== "gone" && node.state !== "left") slots += node.slots;
+      taken += node.workers.length;
+    }
+    for (const task of this.store.tasks.values()) if (task.state === "running") running++;
+    const { open, total } = this.store.incidents;
+    figures(document.getElementById("cluster-figures"), [
+      [`${up} / ${number}`, "nodes up", up < number ? "warn" : ""],
+      [`${taken} / ${slots}`, "slots in use"],
+      [String(lemons), "lemons", lemons ? "warn" : ""],
+      [`${running} / ${this.store.tasks.size}`, "tasks running"],
+      [`${open.length} / ${total}`, "incidents open", open.length ? "bad" : "", open.length ? `#/incident/${open[0]}` : "#/incidents"],
+    ]);
+    document.getElementById("no-nodes").hidden = number > 0;
+    this.canvas.hidden = number === 0;
   }
 
   measure(nodes, space) {
@@ -101,18 +113,20 @@ export class ClusterView {
     const space = this.space;
     const tiles = this.tiles = this.measure(nodes, space);
     const tall = Math.ceil(nodes.length / tiles.columns) * (tiles.height + GAP) + GAP;
-    const shades = Object.fromEntries(Object.entries(NODE_STATES).map(([name, kind]) => [name, colour(kind.colour)]));
-    const palette = { ...shades, card: colour("--card"), ink: colour("--ink"), free: colour("--free"), line: colour("--line"), accent: colour("--accent") };
+    const palette = Object.fromEntries(Object.entries(NODE_STATES).map(([name, kind]) => [name, colour(kind.colour)]));
+    for (const name of ["card", "ink", "free", "line", "accent"]) palette[name] = colour(`--${name}`);
     const order = new Map([...this.store.tasks.keys()].map((name, index) => [name, index]));
-    const drawn = JSON.stringify([space, nodes.length, tiles, palette, [...order.keys()], window.devicePixelRatio]);
+    const drawn = [space, nodes.length, Object.values(tiles), Object.values(palette), [...order.keys()], window.devicePixelRatio].join();
     const all = drawn !== this.drawn || this.store.renewed;
+    const touched = new Set(this.store.touched);
+    if (this.chosen !== this.outlined) touched.add(this.chosen).add(this.outlined);
+    if (!all && !touched.size) return;
     const brush = sized(this.canvas, space, tall, !all);
-    const touched = all ? null : new Set([...this.store.touched, this.chosen, this.outlined]);
     nodes.forEach((node, index) => {
-      if (touched && !touched.has(node.node)) return;
+      if (!all && !touched.has(node.node)) return;
       const x = GAP + (index % tiles.columns) * (tiles.width + GAP);
       const y = GAP + Math.floor(index / tiles.columns) * (tiles.height + GAP);
-      if (touched) brush.clearRect(x - 3, y - 3, tiles.width + 6, tiles.height + 6);
+      if (!all) brush.clearRect(x - 3, y - 3, tiles.width + 6, tiles.height + 6);
       this.tile(brush, node, x, y, palette, order);
     });
     this.drawn = drawn;
@@ -178,7 +192,7 @@ export class ClusterView {
     const node = this.store.nodes.get(this.chosen);
     const place = document.getElementById("node-details");
     const name = node ? node.node : "none chosen", title = document.getElementById("node-name");
-    if (title.textContent !== name) title.textContent = name; // it is read aloud when it changes
+    write(title, name); // it is read aloud when it changes
     if (!node) return;
     const said = JSON.stringify([node, Math.floor(this.store.now())]);
     if (said === this.said) return;
@@ -186,9 +200,9 @@ export class ClusterView {
     const out = ["draining", "isolated", "lemon"].includes(node.state);
     const verb = out ? "readmit" : "drain";
     const focused = place.contains(document.activeElement);
-    const button = element("button", { type: "button", id: "node-verb", class: out ? "" : "danger", onclick: () => this.act(verb, node.node) },
+    const button = this.store.may.has(verb) && element("button", { type: "button", id: "node-verb", class: out ? "" : "danger", onclick: () => this.act(verb, node.node) },
       out ? "Readmit it" : "Drain it");
-    button.disabled = ["gone", "left"].includes(node.state);
+    if (button) button.disabled = ["gone", "left"].includes(node.state);
     const workers = [...node.workers].sort((one, other) => one.slot - other.slot);
     place.replaceChildren(
       element("p", {}, stateBadge(node.state), ` ${NODE_STATES[node.state]?.mark ?? ""} `, node.because),
@@ -201,8 +215,8 @@ export class ClusterView {
           element("dt", {}, `slot ${worker.slot}`),
           element("dd", {}, element("a", { href: `#/task/${encodeURIComponent(worker.task)}` }, worker.task), ` ${worker.worker}`)]),
         element("dt", {}, "free"), element("dd", {}, `${node.slots - workers.length} of ${node.slots} slots`)),
-      button);
-    if (focused) button.focus();
+      button || "");
+    if (focused && button) button.focus();
   }
 
   heard(node) {
@@ -211,30 +225,40 @@ export class ClusterView {
   }
 
   unwell() {
-    const rows = [...this.store.nodes.values()].filter((node) => node.state !== "up" && node.state !== "left")
-      .sort((one, other) => GRAVEST.indexOf(one.state) - GRAVEST.indexOf(other.state));
-    document.getElementById("unwell-count").textContent = rows.length ? `${rows.length} of ${this.store.nodes.size} nodes` : "none";
-    const said = rows.map((node) => node.node + node.state).join();
-    if (said === this.ill) return;
-    this.ill = said;
-    document.getElementById("unwell").replaceChildren(...rows.slice(0, UNWELL_SHOWN).map((node) =>
-      element("li", {}, element("button", { type: "button", title: node.because, onclick: () => this.choose(node.node) },
-        `${NODE_STATES[node.state]?.mark ?? ""} ${node.node} ${node.state}`))),
-    ...(rows.length > UNWELL_SHOWN ? [element("li", { class: "quiet" }, `and ${rows.length - UNWELL_SHOWN} more`)] : []));
+    const rows = [];
+    for (const node of this.store.nodes.values()) if (node.state !== "up" && node.state !== "left") rows.push(node);
+    rows.sort((one, other) => GRAVEST.indexOf(one.state) - GRAVEST.indexOf(other.state));
+    write(document.getElementById("unwell-count"), rows.length ? `${rows.length} of ${this.store.nodes.size} nodes` : "none");
+    const shown = rows.slice(0, UNWELL_SHOWN), left = rows.length - shown.length;
+    const list = document.getElementById("unwell");
+    const before = new Map([...list.children].map((item) => [item.dataset.key, item]));
+    const items = shown.map((node) => before.get(`${node.node} ${node.state}`) ?? element("li", { "data-key": `${node.node} ${node.state}` },
+      element("button", { type: "button", title: node.because, onclick: () => this.choose(node.node) },
+        element("i", { colour: `var(${NODE_STATES[node.state]?.colour ?? "--gone"})` }, NODE_STATES[node.state]?.mark ?? ""), ` ${node.node} ${node.state}`)));
+    if (left > 0) items.push(before.get(`${left}`) ?? element("li", { class: "quiet", "data-key": `${left}` }, `and ${left} more`));
+    if (items.length !== list.childElementCount || items.some((item, index) => list.children[index] !== item)) list.replaceChildren(...items);
   }
 
+  // Newest first; decisions of one kind for one reason that follow each other are one line.
   news() {
-    const newest = this.store.news.at(-1);
-    if (newest === this.newest) return;
-    this.newest = newest;
-    const rows = [];
-    for (let index = this.store.news.length - 1; index >= 0 && rows.length < NEWS_SHOWN; index--) {
-      const told = this.store.news[index], last = rows.at(-1);
-      const alike = last && last.told.kind === told.kind && last.told.order === told.order && last.told.because === told.because;
-      if (alike) { last.times++; last.told = told; } else rows.push({ told, times: 1 });
+    const list = document.getElementById("news");
+    const fresh = this.store.told - this.told;
+    if (!fresh) return;
+    this.told = this.store.told;
+    for (const told of this.store.news.slice(-Math.min(fresh, this.store.news.length))) {
+      const last = this.lines[0];
+      if (last && last.told.kind === told.kind && last.told.order === told.order && last.told.because === told.because) {
+        last.times++;
+        last.item.children[0].textContent = clock(told.at);
+        last.item.children[1].textContent = decision(last.told, last.times);
+        continue;
+      }
+      const item = element("li", {}, element("time", {}, clock(told.at)), element("span", {}, decision(told, 1)), element("p", {}, `because ${told.because}`));
+      this.lines.unshift({ told, times: 1, item });
+      list.prepend(item);
+      if (this.lines.length > NEWS_SHOWN) this.lines.pop().item.remove();
     }
-    document.getElementById("news").replaceChildren(...rows.map(({ told, times }) =>
-      element("li", {}, element("time", {}, clock(told.at)), decision(told, times), element("p", {}, `because ${told.because}`))));
+    document.getElementById("no-news").hidden = this.lines.length > 0;
   }
 }
 

@@ -2,7 +2,7 @@
 
 import { sized } from "./cluster.js";
 import { call } from "./link.js";
-import { MOMENTS, clock, colour, duration, element, figure, tone } from "./words.js";
+import { MOMENTS, clock, colour, duration, element, figures, tone } from "./words.js";
 
 const LISTED = 200;
 const LEAST_MS = 1000; // between two questions
@@ -61,14 +61,14 @@ export class IncidentView {
     state.textContent = one.closed_at == null ? "open" : "closed";
     state.className = `state ${one.closed_at == null ? "bad" : tone("up")}`;
     document.getElementById("incident-what").textContent = [one.what, one.workers.length ? `worker ${one.workers.join(", ")}` : "", one.node && `node ${one.node}`].filter(Boolean).join(" · ");
-    document.getElementById("incident-figures").replaceChildren(
-      figure(one.closed_at == null ? "open" : duration(one.closed_at - one.opened_at), "from evidence to its end"),
-      figure(one.verdict?.severity ?? "–", one.verdict?.kind ?? "no verdict"),
-      figure(String(one.step), one.stopped_training ? "step it broke" : "step; training went on"),
-      figure(String(one.replayed_ops), "ops run again"),
-      figure(one.restored_from == null ? "none" : `step ${one.restored_from}`, "checkpoint loaded"));
-    const figures = document.getElementById("incident-figures");
-    if (one.task) figures.append(element("div", { class: "figure" }, element("b", {}, element("a", { href: `#/task/${encodeURIComponent(one.task)}` }, one.task)), element("span", {}, "task")));
+    figures(document.getElementById("incident-figures"), [
+      [one.closed_at == null ? "open" : duration(one.closed_at - one.opened_at), "from evidence to its end", one.closed_at == null ? "bad" : ""],
+      [one.verdict?.severity ?? "–", one.verdict?.kind ?? "no verdict"],
+      [String(one.step), one.stopped_training ? "step it broke" : "step; training went on"],
+      [String(one.replayed_ops), "ops run again"],
+      [one.restored_from == null ? "none" : `step ${one.restored_from}`, "checkpoint loaded"],
+      ...(one.task ? [[one.task, "task", "", `#/task/${encodeURIComponent(one.task)}`]] : []),
+    ]);
     document.getElementById("timeline").replaceChildren(...moments.map(({ at, kind, title, because, outcome }) =>
       element("li", { "data-mark": MOMENTS[kind].mark, colour: `var(${MOMENTS[kind].colour})` },
         element("time", { title: clock(at) }, at <= moments[0].at ? clock(at) : `+${duration(at - moments[0].at)}`), element("b", {}, title),

@@ -10,6 +10,14 @@ const QUIET_MS = 15000; // a line that says nothing for so long is asked whether
 
 let asking = null;
 
+// A run's own page is opened by an address that ends in #token=...: a browser sends that part to nobody, and here
+// it leaves the address, and so the history, at once.
+const given = /^#token=([\w-]+)$/.exec(location.hash);
+if (given) {
+  sessionStorage.setItem(KEY, given[1]);
+  history.replaceState(null, "", location.pathname);
+}
+
 function askForToken(sentence) {
   asking ??= new Promise((resolve) => {
     const dialog = document.getElementById("ask-token");

@@ -2,10 +2,13 @@
 
 import { drawChart } from "./chart.js";
 import { call } from "./link.js";
-import { OPS, awaited, duration, element, figure, short, tone } from "./words.js";
+import { OPS, awaited, colour, duration, element, figures, short, tone, write } from "./words.js";
 
 const KEPT_ROWS = 2000;
 const ASK_MS = 500;
+const OVER = ["finished", "failed", "cancelled"];
+const HURTS = { kill: "Kill it (SIGKILL)", stop: "Stop it (SIGSTOP)", slow: "Slow it down" };
+const STANDINGS = { absent: "gone: work re-routed", starting: "starting", joining: "copies a peer's state" };
 const OP = /^(\d+)([FIWBRU])(?:(\d+)\.(\d+))?$/;
 
 export class TaskView {
@@ -14,7 +17,10 @@ export class TaskView {
     this.name = null;
     this.rows = [];
     this.cells = new Map();
+    this.chosen = null; // a worker, where workers may be hurt
     document.getElementById("cancel").addEventListener("click", () => act("cancel", this.name));
+    document.getElementById("hurt").append(...Object.entries(HURTS).map(([verb, words]) =>
+      element("button", { type: "button", class: "danger", id: `hurt-${verb}`, onclick: () => act(verb, this.name, this.chosen) }, words)));
     document.getElementById("op-legend").append(
       ...Object.entries(OPS).map(([letter, { words, colour }]) => element("li", {}, element("i", { colour }, letter), words)),
       element("li", {}, element("i", { colour: "var(--draining)" }, "⇄"), "work of another replica"),
@@ -37,6 +43,7 @@ export class TaskView {
     const told = await call("GET", `/v1/tasks/${encodeURIComponent(this.name)}`).catch(() => null);
     if (!told || told.task !== this.name) return;
     this.rows = told.rows;
+    this.compare = told.without_faults ?? null; // losses by step, of a demo's first run
     this.detail = told;
     this.paint();
   }
@@ -71,22 +78,36 @@ export class TaskView {
       return;
     }
     const state = document.getElementById("task-state");
-    state.textContent = task.state;
+    write(state, task.state);
     state.className = `state ${tone(task.state)}`;
-    document.getElementById("task-because").textContent = `because ${task.because}`;
-    document.getElementById("cancel").disabled = ["finished", "failed", "cancelled"].includes(task.state);
+    write(document.getElementById("task-because"), `because ${task.because}`);
+    document.getElementById("cancel").disabled = OVER.includes(task.state);
+    document.getElementById("hurt-bar").hidden = !this.store.may.has("kill") || OVER.includes(task.state);
     const { issued, committed } = task.microbatches;
-    document.getElementById("task-figures").replaceChildren(
-      figure(`${task.step} / ${task.steps}`, "step"), figure(short(task.loss, 6), "loss"),
-      figure(task.step_seconds ? duration(task.step_seconds) : "–", "a step"),
-      figure(`${task.workers} / ${task.places}`, "workers"), figure(String(task.epoch), `epoch, ${task.phase ?? "not begun"}`),
-      figure(`${committed} / ${issued}`, "microbatches counted"));
-    drawChart(document.getElementById("loss"), this.rows, "loss");
-    drawChart(document.getElementById("seconds"), this.rows, "seconds", { fromZero: true });
-    document.getElementById("loss-now").textContent = task.loss == null ? "" : `${short(task.loss, 6)} at step ${task.step}`;
-    const sorted = this.rows.map((row) => row.seconds).filter((seconds) => seconds > 0).sort((one, other) => one - other);
-    document.getElementById("seconds-now").textContent = sorted.length ? `median ${duration(sorted[sorted.length >> 1])}` : "";
+    figures(document.getElementById("task-figures"), [
+      [`${task.step} / ${task.steps}`, "step"], [short(task.loss, 6), "loss"],
+      [task.step_seconds ? duration(task.step_seconds) : "–", "a step"],
+      [`${task.workers} / ${task.places}`, "workers", task.workers < task.places && !OVER.includes(task.state) ? "warn" : ""],
+      [String(task.epoch), `epoch, ${task.phase ?? "not begun"}`],
+      [`${committed} / ${issued}`, "microbatches counted once", committed === issued ? "" : "warn"],
+    ]);
+    this.charts();
+    const known = task.loss != null && this.compare?.[task.step] != null;
+    const apart = known ? `, without faults ${short(this.compare[task.step], 6)}` : "";
+    write(document.getElementById("loss-now"), task.loss == null ? "" : `${short(task.loss, 6)} at step ${task.step}${apart}`);
     this.grid();
+  }
+
+  charts() {
+    const loss = document.getElementById("loss"), seconds = document.getElementById("seconds");
+    const last = this.rows.at(-1);
+    const drawn = [this.name, this.rows.length, last?.step, last?.at, loss.clientWidth, seconds.clientWidth, colour("--card"), Boolean(this.compare)].join();
+    if (drawn === this.drawn) return;
+    this.drawn = drawn;
+    drawChart(loss, this.rows, "loss", { compare: this.compare });
+    drawChart(seconds, this.rows, "seconds", { fromZero: true });
+    const sorted = this.rows.map((row) => row.seconds).filter((value) => value > 0).sort((one, other) => one - other);
+    write(document.getElementById("seconds-now"), sorted.length ? `median ${duration(sorted[sorted.length >> 1])}` : "");
   }
 
   grid() {
@@ -111,25 +132,40 @@ export class TaskView {
     const head = element("tr", {}, element("th", {}, ""), ...Array.from({ length: stages }, (_, stage) => element("th", { scope: "col" }, `stage ${stage}`)));
     const rows = Array.from({ length: replicas }, (_, replica) => element("tr", {}, element("th", { scope: "row" }, `replica ${replica}`),
       ...Array.from({ length: stages }, (_, stage) => {
-        const cell = element("td", {}, element("b", {}), element("span", {}), element("span", {}));
-        this.cells.set(`${replica}:${stage}`, cell);
+        const worker = `${replica}:${stage}`, cell = element("td", {}, element("b", {}), element("span", {}), element("span", {}));
+        if (this.store.may.has("kill")) {
+          cell.tabIndex = 0;
+          cell.setAttribute("role", "button");
+          cell.addEventListener("click", () => this.choose(worker));
+          cell.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.choose(worker); } });
+        }
+        this.cells.set(worker, cell);
         return cell;
       })));
     document.getElementById("places").replaceChildren(element("thead", {}, head), element("tbody", {}, ...rows));
+    this.choose(null);
+  }
+
+  choose(worker) {
+    this.chosen = worker;
+    for (const [name, cell] of this.cells) cell.setAttribute("aria-pressed", String(name === worker));
+    write(document.getElementById("hurt-who"), worker === null ? "Choose a worker below, then:" : `Worker ${worker} (replica:stage)`);
+    for (const button of document.getElementById("hurt").children) button.disabled = worker === null;
   }
 
   fill(cell, worker, seat, row) {
     const [big, middle, small] = cell.children;
-    const over = ["finished", "failed", "cancelled"].includes(this.detail.state);
+    const over = OVER.includes(this.detail.state);
     const reading = row?.reading, op = reading && OP.exec(reading.doing);
     const elsewhere = op?.[3] !== undefined && op[3] !== worker.split(":")[0];
-    cell.classList.toggle("absent", !seat);
+    const away = seat && ["absent", "starting", "joining"].includes(seat.standing);
+    cell.classList.toggle("absent", !seat || away);
     cell.classList.toggle("elsewhere", Boolean(elsewhere));
     cell.style.setProperty("--c", op && reading.busy ? OPS[op[2]].colour : "var(--left)");
-    big.textContent = !seat ? (over ? "–" : "✕") : op ? `${op[2]}${op[3] === undefined ? "" : ` ${op[3]}.${op[4]}`}${elsewhere ? " ⇄" : ""}` : reading ? "…" : "·";
-    middle.textContent = !seat ? (over ? "over" : "work re-routed") : seat.leaving || (seat.standing !== "member" ? seat.standing : "")
-      || (op ? OPS[op[2]].words : reading?.doing && (reading.busy ? reading.doing : awaited(reading.doing))) || "no reading";
-    small.textContent = !seat ? "" : `${reading ? `${reading.done} done, ${reading.num_ops} to do · ` : ""}${seat.node}:${seat.slot}`;
+    write(big, !seat ? (over ? "–" : "✕") : away ? (seat.standing === "absent" ? "✕" : "↻") : op ? `${op[2]}${op[3] === undefined ? "" : ` ${op[3]}.${op[4]}`}${elsewhere ? " ⇄" : ""}` : reading ? "…" : "·");
+    write(middle, !seat ? (over ? "over" : "work re-routed") : seat.leaving || (seat.standing !== "member" ? STANDINGS[seat.standing] ?? seat.standing : "")
+      || (op ? OPS[op[2]].words : reading?.doing && (reading.busy ? reading.doing : awaited(reading.doing))) || "no reading");
+    write(small, !seat ? "" : `${reading ? `${reading.done} done, ${reading.num_ops} to do · ` : ""}${seat.node}:${seat.slot}`);
     cell.title = seat ? `${worker} on ${seat.node}, slot ${seat.slot}: ${reading ? `step ${reading.step}, ${reading.doing}` : seat.standing}` : `${worker}: nobody`;
   }
 }

@@ -46,8 +46,13 @@ const BAD = new Set(["failed", "gone", "isolated", "lemon", "silent"]);
 export const taskColour = (index) => TASK_COLOURS[index % TASK_COLOURS.length];
 export const taskLetter = (index) => String.fromCharCode(65 + (index % 26));
 export const tone = (state) => (GOOD.has(state) ? "good" : BAD.has(state) ? "bad" : "mid");
-export const colour = (name) =>
-  name.startsWith("--") ? getComputedStyle(document.documentElement).getPropertyValue(name).trim() : name;
+const known = new Map(); // asking the browser for a colour has it work out all styles first
+export const colour = (name) => {
+  if (!name.startsWith("--")) return name;
+  if (!known.has(name)) known.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  return known.get(name);
+};
+export const forgetColours = () => known.clear();
 
 export const clock = (at) => new Date(at * 1000).toLocaleTimeString([], { hour12: false });
 
@@ -72,7 +77,45 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-export const figure = (value, what) => element("div", { class: "figure" }, element("b", {}, value), element("span", {}, what));
+// Only what is different is written: the browser then lays out and paints no more than that.
+export function write(place, text) {
+  if (place.textContent !== text) place.textContent = text;
+}
+
+// [value, what it is, its tone, where a click leads] each.
+export function figures(place, list) {
+  while (place.childElementCount > list.length) place.lastChild.remove();
+  list.forEach(([value, what, mood = "", href = null], index) => {
+    const made = place.children[index] ?? place.appendChild(element("div", {}, element("b", {}), element("span", {})));
+    const look = `figure ${mood}`.trim();
+    if (made.className !== look) made.className = look;
+    const [big, small] = made.children;
+    if (!href) write(big, value);
+    else if (big.textContent !== value || !big.firstElementChild) big.replaceChildren(element("a", { href }, value));
+    write(small, what);
+  });
+}
+
+// A table's rows by key: a row stays the same element while its cells change, so focus and selection stay too.
+// `cells` gives for each item a list of [what it says, how it is made]; made anew only where it says another thing.
+export function fillTable(body, items, key, cells) {
+  const before = new Map([...body.children].map((row) => [row.dataset.key, row]));
+  const rows = items.map((item, index) => {
+    const name = String(key(item));
+    const row = before.get(name) ?? element("tr", { "data-key": name });
+    row.said ??= [];
+    cells(item, index).forEach(([says, make, attributes = {}], column) => {
+      const text = String(says);
+      if (row.said[column] === text) return;
+      row.said[column] = text;
+      const made = element("td", attributes, make ? make() : text);
+      if (row.children[column]) row.children[column].replaceWith(made); else row.append(made);
+    });
+    return row;
+  });
+  if (rows.length !== body.children.length || rows.some((row, index) => body.children[index] !== row)) body.replaceChildren(...rows);
+}
+
 export const stateBadge = (state) => element("span", { class: `state ${tone(state)}` }, state);
 
 const ORDERS = {
