@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,9 @@ from everstep.engine.links import Address, Links
 from everstep.engine.optimizer import Updater
 from everstep.engine.recorder import WorkerRecorder
 from everstep.engine.stage import Stage
+from everstep.engine.stopwatch import Moment, Stopwatch
 
 _MEND_AFTER_S, _MEND_MOST_S = 0.5, 8.0
-_TELL_TIMES_EVERY = 5  # steps
 Order = tuple[str, Any]  # (verb, value): what recovery tells this worker
 Report = Callable[[str, Mapping[str, Any]], None]
 
@@ -49,13 +49,6 @@ class Ports:
     save: Callable[[int, dict[str, Tensor]], None]
     load: Callable[[int, list[str]], Mapping[str, Tensor]]
     clock_ns: Callable[[], int] = time.monotonic_ns
-    cpu_ns: Callable[[], int] = time.thread_time_ns
-    process_cpu_ns: Callable[[], int] = time.process_time_ns
-
-
-class _Started(NamedTuple):
-    clock_ns: int
-    cpu_ns: int
 
 
 class Body:
@@ -93,9 +86,7 @@ class Body:
         self._mending: set[Address] = set()
         self._waits_for: tuple[int, str] | None = None
         self._finishing = False
-        # Seconds, smoothed: "F" an op takes, "F.cpu" it keeps a core busy, "step.cpu" all threads in a step.
-        self.times: dict[str, float] = {}
-        self._step_cpu_ns = 0
+        self.stopwatch = Stopwatch(clock_ns=ports.clock_ns)
 
     # -------------------------------------------------------------- the loop
 
@@ -231,7 +222,7 @@ class Body:
         assert microbatch is not None
         self._shine(busy=True, doing=str(op))
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
-        started = self._start()
+        started = self.stopwatch.moment()
         number = self._number(microbatch)
         given = None if task.input is None else self.payloads[task.input]
         output: Tensor | None = None
@@ -265,7 +256,7 @@ class Body:
 
     def _sum_chunk(self, task: msg.SumChunk) -> float:
         """Replica by replica in their order, so that the sum does not depend on who was first."""
-        started = self._start()
+        started = self.stopwatch.moment()
         self._maybe_die(task.step, "R", "during")
         mine = self._chunk(task.members, self.me.replica)
         parts = {part.sender: self.payloads[part] for part in task.parts}
@@ -299,7 +290,7 @@ class Body:
         return self.updater.sum_of_squares(mean)
 
     def _update(self, task: msg.Update) -> None:
-        started = self._start()
+        started = self.stopwatch.moment()
         self._shine(busy=True, doing=f"{self.me.stage}U")
         self._maybe_die(task.step, "U", "before")
         if task.keep:
@@ -311,9 +302,8 @@ class Body:
             if task.step in self.released:
                 self._release_gradients(task.step)
         self._time(Kind.U, started)
-        self._time_step()
-        if task.step % _TELL_TIMES_EVERY == 1 or task.step <= 3:
-            self.ports.report("times", {"times": self.times})
+        if (told := self.stopwatch.step(task.step)) is not None:
+            self.ports.report("times", told)
         self._maybe_die(task.step, "U", "after")
 
     def _apply(self, step: int, mean: Tensor, scale: float | None) -> None:
@@ -453,26 +443,14 @@ class Body:
             )
         return self.sums[step]
 
-    def _start(self) -> _Started:
-        return _Started(self.ports.clock_ns(), self.ports.cpu_ns())
-
-    def _time(self, kind: Kind, started: _Started) -> None:
-        now = self._start()
+    def _time(self, kind: Kind, started: Moment) -> None:
+        """An op is over, except for what a planted fault adds to it."""
+        for fault in self.faults:
+            if fault.slows(self.walker.now.step):
+                time.sleep((fault.factor - 1) * (self.ports.clock_ns() - started.clock_ns) / 1e9)
+        ended_ns, own_ns = self.stopwatch.op(kind, started, on_a_core=self.stage.device.type == "cpu")
         if self.recorder is not None:
-            self.recorder.op(self.walker.now.step, started.clock_ns, now.clock_ns)
-        self._smooth(kind, (now.clock_ns - started.clock_ns) / 1e9)
-        if self.stage.device.type == "cpu":  # elsewhere this thread only starts the work
-            self._smooth(f"{kind}.cpu", (now.cpu_ns - started.cpu_ns) / 1e9)
-
-    def _time_step(self) -> None:
-        """What all threads of this worker have burned since the last update."""
-        now = self.ports.process_cpu_ns()
-        if self._step_cpu_ns:
-            self._smooth("step.cpu", (now - self._step_cpu_ns) / 1e9)
-        self._step_cpu_ns = now
-
-    def _smooth(self, name: str, seconds: float) -> None:
-        self.times[name] = seconds if name not in self.times else 0.8 * self.times[name] + 0.2 * seconds
+            self.recorder.op(self.walker.now.step, started.clock_ns, ended_ns, own_ns)
 
     def _shine(self, *, busy: bool, doing: str) -> None:
         now = self.walker.now

@@ -1,6 +1,8 @@
 """Scripted faults: `stage=1,replica=0,step=7,op=F3` kills that worker with SIGKILL at that op.
 
-The worker itself sends the signal, at an exact point; nothing is cleaned up, as with any SIGKILL.
+The worker itself sends the signal, at an exact point; nothing is cleaned up, as with any SIGKILL. With
+`how=slow,factor=2,until=30` it lives and takes twice as long for every op of steps 7 to 30: it sleeps for as
+long as the op has taken.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from everstep.errors import UserError
 
 WHENS = ("before", "after", "during", "sending")
 _OP = re.compile(r"[FIW](\d+\.)?\d+|R|U")
+_FACTOR = re.compile(r"\d{1,4}(\.\d{1,6})?")
+_FIELDS = ("stage", "replica", "step", "op", "when", "how", "factor", "until")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +29,13 @@ class Fault:
     step: int
     op: str | None = None
     when: str = "before"
-    how: str = "kill"  # or "raise"
+    how: str = "kill"  # or "raise", or "slow"
+    factor: float = 2.0  # slow: how many times longer
+    until: int | None = None  # slow: its last step; None: to the end
 
     def strikes(self, step: int, op: str, when: str) -> bool:
         """Is this the moment? A fused backward is hit by the name of either half."""
-        if step != self.step or when != self.when:
+        if step != self.step or when != self.when or self.how == "slow":
             return False
         wanted = self.op
         if wanted is None:
@@ -38,11 +44,16 @@ class Fault:
             wanted = f"{wanted[0]}{self.worker.replica}.{wanted[1:]}"
         return op == wanted or (op[0] == "B" and wanted[0] in "IW" and op[1:] == wanted[1:])
 
+    def slows(self, step: int) -> bool:
+        return self.how == "slow" and self.step <= step and (self.until is None or step <= self.until)
+
     def text(self) -> str:
         parts = [f"stage={self.worker.stage}", f"replica={self.worker.replica}", f"step={self.step}"]
         parts += [f"op={self.op}"] if self.op else []
         parts += [f"when={self.when}"] if self.when != "before" else []
         parts += [f"how={self.how}"] if self.how != "kill" else []
+        parts += [f"factor={self.factor:g}"] if self.how == "slow" else []
+        parts += [f"until={self.until}"] if self.until is not None else []
         return ",".join(parts)
 
 
@@ -51,10 +62,8 @@ def parse_fault(text: str) -> Fault:
     fields: dict[str, str] = {}
     for item in text.split(","):
         name, sign, value = item.strip().partition("=")
-        if not sign or name not in ("stage", "replica", "step", "op", "when", "how"):
-            raise UserError(
-                f"--kill {text!r}: {item.strip()!r} is not one of stage=, replica=, step=, op=, when=, how=."
-            )
+        if not sign or name not in _FIELDS:
+            raise UserError(f"--kill {text!r}: {item.strip()!r} is not one of {'=, '.join(_FIELDS)}=.")
         fields[name] = value
     for name in ("stage", "replica", "step"):
         if not fields.get(name, "").isdigit():
@@ -63,14 +72,20 @@ def parse_fault(text: str) -> Fault:
         raise UserError(f"--kill {text!r}: op is F3, I2, W5, F1.3 (of replica 1), R or U, not {op!r}.")
     if (when := fields.get("when", "before")) not in WHENS:
         raise UserError(f"--kill {text!r}: when is one of {', '.join(WHENS)}, not {when!r}.")
-    if (how := fields.get("how", "kill")) not in ("kill", "raise"):
-        raise UserError(f"--kill {text!r}: how is kill or raise, not {how!r}.")
+    if (how := fields.get("how", "kill")) not in ("kill", "raise", "slow"):
+        raise UserError(f"--kill {text!r}: how is kill, raise or slow, not {how!r}.")
+    if not _FACTOR.fullmatch(factor := fields.get("factor", "2")) or not 1 <= float(factor) <= 1000:
+        raise UserError(f"--kill {text!r}: factor is a number from 1 to 1000, not {factor!r}.")
+    if (until := fields.get("until")) is not None and not until.isdigit():
+        raise UserError(f"--kill {text!r}: give until as a number, for example until=30.")
     return Fault(
         worker=Worker(int(fields["replica"]), int(fields["stage"])),
         step=int(fields["step"]),
         op=op,
         when=when,
         how=how,
+        factor=float(factor),
+        until=None if until is None else int(until),
     )
 
 

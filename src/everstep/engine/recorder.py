@@ -91,13 +91,17 @@ class Recorder:
         bytes: int = -1,
         seq: int = 0,
         group: int = 0,
+        took_ns: int = -1,
     ) -> None:
-        """An operation that is over, in one write."""
+        """An operation that is over, in one write. `took_ns`: if its length is not end less start."""
         turn = next(self._count)
         place = _AT + turn % self._capacity * 64
         turn = (turn & _MASK) + 1
-        took = ended_ns - started_ns if started_ns else -1
-        self._pack(self._map, place, turn, kind, 0, started_ns, ended_ns, took, bytes, seq, peer, group, turn)
+        if took_ns < 0 and started_ns:
+            took_ns = ended_ns - started_ns
+        self._pack(
+            self._map, place, turn, kind, 0, started_ns, ended_ns, took_ns, bytes, seq, peer, group, turn
+        )
 
     def content(self) -> bytes:
         return bytes(self._map)
@@ -121,8 +125,9 @@ class WorkerRecorder:
         """In the same place as the worker's beacon: whoever reads one finds the other."""
         return cls(Path(f"{beacon}.ring"), me, replicas=replicas, stages=stages)
 
-    def op(self, step: int, started_ns: int, ended_ns: int) -> None:
-        self._ring.happened(COMPUTE, started_ns, ended_ns, seq=step, group=self._stage)
+    def op(self, step: int, started_ns: int, ended_ns: int, own_ns: int) -> None:
+        """`own_ns`: without what it stood in line for a core, which is nobody's slowness."""
+        self._ring.happened(COMPUTE, started_ns, ended_ns, seq=step, group=self._stage, took_ns=own_ns)
 
     def sent(self, parcel: Parcel, replica: int, stage: int, size: int) -> None:
         now = _clock()

@@ -1,0 +1,109 @@
+"""How long ops take on this worker, and when that is worth telling.
+
+Three times of an op. `F` is what it took. `F.cpu` is how long it kept a core busy. *Own* time is what it took
+less what this thread stood in line for a core: it is the same on a crowded machine and on an empty one, and
+it grows when the worker itself has become slow, whether its core, its device or its sleep takes the longer.
+The kernel counts the standing in line (`/proc/thread-self/schedstat`); where it does not, own is all of it.
+
+Steps are told one by one, so that slowness is seen in the step after its first; where steps are very short,
+2, 4, 8 or 16 at once, so that telling stays cheap. Which steps those are follows from the step's number:
+all workers of a job tell the same ones.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from everstep.core.ops import Kind
+
+_TELL_AFTER_S = 0.1
+_MOST_STEPS = 16
+_ALWAYS_TOLD = 3  # the first steps: the first schedule with measured times is made of them
+
+
+class Moment(NamedTuple):
+    clock_ns: int
+    cpu_ns: int
+    waited_ns: int
+
+
+class WaitForCore:
+    """Nanoseconds the thread that made this has stood in line for a core."""
+
+    def __init__(self) -> None:
+        try:
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        except OSError:
+            self._file = -1
+
+    def __call__(self) -> int:
+        return int(os.pread(self._file, 64, 0).split()[1]) if self._file >= 0 else 0
+
+
+class Stopwatch:
+    def __init__(
+        self,
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        cpu_ns: Callable[[], int] = time.thread_time_ns,
+        process_cpu_ns: Callable[[], int] = time.process_time_ns,
+        waited_ns: Callable[[], int] | None = None,
+    ) -> None:
+        """Made by the thread that runs the ops."""
+        self._clock_ns, self._cpu_ns, self._process_cpu_ns = clock_ns, cpu_ns, process_cpu_ns
+        self._waited_ns = waited_ns or WaitForCore()
+        # Seconds, smoothed: "F" an op takes, "F.cpu" it keeps a core busy, "step.cpu" all threads in a step.
+        self.times: dict[str, float] = {}
+        self._ops: dict[str, list[float]] = {}  # since they were told: how many, their own seconds
+        self._step_s: float | None = None  # smoothed
+        self._step_at_ns = self._step_cpu_ns = 0
+        self._told_at_ns = self._steps = 0
+
+    def moment(self) -> Moment:
+        return Moment(self._clock_ns(), self._cpu_ns(), self._waited_ns())
+
+    def op(self, kind: Kind, began: Moment, *, on_a_core: bool) -> tuple[int, int]:
+        """An op is over: when, and its own nanoseconds. Not `on_a_core`: this thread only starts the work."""
+        now = self.moment()
+        took = now.clock_ns - began.clock_ns
+        own = max(took - (now.waited_ns - began.waited_ns), 0)
+        self._smooth(kind, took / 1e9)
+        if on_a_core:
+            self._smooth(f"{kind}.cpu", (now.cpu_ns - began.cpu_ns) / 1e9)
+        counted = self._ops.setdefault(str(kind), [0, 0.0])
+        counted[0] += 1
+        counted[1] += own / 1e9
+        return now.clock_ns, own
+
+    def step(self, step: int) -> dict[str, Any] | None:
+        """A step is over here. What to tell of it, if it is told."""
+        now, cpu = self._clock_ns(), self._process_cpu_ns()
+        if self._step_at_ns:
+            took = (now - self._step_at_ns) / 1e9
+            self._step_s = took if self._step_s is None else 0.7 * self._step_s + 0.3 * took
+            self._smooth("step.cpu", (cpu - self._step_cpu_ns) / 1e9)
+        self._step_at_ns, self._step_cpu_ns = now, cpu
+        self._steps += 1
+        if self._steps > _ALWAYS_TOLD and step % self._every():
+            return None
+        told = {
+            "step": step,
+            "times": dict(self.times),
+            "ops": {kind: (count, round(own, 9)) for kind, (count, own) in self._ops.items()},
+            "seconds": (now - self._told_at_ns) / 1e9 if self._told_at_ns else 0.0,
+        }
+        self._ops.clear()
+        self._told_at_ns = now
+        return told
+
+    def _every(self) -> int:
+        every = 1
+        while every < _MOST_STEPS and every * (self._step_s or _TELL_AFTER_S) < _TELL_AFTER_S / 2:
+            every *= 2
+        return every
+
+    def _smooth(self, name: str, seconds: float) -> None:
+        self.times[name] = seconds if name not in self.times else 0.8 * self.times[name] + 0.2 * seconds
