@@ -67,7 +67,7 @@ def demo_command(
 ) -> int:
     """Watch a training run lose two workers and nothing else; about a minute on a laptop.
 
-    A small GPT is trained twice: once in peace, once with two SIGKILLs in mid-step. Both loss curves are
+    A small GPT is trained twice: once with two SIGKILLs in mid-step, once in peace. Both loss curves are
     drawn.
 
     [bold]Examples[/bold]
@@ -163,23 +163,27 @@ def _run_twice(
     from everstep.launch import api
 
     patience = Patience(rejoin_after_steps=script.rejoin_after_steps)
-    console.print("[bold]1[/bold]  without faults, to compare with")
+    console.print("[bold]1[/bold]  with two SIGKILLs")  # first: it is what people came to see
     with _watcher(job, console, as_json=as_json) as watch:
-        clean = _finished(api.run_job(job, watch=watch, born=born))
-    first, last = clean.rows[0].loss, clean.rows[-1].loss
-    console.print(f"   done: loss {first:.3f} → {last:.3f}\n")
-    console.print("[bold]2[/bold]  the same job, with two SIGKILLs")
-    losses = {step: row.loss for step, row in clean.by_step().items()}
-    with _watcher(job, console, as_json=as_json, clean=losses) as watch:
         healed = _finished(
             api.run_job(job, watch=Killer(script, watch), born=born, patience=patience, tick_s=0.02)
         )
+    _say_done(console, healed)
+    console.print("[bold]2[/bold]  the same job without faults, to compare with")
+    losses = {step: row.loss for step, row in healed.by_step().items()}
+    with _watcher(job, console, as_json=as_json, other=losses) as watch:
+        clean = _finished(api.run_job(job, watch=watch, born=born))
+    _say_done(console, clean)
     return clean, healed
+
+
+def _say_done(console: Console, outcome: Outcome) -> None:
+    console.print(f"   done: loss {outcome.rows[0].loss:.3f} → {outcome.rows[-1].loss:.3f}\n")
 
 
 @contextlib.contextmanager
 def _watcher(
-    job: Job, console: Console, *, as_json: bool, clean: Mapping[int, float] | None = None
+    job: Job, console: Console, *, as_json: bool, other: Mapping[int, float] | None = None
 ) -> Iterator[Watcher]:
     if as_json or not sys.stderr.isatty():
         from everstep.launch.lines import Lines
@@ -188,7 +192,7 @@ def _watcher(
         return
     from everstep.cli.live import LiveView
 
-    with LiveView(job, console=console, clean=clean) as view:
+    with LiveView(job, console=console, other=other, other_name="with two kills") as view:
         yield view
 
 
@@ -223,7 +227,7 @@ def _title(console: Console, job: Job, script: Script) -> None:
 def _show(console: Console, told: Mapping[str, Any]) -> None:
     calm = {int(step): loss for step, loss in told["losses_without_faults"].items()}
     ours = {int(step): loss for step, loss in told["losses"].items()}
-    console.print("\n[bold]loss[/bold]   · without faults   ○ with two kills   ● both   [red]✗[/red] a kill")
+    console.print("[bold]loss[/bold]   · without faults   ○ with two kills   ● both   [red]✗[/red] a kill")
     marks = {incident["step"]: "✗" for incident in told["incidents"]}
     for line in render.plot(calm, ours, marks=marks):
         console.print(line.replace("✗", "[red]✗[/red]").replace("●", "[green]●[/green]"))

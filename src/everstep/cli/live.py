@@ -39,12 +39,17 @@ _LOOKS = {
 
 
 class LiveView:
-    """A watcher that draws. `clean`: losses of the same job without faults, to compare with as it runs."""
+    """A watcher that draws. `other`: losses of the same job in another run, to compare with as it runs."""
 
     def __init__(
-        self, job: Job, *, console: Console | None = None, clean: Mapping[int, float] | None = None
+        self,
+        job: Job,
+        *,
+        console: Console | None = None,
+        other: Mapping[int, float] | None = None,
+        other_name: str = "",
     ) -> None:
-        self.job, self.clean = job, clean
+        self.job, self.other, self.other_name = job, other, other_name
         self.console = console or Console(stderr=True, highlight=False)
         self._live = Live(console=self.console, auto_refresh=False, transient=True)
         self._drawn_at = 0.0
@@ -68,8 +73,8 @@ class LiveView:
                 self._tick(what)
             case "step", StepRow():
                 self._row = what
-                if self.clean is not None and what.step in self.clean:
-                    self._worst = max(self._worst, relative(what.loss, self.clean[what.step]))
+                if self.other is not None and what.step in self.other:
+                    self._worst = max(self._worst, relative(what.loss, self.other[what.step]))
             case "incident", incident:
                 for worker in incident.workers:
                     self._gone[worker] = (time.monotonic(), incident.what)
@@ -160,10 +165,10 @@ class LiveView:
         bar = ProgressBar(total=self.job.steps, completed=self._step, width=40)
         table.add_row(Text("step", style="bold"), _beside(bar, f"{self._step}/{self.job.steps}"))
         loss = Text("-") if row is None else Text(f"{row.loss:.6f}")
-        if row is not None and self.clean is not None and row.step in self.clean:
+        if row is not None and self.other is not None and row.step in self.other:
             same = "the same bits so far" if self._worst == 0 else f"at most {self._worst:.1e} apart so far"
             loss.append(
-                f"   without faults {self.clean[row.step]:.6f}, {same}",
+                f"   {self.other_name} {self.other[row.step]:.6f}, {same}",
                 style="green" if self._worst <= 1e-6 else "red",
             )
         table.add_row(Text("loss", style="bold"), loss)

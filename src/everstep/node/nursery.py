@@ -159,3 +159,4 @@ def _live(spec: dict[str, Any], output: str) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when this ends
     serve(int(sys.argv[1]))
+    os._exit(0)  # with torch loaded, the interpreter's own end takes a second, and the owner waits for it
