@@ -138,8 +138,10 @@ class Roster:
         so that one node's loss leaves a live copy; then one where its own replica already is, to keep its
         neighbours near. Nothing is given unless every stage then has a worker.
         """
-        free = self.free()
         empty = [w for w in task.shape.workers() if w not in task.seats]
+        if not empty or len(task.seats) >= task.wanted():
+            return []  # asked at every change of the cluster, by every task: most lack nothing
+        free = self.free()
         if _uncovered(task, task.seats.keys()) > len(free):
             return []
         seated: list[Worker] = []
