@@ -12,8 +12,8 @@ cut between journal and wire neither loses nor doubles anything.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from everstep.core.actions import (
     ComputePlan,
@@ -113,11 +113,18 @@ class LinkMended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimesTold:
-    """How long ops take on a worker, in seconds by kind. For the scheduler, not for decisions here."""
+    """How long ops take on a worker, in seconds by kind. For the scheduler, and for who looks for slowness.
+
+    `times` are smoothed; `ops` are those since the last telling: how many, and their own seconds together.
+    """
 
     task: str
     worker: Worker
     times: Mapping[str, float]
+    incarnation: int = 0
+    step: int = 0
+    ops: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    seconds: float = 0.0  # since the last telling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +244,40 @@ class AssignmentChosen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlownessFound:
+    """A worker takes `factor` times as long as it should. Told again when the factor has become another."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    factor: float
+    since_step: int
+    because: str
+    evidence: tuple[str, ...] = ()
+    ruled_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlownessEnded:
+    task: str
+    worker: Worker
+    incarnation: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLinkFound:
+    """Messages between these two take longer than elsewhere, or than before."""
+
+    task: str
+    worker: Worker
+    peer: Worker
+    because: str
+    evidence: tuple[str, ...] = ()
+    ruled_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySet:
     """How patient to be from now on, and whether a planner is asked. An event like any other: what was
     decided under another policy must be replayed under that one.
@@ -265,6 +306,9 @@ ClusterEvent = (
     | ResizeRequested
     | PlanAnswered
     | AssignmentChosen
+    | SlownessFound
+    | SlownessEnded
+    | SlowLinkFound
     | PolicySet
     | TimePassed
 )
@@ -367,6 +411,7 @@ class Think:
     task: str
     question: ComputePlan
     because: str
+    slow: Mapping[Worker, float] = field(default_factory=dict)  # workers that take so many times as long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

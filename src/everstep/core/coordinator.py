@@ -59,6 +59,8 @@ class Coordinator(NodeDesk):
                 return self._of_task(event.task, event.event, now)
             case msg.AssignmentChosen():
                 return self._assigned(event, now)
+            case msg.SlownessFound() | msg.SlownessEnded() | msg.SlowLinkFound():
+                return self._of_pace(event, now)
             case msg.PolicySet():
                 self.patience, self.planned = event.patience, event.planned
                 return self._fill(now, "the policy was set")
@@ -88,7 +90,9 @@ class Coordinator(NodeDesk):
         for task in self.tasks.values():
             if task.question is not None and task.state is TaskState.RUNNING:
                 because = task.question.because
-                actions.append(msg.Think(task=task.name, question=task.question, because=because))
+                actions.append(
+                    msg.Think(task=task.name, question=task.question, because=because, slow=task.planned_slow)
+                )
         if self.asked:
             because = "the coordinator has started"
             actions.append(msg.ChooseAssignment(version=self.version, because=because))
@@ -252,6 +256,28 @@ class Coordinator(NodeDesk):
         self._verdict(incident, judgement, now)
         self._remedy(incident, remedies.What.RETRY, "a new epoch: what was lost is sent again", now)
         return self._of_task(task.name, ev.TrainingStalled(because=because), now)
+
+    def _of_pace(
+        self, event: msg.SlownessFound | msg.SlownessEnded | msg.SlowLinkFound, now: float
+    ) -> Actions:
+        """Somebody is slow, or no longer."""
+        task = self.tasks.get(event.task)
+        seat = task.seats.get(event.worker) if task is not None else None
+        if task is None or seat is None or task.state is not TaskState.RUNNING:
+            return []
+        if isinstance(event, msg.SlowLinkFound):
+            return self._slow_link(task, event, now) if event.peer in task.seats else []
+        if seat.incarnation != event.incarnation:
+            return []
+        if isinstance(event, msg.SlownessFound):
+            because = self._slowed(task, event, now)
+            actions: Actions = []
+        else:
+            because = f"a new schedule: {event.because}" if event.worker in task.slow else None
+            actions = self._fast_again(task, event.worker, event.because, now)
+        if because is None:
+            return actions
+        return actions + self._of_task(task.name, ev.ProfileChanged(because=because), now)
 
     def _mended(self, event: msg.LinkMended, now: float) -> Actions:
         task = self.tasks.get(event.task)

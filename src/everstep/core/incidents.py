@@ -158,4 +158,4 @@ class TaskIncidents:
         return [i for i in self._log.open_ones() if i.task == self._task and i.stops_training]
 
     def _waiting(self) -> list[Incident]:
-        return [i for i in self._log.open_ones() if i.task == self._task and i.planned_at is None]
+        return [i for i in self._stopping() if i.planned_at is None]

@@ -98,6 +98,8 @@ class Task:
     last_words: dict[Worker, tuple[int, str]] = field(default_factory=dict)  # incarnation, what it raised
     overdue: dict[Worker, OpOverdue] = field(default_factory=dict)
     mends: dict[str, list[float]] = field(default_factory=dict)  # per link
+    slow: dict[Worker, float] = field(default_factory=dict)  # takes so many times as long as it should
+    planned_slow: dict[Worker, float] = field(default_factory=dict)  # what the last schedule was asked with
     parts: dict[int, dict[int, Any]] = field(default_factory=dict)  # of checkpoints being written
 
     def wanted(self) -> int:

@@ -77,6 +77,8 @@ TABLE: dict[ErrorKind, Severity] = {
     ErrorKind.CONNECTION_REFUSED: SEV3,
     ErrorKind.CONNECTION_RESET: SEV3,
     ErrorKind.OTHER_NETWORK: SEV3,
+    ErrorKind.SLOW_WORKER: SEV3,
+    ErrorKind.SLOW_LINK: SEV3,
 }
 
 MEANINGS: dict[ErrorKind, str] = {
@@ -111,6 +113,8 @@ MEANINGS: dict[ErrorKind, str] = {
     ErrorKind.CONNECTION_REFUSED: "nobody listens at the other end",
     ErrorKind.CONNECTION_RESET: "the other end closed a connection",
     ErrorKind.OTHER_NETWORK: "the network failed in another way",
+    ErrorKind.SLOW_WORKER: "a worker takes longer for the same work than it did, or than its peers do",
+    ErrorKind.SLOW_LINK: "messages between two workers take longer than they did, or than elsewhere",
 }
 
 # What a source means when its text matches nothing.

@@ -56,6 +56,8 @@ class ErrorKind(StrEnum):
     CONNECTION_REFUSED = "connection refused"
     CONNECTION_RESET = "connection reset"
     OTHER_NETWORK = "other network error"
+    SLOW_WORKER = "slow worker"
+    SLOW_LINK = "slow link"
 
 
 ANYWHERE = frozenset({"exit", "exception", "kernel", "log"})

@@ -19,7 +19,15 @@ def report_of(task: str, worker: Worker, incarnation: int, said: Mapping[str, An
         case "saved":
             return msg.PartWritten(task=task, step=said["step"], stage=worker.stage, part=said["part"])
         case "times":
-            return msg.TimesTold(task=task, worker=worker, times=said["times"])
+            return msg.TimesTold(
+                task=task,
+                worker=worker,
+                times=said["times"],
+                incarnation=incarnation,
+                step=said["step"],
+                ops={kind: (count, seconds) for kind, (count, seconds) in said["ops"].items()},
+                seconds=said["seconds"],
+            )
         case "mended":
             return msg.LinkMended(task=task, worker=worker, peer=parse_worker(said["peer"]))
         case _:
