@@ -12,14 +12,15 @@ from everstep.core import actions as act
 from everstep.core import cluster as msg
 from everstep.core import events as ev
 from everstep.core.ops import Worker
-from everstep.core.orders import Actions, Orders
+from everstep.core.orders import Actions
 from everstep.core.recovery import Recovery
 from everstep.core.roster import OVER, Seat, Task, TaskState
+from everstep.core.slowdesk import SlowDesk
 from everstep.core.standing import Policy
 from everstep.errors import InternalError
 
 
-class TaskDesk(Orders):
+class TaskDesk(SlowDesk):
     def _submitted(self, event: msg.TaskSubmitted, now: float) -> Actions:
         if event.task in self.tasks:
             return []
@@ -98,6 +99,7 @@ class TaskDesk(Orders):
         task.question = None
         task.held.clear()
         task.overdue.clear()
+        task.slow.clear()
         task.recovery = None if state is TaskState.PAUSED else task.recovery
         actions: Actions = []
         for node in sorted({seat.node for seat in task.seats.values()}):
@@ -226,11 +228,21 @@ class TaskDesk(Orders):
             return []
         if isinstance(event, ev.PlanComputed) and task.question is not None:
             task.question = None if event.epoch == task.question.epoch else task.question
+        actions: Actions = []
+        if isinstance(event, ev.WorkerExited):
+            actions = self._fast_again(task, event.worker, "its process is gone", now)
         try:
             wishes = task.recovery.handle(event, now)
         except InternalError as error:  # our bug, in one task: the others go on
             return self._end(name, TaskState.FAILED, f"an internal error: {error}", now, gently=False)
-        return self._carry_out(task, wishes, now)
+        actions += self._carry_out(task, wishes, now)
+        if isinstance(event, ev.PlanComputed) and event.epoch == task.recovery.epoch:
+            self._balanced(task, event, now)
+            if task.planned_slow != task.slow:  # found while it was planned
+                actions += self._of_task(
+                    name, ev.ProfileChanged(because="speeds have changed meanwhile"), now
+                )
+        return actions
 
     def _carry_out(self, task: Task, wishes: list[act.Action], now: float) -> Actions:
         actions: Actions = []
@@ -246,8 +258,10 @@ class TaskDesk(Orders):
                 case act.CopyState() | act.StopFeeding():
                     actions += self._tell(task, wish.source, wish)
                 case act.ComputePlan():
-                    task.question = wish
-                    actions.append(msg.Think(task=task.name, question=wish, because=wish.because))
+                    task.question, task.planned_slow = wish, dict(task.slow)
+                    actions.append(
+                        msg.Think(task=task.name, question=wish, because=wish.because, slow=task.planned_slow)
+                    )
                 case act.RecordStep():
                     actions.append(msg.Record(task=task.name, record=wish, because=wish.because))
                     actions += self._commit_parts(task)
