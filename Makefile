@@ -1,10 +1,11 @@
 # Two commands for a newcomer: `make demo` and `make test`. Everything else says what it is for.
 PY := .venv/bin/python
 STAMP := .venv/.installed
+RUNS := .venv/.runs
 
-.PHONY: demo test lint types unit sweep storms all-storms cluster fabric-test clean
+.PHONY: demo test lint types unit docs sweep storms all-storms cluster fabric-test clean
 
-demo: $(STAMP)           ## train, kill, heal, compare; about a minute on a laptop
+demo: $(RUNS)            ## train, kill, heal, compare; about a minute on a laptop
 	.venv/bin/everstep demo
 
 test: lint types unit    ## what must hold before anything lands
@@ -38,8 +39,14 @@ fabric-test: $(STAMP)    ## a leaf-spine network of namespaces, made, used and r
 	  apt-get install -qq -y iproute2 >/dev/null; fi
 	$(PY) bench/fabric.py test --skip
 
-$(STAMP): pyproject.toml
+# What it takes to run; test tools come with the first `make test`. Python compiles what is used as it is used:
+# compiling all of torch beforehand takes longer than the demo.
+$(RUNS): pyproject.toml
 	python3 -m venv .venv
+	.venv/bin/pip install --quiet --no-compile --editable .
+	touch $@
+
+$(STAMP): $(RUNS)
 	.venv/bin/pip install --quiet --editable '.[dev]'
 	touch $@
 

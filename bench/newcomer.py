@@ -1,0 +1,142 @@
+"""A new user's path, timed: clone, the README's first command, and the first failure healed on the screen.
+
+    python bench/newcomer.py                with pip's cache as it is
+    python bench/newcomer.py --cold         with an empty one
+    python bench/newcomer.py --json
+
+What is typed is read from the README, and it runs on a terminal of its own (a pty), as it would for a person:
+what counts is when a line is on the screen. `make` prints each command before it runs it, which tells the
+stages apart. Only what is committed takes part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGES = (  # a stage ends when a line like this is on the screen
+    ("make a virtual environment", re.compile(r"pip install")),
+    ("install", re.compile(r"everstep demo$")),
+    ("load torch, start workers, train", re.compile(r"✗ step")),
+    ("heal: back at work", re.compile(r"resumed after")),
+    ("a replacement joins", re.compile(r"✓ step .* is back")),
+    ("run to the end and compare", re.compile(r"largest loss difference  0: the same bits")),
+)
+HEALED = "heal: back at work"
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cold", action="store_true", help="an empty pip cache")
+    parser.add_argument("--json", action="store_true", dest="as_json")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
+        told = path_of_a_newcomer(Path(folder), cold=options.cold)
+    print(json.dumps(told) if options.as_json else "\n".join(lines(told)))
+    sys.exit(0 if told["first_healed_s"] is not None else 1)
+
+
+def path_of_a_newcomer(folder: Path, *, cold: bool) -> dict[str, Any]:
+    command = first_command((ROOT / "README.md").read_text())
+    env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    if cold:
+        env["PIP_CACHE_DIR"] = str(folder / "pip-cache")
+    began = time.monotonic()
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder / "everstep")], check=True)
+    stages = [{"stage": "clone", "s": time.monotonic() - began}]
+    left = list(STAGES)
+    before = time.monotonic()
+    for line in on_a_terminal(command, folder / "everstep", env):
+        while left and left[0][1].search(line):
+            now = time.monotonic()
+            stages.append({"stage": left.pop(0)[0], "s": now - before})
+            before = now
+    times = {stage["stage"]: stage["s"] for stage in stages}
+    until = [stage["stage"] for stage in stages].index(HEALED) + 1 if HEALED in times else None
+    return {
+        "command": command,
+        "pip_cache": "empty" if cold else cache_state(),
+        "cores": os.cpu_count(),
+        "installed_mb": round(_size(folder / "everstep" / ".venv") / 1e6),
+        "stages": [{**stage, "s": round(float(stage["s"]), 2)} for stage in stages],
+        "missing": [name for name, _ in left],
+        "first_healed_s": None
+        if until is None
+        else round(sum(float(stage["s"]) for stage in stages[:until]), 2),
+    }
+
+
+def first_command(readme: str) -> str:
+    """The first indented line of the README's first section with a command."""
+    found = re.search(r"^    (make \w+)$", readme, re.MULTILINE)
+    assert found is not None, "the README shows no command"
+    return found[1]
+
+
+def on_a_terminal(command: str, folder: Path, env: dict[str, str]) -> Iterator[str]:
+    """Lines as they appear, without colours and cursor movements."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.execvpe("bash", ["bash", "-c", command], {**env, "TERM": "xterm-256color", "COLUMNS": "120"})
+    try:
+        pending = ""
+        while True:
+            try:
+                data = os.read(terminal, 65536)
+            except OSError:  # the other side has hung up
+                data = b""
+            if not data:
+                break
+            *whole, pending = re.split(r"[\r\n]+", pending + data.decode(errors="replace"))
+            yield from (_ESCAPES.sub("", line).strip() for line in whole)
+    finally:
+        os.close(terminal)
+        if os.waitpid(pid, os.WNOHANG)[0] == 0:
+            os.kill(pid, signal.SIGTERM)
+            os.waitpid(pid, 0)
+
+
+def cache_state() -> str:
+    pip = shutil.which("pip") or "pip"
+    told = subprocess.run([pip, "cache", "dir"], capture_output=True, text=True, check=False).stdout.strip()
+    size = _size(Path(told)) if told else 0
+    return f"as it was, {size / 1e6:.0f} MB"
+
+
+def _size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def lines(told: dict[str, Any]) -> list[str]:
+    out = [
+        f"git clone; {told['command']}   ({told['cores']} cores; pip's cache: {told['pip_cache']}; "
+        f"{told['installed_mb']} MB installed)",
+    ]
+    total = 0.0
+    for stage in told["stages"]:
+        total += stage["s"]
+        mark = "   <- first healed failure on the screen" if stage["stage"] == HEALED else ""
+        out.append(f"  {stage['stage']:34} {stage['s']:7.2f} s {total:8.2f} s{mark}")
+    out += [f"  never seen: {name}" for name in told["missing"]]
+    return out
+
+
+if __name__ == "__main__":
+    main()
