@@ -91,6 +91,14 @@ class FinishTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FinishShape:
+    """The last step of this shape is sealed: its workers leave their states behind and go."""
+
+    step: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailTask:
     because: str
 
@@ -105,5 +113,6 @@ Action = (
     | RecordStep
     | CloseIncident
     | FinishTask
+    | FinishShape
     | FailTask
 )

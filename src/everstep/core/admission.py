@@ -53,7 +53,7 @@ class Admission(Restoring):
             for w, place in self._joiners()
             if place.copied and place.enter_at is None and self._is_fed(place)
         ]
-        if not late or not isinstance(self.phase, Running) or self.recorded >= self.steps:
+        if not late or not isinstance(self.phase, Running) or self.recorded >= self.last_step:
             return []
         return self._gather(f"worker {late[0]} has caught up and joins")
 

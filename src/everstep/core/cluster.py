@@ -69,12 +69,16 @@ class CheckpointFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartWritten:
-    """One stage's part of a checkpoint lies in the folder. `part` is for the one who commits it."""
+    """One stage's part of a checkpoint lies in the folder, or on the shelf of a node: in its memory.
+
+    `part` is for the one who commits or loads it.
+    """
 
     task: str
     step: int
     stage: int
     part: Any
+    shelf: str | None = None  # the node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +164,7 @@ class NodeJoined:
     boot: str
     slots: int
     host: str
+    shelf_port: int = 0  # where other nodes reach its shelf; 0: nowhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +229,15 @@ class ResizeRequested:
 
     task: str
     workers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshapeRequested:
+    """Another shape from the next step boundary on. `job`: the same one, in that shape."""
+
+    task: str
+    job: Any
+    shape: Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +318,7 @@ ClusterEvent = (
     | PauseRequested
     | UnpauseRequested
     | ResizeRequested
+    | ReshapeRequested
     | PlanAnswered
     | AssignmentChosen
     | SlownessFound
@@ -343,14 +358,36 @@ class KillProcess:
     incarnation: int
 
 
+class Shelf(NamedTuple):
+    """The memory of a node, as other nodes reach it."""
+
+    node: str
+    host: str
+    port: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TellWorker:
-    """Pass this on to a worker. `book`: where every worker of the task can be reached."""
+    """Pass this on to a worker. `book`: where every worker of the task can be reached. `shelf`: where it
+    puts copies of its state; `leaves`: whether it leaves one behind when its shape ends, for a peer on its
+    node may do so; `kept`: the state it is to restore, where that is in memory.
+    """
 
     task: str
     worker: Worker
     words: InterruptWorkers | ResumeStep | CopyState | StopFeeding
     book: tuple[tuple[Worker, str, int], ...] = ()
+    shelf: Shelf | None = None
+    leaves: bool = True
+    kept: tuple[tuple[Shelf, Any], ...] = ()  # shelf, part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropShelved:
+    """States of this task older than this step are not needed any more."""
+
+    task: str
+    before: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,6 +423,7 @@ Order = (
     | StartProcess
     | KillProcess
     | TellWorker
+    | DropShelved
     | CloseTask
     | KeepOnly
     | FindCheckpoint

@@ -55,6 +55,8 @@ class Coordinator(NodeDesk):
                 return self._unpause(event.task, now)
             case msg.ResizeRequested():
                 return self._resize(event.task, event.workers, "a person resized it", now)
+            case msg.ReshapeRequested():
+                return self._reshape(event, now)
             case msg.PlanAnswered():
                 return self._of_task(event.task, event.event, now)
             case msg.AssignmentChosen():
@@ -119,12 +121,9 @@ class Coordinator(NodeDesk):
             case msg.TaskEvent(task=task, event=inner):
                 return self._of_worker(task, inner, now)
             case msg.CheckpointFound(task=name, step=step):
-                task_ = self.tasks.get(name)
-                if task_ is None or task_.state is not TaskState.SEARCHING:
-                    return []
-                return self._begin(task_, step, now)
+                return self._found(name, step, now)
             case msg.PartWritten() as part:
-                return self._part_written(part)
+                return self._part_written(part, now)
             case msg.OpOverdue() as report:
                 return self._overdue(report, now)
             case msg.WorkerMoved() as moved:

@@ -126,6 +126,36 @@ class CheckpointCommitted:
     step: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateKept:
+    """The newest step whose whole state is in the memory of nodes; None: there is none, or none any more."""
+
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShelfLost:
+    """The node that was to keep copies of the state is gone: they must go elsewhere."""
+
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreFailed:
+    """A worker was to load a state from memory, and it is gone."""
+
+    worker: Worker
+    incarnation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """This shape is to end after the step that somebody is in now."""
+
+    because: str
+
+
 Event = (
     WorkerStarted
     | WorkerExited
@@ -140,4 +170,8 @@ Event = (
     | PlacesGranted
     | TrainingStalled
     | CheckpointCommitted
+    | StateKept
+    | ShelfLost
+    | RestoreFailed
+    | StopRequested
 )

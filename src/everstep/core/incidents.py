@@ -55,6 +55,7 @@ class Incident:
     replayed_elsewhere: int = 0
     epoch: int = 0
     restored_from: int | None = None
+    restored_where: str = ""  # memory or disk
     killed_at: float | None = None  # where the killer is known, as in a demo
     stops_training: bool = True
     evidence: list[Evidence] = field(default_factory=list)
@@ -138,9 +139,9 @@ class TaskIncidents:
             incident.planned_at = incident.planned_at or now
             incident.epoch = epoch
 
-    def restoring(self, checkpoint: int) -> None:
+    def restoring(self, step: int, where: str) -> None:
         for incident in self._stopping():
-            incident.restored_from = checkpoint
+            incident.restored_from, incident.restored_where = step, where
 
     def recorded(self, step: int, replayed_elsewhere: int) -> None:
         for incident in self.incidents:

@@ -32,17 +32,21 @@ class Membership:
         steps: int,
         policy: Policy,
         first_step: int = 1,
+        checkpoint: int | None = None,
         granted: frozenset[Worker] | None = None,
         log: TaskIncidents | None = None,
     ) -> None:
-        """`granted`: the places that have a slot (None: all of them); only these are ever started."""
+        """`granted`: the places that have a slot (None: all of them); only these are ever started.
+        `checkpoint`: what is on disk, where the first step goes on from a newer state in memory.
+        """
         self.shape = shape
         self.steps = steps
         self.policy = policy
         self.epoch = 0
         self.attempts: tuple[tuple[int, int], ...] = ((0, 0),)
         self.recorded = first_step - 1
-        self.checkpoint = first_step - 1
+        self.checkpoint = first_step - 1 if checkpoint is None else checkpoint
+        self.kept = None if checkpoint is None else first_step - 1  # in the memory of nodes
         self.places: dict[Worker, Standing] = {w: Absent(0, "not started yet") for w in shape.workers()}
         self.granted = frozenset(shape.workers()) if granted is None else granted
         self.incarnations = dict.fromkeys(shape.workers(), 0)
@@ -50,6 +54,8 @@ class Membership:
         self.phase: Phase = Assembling(restore=first_step - 1, wait_for_all=True)
         self.members: tuple[Members, ...] = ()
         self.rewind: int | None = None
+        self.stopping = ""  # why this shape ends, if it does
+        self.until: int | None = None  # its last step
         self.sealed: dict[int, dict[int, StepSealed]] = {}
         self.shares: dict[int, dict[int, float]] = {}  # of the norm, by step and stage, of the last few steps
         self.log = IncidentLog().of_task("") if log is None else log
@@ -58,6 +64,10 @@ class Membership:
     @property
     def incidents(self) -> list[Incident]:
         return self.log.incidents
+
+    @property
+    def last_step(self) -> int:
+        return self.steps if self.until is None else self.until
 
     # -------------------------------------------------------------- processes
 

@@ -98,7 +98,8 @@ class Resume:
     feeds: Mapping[int, int | None] = field(default_factory=dict)  # joining replica -> last step to feed it
     rewind: int | None = None  # undo this step's eager update, and decide it anew
     shares: tuple[tuple[int, int, float], ...] = ()  # step, stage, its part of the norm: who knew may be dead
-    restore: int | None = None  # load the checkpoint of this step (0: the initial state)
+    restore: int | None = None  # load the state kept of this step (0: the initial state)
+    until: int | None = None  # the last step of this shape: after it the state is shelved, and that is all
 
     def attempt(self, step: int) -> int:
         return [attempt for first, attempt in self.attempts if first <= step][-1]
@@ -203,7 +204,7 @@ class ApplyFeed:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Load the checkpoint of this step, or build the initial state for 0."""
+    """Load the state kept of this step, or build the initial state for 0. Answer: False if it is gone."""
 
     state_step: int
 
@@ -213,6 +214,14 @@ class SaveCheckpoint:
     """Write this stage's part of the checkpoint."""
 
     state_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shelve:
+    """Copy the state to memory that outlives this worker. `leaving`: it is this worker's last deed."""
+
+    state_step: int
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +253,7 @@ Task = (
     | ApplyFeed
     | Restore
     | SaveCheckpoint
+    | Shelve
     | Wait
     | Paused
     | Finished
@@ -318,4 +328,21 @@ class TellCopied:
     state_step: int
 
 
-Command = Send | Forget | ReleaseGradients | ReleaseSum | DiscardWork | TellSealed | TellInvalid | TellCopied
+@dataclass(frozen=True, slots=True)
+class TellUnrestored:
+    """The state that was to be loaded is not there any more."""
+
+    state_step: int
+
+
+Command = (
+    Send
+    | Forget
+    | ReleaseGradients
+    | ReleaseSum
+    | DiscardWork
+    | TellSealed
+    | TellInvalid
+    | TellCopied
+    | TellUnrestored
+)

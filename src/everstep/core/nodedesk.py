@@ -7,6 +7,7 @@ given up when its workers' peers elsewhere wait for it too, or when for a long t
 from __future__ import annotations
 
 from everstep.core import cluster as msg
+from everstep.core import events as ev
 from everstep.core import remedies
 from everstep.core.ops import Worker
 from everstep.core.orders import Actions
@@ -23,9 +24,17 @@ class NodeDesk(TaskDesk):
             if node.state in REACHABLE:
                 actions += self._lost(event.node, NodeState.GONE, "its agent was started anew", now)
             node.boot, node.slots, node.host = event.boot, event.slots, event.host
+            node.shelf_port = event.shelf_port
             node.heard, node.sent, node.pending, node.opened = 0, 0, [], set()
         if node is None:
-            node = Node(name=event.node, boot=event.boot, slots=event.slots, host=event.host, since=now)
+            node = Node(
+                name=event.node,
+                boot=event.boot,
+                slots=event.slots,
+                host=event.host,
+                since=now,
+                shelf_port=event.shelf_port,
+            )
             self.nodes[event.node] = node
         if node.state in (NodeState.SILENT, NodeState.GONE, NodeState.LEFT):
             actions += self._set(node, NodeState.UP, "it is back", now)
@@ -78,6 +87,8 @@ class NodeDesk(TaskDesk):
             return []
         actions = self._set(node, state, because, now)
         node.pending.clear()
+        forgotten, losers = self._forget_copies(name, now)
+        actions += forgotten
         taken: dict[str, list[tuple[Worker, Seat]]] = {}
         for task, worker in self.roster.on_node(name):
             taken.setdefault(task.name, []).append((worker, task.seats.pop(worker)))
@@ -90,6 +101,9 @@ class NodeDesk(TaskDesk):
                 self._blame_node(task, node, [worker for worker, seat in seats if seat.incarnation], now)
             for worker, seat in seats:
                 actions += self._gone(task, worker, seat, f"node {name} is gone: {because}", now)
+        for task_name in losers:
+            lost = ev.ShelfLost(because=f"node {name}, which kept copies of its state in memory, is gone")
+            actions += self._of_task(task_name, lost, now)
         return actions + self._fill(now, f"node {name} is gone")
 
     def _blame_node(self, task: Task, node: Node, workers: list[Worker], now: float) -> None:

@@ -26,6 +26,7 @@ from everstep.core.actions import (
     BrokenStep,
     CloseIncident,
     ComputePlan,
+    FinishShape,
     FinishTask,
     RecordStep,
     ResumeStep,
@@ -39,8 +40,12 @@ from everstep.core.events import (
     PlacesGranted,
     PlanComputed,
     ProfileChanged,
+    RestoreFailed,
+    ShelfLost,
     StateCopied,
+    StateKept,
     StepSealed,
+    StopRequested,
     TrainingStalled,
     UpdateInvalidated,
     WorkerExited,
@@ -99,13 +104,20 @@ class Recovery(Admission):
                 return self._copied(event)
             case WorkerResumed():
                 return self._resumed(event)
-            case ProfileChanged() | TrainingStalled():
+            case ProfileChanged() | TrainingStalled() | ShelfLost():
                 return self._gather(event.because) if isinstance(self.phase, Running) else []
             case PlacesGranted():
                 return self._granted(event)
             case CheckpointCommitted():
                 self.checkpoint = max(self.checkpoint, event.step)
                 return []
+            case StateKept():
+                return self._kept(event.step)
+            case RestoreFailed():
+                return self._unrestored(event)
+            case StopRequested():
+                self.stopping = event.because
+                return self._gather(event.because) if isinstance(self.phase, Running) else []
             case _:
                 assert_never(event)
 
@@ -198,14 +210,16 @@ class Recovery(Admission):
         ledgers = self._settle_joiners(phase.ledgers)
         if any(not any(w.stage == s for w in ledgers) for s in range(self.shape.stages)):
             return self._assemble()
-        found = survey(self.shape, ledgers, steps=self.steps, entering=self._entering())
+        found = survey(self.shape, ledgers, steps=self.last_step, entering=self._entering())
+        if self.stopping and self.until is None and found.high < self.steps:
+            self.until = found.high
         for place in self.places.values():
             if (
                 isinstance(place, Joining)
                 and place.copied
                 and place.enter_at is None
                 and self._is_fed(place)  # else it is given a new source, and copies anew
-                and found.high < self.steps
+                and found.high < self.last_step
             ):
                 place.enter_at = found.high + 1
         if self.rewind is None:
@@ -277,6 +291,7 @@ class Recovery(Admission):
                     if self.rewind is None or step <= self.rewind
                 },
                 rewind=self.rewind,
+                until=self.until,
                 awaits=self._awaited(worker, phase.survey),
                 shares=tuple((s, stage, x) for s, of in self.shares.items() for stage, x in of.items()),
                 feeds={
@@ -313,10 +328,18 @@ class Recovery(Admission):
             actions.append(self._record(self.sealed.pop(self.recorded + 1)))
         if actions:
             actions += self._bring_back_the_due() + self._admit_the_late()
-        if self.recorded >= self.steps:
+        if self.recorded >= self.last_step:
             self.phase = Over("the last step is sealed")
-            actions.append(FinishTask(because=f"step {self.steps} is sealed at every stage"))
+            actions.append(self._finished())
+        elif actions and self.stopping and self.until is None and isinstance(self.phase, Running):
+            actions += self._gather(self.stopping)  # it was asked to stop while it was mending something
         return actions
+
+    def _finished(self) -> Action:
+        if self.recorded >= self.steps:
+            return FinishTask(because=f"step {self.steps} is sealed at every stage")
+        because = f"{self.stopping}; step {self.recorded}, the last of this shape, is sealed at every stage"
+        return FinishShape(step=self.recorded, because=because)
 
     def _imply_earlier_seals(self, event: StepSealed) -> None:
         """A stage seals its steps in order: if the only one who knew of an earlier seal died before telling,

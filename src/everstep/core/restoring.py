@@ -5,7 +5,7 @@ is kept.
 from __future__ import annotations
 
 from everstep.core.actions import Action, ComputePlan, InterruptWorkers, ResumeStep
-from everstep.core.events import PlanComputed
+from everstep.core.events import PlanComputed, RestoreFailed
 from everstep.core.membership import Membership
 from everstep.core.messages import Resume
 from everstep.core.standing import Absent, Assembling, Gathering, Joining, Member, Planning, Starting
@@ -28,14 +28,40 @@ class Restoring(Membership):
         return [InterruptWorkers(workers=tuple(sorted(asked)), epoch=self.epoch, because=because)]
 
     def _assemble(self) -> list[Action]:
-        """Some stage has nobody left, so its state is on disk only."""
+        """Some stage has nobody left: everyone goes back to the newest state that is kept."""
         for worker, place in list(self.places.items()):
             if isinstance(place, Member | Joining):
                 self.places[worker] = Joining(place.incarnation)
-        self.phase = Assembling(restore=self.checkpoint, wait_for_all=False)
+        step, where = self._nearest()
+        self.phase = Assembling(restore=step, wait_for_all=False)
         self.rewind = None
-        self.log.restoring(self.checkpoint)
+        self.log.restoring(step, where)
         return self._bring_back_for_assembly() + self._plan_if_assembled()
+
+    def _nearest(self) -> tuple[int, str]:
+        """The newest state that is kept, and where. No live replica has it: else nobody would ask."""
+        if self.kept is not None and self.kept >= self.checkpoint:
+            return self.kept, "the memory of nodes"
+        return self.checkpoint, "the checkpoint on disk" if self.checkpoint else "the seed"
+
+    def _kept(self, step: int | None) -> list[Action]:
+        """The state in memory is of another step now, or gone."""
+        was, self.kept = self.kept, step
+        match self.phase:
+            case Assembling() as phase:
+                phase.restore, where = self._nearest()
+                self.log.restoring(phase.restore, where)
+            case Planning(restore=int(restoring)) if restoring == was and step is None:
+                return self._assemble()
+        return []
+
+    def _unrestored(self, event: RestoreFailed) -> list[Action]:
+        place = self.places[event.worker]
+        if not isinstance(place, Member) or place.incarnation != event.incarnation:
+            return []
+        if event.step == self.kept:
+            self.kept = None
+        return self._assemble()
 
     def _bring_back_for_assembly(self) -> list[Action]:
         assert isinstance(self.phase, Assembling)
@@ -75,7 +101,8 @@ class Restoring(Membership):
             "every worker is up"
             if first
             else (
-                f"every stage has a worker again; the nearest state is the checkpoint of step {phase.restore}"
+                f"every stage has a worker again; the nearest state is that of step {phase.restore}, "
+                f"in {self._nearest()[1]}"
             )
         )
         self.phase = Planning(self.epoch, because, phase.restore, None, {})
@@ -99,6 +126,7 @@ class Restoring(Membership):
                     steady_hosts=event.steady_hosts,
                     members=self.members,
                     restore=restore,
+                    until=self.until,
                 ),
             )
             for worker in self._having(Member)

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from everstep.core.actions import ComputePlan, StartWorker
-from everstep.core.cluster import OpOverdue, Order
+from everstep.core.cluster import OpOverdue, Order, Shelf
 from everstep.core.ops import Worker
 from everstep.core.recovery import Recovery
 from everstep.core.survey import Shape
@@ -45,6 +45,11 @@ class Node:
     pending: list[tuple[int, Order, str]] = field(default_factory=list)  # orders it may not have got
     opened: set[str] = field(default_factory=set)  # tasks it knows of
     isolations: list[float] = field(default_factory=list)
+    shelf_port: int = 0
+
+    @property
+    def shelf(self) -> Shelf:
+        return Shelf(self.name, self.host, self.shelf_port)
 
 
 class TaskState(StrEnum):
@@ -70,6 +75,26 @@ class Seat:
     incarnation: int = 0  # 0: no process yet
     address: tuple[str, int] | None = None
     leaving: str = ""  # why it was asked to go, if it was
+
+
+@dataclass(slots=True)
+class KeptState:
+    """A step's state in the memory of nodes: of every stage of the shape it had then, who holds a copy."""
+
+    stages: int
+    copies: dict[int, dict[str, Any]] = field(default_factory=dict)  # stage -> node -> part
+
+    @property
+    def whole(self) -> bool:
+        return all(self.copies.get(stage) for stage in range(self.stages))
+
+
+@dataclass(frozen=True, slots=True)
+class NextShape:
+    """What a task becomes once its workers of today are gone."""
+
+    job: Any
+    shape: Shape
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,6 +126,11 @@ class Task:
     slow: dict[Worker, float] = field(default_factory=dict)  # takes so many times as long as it should
     planned_slow: dict[Worker, float] = field(default_factory=dict)  # what the last schedule was asked with
     parts: dict[int, dict[int, Any]] = field(default_factory=dict)  # of checkpoints being written
+    recorded: int = 0
+    on_disk: int = 0  # the step of the newest checkpoint that is known
+    kept: dict[int, KeptState] = field(default_factory=dict)  # by step: states in memory
+    kept_step: int | None = None  # the newest of them that is whole and on record
+    next_shape: NextShape | None = None
 
     def wanted(self) -> int:
         places = self.shape.replicas * self.shape.stages
@@ -137,8 +167,9 @@ class Roster:
         """Give free slots to places of this task that have none, in the order that keeps it safest.
 
         Stages without any worker come first. A worker prefers a node that has no other replica of its stage,
-        so that one node's loss leaves a live copy; then one where its own replica already is, to keep its
-        neighbours near. Nothing is given unless every stage then has a worker.
+        so that one node's loss leaves a live copy; then one whose memory has most of its state; then one
+        where its own replica already is, to keep its neighbours near. Nothing is given unless every stage
+        then has a worker.
         """
         empty = [w for w in task.shape.workers() if w not in task.seats]
         if not empty or len(task.seats) >= task.wanted():
@@ -175,9 +206,24 @@ def _replicas_of(task: Task, stage: int) -> int:
     return sum(worker.stage == stage for worker in task.seats)
 
 
-def _unease(task: Task, worker: Worker, node: str) -> tuple[int, int]:
+def _unease(task: Task, worker: Worker, node: str) -> tuple[int, float, int]:
     there = [w for w, seat in task.seats.items() if seat.node == node]
     return (
         sum(w.stage == worker.stage for w in there),
+        -_state_there(task, worker.stage, node),
         -sum(w.replica == worker.replica for w in there),
     )
+
+
+def _state_there(task: Task, stage: int, node: str) -> float:
+    """How much of a stage's state is in a node's memory, as a part of the model: stages are cut evenly."""
+    kept = task.kept.get(task.kept_step or 0)
+    if kept is None:
+        return 0.0
+    low, high = stage / task.shape.stages, (stage + 1) / task.shape.stages
+    shared = (
+        min(high, (s + 1) / kept.stages) - max(low, s / kept.stages)
+        for s, holders in kept.copies.items()
+        if node in holders
+    )
+    return round(sum(max(0.0, part) for part in shared), 9)

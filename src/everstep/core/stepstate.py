@@ -41,6 +41,7 @@ class StepState:
     scale: float | None = None  # what the update multiplied the gradient with; None: it was skipped
     fed: set[int] = field(default_factory=set)
     saved: bool = False
+    shelved: bool = False
     must_wait: bool = False  # a failed validation forbids another eager update of this step
 
     def record(self, op: Op, *, ghost: bool) -> None:

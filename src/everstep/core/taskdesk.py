@@ -1,4 +1,5 @@
-"""The life of a task: submitted, given slots, begun, resized, paused, ended; and what its recovery wishes.
+"""The life of a task: submitted, given slots, begun, resized, reshaped, paused, ended; and what its recovery
+wishes.
 
 A task's `Recovery` knows nothing of nodes. Here its wishes meet the machines: a place has a seat on a node or
 none, a start may be put off, a word to a worker is an order to its node.
@@ -6,15 +7,17 @@ none, a start may be put off, a word to a worker is an order to its node.
 
 from __future__ import annotations
 
-from typing import assert_never
+from dataclasses import replace
+from typing import Any, assert_never
 
 from everstep.core import actions as act
 from everstep.core import cluster as msg
 from everstep.core import events as ev
+from everstep.core import shelves
 from everstep.core.ops import Worker
 from everstep.core.orders import Actions
 from everstep.core.recovery import Recovery
-from everstep.core.roster import OVER, Seat, Task, TaskState
+from everstep.core.roster import OVER, REACHABLE, KeptState, NextShape, Seat, Task, TaskState
 from everstep.core.slowdesk import SlowDesk
 from everstep.core.standing import Policy
 from everstep.errors import InternalError
@@ -58,18 +61,29 @@ class TaskDesk(SlowDesk):
 
     def _open(self, task: Task, now: float) -> Actions:
         """It has its first workers: from which step does it start?"""
+        if task.kept_step is not None and task.kept_step > task.on_disk:
+            return self._begin(task, task.kept_step, now)
         if not task.has_checkpoints:
             return self._begin(task, 0, now)
         task.state, task.because = TaskState.SEARCHING, "its newest checkpoint is looked for"
         node = self.nodes[next(iter(task.seats.values())).node]
         return self._order(node, msg.FindCheckpoint(task=task.name, job=task.job), task.because)
 
-    def _begin(self, task: Task, checkpoint: int, now: float) -> Actions:
-        if checkpoint >= task.steps:
+    def _found(self, name: str, step: int, now: float) -> Actions:
+        """Its newest checkpoint on disk is known."""
+        task = self.tasks.get(name)
+        if task is None or task.state is not TaskState.SEARCHING:
+            return []
+        task.on_disk = step
+        return self._begin(task, step, now)
+
+    def _begin(self, task: Task, step: int, now: float) -> Actions:
+        """From the state after this step on."""
+        if step >= task.steps:
             task.state = TaskState.RUNNING
-            because = f"its checkpoint of step {checkpoint} is already the end"
+            because = f"its checkpoint of step {step} is already the end"
             return self._end(task.name, TaskState.FINISHED, because, now, gently=True)
-        task.state, task.because = TaskState.RUNNING, f"from step {checkpoint + 1} on"
+        task.state, task.because, task.recorded = TaskState.RUNNING, f"from step {step + 1} on", step
         task.recovery = Recovery(
             task.shape,
             steps=task.steps,
@@ -77,7 +91,8 @@ class TaskDesk(SlowDesk):
                 rejoin_after_steps=self.patience.rejoin_after_steps,
                 max_restarts=self.patience.restarts_per_place,
             ),
-            first_step=checkpoint + 1,
+            first_step=step + 1,
+            checkpoint=task.on_disk if step == task.kept_step else None,
             granted=frozenset(task.seats),
             log=self.log.of_task(task.name),
         )
@@ -89,7 +104,11 @@ class TaskDesk(SlowDesk):
 
     def _end(self, name: str, state: TaskState, because: str, now: float, *, gently: bool) -> Actions:
         task = self.tasks.get(name)
-        if task is None or task.state in OVER or task.state is TaskState.ENDING:
+        if task is None or task.state in OVER:
+            return []
+        if task.state is TaskState.ENDING:
+            if task.after is TaskState.WAITING and state in OVER:  # it was to go on in another shape
+                task.after, task.after_because = state, because
             return []
         if task.state is TaskState.PAUSED and state is TaskState.PAUSED:
             return []
@@ -100,7 +119,7 @@ class TaskDesk(SlowDesk):
         task.held.clear()
         task.overdue.clear()
         task.slow.clear()
-        task.recovery = None if state is TaskState.PAUSED else task.recovery
+        task.recovery = task.recovery if state in OVER else None
         actions: Actions = []
         for node in sorted({seat.node for seat in task.seats.values()}):
             actions += self._order(self.nodes[node], msg.CloseTask(task=task.name, gently=gently), because)
@@ -115,8 +134,14 @@ class TaskDesk(SlowDesk):
         if task.state is not TaskState.ENDING or task.seats:
             return []
         task.state, task.because = task.after, task.after_because
-        ended: Actions = [msg.TaskEnded(task=task.name, state=task.state, because=task.because)]
-        return ended + self._fill(now, f"task {task.name} is {task.state}")
+        actions: Actions = []
+        if task.state is TaskState.WAITING:
+            self._take_shape(task)
+        else:
+            actions.append(msg.TaskEnded(task=task.name, state=task.state, because=task.because))
+        if task.state in OVER:
+            actions += self._drop_shelved(task, None)
+        return actions + self._fill(now, f"task {task.name} is {task.state}")
 
     def _unpause(self, name: str, now: float) -> Actions:
         task = self.tasks.get(name)
@@ -131,6 +156,30 @@ class TaskDesk(SlowDesk):
             return []
         task.most = max(task.shape.stages, workers)
         return self._shrink(task, because, now) + self._fill(now, because)
+
+    def _reshape(self, event: msg.ReshapeRequested, now: float) -> Actions:
+        """At the next step boundary: its workers leave their states in memory and go, others come."""
+        task = self.tasks.get(event.task)
+        if task is None or task.state in OVER:
+            return []
+        task.next_shape = NextShape(event.job, event.shape)
+        shape = event.shape
+        if task.state is TaskState.RUNNING:
+            because = f"it takes the shape {shape.replicas} x {shape.stages}"
+            return self._of_task(task.name, ev.StopRequested(because=because), now)
+        if task.state in (TaskState.WAITING, TaskState.PAUSED):
+            self._take_shape(task)
+            return self._fill(now, f"task {task.name} has another shape")
+        return []  # it is on its way to begin or to end; the shape is taken when it next begins
+
+    def _take_shape(self, task: Task) -> None:
+        after = task.next_shape
+        if after is not None:
+            task.job, task.shape, task.most, task.next_shape = after.job, after.shape, None, None
+            task.faults = ()  # they name workers of the old shape
+            task.parts.clear()
+            for node in self.nodes.values():
+                node.opened.discard(task.name)
 
     def _shrink(self, task: Task, because: str, now: float) -> Actions:
         """Take away workers until the task has no more than it may; never the last of a stage."""
@@ -199,8 +248,10 @@ class TaskDesk(SlowDesk):
         self.planned = planned
         return actions
 
-    def _part_written(self, event: msg.PartWritten) -> Actions:
+    def _part_written(self, event: msg.PartWritten, now: float) -> Actions:
         task = self.tasks.get(event.task)
+        if task is not None and event.shelf is not None:
+            return self._shelved(task, event, event.shelf, now)
         if task is None or task.recovery is None:
             return []
         task.parts.setdefault(event.step, {})[event.stage] = event.part
@@ -221,6 +272,49 @@ class TaskDesk(SlowDesk):
                     because = f"every stage has written its part of step {step}"
                     actions += self._order(self.nodes[seats[0].node], order, because)
         return actions
+
+    def _shelved(self, task: Task, event: msg.PartWritten, node: str, now: float) -> Actions:
+        """A copy of a stage's state is in a node's memory."""
+        if task.state in OVER or node not in self.nodes or self.nodes[node].state not in REACHABLE:
+            return []
+        kept = task.kept.setdefault(event.step, KeptState(task.shape.stages))
+        kept.copies.setdefault(event.stage, {})[node] = event.part
+        return self._settle_kept(task, now)
+
+    def _settle_kept(self, task: Task, now: float) -> Actions:
+        """Which state in memory is the newest whole one; older ones make room."""
+        newest = shelves.newest_whole(task)
+        if newest == task.kept_step:
+            return []
+        task.kept_step = newest
+        actions = [] if newest is None else self._drop_shelved(task, newest)
+        return actions + self._of_task(task.name, ev.StateKept(step=newest), now)
+
+    def _drop_shelved(self, task: Task, before: int | None) -> Actions:
+        actions: Actions = []
+        old = [step for step in task.kept if before is None or step < before]
+        holders = {node for step in old for copies in task.kept.pop(step).copies.values() for node in copies}
+        for name in sorted(holders):
+            order = msg.DropShelved(task=task.name, before=task.steps + 1 if before is None else before)
+            because = "the task is over" if before is None else f"the state of step {before} is whole"
+            actions += self._order(self.nodes[name], order, because)
+        if before is None:
+            task.kept_step = None
+        return actions
+
+    def _forget_copies(self, name: str, now: float) -> tuple[Actions, list[str]]:
+        """A node's memory is gone: what follows, and the tasks whose copies must go elsewhere now."""
+        actions: Actions = []
+        losers = []
+        for task in self.tasks.values():
+            of_stages = [copies for kept in task.kept.values() for copies in kept.copies.values()]
+            holding = [copies for copies in of_stages if name in copies]
+            for copies in holding:
+                del copies[name]
+            if holding:
+                losers.append(task.name)
+                actions += self._settle_kept(task, now)
+        return actions, losers
 
     def _of_task(self, name: str, event: ev.Event, now: float) -> Actions:
         task = self.tasks.get(name)
@@ -264,12 +358,17 @@ class TaskDesk(SlowDesk):
                     )
                 case act.RecordStep():
                     actions.append(msg.Record(task=task.name, record=wish, because=wish.because))
-                    actions += self._commit_parts(task)
+                    task.recorded = wish.step
+                    actions += self._commit_parts(task) + self._settle_kept(task, now)
                 case act.CloseIncident():
                     number = wish.incident.number
                     actions.append(msg.IncidentClosed(number=number, because=wish.because))
                 case act.FinishTask():
                     actions += self._end(task.name, TaskState.FINISHED, wish.because, now, gently=True)
+                case act.FinishShape():
+                    assert task.recovery is not None
+                    task.on_disk = task.recovery.checkpoint
+                    actions += self._end(task.name, TaskState.WAITING, wish.because, now, gently=True)
                 case act.FailTask():
                     actions += self._end(task.name, TaskState.FAILED, wish.because, now, gently=False)
                 case _:
@@ -309,4 +408,17 @@ class TaskDesk(SlowDesk):
         if isinstance(words, act.ResumeStep | act.CopyState):
             book = tuple((w, *s.address) for w, s in task.seats.items() if s.address is not None)
         order = msg.TellWorker(task=task.name, worker=worker, words=words, book=book)
+        if isinstance(words, act.ResumeStep):
+            order = replace(
+                order,
+                shelf=shelves.shelf_for(self.nodes, task, worker),
+                leaves=shelves.leaves(task, worker),
+                kept=self._kept_for(task, worker, words.order.restore),
+            )
         return self._order(self.nodes[seat.node], order, words.because)
+
+    def _kept_for(self, task: Task, worker: Worker, restore: int | None) -> tuple[tuple[msg.Shelf, Any], ...]:
+        if not restore or restore != task.kept_step:
+            return ()
+        own = task.seats[worker].node
+        return shelves.copies_for(self.nodes, task.kept[restore], worker, own)

@@ -36,12 +36,14 @@ from everstep.core.messages import (
     Resume,
     SaveCheckpoint,
     Send,
+    Shelve,
     Snapshot,
     SumChunk,
     Task,
     TellCopied,
     TellInvalid,
     TellSealed,
+    TellUnrestored,
     Undo,
     Update,
     Wait,
@@ -194,8 +196,12 @@ class Walker:
                 self.mail.use(task.other)
             case Update():
                 self._updated(task)
-            case Undo() | Restore():
+            case Undo():
                 self._first.pop(0)
+            case Restore():
+                self._first.pop(0)
+                if answer is False:
+                    self._unrestored(task)
             case Snapshot():
                 self.snapshots_due.remove(task.joiner)
                 self.feeds[task.joiner] = None
@@ -207,6 +213,9 @@ class Walker:
             case SaveCheckpoint():
                 assert self.before is not None
                 self.before.saved = True
+            case Shelve():
+                assert self.before is not None
+                self.before.shelved = True
             case Wait() | Paused() | Finished():
                 raise InternalError(f"{task} is not a task that finishes")
 
@@ -214,7 +223,7 @@ class Walker:
 
     def _next_op(self) -> Task:
         now, before = self.now, self.before
-        if now.step > self.rules.steps:
+        if now.step > self.last_step:
             over = before is None or (before.sealed and before.valid)
             return Finished() if over else Wait(f"the seal of step {now.step - 1}")
         if not now.todo:
@@ -302,7 +311,13 @@ class Walker:
         if norm is not None:
             return Update(now.step, self.rules.scale(norm), keep=False)
         finite = now.sum_of_squares is not None and math.isfinite(now.sum_of_squares)
-        if finite and not now.must_wait and self.rules.allows_eager(now.step, self.last_norm):
+        may_be_undone = now.step < self.last_step  # after it nobody is there to undo it
+        if (
+            finite
+            and may_be_undone
+            and not now.must_wait
+            and self.rules.allows_eager(now.step, self.last_norm)
+        ):
             return Update(now.step, 1.0, keep=True)
         return Wait(f"the norm of step {now.step}")
 
@@ -338,7 +353,7 @@ class Walker:
 
     def _take_list(self) -> None:
         step = self.now.step
-        self.now.todo = list(reversed(self.mail.order.ops(step))) if step <= self.rules.steps else []
+        self.now.todo = list(reversed(self.mail.order.ops(step))) if step <= self.last_step else []
 
     def _close(self, state: StepState) -> None:
         assert state.sealed
@@ -359,7 +374,14 @@ class Walker:
             if self.mail.is_first_peer(before.step):
                 return SaveCheckpoint(before.step)
             before.saved = True
-        return None
+        return self._shelving(before) if before is not None else None
+
+    def _shelving(self, before: StepState) -> Task | None:
+        """A copy in memory that outlives this worker: from one of a stage now and then, from all who go."""
+        leaving = before.step == self.mail.order.until
+        every = self.rules.shelve_every
+        due = leaving or (every and before.step % every == 0 and self.mail.is_first_peer(before.step))
+        return Shelve(before.step, leaving) if due and not before.shelved else None
 
     # -------------------------------------------------------------- joining
 
@@ -437,6 +459,11 @@ class Walker:
         self._first = [Restore(restore)]
         self._enter(step)
 
+    def _unrestored(self, task: Restore) -> None:
+        """As new: what the next order says to load may be there."""
+        self.joining = self.paused = True
+        self._command(TellUnrestored(task.state_step))
+
     # -------------------------------------------------------------- telling
 
     def _command(self, command: Command) -> None:
@@ -489,6 +516,12 @@ class Walker:
                 return not self.now.holds_sum and parcel.round >= self.now.round
             case _:
                 return True
+
+    @property
+    def last_step(self) -> int:
+        """Of the task, or of this shape of it."""
+        until = self.mail.order.until
+        return self.rules.steps if until is None else until
 
     def _open_states(self) -> list[StepState]:
         return [self.now] if self.before is None else [self.before, self.now]
