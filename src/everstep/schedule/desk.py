@@ -1,10 +1,15 @@
-"""A task's scheduler at work: it learns how long ops take, answers recovery's questions, and thinks ahead."""
+"""A task's scheduler at work: it learns how long ops take, answers recovery's questions, and thinks ahead.
+
+Two things change a schedule in force: a stage's share of the work that has become another (`drift`), which is
+asked for here, and a worker that has become slow, which the coordinator asks for, with the speeds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from everstep.core.actions import ComputePlan
+from everstep.core.cluster import TimesTold
 from everstep.core.events import PlanComputed
 from everstep.core.ops import Worker
 from everstep.core.survey import Shape
@@ -13,7 +18,8 @@ from everstep.schedule.cache import PlanCache
 from everstep.schedule.profile import Profile
 
 FIRST_LOOK = 3  # steps after which the schedule is made again, with measured times
-LOOK_EVERY = 20  # steps
+LEAST_STEPS = 20  # between two schedules for the sake of stages' shares
+LOOKS = 5  # steps on end that must show another share
 
 
 class SchedulerDesk:
@@ -21,22 +27,31 @@ class SchedulerDesk:
         self.profile = Profile(shape)
         self._mode = mode
         self._plans: PlanCache | None = None
+        self._slow: dict[Worker, float] = {}
         self._gone: frozenset[Worker] = frozenset()
+        self._stale = 0  # steps on end
+        self._asked_at = 0
         self._all_ready = False
 
-    def learn(self, worker: Worker, times: Mapping[str, float]) -> None:
-        self.profile.learn(worker, times)
+    def learn(self, told: TimesTold) -> None:
+        self.profile.learn(told.worker, told.times, told.ops or None)
 
-    def answer(self, question: ComputePlan) -> PlanComputed:
-        if self._plans is None or self.profile.drift() is not None:
-            self._plans = PlanCache(self.profile.instance())
+    def answer(self, question: ComputePlan, slow: Mapping[Worker, float] | None = None) -> PlanComputed:
+        """`slow`: workers that take so many times as long as their stage."""
+        known = dict(slow or {})
+        if self._plans is None or known != self._slow or self.profile.drift() is not None:
+            self._slow = known
+            self._plans = PlanCache(self.profile.instance(known))
         self._gone, self._all_ready = question.dead, False
         return answer(question, self._plans, self._mode)
 
     def wants_new_schedule(self, steps_run: int, step: int) -> str | None:
         """After this step: is the schedule in force out of date? One sentence if so."""
-        if steps_run == FIRST_LOOK or step % LOOK_EVERY == 0:
-            return self.profile.drift()
+        stale = self.profile.drift()
+        self._stale = self._stale + 1 if stale is not None else 0
+        if steps_run == FIRST_LOOK or (self._stale >= LOOKS and step - self._asked_at >= LEAST_STEPS):
+            self._stale, self._asked_at = 0, step
+            return stale
         return None
 
     def think_ahead(self) -> None:

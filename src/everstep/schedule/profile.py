@@ -1,24 +1,30 @@
 """How long each op takes on each worker, as the workers themselves report it.
 
-A worker tells two times of an op: how long it took (`F`), and how long it kept a core busy (`F.cpu`). Where
-every worker has a core they are the same. Where workers share cores, the first holds the wait for one, and
-that wait changes when somebody dies; the second does not. `instance` has the first, for planning; `alone` has
-the second, for telling in advance how long a step takes (see sharing.py). Besides its ops a worker burns time
-on messages and bookkeeping: `step.cpu` is all of it in a step, and `alone` spreads the rest over the ops.
+A worker tells three times of an op: how long it took (`F`), how long it kept a core busy (`F.cpu`), and how
+long it took without its wait for a core, which is its *own*. Where every worker has a core they are about the
+same. Where workers share cores, the first holds the wait for one, and that wait changes when somebody dies or
+a neighbour has work; the others do not. `instance` has the first, for planning; `alone` has the second, for
+telling in advance how long a step takes (see sharing.py); `drift` has the third, for telling whether a
+schedule is out of date. Besides its ops a worker burns time on messages and bookkeeping: `step.cpu` is all of
+it in a step, and `alone` spreads the rest over the ops.
+
+Within a stage all workers are planned with one time: what differs between them is mostly noise, and noise
+must not move microbatches. Who is slower than that is not guessed here: it is told as `slow`, with a factor,
+when there is evidence for it (see diagnose/watch.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import fmean
+from statistics import fmean, median_low
 
 from everstep.core.ops import Kind, Worker
 from everstep.core.survey import Shape
 from everstep.schedule import Instance
 
 WORK = (Kind.F, Kind.I, Kind.W)
-DRIFT = 0.3  # a worker's time has changed if it is off by this share
-LIKE_THE_STAGE = 0.3  # a worker is no slower or faster than its peers within this share
+DRIFT = 0.3  # a stage's share of the work has changed if it is off by this much
+_OLD, _NEW = 0.7, 0.3  # how own times are smoothed
 
 
 class Profile:
@@ -29,14 +35,24 @@ class Profile:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self._times: dict[Worker, Mapping[Kind, float]] = {}
+        self._own: dict[Worker, dict[Kind, float]] = {}
         self._busy: dict[Worker, Mapping[Kind, float]] = {}
         self._step_busy: dict[Worker, float] = {}
-        self._planned: dict[Worker, float] | None = (
-            None  # a microbatch's time, as the schedule in force takes it
+        self._slow: Mapping[Worker, float] = {}
+        self._planned: list[float] | None = (
+            None  # stages' shares of the work, as the schedule in force has it
         )
 
-    def learn(self, worker: Worker, told: Mapping[str, float]) -> None:
+    def learn(
+        self, worker: Worker, told: Mapping[str, float], ops: Mapping[str, tuple[int, float]] | None = None
+    ) -> None:
+        """`ops`: how many of each kind were run lately, and their own seconds together."""
         self._times[worker] = {kind: told[kind] for kind in Kind if kind in told}
+        own = self._own.setdefault(worker, dict(self._times[worker]) if ops is None else {})
+        for name, (count, seconds) in (ops or {}).items():
+            if count:
+                kind, each = Kind(name), seconds / count
+                own[kind] = each if kind not in own else _OLD * own[kind] + _NEW * each
         busy = {kind: told[f"{kind}.cpu"] for kind in Kind if f"{kind}.cpu" in told}
         if all(kind in busy for kind in WORK):
             self._busy[worker] = busy
@@ -45,24 +61,33 @@ class Profile:
     def drift(self) -> str | None:
         """Does the schedule in force rest on times that are no longer true? One sentence if so.
 
-        What counts is a worker's time against the others': all slower alike leaves the best order as it is.
+        What counts is a stage's time against the others': all slower alike leaves the best order as it is,
+        and one slow worker is another matter.
         """
-        if len({w.stage for w in self._times}) < self.shape.stages:
+        now = self._shares()
+        if now is None:
             return None
         if self._planned is None:
             return "the first steps have shown how long ops take"
-        now = self._relative()
-        ratios = {w: now[w] / self._planned[w] for w in now if w in self._planned}
-        worst = max(ratios, key=lambda w: abs(ratios[w] - 1), default=None)
-        if worst is None or abs(ratios[worst] - 1) < DRIFT:
+        ratios = [share / planned for share, planned in zip(now, self._planned, strict=True)]
+        worst = max(range(len(ratios)), key=lambda s: abs(ratios[s] - 1))
+        if abs(ratios[worst] - 1) < DRIFT:
             return None
-        return f"worker {worst} takes {ratios[worst]:.2f} of the time it was planned with, against the others"
+        return f"stage {worst} has {ratios[worst]:.2f} of the share of the work that was planned for it"
 
-    def instance(self) -> Instance:
-        """The task with nobody dead and nothing done; what is planned now is planned with these times."""
-        if self._times:
-            self._planned = self._relative()
-        return self._instance(self._times)
+    def instance(self, slow: Mapping[Worker, float] | None = None) -> Instance:
+        """The task with nobody dead and nothing done; what is planned now is planned with these times.
+
+        `slow`: these workers take so many times as long as the others of their stage.
+        """
+        self._slow = dict(slow or {})
+        self._planned = self._shares()
+        even = {w: times for w, times in self._times.items() if w not in self._slow}
+        for worker in self._slow.keys() & self._times.keys():  # where a whole stage is slow
+            if all(w.stage != worker.stage for w in even):
+                factor = self._slow[worker]
+                even[worker] = {kind: seconds / factor for kind, seconds in self._times[worker].items()}
+        return self._instance(even, self._slow)
 
     def alone(self, hosted: Mapping[Worker, int]) -> Instance | None:
         """The same task with times as if every worker had a core; None where nobody has told them.
@@ -79,11 +104,17 @@ class Profile:
         factor = max(1.0, self._step_busy[worker] / known) if hosted else 1.0
         return {kind: seconds * factor for kind, seconds in busy.items()}
 
-    def _instance(self, times: Mapping[Worker, Mapping[Kind, float]]) -> Instance:
-        stages = range(self.shape.stages)
+    def _instance(
+        self, times: Mapping[Worker, Mapping[Kind, float]], slow: Mapping[Worker, float] | None = None
+    ) -> Instance:
+        stages, factors = range(self.shape.stages), slow or {}
         grids = {
             kind: tuple(
-                tuple(_time(times, Worker(k, s), kind) for s in stages) for k in range(self.shape.replicas)
+                tuple(
+                    _stage_time(times, s, kind, otherwise=1.0) * factors.get(Worker(k, s), 1.0)
+                    for s in stages
+                )
+                for k in range(self.shape.replicas)
             )
             for kind in WORK
         }
@@ -98,19 +129,20 @@ class Profile:
             update=tuple(_stage_time(times, s, Kind.U) for s in stages),
         )
 
-    def _relative(self) -> dict[Worker, float]:
-        work = {w: sum(_time(self._times, w, kind) for kind in WORK) for w in self.shape.workers()}
-        mean = fmean(work.values())
-        return {w: time / mean for w, time in work.items()}
-
-
-def _time(times: Mapping[Worker, Mapping[Kind, float]], worker: Worker, kind: Kind) -> float:
-    """A worker about as fast as its stage is taken to be like it: noise must not move microbatches."""
-    own, stage = times.get(worker, {}), _stage_time(times, worker.stage, kind, otherwise=1.0)
-    total = sum(_stage_time(times, worker.stage, k) for k in WORK)
-    if any(k not in own for k in WORK) or abs(sum(own[k] for k in WORK) / total - 1) < LIKE_THE_STAGE:
-        return stage
-    return own[kind]
+    def _shares(self) -> list[float] | None:
+        """What a microbatch takes at each stage, over the mean of all stages; None: a stage has not told."""
+        work = []
+        for stage in range(self.shape.stages):
+            told = [
+                sum(own[kind] for kind in WORK) / self._slow.get(worker, 1.0)
+                for worker, own in self._own.items()
+                if worker.stage == stage and all(kind in own for kind in WORK)
+            ]
+            if not told:
+                return None
+            work.append(median_low(told))  # one that has just become slow does not make its stage slow
+        mean = fmean(work)
+        return [seconds / mean for seconds in work] if mean > 0 else None
 
 
 def _stage_time(

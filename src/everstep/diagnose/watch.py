@@ -1,0 +1,334 @@
+"""Who has become slow in a running job: told step by step, found within three.
+
+Workers tell the own time of the ops they ran in a step (see `engine/stopwatch.py`: without the wait for a
+core, and a wait for messages is no op). A worker's *pace* is that time over the time the same ops usually
+take it; so neither a stage with more work nor a worker that was given less of it stands out. Its *ratio* is
+its pace over that of its peers in the same step, if theirs has grown too: longer sequences for all raise
+every pace and no ratio.
+
+    calm ──► hot in two looks on end ──► slow ──► as fast as before in several looks on end ──► calm
+
+Hot is a fifth more than usual, four times outside the scatter its ratio had while calm, and a tenth of a
+step. Where sequence lengths scatter, a slow worker needs longer to be told from chance, and is. Whoever was
+slow before anybody looked has no better past: it is compared with its peers, over eight looks or more.
+
+Nothing flaps: calm again takes five looks, after a relapse ten, then twenty; and a factor that has changed is
+told only if it did for three looks on end, later for six, then twelve. While a worker is slow, what is usual
+for it is not learned anew.
+
+Rejected: comparing step times (all workers of a job have the same), and core seconds (a throttled device, or
+a worker that is stopped every other moment, burns none).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from everstep.core.cluster import SlownessEnded, SlownessFound, TimesTold
+from everstep.core.ops import Worker
+
+RATIO = 1.2  # hot: so many times as long as usual
+WORTH = 0.10  # of a step
+CHANCE = 4.0  # times the scatter
+LOOKS = 2  # hot ones on end, for a verdict
+CALM_RATIO = 1.1
+CALM_LOOKS, MOST_CALM_LOOKS = 5, 80
+CHANGED, CHANGED_LOOKS = 0.15, 3  # a factor is another one if it is off by this share for so many looks
+FIRST_LOOKS = 2  # of a process: it allocates
+USUAL_LOOKS = 3  # needed to know what is usual
+KEPT = 32
+PEER_LOOKS, PEER_RATIO, PEER_CHANCE, MOST = 8, 1.25, 5.0, 0.85  # against peers, without a past
+_LEAST_SCATTER = 0.02
+_NOT_WORK = ("R",)  # a reduce is summed when its parts come, in pieces: its time says little
+
+
+@dataclass(slots=True)
+class _Slow:
+    factor: float  # as told
+    since: int
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=CHANGED_LOOKS))
+    calm: int = 0  # looks on end
+    changed: int = 0
+    changes: int = 0  # told
+
+
+@dataclass(slots=True)
+class _Pace:
+    """What is known of one worker."""
+
+    incarnation: int
+    looks: int = 0
+    usual: dict[str, deque[float]] = field(default_factory=dict)  # seconds an op, of calm looks
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))  # of calm looks
+    hot: list[tuple[int, float, float, float]] = field(default_factory=list)  # step, ratio, seconds, usual
+    beside_peers: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    slow: _Slow | None = None
+    relapses: int = 0
+    last_step: int = 0
+
+    def usual_s(self, ops: Mapping[str, tuple[int, float]]) -> float | None:
+        """How long these ops usually take it; None if that is not known."""
+        total = 0.0
+        for kind, (count, _) in ops.items():
+            known = self.usual.get(kind)
+            if known is None or len(known) < USUAL_LOOKS:
+                return None
+            total += count * median(known)
+        return total or None
+
+    def learn(self, ops: Mapping[str, tuple[int, float]], factor: float = 1.0) -> None:
+        for kind, (count, seconds) in ops.items():
+            if count:
+                self.usual.setdefault(kind, deque(maxlen=KEPT)).append(seconds / count / factor)
+
+    def scatter(self) -> float:
+        return _scatter(self.ratios) if len(self.ratios) >= USUAL_LOOKS else _LEAST_SCATTER
+
+    def hot_from(self) -> float:
+        return 1 + max(RATIO - 1, CHANCE * self.scatter())
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """One worker's step: its ops, and how that compares."""
+
+    told: TimesTold
+    ops: dict[str, tuple[int, float]]
+    seconds: float
+    pace: float | None
+
+
+class Watch:
+    """One task's workers. `told` takes what one says, and answers with what follows from it."""
+
+    def __init__(self, task: str, slow: Mapping[Worker, float] | None = None) -> None:
+        """`slow`: workers that are known to be slow, as after a restart of whoever watches."""
+        self.task = task
+        self._known_slow = dict(slow or {})
+        self._paces: dict[Worker, _Pace] = {}
+        self._steps: dict[int, dict[Worker, TimesTold]] = {}
+        self._awaited: set[Worker] = set()  # who told the steps before
+        self._judged = 0
+
+    def told(self, told: TimesTold) -> list[SlownessFound | SlownessEnded]:
+        pace = self._paces.get(told.worker)
+        if pace is None or pace.incarnation != told.incarnation:
+            factor = self._known_slow.pop(told.worker, None) if pace is None else None
+            pace = self._paces[told.worker] = _Pace(told.incarnation)
+            if factor is not None:
+                pace.slow = _Slow(factor=factor, since=told.step)
+        if told.step <= pace.last_step:  # a step is done again, maybe from a checkpoint
+            self._steps.clear()
+            self._judged = told.step - 1
+        pace.last_step = told.step
+        self._awaited.add(told.worker)
+        self._steps.setdefault(told.step, {})[told.worker] = told
+        return self._judge_what_is_whole()
+
+    def factors(self) -> dict[Worker, float]:
+        """How many times as long each slow worker takes."""
+        return {worker: pace.slow.factor for worker, pace in self._paces.items() if pace.slow is not None}
+
+    def _judge_what_is_whole(self) -> list[SlownessFound | SlownessEnded]:
+        """A step is judged when all have told it, or when somebody is two tellings ahead."""
+        found: list[SlownessFound | SlownessEnded] = []
+        for step in sorted(self._steps):
+            ahead = sum(later > step for later in self._steps) >= 2
+            if not ahead and not self._awaited <= self._steps[step].keys():
+                break
+            looked = self._steps.pop(step)
+            self._awaited &= looked.keys()  # who did not tell it may be gone
+            if step > self._judged:
+                self._judged = step
+                found += self._judge(step, looked)
+        return found
+
+    # -------------------------------------------------------------- one step
+
+    def _judge(self, step: int, told: Mapping[Worker, TimesTold]) -> list[SlownessFound | SlownessEnded]:
+        looks = {worker: self._look(worker, one) for worker, one in told.items()}
+        found: list[SlownessFound | SlownessEnded] = []
+        for worker, look in looks.items():
+            pace = self._paces[worker]
+            pace.looks += 1
+            if pace.looks <= FIRST_LOOKS or not look.ops:
+                continue
+            others = self._others(worker, looks)
+            if others is None and pace.slow is not None:
+                others = 1.0
+            if look.pace is None or others is None:
+                pace.learn(look.ops, pace.slow.factor if pace.slow is not None else 1.0)
+                continue
+            ratio = look.pace / max(others, 1.0)  # others that got faster make nobody slow
+            verdict: SlownessFound | SlownessEnded | None
+            if pace.slow is not None:
+                verdict = self._of_slow(worker, pace, pace.slow, ratio, look)
+            else:
+                verdict = self._of_calm(worker, pace, ratio, look, looks)
+            found += [] if verdict is None else [verdict]
+        return found
+
+    def _look(self, worker: Worker, told: TimesTold) -> _Look:
+        ops = {k: (count, s) for k, (count, s) in told.ops.items() if count and k not in _NOT_WORK}
+        seconds = sum(s for _, s in ops.values())
+        usual = self._paces[worker].usual_s(ops)
+        return _Look(told, ops, seconds, seconds / usual if usual else None)
+
+    def _others(self, worker: Worker, looks: Mapping[Worker, _Look]) -> float | None:
+        """The middle pace of its peers; where it has none, of everybody else; None where there is nobody."""
+        for same_stage in (True, False):
+            paces = [
+                look.pace
+                for other, look in looks.items()
+                if other != worker
+                and (other.stage == worker.stage) == same_stage
+                and look.pace is not None
+                and self._paces[other].slow is None
+            ]
+            if paces:
+                return median(paces)
+        return None
+
+    def _of_calm(
+        self, worker: Worker, pace: _Pace, ratio: float, look: _Look, looks: Mapping[Worker, _Look]
+    ) -> SlownessFound | None:
+        extra_s = look.seconds * (1 - 1 / ratio) if ratio > 0 else 0.0
+        if ratio < pace.hot_from() or extra_s < WORTH * look.told.seconds:
+            pace.hot.clear()
+            pace.ratios.append(ratio)
+            pace.learn(look.ops)
+            return self._beside_peers(worker, pace, look, looks)
+        pace.hot.append((look.told.step, ratio, look.seconds, look.seconds / (look.pace or 1.0)))
+        if len(pace.hot) < LOOKS:
+            return None
+        factor = median(ratio for _, ratio, _, _ in pace.hot)
+        since = pace.hot[0][0]
+        evidence = tuple(
+            f"in step {step} the ops of worker {worker} took {seconds * 1e3:.1f} ms of its own, usually they "
+            f"take {usual * 1e3:.1f} ms: {ratio:.2f} times, its peers' change taken out"
+            for step, ratio, seconds, usual in pace.hot
+        )
+        because = (
+            f"worker {worker} takes {factor:.2f} times as long for the same ops as it did before step {since}"
+        )
+        return self._becomes_slow(worker, pace, factor, since, because, evidence, looks)
+
+    def _beside_peers(
+        self, worker: Worker, pace: _Pace, look: _Look, looks: Mapping[Worker, _Look]
+    ) -> SlownessFound | None:
+        """It has always been as slow as it is: are its peers faster at the same ops?"""
+        theirs = self._peers_seconds(worker, look, looks)
+        if theirs is None:
+            return None
+        ratios = pace.beside_peers
+        ratios.append(look.seconds / theirs)
+        factor = median(ratios)
+        chance = PEER_CHANCE * 1.25 * _scatter(ratios) / len(ratios) ** 0.5
+        steady = sum(ratio > 1 + (factor - 1) / 3 for ratio in ratios) >= MOST * len(ratios)
+        worth = look.seconds * (1 - 1 / factor) >= WORTH * look.told.seconds
+        if len(ratios) < PEER_LOOKS or factor < max(PEER_RATIO, 1 + chance) or not steady or not worth:
+            return None
+        evidence = (
+            f"in the last {len(ratios)} looks the ops of worker {worker} took {min(ratios):.2f} to "
+            f"{max(ratios):.2f} times as long as the same ops on its peers",
+        )
+        because = f"worker {worker} takes {factor:.2f} times as long as its peers for the same ops"
+        for known in pace.usual.values():  # what would be usual for it: so it is measured from here on
+            usual = [seconds / factor for seconds in known]
+            known.clear()
+            known.extend(usual)
+        return self._becomes_slow(worker, pace, factor, look.told.step, because, evidence, looks)
+
+    def _peers_seconds(self, worker: Worker, look: _Look, looks: Mapping[Worker, _Look]) -> float | None:
+        """How long its ops would have taken its middle peer in this step."""
+        peers = [
+            other
+            for w, other in looks.items()
+            if w.stage == worker.stage and w != worker and self._paces[w].slow is None
+        ]
+        total = 0.0
+        for kind, (count, _) in look.ops.items():
+            each = [p.ops[kind][1] / p.ops[kind][0] for p in peers if kind in p.ops]
+            if not each:
+                return None
+            total += count * median(each)
+        return total or None
+
+    def _becomes_slow(
+        self,
+        worker: Worker,
+        pace: _Pace,
+        factor: float,
+        since: int,
+        because: str,
+        evidence: tuple[str, ...],
+        looks: Mapping[Worker, _Look],
+    ) -> SlownessFound:
+        pace.slow = _Slow(factor=factor, since=since)
+        pace.hot.clear()
+        pace.beside_peers.clear()
+        return SlownessFound(
+            task=self.task,
+            worker=worker,
+            incarnation=pace.incarnation,
+            factor=round(factor, 3),
+            since_step=since,
+            because=because,
+            evidence=evidence,
+            ruled_out=self._ruled_out(worker, looks),
+        )
+
+    def _ruled_out(self, worker: Worker, looks: Mapping[Worker, _Look]) -> tuple[str, ...]:
+        clear = [
+            f"{other} ({look.pace:.2f} of its usual time)"
+            for other, look in sorted(looks.items())
+            if other != worker and look.pace is not None and self._paces[other].slow is None
+        ]
+        few = ", ".join(clear[:4]) + (f" and {len(clear) - 4} more" if len(clear) > 4 else "")
+        return (
+            *((f"worker {few} work as before",) if clear else ()),
+            "a link, or waiting for others: only the time inside its ops is counted",
+            "a crowded machine: the wait for a core is taken out",
+            "a stage with more work, or longer sequences: it is compared with its own past and its peers",
+        )
+
+    # -------------------------------------------------------------- while it is slow
+
+    def _of_slow(
+        self, worker: Worker, pace: _Pace, slow: _Slow, ratio: float, look: _Look
+    ) -> SlownessFound | SlownessEnded | None:
+        slow.ratios.append(ratio)
+        slow.calm = slow.calm + 1 if ratio < CALM_RATIO else 0
+        if slow.calm >= min(CALM_LOOKS * 2**pace.relapses, MOST_CALM_LOOKS):
+            pace.slow, pace.relapses = None, pace.relapses + 1
+            because = f"worker {worker} has been as fast as before for {slow.calm} looks"
+            return SlownessEnded(task=self.task, worker=worker, incarnation=pace.incarnation, because=because)
+        now = median(slow.ratios)
+        off = abs(now / slow.factor - 1) > CHANGED and ratio >= CALM_RATIO
+        slow.changed = slow.changed + 1 if off else 0
+        if slow.changed < CHANGED_LOOKS * 2**slow.changes:
+            return None
+        before, slow.factor = slow.factor, now
+        slow.changed, slow.changes = 0, slow.changes + 1
+        because = (
+            f"worker {worker} takes {now:.2f} times as long as before step {slow.since}, "
+            f"no longer {before:.2f}"
+        )
+        return SlownessFound(
+            task=self.task,
+            worker=worker,
+            incarnation=pace.incarnation,
+            factor=round(now, 3),
+            since_step=slow.since,
+            because=because,
+            evidence=(f"in step {look.told.step} its ops took {ratio:.2f} times their usual time",),
+        )
+
+
+def _scatter(values: deque[float]) -> float:
+    """The standard deviation that the middle of the values suggests."""
+    middle = median(values)
+    return max(_LEAST_SCATTER, 1.4826 * median(abs(value - middle) for value in values))
