@@ -24,6 +24,7 @@ from everstep.core.ops import Worker
 from everstep.core.recovery import Recovery
 from everstep.core.standing import Running
 from everstep.core.survey import Shape
+from everstep.diagnose.watch import Watch
 from everstep.engine.beacon import Reading
 from everstep.engine.faults import Fault
 from everstep.engine.job import Job
@@ -57,6 +58,7 @@ class LocalTask:
         self.tick_s = min(tick_s, LOOK_EVERY_S)
         self.shape = Shape(job.replicas, job.stages, job.microbatches)
         self.desk = SchedulerDesk(self.shape, mode_of(job))
+        self.pace = Watch(TASK)
         self.outcome = Outcome()
         self.coordinator = Coordinator(patience=patience)
         self._loop = _Loop()
@@ -171,7 +173,9 @@ class LocalTask:
     def _reported(self, report: msg.NodeReport) -> None:
         match report:
             case msg.TimesTold():
-                self.desk.learn(report.worker, report.times)
+                self.desk.learn(report)
+                for found in self.pace.told(report):
+                    self._hear(found)
                 return
             case msg.CheckpointFound():
                 self.outcome.resumed_from = report.step
@@ -195,7 +199,8 @@ class LocalTask:
                 self.crew.carry_out(order)
             case msg.Think():
                 self.watch("action", action.question)
-                self._hear(msg.PlanAnswered(task=TASK, event=self.desk.answer(action.question)))
+                answer = self.desk.answer(action.question, action.slow)
+                self._hear(msg.PlanAnswered(task=TASK, event=answer))
             case msg.Record():
                 self._record(action.record)
             case msg.IncidentClosed(number=number):

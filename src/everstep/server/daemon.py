@@ -29,6 +29,7 @@ from everstep.core.codec import decode, encode
 from everstep.core.coordinator import Coordinator
 from everstep.core.detector import Heartbeats
 from everstep.core.snapshot import digest, freeze, thaw
+from everstep.diagnose.watch import Watch
 from everstep.plan.ask import choose
 from everstep.schedule.desk import SchedulerDesk
 from everstep.server.journal import Journal, LostLeadership
@@ -74,6 +75,7 @@ class Daemon:
         self.news: deque[dict[str, Any]] = deque(maxlen=KEPT_NEWS)
         self.steps: dict[str, StepsOfTask] = {}
         self.desks: dict[str, SchedulerDesk] = {}
+        self.paces: dict[str, Watch] = {}
         self.leads = False
         self.number = 0  # of the last journal entry
         self.handled_s: deque[float] = deque(maxlen=10_000)
@@ -219,6 +221,7 @@ class Daemon:
                     self._log_step(action)
                 case msg.TaskEnded():
                     self.desks.pop(action.task, None)
+                    self.paces.pop(action.task, None)
                     self.say(f"task {action.task} is {action.state}: {action.because}")
                 case msg.NodeChanged():
                     self.say(f"node {action.node} is {action.state}: {action.because}")
@@ -228,10 +231,14 @@ class Daemon:
                     self._in_background(self._choose(action))
 
     def learn(self, told: msg.TimesTold) -> None:
-        """For the scheduler only: not journaled, and forgotten by a restart."""
-        desk = self._desk(told.task)
-        if desk is not None:
-            desk.learn(told.worker, told.times)
+        """For the scheduler and the watch only: not journaled, and forgotten by a restart."""
+        desk, task = self._desk(told.task), self.machine.tasks.get(told.task)
+        if desk is not None and task is not None:
+            desk.learn(told)
+            if told.task not in self.paces:
+                self.paces[told.task] = Watch(told.task, task.slow)
+            for found in self.paces[told.task].told(told):
+                self.tell(found)
 
     def _desk(self, name: str) -> SchedulerDesk | None:
         task = self.machine.tasks.get(name)
@@ -245,7 +252,7 @@ class Daemon:
     async def _think(self, action: msg.Think) -> None:
         desk = self._desk(action.task)
         if desk is not None:
-            answer = await asyncio.to_thread(desk.answer, action.question)
+            answer = await asyncio.to_thread(desk.answer, action.question, action.slow)
             self.tell(msg.PlanAnswered(task=action.task, event=answer))
 
     async def _choose(self, action: msg.ChooseAssignment) -> None:
