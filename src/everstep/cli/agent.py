@@ -19,7 +19,7 @@ def agent_command(
         str,
         typer.Option(
             envvar="EVERSTEP_ADDRESS",
-            help="Where it listens; several, comma-separated, if it is highly available.",
+            help="Where it listens, or @FILE that holds it; several, comma-separated, if there are any.",
         ),
     ] = DEFAULT_ADDRESS,
     node: Annotated[str, typer.Option(help="This node's name.", show_default="the host's")] = "",

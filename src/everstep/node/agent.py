@@ -38,9 +38,11 @@ from everstep.errors import EverstepError, PeerError, UserError
 from everstep.node.crew import Crew
 from everstep.node.kernel import KernelLog
 from everstep.node.nursery import Nursery
+from everstep.node.whereabouts import current
 
 BEAT_EVERY_S = 0.25
 LOOK_EVERY_S = 0.02
+PING_S = 8.0  # unanswered for half as long: a machine that lost its power closes no connection
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
 MAX_KEPT_REPORTS = 1_000_000  # days of steps without a coordinator, some 300 MB
 MAX_MESSAGE = 64 << 20
@@ -50,7 +52,7 @@ MAX_MESSAGE = 64 << 20
 class AgentSettings:
     node: str
     slots: int
-    coordinators: Sequence[str]  # http(s) addresses, tried in turn
+    coordinators: Sequence[str]  # http(s) addresses, or @FILE that holds one now; tried in turn
     host: str = "127.0.0.1"  # where this node's workers are reached by their peers
     token: str | None = None
     ca: Path | None = None
@@ -151,10 +153,11 @@ class Agent:
         wait, turn = RETRY_FIRST_S, 0
         async with aiohttp.ClientSession() as session:
             while True:
-                address = self.settings.coordinators[turn % len(self.settings.coordinators)]
+                address = current(self.settings.coordinators[turn % len(self.settings.coordinators)])
                 self._welcomed = False
                 try:
-                    await self._connected(session, address)
+                    if address:
+                        await self._connected(session, address)
                 except (aiohttp.ClientError, OSError, TimeoutError, PeerError) as error:
                     if self._welcomed:
                         self.say(f"the line to {address} is cut ({error}); workers train on")
@@ -169,7 +172,12 @@ class Agent:
         url = f"{address.rstrip('/')}/v1/agent"
         timeout = aiohttp.ClientWSTimeout(ws_close=1.0)
         connect = session.ws_connect(
-            url, headers=headers, ssl=context or True, max_msg_size=MAX_MESSAGE, timeout=timeout
+            url,
+            headers=headers,
+            ssl=context or True,
+            max_msg_size=MAX_MESSAGE,
+            timeout=timeout,
+            heartbeat=PING_S,
         )
         try:
             line = await asyncio.wait_for(connect, 5.0)

@@ -1,0 +1,77 @@
+"""Speaks to a coordinator over HTTP, one question at a time."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from everstep.errors import EverstepError, PeerError, UserError
+from everstep.node.whereabouts import current
+
+DEFAULT_ADDRESS = "http://127.0.0.1:7077"
+MAX_ANSWER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Client:
+    address: str = DEFAULT_ADDRESS  # or @FILE, which holds it
+    token: str = ""
+    ca: Path | None = None
+
+    def get(self, path: str) -> Any:
+        return self._call("GET", path, None)
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self._call("POST", path, json.dumps(body or {}).encode())
+
+    def _call(self, method: str, path: str, body: bytes | None) -> Any:
+        base = current(self.address).rstrip("/")
+        if not base:
+            raise UserError(f"no coordinator has written its address into {self.address[1:]} yet.")
+        if urlsplit(base).scheme not in ("http", "https") or not urlsplit(base).netloc:
+            raise UserError(f"--address {self.address!r} is not of the form {DEFAULT_ADDRESS}.")
+        request = urllib.request.Request(f"{base}{path}", data=body, method=method)
+        if self.token:
+            request.add_header("Authorization", f"Bearer {self.token}")
+        context = None
+        if base.startswith("https"):
+            context = ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
+        try:
+            with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+                return _decoded(answer.read(MAX_ANSWER_BYTES + 1), base)
+        except urllib.error.HTTPError as error:
+            sentence = _sentence(error.read(1 << 16)) or f"it answers {error.code} {error.reason}."
+            if error.code in (400, 401, 403, 404):
+                raise UserError(f"{base}: {sentence}") from None
+            raise EverstepError(f"{base}: {sentence}") from None
+        except urllib.error.URLError as error:
+            raise UserError(
+                f"no coordinator at {base} ({error.reason}); start one with everstep coordinator, or give "
+                "--address."
+            ) from None
+        except (TimeoutError, OSError) as error:
+            raise EverstepError(f"the coordinator at {base} does not answer: {error}.") from None
+
+
+def _decoded(data: bytes, base: str) -> Any:
+    if len(data) > MAX_ANSWER_BYTES:
+        raise PeerError(f"{base} answers with more than {MAX_ANSWER_BYTES} bytes")
+    try:
+        return json.loads(data)
+    except ValueError:
+        raise PeerError(f"{base} does not answer as a coordinator does") from None
+
+
+def _sentence(data: bytes) -> str:
+    try:
+        return str(json.loads(data)["error"])
+    except ValueError:
+        return data.decode(errors="replace").strip()[:200]
+    except (KeyError, TypeError):
+        return ""
