@@ -38,6 +38,7 @@ _GROUPS = {  # name: where its typer app lives, for commands with commands of th
     "sim": "everstep.cli.sim:sim_app",
     "fabric": "everstep.cli.fabric:fabric_app",
     "ckpt": "everstep.cli.ckpt:ckpt_app",
+    "launch": "everstep.cli.launch:launch_app",
 }
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the script is the script's
 
