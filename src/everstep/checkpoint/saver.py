@@ -76,10 +76,13 @@ class AsyncSaver:
         self._pending: list[tuple[Snapshots, Future[Any]]] = []
         self._newest: Snapshots | None = None
 
-    def save(self, step: int, state: Mapping[str, Tensor], *, hold: bool = True) -> Future[Any]:
+    def save(
+        self, step: int, state: Mapping[str, Tensor], *, hold: bool = True, write: Write | None = None
+    ) -> Future[Any]:
         """Copy the state and return; the future has what `write` returned.
 
-        `hold=False`: the caller calls `before_update` before it changes a GPU's tensors.
+        `hold=False`: the caller calls `before_update` before it changes a GPU's tensors. `write`: for this
+        copy, instead of the saver's own.
         """
         if len(self._pending) == 2:
             self._pending[0][1].exception()  # wait; its owner hears of errors from the future
@@ -92,7 +95,8 @@ class AsyncSaver:
             snapshots.hold_stream()
         done: Future[Any] = Future()
         before = self._pending[-1][1] if self._pending else None
-        thread = threading.Thread(target=self._run, args=(step, snapshots, before, done), name="saver")
+        work = (step, snapshots, before, done, write or self._write)
+        thread = threading.Thread(target=self._run, args=work, name="saver")
         self._pending.append((snapshots, done))
         thread.start()
         return done
@@ -107,12 +111,19 @@ class AsyncSaver:
         while self._pending:
             self._pending.pop(0)[1].exception()
 
-    def _run(self, step: int, snapshots: Snapshots, before: Future[Any] | None, done: Future[Any]) -> None:
+    def _run(
+        self,
+        step: int,
+        snapshots: Snapshots,
+        before: Future[Any] | None,
+        done: Future[Any],
+        write: Write,
+    ) -> None:
         try:
             if before is not None:
                 before.exception()  # one at a time, in order
             snapshots.wait_copied()
-            done.set_result(self._write(step, snapshots.tensors))
+            done.set_result(write(step, snapshots.tensors))
         except BaseException as error:  # handed to whoever asks the future
             done.set_exception(error)
 

@@ -82,6 +82,18 @@ class PartWritten:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateFetched:
+    """A worker has loaded its state from memory: how much of it was on its own node, how much elsewhere."""
+
+    task: str
+    worker: Worker
+    step: int
+    bytes_here: int
+    bytes_elsewhere: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpOverdue:
     """A worker's op takes longer than it should, as its agent sees it; see `core.detector`."""
 
@@ -139,7 +151,15 @@ class KernelSpoke:
 
 
 NodeReport = (
-    TaskEvent | CheckpointFound | PartWritten | OpOverdue | WorkerMoved | LinkMended | TimesTold | KernelSpoke
+    TaskEvent
+    | CheckpointFound
+    | PartWritten
+    | StateFetched
+    | OpOverdue
+    | WorkerMoved
+    | LinkMended
+    | TimesTold
+    | KernelSpoke
 )
 
 
@@ -383,6 +403,14 @@ class TellWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenShelf:
+    """Workers of this task, on other nodes, will put copies of their states here."""
+
+    task: str
+    secret: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DropShelved:
     """States of this task older than this step are not needed any more."""
 
@@ -423,6 +451,7 @@ Order = (
     | StartProcess
     | KillProcess
     | TellWorker
+    | OpenShelf
     | DropShelved
     | CloseTask
     | KeepOnly
@@ -481,10 +510,19 @@ class TaskEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskReshaped:
+    """The task's workers of its old shape are gone; it begins anew in this one, where it was."""
+
+    task: str
+    shape: Shape
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChanged:
     node: str
     state: str
     because: str
 
 
-ClusterAction = Dispatch | Think | ChooseAssignment | Record | IncidentClosed | TaskEnded | NodeChanged
+ClusterAction = Dispatch | Think | ChooseAssignment | Record | IncidentClosed | TaskEnded | TaskReshaped | NodeChanged

@@ -124,6 +124,8 @@ class Coordinator(NodeDesk):
                 return self._found(name, step, now)
             case msg.PartWritten() as part:
                 return self._part_written(part, now)
+            case msg.StateFetched() as fetched:
+                return self._fetched(fetched)
             case msg.OpOverdue() as report:
                 return self._overdue(report, now)
             case msg.WorkerMoved() as moved:

@@ -25,7 +25,8 @@ class NodeDesk(TaskDesk):
                 actions += self._lost(event.node, NodeState.GONE, "its agent was started anew", now)
             node.boot, node.slots, node.host = event.boot, event.slots, event.host
             node.shelf_port = event.shelf_port
-            node.heard, node.sent, node.pending, node.opened = 0, 0, [], set()
+            node.heard, node.sent, node.pending = 0, 0, []
+            node.opened, node.shelving = set(), set()
         if node is None:
             node = Node(
                 name=event.node,

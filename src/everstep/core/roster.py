@@ -44,6 +44,7 @@ class Node:
     sent: int = 0  # the last order to this boot
     pending: list[tuple[int, Order, str]] = field(default_factory=list)  # orders it may not have got
     opened: set[str] = field(default_factory=set)  # tasks it knows of
+    shelving: set[str] = field(default_factory=set)  # tasks whose copies it may keep
     isolations: list[float] = field(default_factory=list)
     shelf_port: int = 0
 
@@ -89,6 +90,15 @@ class KeptState:
         return all(self.copies.get(stage) for stage in range(self.stages))
 
 
+@dataclass(slots=True)
+class Fetched:
+    """What all workers together loaded from memory to go on from a step, and how long the slowest took."""
+
+    bytes_here: int = 0
+    bytes_elsewhere: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class NextShape:
     """What a task becomes once its workers of today are gone."""
@@ -131,6 +141,7 @@ class Task:
     kept: dict[int, KeptState] = field(default_factory=dict)  # by step: states in memory
     kept_step: int | None = None  # the newest of them that is whole and on record
     next_shape: NextShape | None = None
+    fetched: dict[int, Fetched] = field(default_factory=dict)  # by step: what its last moves moved
 
     def wanted(self) -> int:
         places = self.shape.replicas * self.shape.stages

@@ -17,10 +17,12 @@ from everstep.core import shelves
 from everstep.core.ops import Worker
 from everstep.core.orders import Actions
 from everstep.core.recovery import Recovery
-from everstep.core.roster import OVER, REACHABLE, KeptState, NextShape, Seat, Task, TaskState
+from everstep.core.roster import OVER, REACHABLE, Fetched, KeptState, NextShape, Seat, Task, TaskState
 from everstep.core.slowdesk import SlowDesk
 from everstep.core.standing import Policy
 from everstep.errors import InternalError
+
+KEPT_MOVES = 8  # of a task, for the planner and for people
 
 
 class TaskDesk(SlowDesk):
@@ -136,7 +138,7 @@ class TaskDesk(SlowDesk):
         task.state, task.because = task.after, task.after_because
         actions: Actions = []
         if task.state is TaskState.WAITING:
-            self._take_shape(task)
+            actions += self._take_shape(task)
         else:
             actions.append(msg.TaskEnded(task=task.name, state=task.state, because=task.because))
         if task.state in OVER:
@@ -168,18 +170,19 @@ class TaskDesk(SlowDesk):
             because = f"it takes the shape {shape.replicas} x {shape.stages}"
             return self._of_task(task.name, ev.StopRequested(because=because), now)
         if task.state in (TaskState.WAITING, TaskState.PAUSED):
-            self._take_shape(task)
-            return self._fill(now, f"task {task.name} has another shape")
+            return self._take_shape(task) + self._fill(now, f"task {task.name} has another shape")
         return []  # it is on its way to begin or to end; the shape is taken when it next begins
 
-    def _take_shape(self, task: Task) -> None:
+    def _take_shape(self, task: Task) -> Actions:
         after = task.next_shape
-        if after is not None:
-            task.job, task.shape, task.most, task.next_shape = after.job, after.shape, None, None
-            task.faults = ()  # they name workers of the old shape
-            task.parts.clear()
-            for node in self.nodes.values():
-                node.opened.discard(task.name)
+        if after is None:
+            return []
+        task.job, task.shape, task.most, task.next_shape = after.job, after.shape, None, None
+        task.faults = ()  # they name workers of the old shape
+        task.parts.clear()
+        for node in self.nodes.values():
+            node.opened.discard(task.name)
+        return [msg.TaskReshaped(task=task.name, shape=task.shape, because=task.because)]
 
     def _shrink(self, task: Task, because: str, now: float) -> Actions:
         """Take away workers until the task has no more than it may; never the last of a stage."""
@@ -280,6 +283,17 @@ class TaskDesk(SlowDesk):
         kept = task.kept.setdefault(event.step, KeptState(task.shape.stages))
         kept.copies.setdefault(event.stage, {})[node] = event.part
         return self._settle_kept(task, now)
+
+    def _fetched(self, event: msg.StateFetched) -> Actions:
+        task = self.tasks.get(event.task)
+        if task is not None:
+            moved = task.fetched.setdefault(event.step, Fetched())
+            moved.bytes_here += event.bytes_here
+            moved.bytes_elsewhere += event.bytes_elsewhere
+            moved.seconds = max(moved.seconds, event.seconds)
+            for step in sorted(task.fetched)[:-KEPT_MOVES]:
+                del task.fetched[step]
+        return []
 
     def _settle_kept(self, task: Task, now: float) -> Actions:
         """Which state in memory is the newest whole one; older ones make room."""
@@ -408,14 +422,21 @@ class TaskDesk(SlowDesk):
         if isinstance(words, act.ResumeStep | act.CopyState):
             book = tuple((w, *s.address) for w, s in task.seats.items() if s.address is not None)
         order = msg.TellWorker(task=task.name, worker=worker, words=words, book=book)
+        actions: Actions = []
         if isinstance(words, act.ResumeStep):
+            shelf = shelves.shelf_for(self.nodes, task, worker)
+            keeper = self.nodes[shelf.node]
+            if keeper.name != seat.node and task.name not in keeper.shelving | keeper.opened:
+                keeper.shelving.add(task.name)
+                known = msg.OpenShelf(task=task.name, secret=task.secret)
+                actions += self._order(keeper, known, f"{keeper.name} keeps copies of {task.name}'s state")
             order = replace(
                 order,
-                shelf=shelves.shelf_for(self.nodes, task, worker),
+                shelf=shelf,
                 leaves=shelves.leaves(task, worker),
                 kept=self._kept_for(task, worker, words.order.restore),
             )
-        return self._order(self.nodes[seat.node], order, words.because)
+        return actions + self._order(self.nodes[seat.node], order, words.because)
 
     def _kept_for(self, task: Task, worker: Worker, restore: int | None) -> tuple[tuple[msg.Shelf, Any], ...]:
         if not restore or restore != task.kept_step:

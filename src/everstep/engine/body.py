@@ -43,11 +43,17 @@ Report = Callable[[str, Mapping[str, Any]], None]
 
 @dataclass(slots=True, kw_only=True)
 class Ports:
-    """What the body needs of the world outside: told facts, a checkpoint folder, a clock."""
+    """What the body needs of the world outside: told facts, where states are kept, a clock.
+
+    `save` and `shelve` are given live tensors and copy them before they return; `load` gives None if the
+    state is gone; `directed` is told what an order to go on says about states, before that order is obeyed.
+    """
 
     report: Report
-    save: Callable[[int, dict[str, Tensor]], None]
-    load: Callable[[int, list[str]], Mapping[str, Tensor]]
+    save: Callable[[int, Mapping[str, Tensor]], None]
+    load: Callable[[int, list[str]], Mapping[str, Tensor] | None]
+    shelve: Callable[[int, bool, Mapping[str, Tensor]], None] = lambda step, leaving, state: None
+    directed: Callable[[Any], None] = lambda directions: None
     clock_ns: Callable[[], int] = time.monotonic_ns
 
 
@@ -120,7 +126,8 @@ class Body:
             case "interrupt":
                 self.ports.report("ledger", {"epoch": value, "ledger": self.walker.interrupt(value)})
             case "resume":
-                order_, self.book = value
+                order_, self.book, directions = value
+                self.ports.directed(directions)
                 self.links.forget(set(self.book.values()))
                 self._breaks = {a: n for a, n in self._breaks.items() if a in self.book.values()}
                 self.walker.resume(order_)
@@ -210,11 +217,9 @@ class Body:
             case msg.Restore():
                 return self._restore(task.state_step)
             case msg.SaveCheckpoint():
-                state = {
-                    name: tensor.detach().to("cpu", copy=True)
-                    for name, tensor in self.updater.state().items()
-                }
-                return self.ports.save(task.state_step, state)
+                return self.ports.save(task.state_step, self.updater.state())
+            case msg.Shelve():
+                return self.ports.shelve(task.state_step, task.leaving, self.updater.state())
 
     def _compute(self, task: msg.Compute) -> None:
         op = task.op
@@ -338,15 +343,19 @@ class Body:
                 self.updater.load(arrived)
             self.walker.snapshot_arrived(frame.facts["state_step"])
 
-    def _restore(self, state_step: int) -> None:
+    def _restore(self, state_step: int) -> bool:
+        """False: the state is gone."""
         self.stage.discard()
         if state_step == 0:
             if self._touched:
                 self.stage, self.updater = self._build()
                 self._touched = False
-        else:
-            self.updater.load(self.ports.load(state_step, list(self.stage.slots)))
-            self._touched = True
+            return True
+        state = self.ports.load(state_step, list(self.stage.slots))
+        self._touched = True
+        if state is not None:
+            self.updater.load(state)
+        return state is not None
 
     # -------------------------------------------------------------- commands
 
@@ -379,6 +388,8 @@ class Body:
                     )
                 case msg.TellCopied():
                     self.ports.report("copied", {"state_step": command.state_step})
+                case msg.TellUnrestored():
+                    self.ports.report("unrestored", {"state_step": command.state_step})
 
     def _send(self, command: msg.Send) -> None:
         address = self.book.get(Worker(command.replica, command.stage))

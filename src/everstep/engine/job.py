@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_type_hints
 
@@ -143,6 +143,7 @@ class Job:
     seed: int = 0
     device: str = "cpu"
     threads: int = 1  # of each worker
+    memory_interval: int = 0  # steps between copies of the state in the memory of nodes; 0: none
     log: str | None = None  # folder of the step log
     base: str = "."  # the job file's folder: paths and modules are looked up from here
 
@@ -150,10 +151,21 @@ class Job:
         for name in ("steps", "replicas", "stages", "microbatches", "threads"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
+        at_least("memory_interval", self.memory_interval, 0)
 
     @property
     def microbatches_in_step(self) -> int:
         return self.replicas * self.microbatches
+
+    def reshaped(self, replicas: int, stages: int) -> Self:
+        """The same training, the same batch, cut otherwise."""
+        total = self.microbatches_in_step
+        if replicas < 1 or stages < 1 or total % replicas:
+            raise UserError(
+                f"shape {replicas}x{stages} does not fit: a step has {total} microbatches, which "
+                f"{replicas} replicas cannot share evenly; give a divisor of {total}."
+            )
+        return replace(self, replicas=replicas, stages=stages, microbatches=total // replicas)
 
     def rate(self, step: int) -> float:
         return self.optimizer.rate(step, self.steps)

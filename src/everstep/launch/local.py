@@ -14,11 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.core import actions as act
 from everstep.core import cluster as msg
 from everstep.core import events as ev
+from everstep.core.codec import encode
 from everstep.core.coordinator import Coordinator
 from everstep.core.ops import Worker
 from everstep.core.recovery import Recovery
@@ -32,6 +33,9 @@ from everstep.launch.outcome import Outcome, StepLog
 from everstep.node.crew import Crew, Process
 from everstep.node.nursery import Nursery
 from everstep.schedule.desk import SchedulerDesk
+
+if TYPE_CHECKING:
+    from everstep.launch.page import RunPage
 
 NODE, TASK = "here", "task"
 LOOK_EVERY_S = 0.02
@@ -52,8 +56,14 @@ class LocalTask:
         script: list[str] | None = None,
         tick_s: float = 0.1,
         detect: bool = True,
+        slots: int | None = None,
+        page: RunPage | None = None,
     ) -> None:
-        """`detect` off: only deaths are noticed; to measure what detection costs."""
+        """`detect` off: only deaths are noticed; to measure what detection costs. `slots`: for the largest
+        shape it may take, if it is to change its shape.
+        """
+        self._slots = slots or job.replicas * job.stages
+        self._page = page
         self.job, self.nursery, self.faults, self.watch, self.script = job, nursery, faults, watch, script
         self.tick_s = min(tick_s, LOOK_EVERY_S)
         self.shape = Shape(job.replicas, job.stages, job.microbatches)
@@ -83,6 +93,8 @@ class LocalTask:
                 detect=self._detect,
             )
             self.crew.open()
+            if self._page is not None:
+                self._page.attach(self, self._loop)
             if self.job.log is not None:
                 self._log = StepLog(self.job.path(self.job.log))
             try:
@@ -121,6 +133,12 @@ class LocalTask:
         self.watch("action", act.FinishTask(because=because))
         self._hear(msg.CancelRequested(task=TASK))
 
+    def reshape(self, replicas: int, stages: int) -> None:
+        """Take another shape at the next step boundary; training goes on from where it is."""
+        job = self.job.reshaped(replicas, stages)
+        shape = Shape(job.replicas, job.stages, job.microbatches)
+        self._hear(msg.ReshapeRequested(task=TASK, job=job.to_dict(), shape=shape))
+
     def words(self, worker: Worker) -> Path:
         """The file with what a worker printed; kept where the job has a log folder."""
         return self.crew.words(TASK, worker)
@@ -129,9 +147,20 @@ class LocalTask:
         """What every live worker is doing right now."""
         return self.crew.readings(TASK)
 
+    def told_readings(self) -> list[dict[str, Any]]:
+        """The same, as an agent tells it to whoever looks."""
+        return [
+            {
+                "worker": str(worker),
+                "incarnation": process.incarnation,
+                "pid": process.child.pid,
+                "reading": encode(process.beacon.read()),
+            }
+            for worker, process in self.processes.items()
+        ]
+
     def _begin(self) -> None:
-        slots = self.job.replicas * self.job.stages
-        self._hear(msg.NodeJoined(node=NODE, boot=NODE, slots=slots, host="127.0.0.1"))
+        self._hear(msg.NodeJoined(node=NODE, boot=NODE, slots=self._slots, host="127.0.0.1"))
         self._hear(
             msg.TaskSubmitted(
                 task=TASK,
@@ -152,6 +181,8 @@ class LocalTask:
                 while not self._over:
                     self._turn()
         self.crew.close()
+        if self._page is not None:
+            self._page.detach()
         self._loop.close()
         if self._log is not None:
             self._log.close()
@@ -166,6 +197,8 @@ class LocalTask:
         due = self.coordinator.due_at()
         if due is not None and due <= now:
             self._hear(msg.TimePassed())
+        if self._page is not None:
+            self._page.tick(now)
         self.watch("tick", self)
 
     # -------------------------------------------------------------- events and actions
@@ -186,7 +219,11 @@ class LocalTask:
         self._hear(msg.FromNode(node=NODE, boot=NODE, number=self._reports, report=report))
 
     def _hear(self, event: msg.ClusterEvent) -> None:
-        for action in self.coordinator.handle(event, time.monotonic()):
+        now = time.monotonic()
+        actions = self.coordinator.handle(event, now)
+        if self._page is not None:
+            self._page.heard(event, actions, now)
+        for action in actions:
             self._perform(action)
 
     def _perform(self, action: msg.ClusterAction) -> None:
@@ -210,6 +247,8 @@ class LocalTask:
             case msg.TaskEnded():
                 self.outcome.failure = action.because if action.state == "failed" else None
                 self._over = True
+            case msg.TaskReshaped(shape=shape):
+                self.shape, self.desk = shape, SchedulerDesk(shape, mode_of(self.job))
             case msg.NodeChanged() | msg.ChooseAssignment():
                 pass
 

@@ -38,6 +38,7 @@ from everstep.errors import EverstepError, PeerError, UserError
 from everstep.node.crew import Crew
 from everstep.node.kernel import KernelLog
 from everstep.node.nursery import Nursery
+from everstep.node.shelf import ShelfDoor
 from everstep.node.whereabouts import current
 
 BEAT_EVERY_S = 0.25
@@ -89,10 +90,13 @@ class Agent:
             folder=folder,
             nursery=self._nursery,
             host=self.settings.host,
+            node=self.settings.node,
             limits=self.settings.limits,
             words=self.settings.words,
         )
         self.crew.open()
+        self._door = ShelfDoor(self.crew.shelf, self.settings.host)
+        self._door.open()
         kernel = KernelLog()
         if kernel.fd is not None:
             asyncio.get_running_loop().add_reader(kernel.fd, kernel.read, self._kernel_spoke)
@@ -102,6 +106,7 @@ class Agent:
         finally:
             for job in jobs:
                 job.cancel()
+            self._door.close()
             self.crew.close()
             if kernel.fd is not None:
                 asyncio.get_running_loop().remove_reader(kernel.fd)
@@ -199,6 +204,7 @@ class Agent:
             "boot": self.boot,
             "slots": self.settings.slots,
             "host": self.settings.host,
+            "shelf_port": self._door.port,
         }
         await line.send_str(json.dumps({"hello": hello, "done": self.done}))
         welcome = await line.receive_json(timeout=10.0)

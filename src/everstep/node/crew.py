@@ -30,6 +30,7 @@ from everstep.node.checkpoints import Checkpoints
 from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.nursery import Child, Nursery, exit_reason
 from everstep.node.reports import report_of
+from everstep.node.shelf import Shelf
 
 FINISH_S = 5.0  # for a worker asked to finish, before it is told to stop
 STOP_S = 20.0  # for a worker told to stop, before it is killed
@@ -80,6 +81,7 @@ class Crew:
         folder: Path,
         nursery: Callable[[Job], Nursery],
         host: str = "127.0.0.1",
+        node: str = "here",
         limits: Limits | None = None,
         words: Path | None = None,
         detect: bool = True,
@@ -87,7 +89,8 @@ class Crew:
         """`folder`: for sockets and beacons; `words`: for what workers print, if the job names no folder.
         `detect` off leaves pidfds alone to notice anything: to measure what the rest costs.
         """
-        self.loop, self.report, self.folder, self.host = loop, report, folder, host
+        self.loop, self.report, self.folder, self.host, self.node = loop, report, folder, host, node
+        self.shelf = Shelf()
         self._nursery = nursery
         self._words, self._detect = words, detect
         self.tasks: dict[str, _TaskHere] = {}
@@ -122,6 +125,7 @@ class Crew:
         self.loop.unwatch(self._listener.fileno())
         self._listener.close()
         self._bell.close()
+        self.shelf.close()
 
     def tick(self, now: float) -> None:
         """A few times a second: has everybody moved, and do those who were asked to end, end?"""
@@ -161,6 +165,11 @@ class Crew:
             case msg.OpenTask():
                 job = Job.from_dict(order.job)
                 self.tasks[order.task] = _TaskHere(job, order.secret, order.script, order.faults)
+                self.shelf.open_task(order.task, order.secret)
+            case msg.OpenShelf():
+                self.shelf.open_task(order.task, order.secret)
+            case msg.DropShelved():
+                self.shelf.drop(order.task, order.before)
             case msg.StartProcess():
                 self._start(order)
             case msg.KillProcess():
@@ -202,6 +211,8 @@ class Crew:
             "faults": [f for f in here.faults if first and parse_fault(f).worker == worker],
             "script": list(here.script) or None,
             "job": here.job.to_dict(),
+            "node": self.node,
+            "shelf": str(self.shelf.folder),
         }
         child = self._nursery(here.job).spawn(spec, output=self.words(order.task, worker))
         process = Process(order.task, worker, order.incarnation, child, beacon, lifeline)
@@ -229,7 +240,11 @@ class Crew:
                 self._tell(process, {"kind": "interrupt", "epoch": epoch})
             case act.ResumeStep(order=resume):
                 book = [[*worker, host, port] for worker, host, port in order.book]
-                self._tell(process, {"kind": "resume", "order": wire.resume_out(resume), "book": book})
+                states = {"shelf": order.shelf, "leaves": order.leaves, "kept": order.kept}
+                self._tell(
+                    process,
+                    {"kind": "resume", "order": wire.resume_out(resume), "book": book, "states": states},
+                )
             case act.CopyState(joiner=joiner):
                 address = [[host, port] for worker, host, port in order.book if worker == joiner]
                 if address:

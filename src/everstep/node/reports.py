@@ -18,6 +18,19 @@ def report_of(task: str, worker: Worker, incarnation: int, said: Mapping[str, An
     match said["kind"]:
         case "saved":
             return msg.PartWritten(task=task, step=said["step"], stage=worker.stage, part=said["part"])
+        case "shelved":
+            return msg.PartWritten(
+                task=task, step=said["step"], stage=worker.stage, part=said["part"], shelf=said["node"]
+            )
+        case "fetched":
+            return msg.StateFetched(
+                task=task,
+                worker=worker,
+                step=said["step"],
+                bytes_here=said["here"],
+                bytes_elsewhere=said["elsewhere"],
+                seconds=said["seconds"],
+            )
         case "times":
             return msg.TimesTold(
                 task=task,
@@ -59,6 +72,8 @@ def _event(worker: Worker, incarnation: int, said: Mapping[str, Any]) -> ev.Even
             )
         case "copied":
             return ev.StateCopied(worker=worker, incarnation=incarnation, state_step=said["state_step"])
+        case "unrestored":
+            return ev.RestoreFailed(worker=worker, incarnation=incarnation, step=said["state_step"])
         case "resumed":
             return ev.WorkerResumed(worker=worker, epoch=said["epoch"], at=said["at_ns"] / 1e9)
         case "raised":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint import folder
 from everstep.core.ops import Worker, parse_worker
 from everstep.core.walker import Walker
 from everstep.engine import device as devices
@@ -26,6 +24,7 @@ from everstep.engine.links import Address, Links
 from everstep.engine.program import Program
 from everstep.engine.recorder import WorkerRecorder
 from everstep.node import wire
+from everstep.node.keeping import States
 from everstep.node.lifeline import Lifeline
 from everstep.node.steer import steering_from, watch_links
 
@@ -81,12 +80,26 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
         source_port=None if steering is None else steering.ports,
     )
     beacon = None if spec["beacon"] is None else Beacon(Path(spec["beacon"]))
-    saver = _Saver(job, line, me.stage)
+    states = States(
+        me,
+        job,
+        task=spec["task"],
+        node=spec["node"],
+        shelf=Path(spec["shelf"]),
+        secret=spec["token"],
+        tell=line.tell,
+    )
     body = Body(
         me,
         Walker(me, program.rules()),
         lambda: program.build(me.stage, index=me.stage * job.replicas + me.replica),
-        ports=Ports(report=line.report, save=saver.save, load=saver.load),
+        ports=Ports(
+            report=line.report,
+            save=states.save,
+            load=states.load,
+            shelve=states.shelve,
+            directed=states.obey,
+        ),
         links=links,
         inbox=inbox,
         beacon=beacon,
@@ -101,7 +114,7 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
     line.listen(inbox)
     line.tell("started", {"address": links.address})
     body.run()
-    saver.finish()
+    states.finish()
     if flows is not None:
         flows.stop()
     links.stop()
@@ -139,7 +152,7 @@ class _Line:
                     inbox.put(("interrupt", message["epoch"]))
                 case "resume":
                     book = {Worker(k, s): Address(host, port) for k, s, host, port in message["book"]}
-                    inbox.put(("resume", (wire.resume_in(message["order"]), book)))
+                    inbox.put(("resume", (wire.resume_in(message["order"]), book, message["states"])))
                 case "copy":
                     inbox.put(("copy", (message["joiner"], Address(*message["address"]))))
                 case "stop_feeding":
@@ -147,50 +160,3 @@ class _Line:
                 case "finish" | "stop":
                     inbox.put((message["kind"], None))
         inbox.put(("stop", None))  # the agent is gone
-
-
-class _Saver:
-    """Writes checkpoint parts behind the training's back, one after the other, and reads them.
-
-    Two states at most wait to be written: a third save waits for the first.
-    """
-
-    def __init__(self, job: Job, line: _Line, stage: int) -> None:
-        self._job, self._line, self._stage = job, line, stage
-        self._threads: list[threading.Thread] = []
-
-    @property
-    def _root(self) -> str | Path:
-        assert self._job.checkpoint is not None
-        return folder.root_of(self._job.base, self._job.checkpoint.folder)
-
-    def save(self, step: int, state: dict[str, torch.Tensor]) -> None:
-        if len(self._threads) == 2:
-            self._threads.pop(0).join()
-        before = self._threads[-1] if self._threads else None
-        self._threads.append(threading.Thread(target=self._write, args=(step, state, before), name="saver"))
-        self._threads[-1].start()
-
-    def _write(self, step: int, state: dict[str, torch.Tensor], before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()
-        try:
-            part = folder.write_part(self._root, step, f"stage-{self._stage}", state)
-        except OSError as error:
-            print(f"checkpoint of step {step} not written: {error}", file=sys.stderr)
-            return
-        self._line.tell("saved", {"step": step, "part": part})
-
-    def load(self, step: int, names: list[str]) -> Any:
-        checkpoint = folder.open_step(self._root, f"step-{step:08d}")
-        wanted = set(names)
-        return checkpoint.read([name for name in checkpoint.tensors if _parameter(name) in wanted])
-
-    def finish(self) -> None:
-        while self._threads:
-            self._threads.pop(0).join()
-
-
-def _parameter(name: str) -> str:
-    """`model/embed.weight` and `optimizer/embed.weight/exp_avg` are both of embed.weight."""
-    return name.split("/")[1]

@@ -77,6 +77,7 @@ class Daemon:
         self.desks: dict[str, SchedulerDesk] = {}
         self.paces: dict[str, Watch] = {}
         self.leads = False
+        self.ahead_s = 0.0  # from the machine's moments to those of the wall clock
         self.number = 0  # of the last journal entry
         self.handled_s: deque[float] = deque(maxlen=10_000)
         self._clock, self._now = clock, 0.0
@@ -223,6 +224,10 @@ class Daemon:
                     self.desks.pop(action.task, None)
                     self.paces.pop(action.task, None)
                     self.say(f"task {action.task} is {action.state}: {action.because}")
+                case msg.TaskReshaped():
+                    self.desks.pop(action.task, None)
+                    self.paces.pop(action.task, None)
+                    self.say(f"task {action.task}: {action.because}")
                 case msg.NodeChanged():
                     self.say(f"node {action.node} is {action.state}: {action.because}")
                 case msg.IncidentClosed():

@@ -1,0 +1,182 @@
+"""States in memory: the files of a checkpoint on the shelves of nodes, which are folders in RAM.
+
+    <shelf>/<task>/step-00000010/stage-1-0.safetensors      the state of stage 1, from replica 0
+
+A shelved part is a part like any other, hashes and all; what makes parts a checkpoint is that the coordinator
+says so. A reader is told where each part lies, on its own node (a file) or on another one (range requests),
+and reads of each what it needs.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from everstep.checkpoint import index as indexes
+from everstep.checkpoint import parts
+from everstep.checkpoint.index import Part, Refused
+from everstep.checkpoint.places import STEP, LocalPlace, step_name
+from everstep.checkpoint.ranges import Access, RangeFile
+from everstep.checkpoint.reader import Checkpoint
+from everstep.errors import UserError
+
+CHUNK_BYTES = 4 << 20  # hashed as one: parts in memory are read whole or nearly so
+TIMEOUT_S = 10.0
+_RAM = Path("/dev/shm")
+
+
+def new_shelf() -> Path:
+    """An empty folder, in RAM where the system has such folders."""
+    return Path(tempfile.mkdtemp(prefix="everstep-shelf-", dir=_RAM if os.access(_RAM, os.W_OK) else None))
+
+
+def folder_of(shelf: Path, task: str, step: int) -> Path:
+    return shelf / task / step_name(step)
+
+
+def put(shelf: Path, task: str, step: int, name: str, tensors: Mapping[str, Tensor]) -> Part:
+    """Write a part to this node's shelf; what a reader must be told."""
+    stored = {key: parts.stored_of(key, tensor) for key, tensor in tensors.items()}
+    planned = parts.plan_whole(stored)
+    return parts.write_part(folder_of(shelf, task, step), name, planned, chunk_bytes=CHUNK_BYTES)
+
+
+def drop(shelf: Path, task: str, before: int) -> None:
+    """Make room: what is older than this step goes."""
+    for path in (shelf / task).glob("step-*"):
+        match = STEP.fullmatch(path.name)
+        if match and int(match[1]) < before:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Another node's shelf, as its agent serves it."""
+
+    host: str
+    port: int
+    token: str
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.host, self.port, timeout=TIMEOUT_S, blocksize=1 << 20)
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+
+def send(path: Path, remote: Remote, task: str, step: int) -> None:
+    """Copy a part from this node's shelf to another node's."""
+    connection = remote.connect()
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            headers = remote.headers() | {"Content-Length": str(size)}
+            connection.request("PUT", f"/{task}/{step}/{path.name}", body=file, headers=headers)
+            answer = connection.getresponse()
+            told = answer.read(1000).decode(errors="replace")
+        if answer.status != 201:
+            raise OSError(f"the shelf at {remote.host}:{remote.port} answers {answer.status}: {told}")
+    except http.client.HTTPException as error:
+        raise OSError(
+            f"the shelf at {remote.host}:{remote.port} answers nothing of use: {error!r}"
+        ) from error
+    finally:
+        connection.close()
+
+
+class RemoteFile(RangeFile):
+    """A part on another node's shelf, over one connection a thread."""
+
+    def __init__(self, remote: Remote, path: str, size: int) -> None:
+        super().__init__(Path(path))
+        self._remote, self._name, self._size = remote, path, size
+        self._mine = threading.local()
+
+    def __str__(self) -> str:
+        return f"{self._remote.host}:{self._remote.port}{self._name}"
+
+    def size(self) -> int:
+        return self._size
+
+    def read(self, offset: int, out: memoryview) -> None:
+        if not len(out):
+            return
+        connection = self._connection()
+        wanted = {"Range": f"bytes={offset}-{offset + len(out) - 1}"}
+        try:
+            connection.request("GET", self._name, headers=self._remote.headers() | wanted)
+            answer = connection.getresponse()
+            if answer.status != 206 or answer.length != len(out):
+                raise OSError(f"{self} answers {answer.status} with {answer.length} bytes")
+            done = 0
+            while done < len(out):
+                count = answer.readinto(out[done:])
+                if not count:
+                    raise OSError(f"{self} ends {len(out) - done} bytes too early")
+                done += count
+        except (OSError, http.client.HTTPException) as error:
+            self._hang_up()
+            raise OSError(f"{self}: {error}") from error
+        self.bytes_read += len(out)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if not hasattr(self._mine, "connection"):
+            self._mine.connection = self._remote.connect()
+        connection: http.client.HTTPConnection = self._mine.connection
+        return connection
+
+    def _hang_up(self) -> None:
+        if hasattr(self._mine, "connection"):
+            self._mine.connection.close()
+            del self._mine.connection
+
+    def close(self) -> None:
+        if hasattr(self, "_mine"):
+            self._hang_up()
+
+
+@dataclass(slots=True)
+class Shelves(LocalPlace):
+    """The place of a checkpoint whose files lie on several nodes' shelves."""
+
+    task: str
+    step: int
+    sources: Mapping[str, Path | Remote]  # by file: this node's shelf, or another's
+    sizes: Mapping[str, int]
+    opened: dict[str, RangeFile] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"in memory, task {self.task}"
+
+    def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile:
+        source = self.sources[name]
+        if isinstance(source, Path):
+            return RangeFile(folder_of(source, self.task, self.step) / name, access)
+        return RemoteFile(source, f"/{self.task}/{self.step}/{name}", self.sizes[name])
+
+
+def open_kept(task: str, step: int, kept: Sequence[tuple[Path | Remote, Part]]) -> Checkpoint:
+    """A step's state in memory, to be read like a checkpoint; every byte read is checked against its hash."""
+    told = [part for _, part in kept]
+    try:
+        index = indexes.parse(indexes.text_of(step, told, {}, (), None).encode())
+    except Refused as refused:
+        raise UserError(f"the state of step {step} in memory is not whole: {refused}.") from refused
+    sources = {part["file"]: source for source, part in kept}
+    place = Shelves(task=task, step=step, sources=sources, sizes=index.files)
+    return Checkpoint(place, step_name(step), index, "mmap")
+
+
+def bytes_read(checkpoint: Checkpoint) -> tuple[int, int]:
+    """So far: from this node's shelf, and from others'."""
+    files = checkpoint._files.values()
+    elsewhere = sum(file.bytes_read for file in files if isinstance(file, RemoteFile))
+    return checkpoint.bytes_read - elsewhere, elsewhere
