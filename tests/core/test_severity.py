@@ -431,7 +431,7 @@ def test_unicrons_table_is_kept() -> None:
 def test_every_kind_has_a_severity_a_meaning_and_a_way_to_be_found() -> None:
     assert set(TABLE) == set(MEANINGS) == set(ErrorKind)
     assert set(REMEDIES) == set(Severity)
-    by_source = {E.OTHER, E.LOST_CONNECTION, E.TASK_HANG, E.XID, E.USER_CODE}
+    by_source = {E.OTHER, E.LOST_CONNECTION, E.TASK_HANG, E.XID, E.USER_CODE, E.SLOW_WORKER, E.SLOW_LINK}
     assert {symptom.kind for symptom in SYMPTOMS} | {kind for kind, _ in XIDS.values()} | by_source == set(E)
 
 

@@ -18,6 +18,7 @@ from everstep.core.orders import Actions, Orders
 from everstep.core.roster import Task
 from everstep.core.severity import TABLE, ErrorKind, Judgement
 
+SLOW = "is slow"
 LESS_WORK = "give it less work"
 NOTHING = "none that training could take by itself"
 
@@ -31,7 +32,7 @@ class SlowDesk(Orders):
             incident = self.log.new(
                 task=task.name,
                 workers=[event.worker],
-                what=f"worker {event.worker} is slow",
+                what=SLOW,
                 step=event.since_step,
                 now=now,
             )
@@ -54,12 +55,13 @@ class SlowDesk(Orders):
 
     def _slow_link(self, task: Task, event: msg.SlowLinkFound, now: float) -> Actions:
         """Said, and no more: nobody's work is the reason, so nobody gets less of it."""
-        what = f"the link between {event.worker} and {event.peer} is slow"
-        if any(i.task == task.name and i.what == what for i in self.log.open_ones()):
+        what = f"{SLOW} at the link to {event.peer}"
+        same = [i for i in self.log.open_ones() if i.task == task.name and i.what == what]
+        if any(i.workers == [event.worker] for i in same):
             return []
         incident = self.log.new(
             task=task.name,
-            workers=[event.worker, event.peer],
+            workers=[event.worker],
             what=what,
             step=task.recovery.recorded + 1 if task.recovery is not None else 0,
             now=now,
@@ -98,7 +100,7 @@ class SlowDesk(Orders):
 
     def _slow_incident(self, task: Task, worker: Worker) -> Incident | None:
         for incident in self.log.open_ones():
-            if incident.task == task.name and incident.workers == [worker] and not incident.stops_training:
+            if incident.task == task.name and incident.workers == [worker] and incident.what == SLOW:
                 return incident
         return None
 

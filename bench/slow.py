@@ -1,0 +1,377 @@
+"""A worker turns slow while it trains: how soon that is known, what is done, and how good it is.
+
+    python bench/slow.py                      factors 1.5, 2 and 3: a table
+    python bench/slow.py --factors 2 --json   one JSON document
+    python bench/slow.py innocent             runs in which nobody is slow: how many are accused
+    python bench/slow.py explain              on a cluster of real processes: what `everstep explain` says
+
+Real workers, links, schedules and losses; only the arithmetic of a layer is a rest of some milliseconds,
+which stands for a device's time: four workers then do not need four cores, and two cores do not measure the
+operating system. The slow worker takes `factor` times as long for every op, from one step to another.
+
+verdict     in which step of its slowness the verdict was there: 1 is the first slow step
+balanced    the first step that ran whole by the new schedule, counted alike
+bound       what no division of the work and no order of ops can beat, with the true speeds of all workers
+            (schedule/bounds.py), from op times measured before the slowness
+ratio       the step after balancing over that bound
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+SLOW_FROM, SLOW_UNTIL, STEPS, SETTLED = 14, 34, 54, 6
+REST_MS = 12.0  # a block's forward; its backward takes as long again
+BLOCKS = 4
+
+
+# ------------------------------------------------------------------ the model, as workers build it
+
+
+def layers(rest_ms: list[float], lengthy: bool = False) -> dict[str, Any]:
+    """An embedding, a block a rest, a head; `lengthy`: a rest is as long as its row."""
+    import torch
+    from torch import nn
+
+    class Rest(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, seconds: float) -> Any:
+            ctx.seconds = seconds
+            time.sleep(seconds if x.device.type != "meta" else 0)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            time.sleep(ctx.seconds)
+            return grads[0], None
+
+    class Block(nn.Module):
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self.seconds = seconds
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Any) -> Any:
+            seconds = self.seconds * (x.shape[1] / 16 if lengthy else 1.0)
+            return Rest.apply(torch.relu(self.linear(x)) + x, seconds)
+
+    named: dict[str, Any] = {"embed": lambda: nn.Embedding(16, 64)}
+    named |= {f"block{i}": (lambda ms=ms: Block(ms / 1e3)) for i, ms in enumerate(rest_ms)}
+    return named | {"head": lambda: nn.Linear(64, 16)}
+
+
+class Texts:
+    """Two rows of 16 tokens; `lengthy`: of 8 to 48, another length for every microbatch."""
+
+    def __init__(self, lengthy: bool) -> None:
+        self.lengthy = lengthy
+
+    def batch(self, step: int, microbatch: int) -> Any:
+        import torch
+
+        chance = random.Random(step * 1_000 + microbatch)
+        length = min(48, max(8, int(8 + chance.expovariate(1 / 10)))) if self.lengthy else 16
+        tokens = torch.tensor([[chance.randrange(16) for _ in range(length + 1)] for _ in range(2)])
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def texts(lengthy: bool = False) -> Texts:
+    return Texts(lengthy)
+
+
+# ------------------------------------------------------------------ one run
+
+
+def job_of(**more: Any) -> dict[str, Any]:
+    rest_ms = more.pop("rest_ms", [REST_MS] * BLOCKS)
+    lengthy = more.pop("lengthy", False)
+    return {
+        "base": str(Path(__file__).parent),
+        "replicas": 2,
+        "stages": 2,
+        "microbatches": 8,
+        "steps": STEPS,
+        "model": {"build": "slow:layers", "options": {"rest_ms": rest_ms, "lengthy": lengthy}},
+        "data": {"build": "slow:texts", "options": {"lengthy": lengthy}},
+        "optimizer": {"clip": None, "lr": 1e-3},
+        **more,
+    }
+
+
+@dataclass
+class Told:
+    """What a run told: steps with their moments, verdicts, and the op times before the slowness."""
+
+    rows: list[Any] = field(default_factory=list)
+    outcome: Any = None
+    instance: Any = None
+    seconds: float = 0.0
+
+
+def train(table: dict[str, Any], faults: tuple[str, ...] = ()) -> Told:
+    from everstep.engine.faults import parse_fault
+    from everstep.engine.job import Job
+    from everstep.launch.local import LocalTask
+    from everstep.node.nursery import Nursery
+
+    told = Told()
+
+    def watch(kind: str, what: Any) -> None:
+        if kind == "step":
+            told.rows.append(what)
+            if what.step == SLOW_FROM - 2:
+                told.instance = task.desk.profile.instance()
+
+    nursery = Nursery().start()
+    began = time.monotonic()
+    try:
+        task = LocalTask(
+            Job.from_dict(table), nursery=nursery, watch=watch, faults=tuple(parse_fault(f) for f in faults)
+        )
+        told.outcome = task.run()
+    finally:
+        nursery.close()
+    told.seconds = time.monotonic() - began
+    if told.outcome.failure is not None:
+        raise RuntimeError(told.outcome.failure)
+    return told
+
+
+def of_slowness(told: Told) -> list[Any]:
+    return [i for i in told.outcome.incidents if i.verdict is not None and i.verdict.kind == "slow worker"]
+
+
+def step_s(told: Told, first: int, last: int) -> float:
+    found = [row.seconds for row in told.rows if first <= row.step <= last]
+    return statistics.median(found) if found else float("nan")
+
+
+# ------------------------------------------------------------------ a slow worker
+
+
+def measure(factor: float, worker: tuple[int, int], clean: Told, **more: Any) -> dict[str, Any]:
+    from everstep.core.ops import Worker
+    from everstep.schedule.bounds import steady_bound
+
+    slow = Worker(*worker)
+    fault = (
+        f"replica={slow.replica},stage={slow.stage},step={SLOW_FROM},how=slow,factor={factor:g},"
+        f"until={SLOW_UNTIL}"
+    )
+    told = train(job_of(**more), (fault,))
+    incidents = of_slowness(told)
+    true = told.instance
+    for kind in ("forward", "input_grad", "weight_grad"):
+        grid = [list(row) for row in getattr(true, kind)]
+        grid[slow.replica][slow.stage] *= factor
+        true = replace(true, **{kind: tuple(map(tuple, grid))})
+    bound = steady_bound(true, "staggered")
+    row = {
+        "factor": factor,
+        "worker": str(slow),
+        "accused": [str(w) for i in incidents for w in i.workers],
+        "incidents": len(told.outcome.incidents),
+        "before_ms": step_s(told, SETTLED, SLOW_FROM - 1) * 1e3,
+        "bound_ms": bound * 1e3,
+        "same_losses": [r.loss for r in told.rows] == [r.loss for r in clean.rows],
+        "committed_once": told.outcome.issued == told.outcome.committed,
+    }
+    mine = [i for i in incidents if i.workers == [slow]]
+    if not mine:
+        return row | {"verdict": None, "balanced": None, "ratio": None}
+    verdict_at = mine[0].verdict.at if len(mine[0].remedies) == 1 else mine[0].evidence_at
+    in_step = next(r.step for r in told.rows if r.at >= verdict_at)
+    old_epoch = next(r.epoch for r in told.rows if r.step == SLOW_FROM - 1)
+    first_new = next((r.step for r in told.rows if r.step >= SLOW_FROM and r.epoch > old_epoch), STEPS)
+    balanced = first_new + 1  # the step in which it was told is finished by either schedule
+    epochs_while = {r.epoch for r in told.rows if balanced <= r.step <= SLOW_UNTIL}
+    after_s = step_s(told, balanced + 1, SLOW_UNTIL)
+    closed = [i.resumed_at for i in mine if i.resumed_at is not None]
+    back = next((r.step for r in told.rows if closed and r.at >= closed[0]), None)
+    return row | {
+        "verdict": in_step - SLOW_FROM + 1,
+        "balanced": balanced - SLOW_FROM + 1,
+        "during_ms": step_s(told, SLOW_FROM, first_new - 1) * 1e3,
+        "after_ms": after_s * 1e3,
+        "ratio": after_s / bound,
+        "unbalanced_ratio": step_s(told, SLOW_FROM, first_new - 1) / bound,
+        "schedules_while_slow": len(epochs_while),
+        "factor_told": float(mine[0].verdict.because.split(" takes ")[1].split()[0]),
+        "back_after": None if back is None else back - SLOW_UNTIL,
+        "restored_ms": None if back is None else step_s(told, back + 2, STEPS) * 1e3,
+        "because": mine[0].verdict.because,
+        "remedy": f"{mine[0].remedies[0].what}: {mine[0].remedies[0].because}",
+        "outcome": mine[0].remedies[0].outcome,
+    }
+
+
+def slowness(factors: list[float], worker: tuple[int, int]) -> dict[str, Any]:
+    clean = train(job_of())
+    rows = []
+    for factor in factors:
+        rows.append(measure(factor, worker, clean))
+        print(line_of(rows[-1]), file=sys.stderr, flush=True)
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "clean_ms": step_s(clean, SETTLED, STEPS) * 1e3,
+        "clean_accused": [str(w) for i in of_slowness(clean) for w in i.workers],
+        "rows": [rounded(row) for row in rows],
+    }
+
+
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def line_of(row: dict[str, Any]) -> str:
+    if row["verdict"] is None:
+        return f"x{row['factor']:<4g} worker {row['worker']}: no verdict, accused {row['accused']}"
+    restored = f"{row['restored_ms']:.0f}" if row["restored_ms"] is not None else "-"
+    return (
+        f"x{row['factor']:<4g} worker {row['worker']}  verdict in step {row['verdict']}  balanced from step "
+        f"{row['balanced']}  before {row['before_ms']:.0f}  during {row['during_ms']:.0f}  after "
+        f"{row['after_ms']:.0f}  bound {row['bound_ms']:.0f} ms  ratio {row['ratio']:.3f}  again "
+        f"{restored} ms after {row['back_after']} steps  losses {'equal' if row['same_losses'] else 'DIFFER'}"
+    )
+
+
+# ------------------------------------------------------------------ nobody is slow
+
+
+@contextlib.contextmanager
+def crowd(number: int) -> Iterator[None]:
+    """Processes that burn cores, on and off."""
+    code = "import time\nwhile True:\n    e=time.time()+.4\n    while time.time()<e: pass\n    time.sleep(.3)"
+    burning = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in burning:
+            process.kill()
+            process.wait()
+
+
+def innocents() -> dict[str, tuple[dict[str, Any], int]]:
+    """By name: a job, and how many others burn cores meanwhile."""
+    small = {
+        "replicas": 2,
+        "stages": 2,
+        "steps": STEPS,
+        "model": {"preset": "gpt-tiny"},
+        "data": {"kind": "synthetic"},
+    }
+    return {
+        "even": (job_of(), 0),
+        "stage imbalance": (job_of(rest_ms=[6.0, 6.0, 18.0, 18.0]), 0),
+        "sequence lengths": (job_of(lengthy=True), 0),
+        "sequence lengths, 4 replicas": (job_of(lengthy=True, replicas=4, microbatches=4), 0),
+        "crowded rests": (job_of(), 4),
+        "real ops, shared cores": ({**small}, 0),
+        "real ops, crowded": ({**small}, 3),
+        "real ops, 3 stages": ({**small, "stages": 3, "replicas": 2}, 0),
+    }
+
+
+def innocent(turns: int) -> list[dict[str, Any]]:
+    rows = []
+    for turn in range(turns):
+        for name, (table, others) in innocents().items():
+            with crowd(others):
+                told = train({**table, "seed": turn})
+            accused = [str(w) for i in of_slowness(told) for w in i.workers]
+            epochs = len({row.epoch for row in told.rows})
+            rows.append(
+                {
+                    "run": name,
+                    "accused": accused,
+                    "why": [i.verdict.because for i in of_slowness(told)],
+                    "schedules": epochs,  # the first, and the one with measured times
+                    "step_ms": round(step_s(told, SETTLED, STEPS) * 1e3, 1),
+                }
+            )
+            print(f"{name:32} accused {accused}  schedules {epochs}", file=sys.stderr, flush=True)
+    return rows
+
+
+# ------------------------------------------------------------------ on a cluster
+
+
+def explain(factor: float) -> dict[str, Any]:
+    from cluster import EVERSTEP, Cluster
+
+    with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder)) as cluster:
+        address = cluster.start_coordinator()
+        for node in ("n1", "n2"):
+            cluster.start_agent(node, slots=2)
+        cluster.nodes_up(2)
+        fault = f"replica=1,stage=0,step={SLOW_FROM},how=slow,factor={factor:g},until={SLOW_UNTIL}"
+        cluster.submit(job_of(), faults=[fault])
+        over = cluster.finished()
+        incidents = cluster.incidents()
+        told = [i for i in incidents if (i["verdict"] or {}).get("kind") == "slow worker"]
+        rows = {row["step"]: row for row in over["rows"]}
+        words = ""
+        if told:
+            command = [*EVERSTEP, "explain", str(told[0]["number"]), "--coordinator", address]
+            words = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return {
+        "state": over["state"],
+        "accused": [i["workers"] for i in told],
+        "verdict_in_step": next(
+            (s - SLOW_FROM + 1 for s, row in rows.items() if told and row["at"] >= told[0]["opened_at"]), None
+        ),
+        "explain": words,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", default="slow", choices=("slow", "innocent", "explain"))
+    parser.add_argument(
+        "--factors", type=lambda text: [float(x) for x in text.split(",")], default=[1.5, 2, 3]
+    )
+    parser.add_argument("--worker", default="1:1", help="replica:stage")
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    factors = [float(text) for text in given.factors.split(",")]
+    if given.what == "explain":
+        document: Any = explain(factors[0])
+        if not given.json:
+            print(document.pop("explain"))
+    elif given.what == "innocent":
+        document = innocent(given.turns)
+    else:
+        replica, stage = map(int, given.worker.split(":"))
+        document = slowness(factors, (replica, stage))
+    if given.json:
+        print(json.dumps(document))
+    elif given.what == "slow":
+        print(f"{document['cores']} cores; a step without a slow worker {document['clean_ms']:.0f} ms")
+        for row in document["rows"]:
+            print(line_of(row))
+            if row["verdict"] is not None:
+                print(f"      {row['because']}\n      {row['remedy']}\n      {row['outcome']}")
+    elif given.what == "innocent":
+        print(f"{len(document)} runs, {sum(bool(row['accused']) for row in document)} with somebody accused")
+    else:
+        print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
