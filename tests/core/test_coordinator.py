@@ -145,6 +145,25 @@ def test_a_silent_node_with_a_task_of_its_own_is_given_up_after_long() -> None:
     assert drama.coordinator.nodes["a"].state is NodeState.GONE
 
 
+def test_a_node_that_dies_while_its_workers_start_is_given_up_though_nobody_waits_for_them() -> None:
+    drama = Drama()
+    drama.cut.add("b")
+    drama.submit()
+    drama.silence("b")
+    drama.wait(31)
+    assert drama.coordinator.nodes["b"].state is NodeState.GONE
+    drama.seal()
+    assert drama.coordinator.tasks["t"].recovery.recorded == 1
+
+
+def test_a_long_silence_that_others_speak_for_asks_for_no_time() -> None:
+    drama = running()
+    drama.silence("b")
+    drama.wait(100)
+    assert drama.coordinator.nodes["b"].state is NodeState.SILENT
+    assert drama.coordinator.due_at() is None
+
+
 def test_a_hung_worker_is_ended_and_a_waiting_one_is_not_blamed() -> None:
     drama = running()
     for innocent in (W00, W10, W11):

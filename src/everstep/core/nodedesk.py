@@ -13,6 +13,7 @@ from everstep.core.ops import Worker
 from everstep.core.orders import Actions
 from everstep.core.roster import REACHABLE, Node, NodeState, Seat, Task, TaskState
 from everstep.core.severity import judge
+from everstep.core.standing import Member
 from everstep.core.taskdesk import TaskDesk
 
 
@@ -75,10 +76,15 @@ class NodeDesk(TaskDesk):
         return actions
 
     def _speaks_for(self, node: str) -> bool:
-        """Is some task of this node seen training by workers on other nodes? Then only the line is cut."""
+        """Does a worker of this node train with workers on other nodes? Then only the line is cut.
+
+        One that only starts, or joins, is waited for by nobody: its silence would otherwise last for ever.
+        """
         return any(
-            any(seat.node != node and self._up(seat.node) for seat in task.seats.values())
-            for task, _ in self.roster.on_node(node)
+            task.recovery is not None
+            and isinstance(task.recovery.places.get(worker), Member)
+            and any(seat.node != node and self._up(seat.node) for seat in task.seats.values())
+            for task, worker in self.roster.on_node(node)
         )
 
     def _lost(self, name: str, state: NodeState, because: str, now: float) -> Actions:
