@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 import time
+import webbrowser
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from everstep.cli import render
-from everstep.cli.train import JSON
+from everstep.cli.train import JSON, own_page
 from everstep.core.ops import Worker
 from everstep.engine.job import Job
 from everstep.errors import EverstepError, UserError
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
     from everstep.launch.local import Watcher
     from everstep.launch.outcome import Outcome
+    from everstep.launch.page import RunPage
     from everstep.node.nursery import Nursery
 
 _LAYERS = 8  # an embedding, six blocks, a head
@@ -30,6 +34,7 @@ _MODEL = {"preset": "gpt-tiny", "depth": _LAYERS - 2}
 _DATA = {"kind": "synthetic", "rows": 4}
 _WORKER_BYTES = 150 << 20  # a forked worker, its share of torch not counted
 _LEAST_STEPS = 12
+_STEPS, _WEB_STEPS = 50, 300  # who may click needs the time to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +67,14 @@ class Killer:
 def demo_command(
     replicas: Annotated[int, typer.Option(help="Data-parallel copies; at least 2: the dead need peers.")] = 2,
     stages: Annotated[int, typer.Option(help=f"Pipeline parts; at most {_LAYERS}.")] = 2,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each of the two runs.")] = 50,
+    steps: Annotated[
+        int | None,
+        typer.Option(help=f"Optimizer steps of each of the two runs; {_STEPS}, or {_WEB_STEPS} with --web."),
+    ] = None,
+    web: Annotated[
+        bool,
+        typer.Option("--web", help="Watch it in a browser, and kill, stop or slow workers there by a click."),
+    ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> int:
     """Watch a training run lose two workers and nothing else; about a minute on a laptop.
@@ -76,18 +88,26 @@ def demo_command(
 
       everstep demo --replicas 3 --stages 4
 
+      everstep demo --web
+
       everstep demo --json > demo.json
     """
-    job = demo_job(replicas, stages, steps)
+    job = demo_job(replicas, stages, steps or (_WEB_STEPS if web else _STEPS))
     script = story(job)
     console = _console(quiet=as_json)
     _title(console, job, script)
     started = time.monotonic()
-    clean, healed = _both_runs(job, script, console, as_json=as_json)
-    told = summary(job, clean, healed) | {"seconds": round(time.monotonic() - started, 3)}
-    if as_json:
-        render.emit(told)
-    _show(console, told)
+    with _page() if web else contextlib.nullcontext() as page:
+        clean, healed = _both_runs(job, script, console, page, as_json=as_json)
+        told = summary(job, clean, healed) | {"seconds": round(time.monotonic() - started, 3)}
+        if as_json:
+            render.emit(told)
+        _show(console, told)
+        if page is not None:
+            page.compare({row.step: row.loss for row in clean.rows})
+            if page.watched and sys.stderr.isatty():
+                console.print("\n  the page stays until you press Ctrl-C")
+                page.stay()
     return 0 if told["max_relative_loss_difference"] <= 1e-6 else 1
 
 
@@ -149,24 +169,31 @@ def summary(job: Job, clean: Outcome, healed: Outcome) -> dict[str, Any]:
 # ------------------------------------------------------------------ running
 
 
-def _both_runs(job: Job, script: Script, console: Console, *, as_json: bool) -> tuple[Outcome, Outcome]:
+def _both_runs(
+    job: Job, script: Script, console: Console, page: RunPage | None, *, as_json: bool
+) -> tuple[Outcome, Outcome]:
     from everstep.launch import births
 
     with births.nursery(job.threads) as born:  # it loads torch while we do
-        return _run_twice(job, script, console, born, as_json=as_json)
+        return _run_twice(job, script, console, born, page, as_json=as_json)
 
 
 def _run_twice(
-    job: Job, script: Script, console: Console, born: Nursery, *, as_json: bool
+    job: Job, script: Script, console: Console, born: Nursery, page: RunPage | None, *, as_json: bool
 ) -> tuple[Outcome, Outcome]:
     from everstep.core.cluster import Patience
     from everstep.launch import api
 
-    patience = Patience(rejoin_after_steps=script.rejoin_after_steps)
+    patience = Patience(
+        rejoin_after_steps=script.rejoin_after_steps,
+        restarts_per_place=3 if page is None else 1_000_000,  # people like to click
+    )
     console.print("[bold]1[/bold]  with two SIGKILLs")  # first: it is what people came to see
     with _watcher(job, console, as_json=as_json) as watch:
         healed = _finished(
-            api.run_job(job, watch=Killer(script, watch), born=born, patience=patience, tick_s=0.02)
+            api.run_job(
+                job, watch=Killer(script, watch), born=born, patience=patience, tick_s=0.02, page=page
+            )
         )
     _say_done(console, healed)
     console.print("[bold]2[/bold]  the same job without faults, to compare with")
@@ -175,6 +202,18 @@ def _run_twice(
         clean = _finished(api.run_job(job, watch=watch, born=born))
     _say_done(console, clean)
     return clean, healed
+
+
+@contextlib.contextmanager
+def _page() -> Iterator[RunPage]:
+    """Its address, opened where there is somewhere to open it."""
+    with own_page(0, may_hurt=True) as page, tempfile.TemporaryDirectory(prefix="everstep-") as name:
+        if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
+            # By a file only we can read: a browser's command line, and so the token, is read by everybody.
+            door = Path(name) / "demo.html"
+            door.write_text(f'<meta http-equiv="refresh" content="0;url={page.address}">', encoding="utf-8")
+            webbrowser.open(door.as_uri())
+        yield page
 
 
 def _say_done(console: Console, outcome: Outcome) -> None:
@@ -255,5 +294,8 @@ def _show(console: Console, told: Mapping[str, Any]) -> None:
 
 
 def _costs(incident: Mapping[str, Any]) -> str:
-    noticed, replanned, resumed = (incident[f"{name}_ms"] for name in ("noticed", "replanned", "resumed"))
-    return f"{noticed:5.0f} ms {replanned:8.0f} ms {resumed:6.0f} ms {incident['steps_lost']:6.2f} steps"
+    noticed, replanned, resumed = (
+        "?" if (ms := incident[f"{name}_ms"]) is None else f"{ms:.0f}"
+        for name in ("noticed", "replanned", "resumed")
+    )
+    return f"{noticed:>5} ms {replanned:>8} ms {resumed:>6} ms {incident['steps_lost']:6.2f} steps"

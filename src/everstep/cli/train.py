@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,11 +12,17 @@ from everstep.cli import render
 from everstep.engine.job import Job, load_job
 from everstep.errors import EverstepError
 
+if TYPE_CHECKING:
+    from everstep.launch.page import RunPage
+
 KILL = typer.Option(
     metavar="stage=1,replica=0,step=7[,op=F3]",
     rich_help_panel="Faults",
     help="SIGKILL this worker in this step, before this op: F3, I2, W5 (F1.3: of replica "
     "1), R or U. May be given several times.",
+)
+WEB = typer.Option(
+    "--web", min=0, max=65535, metavar="PORT", help="Of its page, on this machine only; 0: any free one."
 )
 JSON = typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
 
@@ -23,13 +30,15 @@ JSON = typer.Option("--json", help="Print one JSON document on stdout, and nothi
 def train_command(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="Its keys: docs/job-file.md.")],
     kill: Annotated[list[str] | None, KILL] = None,
+    web: Annotated[int, WEB] = 0,
+    no_web: Annotated[bool, typer.Option("--no-web", help="No page.")] = False,
     decisions: Annotated[bool, typer.Option("--decisions", help="Tell every decision, and why.")] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> int:
     """Train the job of a file, on workers of this machine, through any worker's death.
 
     The job is checked first; nothing is started on a mistake. If its checkpoint folder holds a checkpoint,
-    training goes on from there.
+    training goes on from there. The address of a page to watch it is printed.
 
     [bold]Examples[/bold]
 
@@ -44,8 +53,11 @@ def train_command(
     faults = api.parse_kills(kill or (), job)
     checked = preflight(job)
     render.note(f"{describe(job)}, {checked.parameters / 1e6:.2f} M parameters")
-    with render.watching(job, as_json=as_json, decisions=decisions) as watch:
-        outcome = api.run_job(job, faults=faults, watch=watch)
+    with (
+        nullcontext() if no_web else own_page(web) as page,
+        render.watching(job, as_json=as_json, decisions=decisions) as watch,
+    ):
+        outcome = api.run_job(job, faults=faults, watch=watch, page=page)
     told = report.document(outcome, steps=job.steps)
     if as_json:
         render.emit(told)
@@ -53,6 +65,15 @@ def train_command(
         raise EverstepError(f"training ended: {outcome.failure}.")
     render.note(report.summary_line(told))
     return 0
+
+
+def own_page(port: int, *, may_hurt: bool = False) -> RunPage:
+    """The page of this run; costs a socket until a browser calls."""
+    from everstep.launch.page import RunPage
+
+    page = RunPage(port=port, may_hurt=may_hurt)
+    render.note(f"page: {page.address}")
+    return page
 
 
 def describe(job: Job) -> str:

@@ -137,6 +137,8 @@ class Body:
                 self.walker.copy_to(joiner)
             case "stop_feeding":
                 self.walker.stop_feeding(value)
+            case "faults":  # somebody plays with a demo
+                self.faults = list(value)
             case "broken":
                 self._broke(value)
             case "mend":

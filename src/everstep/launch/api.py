@@ -32,6 +32,7 @@ from everstep.launch import births
 from everstep.launch.lines import Lines
 from everstep.launch.local import LocalTask, Watcher
 from everstep.launch.outcome import Outcome
+from everstep.launch.page import RunPage
 from everstep.launch.report import document
 from everstep.node.nursery import Nursery
 
@@ -132,15 +133,23 @@ def run_job(
     script: list[str] | None = None,
     born: Nursery | None = None,
     tick_s: float = 0.1,
+    page: RunPage | None = None,
 ) -> Outcome:
     """Start the workers, run the job to its end, and leave no process behind, however it ends.
 
-    `born`: the nursery to use, for several runs in a row.
+    `born`: the nursery to use, for several runs in a row. `page`: where people may watch it.
     """
     home = births.nursery(job.threads) if born is None else nullcontext(born)
     with home as mother, _interruptible(watch) as safely:
         return LocalTask(
-            job, nursery=mother, faults=faults, patience=patience, watch=safely, script=script, tick_s=tick_s
+            job,
+            nursery=mother,
+            faults=faults,
+            patience=patience,
+            watch=safely,
+            script=script,
+            tick_s=tick_s,
+            page=page,
         ).run()
 
 

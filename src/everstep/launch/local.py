@@ -128,6 +128,11 @@ class LocalTask:
         """SIGKILL, and remember when."""
         self.crew.kill(TASK, worker)
 
+    def slow(self, worker: Worker, factor: float) -> None:
+        """From now on its ops take so many times as long; 1: as long as they did."""
+        fault = f"stage={worker.stage},replica={worker.replica},step=1,how=slow,factor={factor:g}"
+        self.crew.plant(TASK, worker, (fault,) if factor != 1 else ())
+
     def finish(self, because: str) -> None:
         """End the task now, in good order, before its last step."""
         self.watch("action", act.FinishTask(because=because))
@@ -198,7 +203,7 @@ class LocalTask:
         if due is not None and due <= now:
             self._hear(msg.TimePassed())
         if self._page is not None:
-            self._page.tick(now)
+            self._page.tick()
         self.watch("tick", self)
 
     # -------------------------------------------------------------- events and actions

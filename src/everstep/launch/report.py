@@ -44,7 +44,7 @@ def incident_document(incident: Incident, outcome: Outcome, healthy_s: float) ->
     start = incident.evidence_at if incident.killed_at is None else incident.killed_at
     return {
         "number": incident.number,
-        "worker": str(incident.workers[0]),
+        "worker": str(incident.workers[0]) if incident.workers else "",
         "workers": [str(worker) for worker in incident.workers],
         "what": incident.what,
         "step": incident.step,

@@ -158,6 +158,10 @@ class Crew:
         process.killed_at = time.monotonic()
         os.kill(process.child.pid, signal.SIGKILL)
 
+    def plant(self, task: str, worker: Worker, faults: tuple[str, ...]) -> None:
+        """These faults and no others, from now on, in this life of the worker: for demonstrations."""
+        self._tell(self.processes[task, worker], {"kind": "faults", "faults": list(faults)})
+
     # -------------------------------------------------------------- orders
 
     def carry_out(self, order: msg.Order) -> None:

@@ -157,6 +157,8 @@ class _Line:
                     inbox.put(("copy", (message["joiner"], Address(*message["address"]))))
                 case "stop_feeding":
                     inbox.put(("stop_feeding", message["joiner"]))
+                case "faults":
+                    inbox.put(("faults", tuple(map(parse_fault, message["faults"]))))
                 case "finish" | "stop":
                     inbox.put((message["kind"], None))
         inbox.put(("stop", None))  # the agent is gone

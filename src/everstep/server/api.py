@@ -149,13 +149,13 @@ class Api:
         found = self.daemon.machine.log.incidents
         if "last" in request.query:
             found = found[-max(1, _whole(request.query["last"], "last")) :]
-        return web.json_response([views.incident(one) for one in found])
+        return web.json_response([views.incident(self.daemon, one) for one in found])
 
     async def _incident(self, request: web.Request) -> web.Response:
         text = request.match_info["number"]
         for one in self.daemon.machine.log.incidents:
             if str(one.number) == text:
-                return web.json_response(views.incident(one))
+                return web.json_response(views.incident(self.daemon, one))
         return _refuse(404, f"there is no incident {text!r}; GET /v1/incidents lists them.")
 
     async def _task(self, request: web.Request) -> web.Response:

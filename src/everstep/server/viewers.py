@@ -67,6 +67,11 @@ class Viewers:
                 self._looking = None
 
     def _hear(self, told: dict[str, Any]) -> None:
+        if told["kind"] == "begin":  # another state, not a change of this one
+            self._changes()
+            for queue in self._queues:
+                self._renew(queue)
+            return
         if told["kind"] == "step":
             rows = self._steps.setdefault(told["task"], deque(maxlen=NEWS_AT_ONCE))
             rows.append(views.step_row(told["row"]))
@@ -95,7 +100,10 @@ class Viewers:
     def _give(self, queue: asyncio.Queue[str], text: str) -> None:
         if queue.qsize() < MAX_UNREAD:
             queue.put_nowait(text)
-            return
+        else:
+            self._renew(queue)
+
+    def _renew(self, queue: asyncio.Queue[str]) -> None:
         while not queue.empty():
             queue.get_nowait()
         queue.put_nowait(self._whole())

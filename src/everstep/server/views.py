@@ -72,7 +72,7 @@ def node_marks(daemon: Daemon, connected: set[str], now: float) -> dict[str, Nod
         found[name] = NodeMark(
             node.state,
             node.because,
-            node.since,
+            node.since + daemon.ahead_s,
             node.slots,
             node.host,
             name in connected,
@@ -91,7 +91,7 @@ def _node(
         "node": node.name,
         "state": node.state,
         "because": node.because,
-        "since": node.since,
+        "since": node.since + daemon.ahead_s,
         "slots": node.slots,
         "host": node.host,
         "connected": node.name in connected,
@@ -141,7 +141,7 @@ def task(daemon: Daemon, task: Task, *, rows: int | None = None) -> dict[str, An
         kept = kept[len(kept) - min(rows, len(kept)) :]
     places = task.recovery.places if task.recovery is not None else {}
     return task_row(daemon, task) | {
-        "submitted_at": task.submitted_at,
+        "submitted_at": task.submitted_at + daemon.ahead_s,
         "seats": [
             {
                 "worker": str(worker),
@@ -162,7 +162,10 @@ def step_row(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"loss": finite(row["loss"]), "grad_norm": finite(row["grad_norm"])}
 
 
-def incident(one: Incident) -> dict[str, Any]:
+def incident(daemon: Daemon, one: Incident) -> dict[str, Any]:
+    def at(moment: float | None) -> float | None:
+        return None if moment is None else moment + daemon.ahead_s
+
     return {
         "number": one.number,
         "task": one.task,
@@ -170,36 +173,36 @@ def incident(one: Incident) -> dict[str, Any]:
         "workers": [str(worker) for worker in one.workers],
         "what": one.what,
         "step": one.step,
-        "opened_at": one.evidence_at,
-        "planned_at": one.planned_at,
-        "closed_at": one.resumed_at,
+        "opened_at": at(one.evidence_at),
+        "planned_at": at(one.planned_at),
+        "closed_at": at(one.resumed_at),
         "stopped_training": one.stops_training,
         "replayed_ops": one.replayed_ops,
         "restored_from": one.restored_from,
-        "evidence": [{"at": e.at, "source": e.source, "text": e.text} for e in one.evidence],
+        "evidence": [{"at": at(e.at), "source": e.source, "text": e.text} for e in one.evidence],
         "verdict": None
         if one.verdict is None
         else {
-            "at": one.verdict.at,
+            "at": at(one.verdict.at),
             "kind": one.verdict.kind,
             "severity": f"SEV{one.verdict.severity}",
             "because": one.verdict.because,
         },
         "remedies": [
-            {"at": r.at, "what": r.what, "because": r.because, "outcome": r.outcome} for r in one.remedies
+            {"at": at(r.at), "what": r.what, "because": r.because, "outcome": r.outcome} for r in one.remedies
         ],
-        "timeline": timeline(one),
+        "timeline": [{"at": at(moment), "because": because} for moment, because in _timeline(one)],
     }
 
 
-def timeline(one: Incident) -> list[dict[str, Any]]:
+def _timeline(one: Incident) -> list[tuple[float, str]]:
     """What happened beside evidence, verdict and remedies."""
     told = []
     if one.planned_at is not None:
         told.append((one.planned_at, f"the rest of step {one.step} is planned, in epoch {one.epoch}"))
     if one.resumed_at is not None and one.stops_training:
         told.append((one.resumed_at, "the first op of the new epoch has run"))
-    return [{"at": at, "because": because} for at, because in told]
+    return told
 
 
 def finite(value: float | None) -> float | None:

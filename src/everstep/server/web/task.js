@@ -42,7 +42,8 @@ export class TaskView {
     if (this.name === null) return;
     const told = await call("GET", `/v1/tasks/${encodeURIComponent(this.name)}`).catch(() => null);
     if (!told || told.task !== this.name) return;
-    this.rows = told.rows;
+    this.rows = [];
+    this.steps(told.rows);
     this.compare = told.without_faults ?? null; // losses by step, of a demo's first run
     this.detail = told;
     this.paint();
@@ -61,7 +62,7 @@ export class TaskView {
     clearTimeout(this.timer);
     const name = this.name;
     if (name === null) return;
-    if (!document.hidden) {
+    if (!document.hidden && !OVER.includes(this.detail?.state)) {
       const path = `/v1/tasks/${encodeURIComponent(name)}`;
       const [detail, readings] = await Promise.all([call("GET", `${path}?rows=0`), call("GET", `${path}/readings`)]).catch(() => [null, null]);
       if (name !== this.name) return;
@@ -80,7 +81,8 @@ export class TaskView {
     const state = document.getElementById("task-state");
     write(state, task.state);
     state.className = `state ${tone(task.state)}`;
-    write(document.getElementById("task-because"), `because ${task.because}`);
+    write(document.getElementById("task-because"), task.because);
+    document.getElementById("cancel").hidden = !this.store.may.has("cancel");
     document.getElementById("cancel").disabled = OVER.includes(task.state);
     document.getElementById("hurt-bar").hidden = !this.store.may.has("kill") || OVER.includes(task.state);
     const { issued, committed } = task.microbatches;
