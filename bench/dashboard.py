@@ -1,6 +1,6 @@
 """What people who look cost: a cluster of many nodes, many events, many viewers, and one real browser.
 
-    python bench/dashboard.py --nodes 1000 --events 50 --viewers 20 --seconds 20
+    python -m bench.dashboard --nodes 1000 --events 50 --viewers 20 --seconds 20
 
 The coordinator is a process of its own, agents are words (four heartbeats a second each), events are nodes
 drained and readmitted, each on disk before it is told. One viewer is chromium with the page open, the rest
@@ -75,7 +75,7 @@ async def _agent(session: aiohttp.ClientSession, address: str, index: int) -> No
 
 @contextlib.contextmanager
 def crowded(address: str, number: int) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, __file__, "--crowd", address, "--nodes", str(number)])
+    process = subprocess.Popen([sys.executable, "-m", "bench.dashboard", "--crowd", address, "--nodes", str(number)])
     try:
         yield
     finally:

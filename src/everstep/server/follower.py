@@ -1,0 +1,234 @@
+"""The page of a run that has no coordinator to serve it: `everstep train`, `everstep demo`.
+
+    launcher (decides, heals) ──► every event it handles, as a line of JSON ──► follower (shows)
+                              ◄── what a reader clicked, what a reader asked ──┘
+
+A process of its own, beside the workers, started when a browser first calls: so looking costs the launcher a
+line an event, and nothing that happens here can slow or break a training. It has the launcher's state from a
+snapshot and from then on handles the same events with the same machine, as a coordinator does that reads its
+journal; what follows from them it shows and does not do. When the launcher ends, it ends.
+
+Rejected: the web server as a thread of the launcher (a slow page would hold the lock healing needs), and the
+whole coordinator with agent and journal (`everstep train` would write to disk before each decision).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any, cast
+
+from aiohttp import web
+
+from everstep.core import cluster as msg
+from everstep.core.codec import decode
+from everstep.core.coordinator import Coordinator
+from everstep.core.roster import OVER
+from everstep.core.snapshot import thaw
+from everstep.errors import PeerError, UserError
+from everstep.server import views
+from everstep.server.api import Api
+from everstep.server.daemon import KEPT_ROWS, Daemon, StepsOfTask
+from everstep.server.journal import Journal
+
+NICENESS = 5
+MAX_LINE = 1 << 26
+ANSWER_S = 5.0
+FAREWELL_S = 0.3  # to send the last news before the end
+_HURTS = ("kill", "stop", "slow")
+
+
+class Launcher:
+    """The line to the process that decides."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._number = 0
+
+    async def ask(self, **question: Any) -> Any:
+        self._number += 1
+        number = self._number
+        self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(json.dumps({"ask": number, **question}).encode() + b"\n")
+            told = await asyncio.wait_for(self._asked[number], ANSWER_S)
+        except (TimeoutError, ConnectionError):
+            raise PeerError("the run does not answer; it may be over") from None
+        finally:
+            del self._asked[number]
+        if isinstance(told, dict) and "error" in told:
+            raise UserError(told["error"])
+        return told
+
+    async def hear(self) -> dict[str, Any] | None:
+        """The next thing that is no answer; None: it has ended."""
+        while line := await self._reader.readline():
+            told: dict[str, Any] = json.loads(line)
+            if "answer" not in told:
+                return told
+            asked = self._asked.get(told["answer"])
+            if asked is not None and not asked.done():
+                asked.set_result(told["value"])
+        return None
+
+
+class Follower(Daemon):
+    """Handles what the launcher has handled, a moment later; performs nothing."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        super().__init__(cast("Journal", None), folder=Path(), say=lambda line: None)
+        self.launcher = launcher
+        self.without_faults: dict[str, float] = {}  # of another run of the same job, to compare with
+
+    def begin(self, told: dict[str, Any]) -> None:
+        """A run as it stands; `ahead_s` brings its clock to the wall's."""
+        self.machine, self.leads = Coordinator(), True
+        self.news.clear()
+        self.steps.clear()
+        self.number = 0
+        self.ahead_s = told["ahead_s"]
+        thaw(self.machine, told["state"])
+        self.without_faults = {}
+        for at, action in told["actions"]:
+            self._remember([decode(msg.ClusterAction, action)], at + self.ahead_s)
+        for task, steps in told["steps"].items():
+            rows = [row | {"at": row["at"] + self.ahead_s} for row in steps["rows"]]
+            self.steps[task] = StepsOfTask(
+                rows=deque(rows, maxlen=KEPT_ROWS),
+                last_at=rows[-1]["at"],
+                first=steps["first"],
+                last=rows[-1]["step"],
+                committed=steps["committed"],
+            )
+        self.renewed()
+
+    def renewed(self) -> None:
+        self._publish({"at": 0.0, "kind": "begin", "because": "what was told before is replaced"})
+
+    def follow(self, at: float, event: Any) -> None:
+        actions = self._apply(decode(msg.ClusterEvent, event), at)
+        self.number += 1
+        for action in actions:
+            if isinstance(action, msg.Dispatch):
+                self.machine.acknowledged(action.node, action.number)
+        self._remember(actions, at + self.ahead_s)
+
+    async def told(self, event: msg.ClusterEvent) -> None:
+        assert isinstance(event, msg.CancelRequested), "nothing else can be asked of a run"
+        await self.launcher.ask(what="cancel", task=event.task)
+
+
+class RunLines:
+    """In place of the lines to agents: there is one node, and the launcher speaks for it."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+
+    @property
+    def nodes(self) -> set[str]:
+        return set(self._follower.machine.nodes)
+
+    async def ask(self, node: str, question: dict[str, Any], *, within_s: float = ANSWER_S) -> Any:
+        return await self._follower.launcher.ask(**question)
+
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        raise web.HTTPForbidden(text="this is the page of one run; agents have no business here")
+
+
+class RunApi(Api):
+    """The coordinator's API as far as it makes sense for one run on one machine."""
+
+    def __init__(self, follower: Follower, *, token: str, may_hurt: bool) -> None:
+        super().__init__(follower, token=token)
+        self.lines = cast("Any", RunLines(follower))
+        self._may_hurt = may_hurt
+        self._dashboards.may = ("follow", *(_HURTS if may_hurt else ("cancel",)))
+
+    def app(self) -> web.Application:
+        app = super().app()
+        app.router.add_post("/v1/tasks/{task}/workers/{worker}/{verb}", self._hurt)
+        return app
+
+    async def _hurt(self, request: web.Request) -> web.Response:
+        """In a demo only: a worker is killed, stopped, or slowed."""
+        verb, worker = request.match_info["verb"], request.match_info["worker"]
+        if not self._may_hurt:
+            return _refuse(403, "workers may be hurt in a demo only: everstep demo --web.")
+        if verb not in _HURTS:
+            return _refuse(404, f"{verb!r} is not kill, stop or slow.")
+        task = self._named_task(request)
+        if task.state in OVER:
+            return _refuse(400, "the run is over; there is nobody left to hurt.")
+        said = await cast("Follower", self.daemon).launcher.ask(what=verb, task=task.name, worker=worker)
+        return web.json_response({"said": said})
+
+    async def _task(self, request: web.Request) -> web.Response:
+        rows = int(text) if (text := request.query.get("rows", "")).isdecimal() else None
+        told = views.task(self.daemon, self._named_task(request), rows=rows)
+        if rows != 0:
+            told["without_faults"] = cast("Follower", self.daemon).without_faults or None
+        return web.json_response(told)
+
+    async def _submit(self, request: web.Request) -> web.Response:
+        return _refuse(403, "this is the page of one run; submit tasks to a coordinator.")
+
+    async def _task_verb(self, request: web.Request) -> web.Response:
+        if request.match_info["verb"] != "cancel" or self._may_hurt:
+            return _refuse(403, "only a run can be asked to end, and no demo.")
+        return await super()._task_verb(request)
+
+    async def _node_verb(self, request: web.Request) -> web.Response:
+        return _refuse(403, "its workers have no other node to go to; cancel the task instead.")
+
+
+async def follow(listener: socket.socket, line: socket.socket) -> None:
+    """Serve on `listener` what is told on `line`, until that ends."""
+    launcher = Launcher(*await asyncio.open_connection(sock=line, limit=MAX_LINE))
+    hello = await launcher.hear()
+    if hello is None:
+        return
+    follower = Follower(launcher)
+    api = RunApi(follower, token=hello["token"], may_hurt=hello["may_hurt"])
+    runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=0.2)
+    await runner.setup()
+    try:
+        serving = False
+        while (told := await launcher.hear()) is not None:
+            if "state" in told:
+                follower.begin(told)
+                if not serving:
+                    serving = True
+                    await web.SockSite(runner, listener).start()
+            elif "without_faults" in told:
+                follower.without_faults = told["without_faults"]
+                follower.renewed()
+            else:
+                follower.follow(told["at"], told["event"])
+        await asyncio.sleep(FAREWELL_S)
+    finally:
+        await runner.cleanup()
+
+
+def _refuse(status: int, sentence: str) -> web.Response:
+    return web.json_response({"error": sentence}, status=status)
+
+
+def main() -> None:
+    """`python -m everstep.server.follower LISTENER LINE`: two inherited file descriptors."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the launcher; its end is ours
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    listener, line = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    asyncio.run(follow(listener, line))
+
+
+if __name__ == "__main__":
+    main()
