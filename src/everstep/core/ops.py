@@ -50,6 +50,8 @@ class Microbatch(NamedTuple):
 
 
 class Op(NamedTuple):
+    """A unit of work at a stage: of one microbatch (F, I, W, B), or of a whole step (R, U); 2F1.0, 2R."""
+
     kind: Kind
     microbatch: Microbatch | None
     stage: int

@@ -13,6 +13,8 @@ from typing import Any
 
 
 class Syndrome(StrEnum):
+    """What is wrong: hung or slow, in communication or in what a rank does between."""
+
     COMMUNICATION_HANG = "communication hang"
     NON_COMMUNICATION_HANG = "non-communication hang"
     COMMUNICATION_SLOW = "communication slow"
@@ -20,6 +22,8 @@ class Syndrome(StrEnum):
 
 
 class Where(StrEnum):
+    """Which part of the suspect it is."""
+
     HOST = "host"
     DEVICE = "device"
     WORKER = "worker"  # its host or its device: its own work, which of the two is not told
@@ -32,6 +36,8 @@ class Where(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
+    """A rank, or the link from `rank` to `peer`, with how sure we are (0 to 1) and what says so."""
+
     rank: int
     confidence: float
     evidence: str
@@ -41,6 +47,8 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuledOut:
+    """What was thought of and is not the cause."""
+
     what: str
     because: str
 
@@ -99,6 +107,8 @@ class Imbalance:
 
 @dataclass(slots=True, kw_only=True)
 class Diagnosis:
+    """All that was found in the records of a job; `unusable`: (file, why it was left out)."""
+
     incidents: list[Finding] = field(default_factory=list)
     imbalances: list[Imbalance] = field(default_factory=list)
     unusable: list[tuple[str, str]] = field(default_factory=list)

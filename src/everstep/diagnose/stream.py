@@ -30,6 +30,8 @@ Sign = tuple[str, str, tuple[tuple[int, int | None], ...]]
 
 
 class Stream:
+    """The analysis of a job that runs: feed it records, ask for verdicts; `keep` records a rank stay."""
+
     def __init__(self, *, keep: int = 512) -> None:
         self._keep = keep
         self._parts: dict[tuple[str, tuple[int, ...]], Part] = {}

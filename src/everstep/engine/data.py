@@ -20,7 +20,13 @@ from everstep.errors import UserError
 
 @runtime_checkable
 class Dataset(Protocol):
-    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]: ...
+    """What gives training its data: a function of (step, microbatch) in the form of an object."""
+
+    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets. `step` counts from 1, `microbatch` from 0 through the whole step, over all
+        replicas. The same arguments give the same tensors, in every process, however often.
+        """
+        ...
 
 
 class Synthetic:

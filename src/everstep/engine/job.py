@@ -78,8 +78,8 @@ class OptimizerSpec:
     """AdamW, or `build = "module:function"` called with named parameters; the rate; what bounds a step."""
 
     build: str | None = None
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
+    lr: float = 3e-4  # the highest, after the warm-up
+    betas: tuple[float, float] = (0.9, 0.95)  # this and the next two: of AdamW
     eps: float = 1e-8
     weight_decay: float = 0.1
     warmup: int = 0  # steps over which the rate rises from 0
@@ -116,9 +116,11 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    folder: str
+    """Where checkpoints go, how often, and how many stay."""
+
+    folder: str  # or any URL that fsspec knows
     interval: int = 100  # steps
-    keep: int = 3
+    keep: int = 3  # older ones are removed
 
     def __post_init__(self) -> None:
         at_least("checkpoint.interval", self.interval, 1)
@@ -132,16 +134,16 @@ class Job:
     model: ModelSpec
     data: DataSpec = DataSpec(kind="synthetic")
     optimizer: OptimizerSpec = OptimizerSpec()
-    checkpoint: CheckpointSpec | None = None
-    steps: int = 100
-    replicas: int = 1
-    stages: int = 1
-    microbatches: int = 4
-    precision: Literal["fp32", "bf16"] = "fp32"
+    checkpoint: CheckpointSpec | None = None  # None: a stage that is lost whole starts the run over
+    steps: int = 100  # optimizer steps
+    replicas: int = 1  # data-parallel copies
+    stages: int = 1  # pipeline parts; at most as many as there are layers
+    microbatches: int = 4  # that each replica brings to a step
+    precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; weights are kept in fp32
     accumulate: Literal["fp32", "fp64"] = "fp64"  # fp64: a healed run has a clean one's bits
     recompute: bool = False  # keep a layer's input only, and run the layer again in the backward
-    seed: int = 0
-    device: str = "cpu"
+    seed: int = 0  # of weights, data and dropout
+    device: str = "cpu"  # or "cuda"
     threads: int = 1  # of each worker
     memory_interval: int = 0  # steps between copies of the state in the memory of nodes; 0: none
     log: str | None = None  # folder of the step log

@@ -33,9 +33,9 @@ class Model:
     A list of factories is accepted for `layers`: their names are then "0", "1", ...
     """
 
-    layers: Mapping[str, Factory]
-    loss: Loss = cross_entropy
-    tied: tuple[tuple[str, str], ...] = ()
+    layers: Mapping[str, Factory]  # name to a function that builds the nn.Module
+    loss: Loss = cross_entropy  # of (output, targets), one number
+    tied: tuple[tuple[str, str], ...] = ()  # such as (("embed.weight", "head.weight"),)
 
     def __post_init__(self) -> None:
         layers = self.layers

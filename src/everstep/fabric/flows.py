@@ -27,6 +27,8 @@ Algorithm = Literal["ring", "tree"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
+    """Bytes from one NIC to another in every step. Flows of one phase run at the same time."""
+
     name: str
     task: str
     phase: str

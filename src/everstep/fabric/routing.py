@@ -22,6 +22,8 @@ DEAD = 1e12  # seconds per Gbit on a dead link: worse than anything, and still a
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
+    """Flows and the path each one takes, with what follows: the load of every link."""
+
     topology: Topology
     flows: tuple[Flow, ...]
     paths: Ints  # one row a flow, padded with -1

@@ -41,6 +41,8 @@ class Port:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
+    """A machine with the ports of its NICs."""
+
     name: str
     ports: tuple[Port, ...]
     nic_gbps: float | None = None  # what can be fed into one NIC, all its ports together
@@ -48,6 +50,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
+    """A leaf or a spine; planes are networks that do not meet."""
+
     name: str
     plane: int = 0
 
@@ -68,6 +72,8 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
+    """A leaf-spine fabric. `condition`: the part of its capacity that a link still has, by its name."""
+
     name: str
     nodes: tuple[Node, ...]
     leaves: tuple[Switch, ...]

@@ -46,12 +46,13 @@ _IN_THE_SCRIPT = "in-the:script"  # what a job says of a model, data or optimize
 class Result:
     """What a run leaves behind: the loss of every step, and the story of every incident."""
 
-    losses: dict[int, float]
-    grad_norms: dict[int, float]
+    losses: dict[int, float]  # by step, from 1; means over all microbatches
+    grad_norms: dict[int, float]  # global, before clipping
     document: dict[str, Any]  # what `everstep run --json` prints
 
     @property
     def incidents(self) -> list[dict[str, Any]]:
+        """What was healed, each with worker, step, noticed_ms, replanned_ms, resumed_ms and steps_lost."""
         found: list[dict[str, Any]] = self.document["incidents"]
         return found
 

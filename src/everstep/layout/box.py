@@ -21,6 +21,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
+    """A rectangle of a tensor: `size[d]` indices from `start[d]` on, in every dimension."""
+
     start: Shape
     size: Shape
 

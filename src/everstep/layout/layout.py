@@ -57,6 +57,8 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
+    """A box of a tensor in a buffer of each of its holders, from element `offset` on, with these strides."""
+
     tensor: str
     box: Box
     holders: tuple[Holder, ...]
@@ -78,6 +80,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
+    """Which elements of which tensors every holder has, and where in its flat buffers they lie."""
+
     tensors: Mapping[str, Tensor]
     pieces: tuple[Piece, ...]
     buffers: Mapping[tuple[Holder, str], int]  # elements, padding included

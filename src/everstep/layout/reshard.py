@@ -58,6 +58,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
+    """All that has to be copied to get from one layout to another."""
+
     transfers: tuple[Transfer, ...]
 
     def __iter__(self) -> Iterator[Transfer]:

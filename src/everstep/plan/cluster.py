@@ -15,6 +15,8 @@ FAILURES_PER_1000_NODE_DAYS = 6.5  # Meta RSC-1, 24,000 A100 over 11 months
 
 
 class Place(NamedTuple):
+    """One slot of one node; text: node-3:5."""
+
     node: str
     slot: int
 
