@@ -60,6 +60,7 @@ class RunPage:
         self._line: socket.socket | None = None
         self._unsent, self._unread = bytearray(), bytearray()
         self._loop: Loop | None = None
+        self._watched: int | None = None  # file descriptor
         self._task: LocalTask | None = None
         self._actions: deque[tuple[float, msg.ClusterAction]] = deque(maxlen=KEPT_ACTIONS)
         self._slowed: set[tuple[Worker, int]] = set()  # with the incarnation: a new life is fast again
@@ -80,15 +81,12 @@ class RunPage:
         self._actions.clear()
         if self._line is not None:
             self._begin()
-            loop.watch(self._line.fileno(), self._read)
-        else:
-            loop.watch(self._listener.fileno(), self._called)
+        self._watch()
 
     def detach(self) -> None:
         """The run is over; the page may stay."""
-        if self._loop is not None:
-            self._loop.unwatch((self._line or self._listener).fileno())
-            self._loop = None
+        self._unwatch()
+        self._loop = None
         self._slowed.clear()
         self._flush()
 
@@ -135,11 +133,10 @@ class RunPage:
 
     def _called(self) -> None:
         """Somebody is at the door: the follower opens it."""
-        assert self._loop is not None
+        self._unwatch()
         ours, theirs = socket.socketpair()
         fds = (self._listener.fileno(), theirs.fileno())
         command = [sys.executable, "-m", "everstep.server.follower", *map(str, fds)]
-        self._loop.unwatch(self._listener.fileno())
         with theirs:
             try:
                 self._follower = subprocess.Popen(
@@ -152,7 +149,7 @@ class RunPage:
         self._line = ours
         self._unsent.clear()
         self._unread.clear()
-        self._loop.watch(ours.fileno(), self._read)
+        self._watch()
         self._send({"token": self.token, "may_hurt": self.may_hurt})
         self._begin()
 
@@ -202,15 +199,24 @@ class RunPage:
         """It does not read, or is gone. The next call starts another."""
         if self._line is None:
             return
-        if self._loop is not None:
-            self._loop.unwatch(self._line.fileno())
+        self._unwatch()
         self._hang_up()
         if self._follower is not None:
             self._follower.kill()
             self._follower.wait()
             self._follower = None
+        self._watch()
+
+    def _watch(self) -> None:
+        """For words of the follower, or for somebody at the door where there is none."""
         if self._loop is not None:
-            self._loop.watch(self._listener.fileno(), self._called)
+            self._watched = (self._line or self._listener).fileno()
+            self._loop.watch(self._watched, self._called if self._line is None else self._read)
+
+    def _unwatch(self) -> None:
+        if self._loop is not None and self._watched is not None:
+            self._loop.unwatch(self._watched)
+        self._watched = None
 
     def _hang_up(self) -> None:
         if self._line is not None:
