@@ -15,7 +15,7 @@ from rich.text import Text
 
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, UserError
 
 JSON = typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
 AsJson = Annotated[bool, JSON]
@@ -178,19 +178,35 @@ def pause_command(
 
 def resize_command(
     task: Annotated[str, typer.Argument(help="The task's name.")],
-    workers: Annotated[int, typer.Argument(help="At most this many.")],
+    workers: Annotated[int | None, typer.Argument(help="At most this many.")] = None,
+    shape: Annotated[str, typer.Option(help="replicas x stages, like 3x2.")] = "",
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
-    """Let a task have at most so many workers. Its batch and its losses stay what they are.
+    """Let a task have at most so many workers, or take another shape. Its batch and its losses stay.
 
-    [bold]Example[/bold]
+    With --shape its workers hand their states over in memory, at the next step boundary, to those of the new
+    shape.
+
+    [bold]Examples[/bold]
 
       everstep resize llama-8b 48
+
+      everstep resize llama-8b --shape 3x2
     """
     client = Client(address=address, token=token, ca=ca)
+    if shape:
+        words = shape.lower().split("x")
+        if workers is not None or len(words) != 2 or not all(word.strip().isdecimal() for word in words):
+            raise UserError(
+                f"--shape is {shape!r}; give replicas x stages, like 3x2, and no number of workers."
+            )
+        counts = {"replicas": int(words[0]), "stages": int(words[1])}
+        return _told(client.post(f"/v1/tasks/{task}/reshape", counts), "task", as_json)
+    if workers is None:
+        raise UserError("give a number of workers, or --shape, like 3x2.")
     return _told(client.post(f"/v1/tasks/{task}/resize", {"workers": workers}), "task", as_json)
 
 

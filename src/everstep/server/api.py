@@ -15,7 +15,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +23,7 @@ from aiohttp import web
 
 from everstep.core import cluster as msg
 from everstep.core.ops import parse_worker
-from everstep.core.roster import OVER, Node, Task
+from everstep.core.roster import OVER, Node, NodeState, Task
 from everstep.core.snapshot import digest
 from everstep.core.survey import Shape
 from everstep.engine.faults import check_fault, parse_fault
@@ -304,12 +304,29 @@ class Api:
                         f"workers is {workers!r}; give at least {task.shape.stages}, one a stage."
                     )
                 event = msg.ResizeRequested(task=task.name, workers=workers)
+            case "reshape":
+                event = self._reshape(task, await _body(request))
             case _:
-                return _refuse(404, f"{verb!r} is not cancel, pause, unpause or resize.")
+                return _refuse(404, f"{verb!r} is not cancel, pause, unpause, resize or reshape.")
         if task.state in OVER:
             raise UserError(f"task {task.name} is {task.state}; {verb} has nothing to act on.")
         await self.daemon.told(event)
         return web.json_response(views.task(self.daemon, task))
+
+    def _reshape(self, task: Task, body: Mapping[str, Any]) -> msg.ReshapeRequested:
+        """What can be known to be wrong is refused here: a running task is not given up for a wrong word."""
+        replicas, stages = body.get("replicas"), body.get("stages")
+        if type(replicas) is not int or type(stages) is not int:
+            raise UserError(f"replicas is {replicas!r} and stages {stages!r}; give two whole numbers.")
+        job = Job.from_dict(task.job).reshaped(replicas, stages)
+        gpt = job.model.gpt()
+        if gpt is not None and job.stages > gpt.depth + 2:
+            raise UserError(f"stages is {job.stages}, and the model has {gpt.depth + 2} layers to share out.")
+        slots = sum(n.slots for n in self.daemon.machine.nodes.values() if n.state is NodeState.UP)
+        if job.stages > slots:
+            raise UserError(f"shape {job.replicas}x{job.stages} needs a slot a stage; there are {slots}.")
+        shape = Shape(job.replicas, job.stages, job.microbatches)
+        return msg.ReshapeRequested(task=task.name, job=job.to_dict(), shape=shape)
 
     async def _node_verb(self, request: web.Request) -> web.Response:
         node, verb = self._named_node(request), request.match_info["verb"]

@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any, NamedTuple
 
+from everstep.core.codec import encode
 from everstep.core.incidents import Incident
 from everstep.core.roster import Node, Task
 from everstep.core.standing import Absent, Joining, Member, Starting
@@ -154,6 +155,8 @@ def task(daemon: Daemon, task: Task, *, rows: int | None = None) -> dict[str, An
             for worker, seat in sorted(task.seats.items())
         ],
         "rows": [step_row(row) for row in kept],
+        "kept_step": task.kept_step,
+        "moves": [{"step": step, **encode(moved)} for step, moved in sorted(task.fetched.items())],
         "incidents": [i.number for i in daemon.machine.log.incidents if i.task == task.name],
     }
 

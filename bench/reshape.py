@@ -1,0 +1,190 @@
+"""A running task changes its shape again and again: losses, pause, and bytes against the least possible.
+
+    python bench/reshape.py                      six nodes of one slot, five changes
+    python bench/reshape.py --preset gpt-10m --shapes 2x2,1x4 --json
+    python bench/reshape.py lost                 all replicas of a stage die: back from peers' memory
+
+Every worker sits on a node of its own, so what it has not got must come from another node. `least` is what
+`layout.reshard` moves when `layout.assign.settled` has chosen who takes which place. Beside it runs the same
+job, never moved; losses are compared with ==.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.cluster import Cluster, small_job
+from everstep.engine.job import Job
+from everstep.engine.model import partition, slots
+from everstep.engine.resolve import model_of
+from everstep.layout.assign import settled
+from everstep.layout.builders import replicated
+from everstep.layout.layout import Layout, Tensor, merged
+from everstep.layout.reshard import reshard
+
+NODES = 6
+EVERY = 4  # steps between two changes
+
+
+def layout_of(job: Job, holders: dict[tuple[int, int], str]) -> Layout:
+    """What each place of a shape holds: weights and AdamW's two moments and counter of its layers."""
+    model = model_of(job)
+    parts = []
+    for stage, layers in enumerate(partition(model, job.stages)):
+        there = [holders[k, stage] for k in range(job.replicas)]
+        for name, slot in slots(model, layers).items():
+            for key in ("model", "exp_avg", "exp_avg_sq"):
+                parts.append(replicated(Tensor(name=f"{key}/{name}", shape=slot.shape), there))
+            parts.append(replicated(Tensor(name=f"step/{name}", shape=()), there))
+    return merged(parts)
+
+
+def least_bytes(job: Job, before: tuple[int, int], after: tuple[int, int]) -> tuple[int, int]:
+    """(moved when places are chosen best, whole new layout)."""
+    old, new = job.reshaped(*before), job.reshaped(*after)
+    nodes = [f"n{i}" for i in range(NODES)]
+    places = [(k, s) for k in range(old.replicas) for s in range(old.stages)]
+    a = layout_of(old, dict(zip(places, nodes, strict=False)))
+    fresh = [(k, s) for k in range(new.replicas) for s in range(new.stages)]
+    b = layout_of(new, {place: f"place {place}" for place in fresh})
+    whole = sum(b.tensors[p.tensor].num_bytes * len(p.holders) for p in b.pieces)
+    return reshard(a, settled(a, b, nodes)).moved_bytes, whole
+
+
+def run(cluster: Cluster, job: dict[str, Any], shapes: list[tuple[int, int]]) -> dict[str, Any]:
+    """One task through all shapes, beside a second one that keeps its own."""
+    cluster.submit(job, "still")
+    clean = cluster.finished("still", within_s=500)
+    clean_losses = {row["step"]: row["loss"] for row in clean["rows"]}
+    cluster.submit(job, "moving")
+    moves = []
+    for number, shape in enumerate(shapes[1:]):
+        cluster.step_reached((number + 1) * EVERY, "moving", within_s=300)
+        asked = time.time()
+        cluster.client.post("/v1/tasks/moving/reshape", {"replicas": shape[0], "stages": shape[1]})
+        moves.append({"from": shapes[number], "to": shape, "asked_at": asked})
+        cluster.until(lambda n=number: len(cluster.task("moving")["moves"]) > n, "it moved", within_s=300)  # type: ignore[misc]
+        cluster.all_members("moving")
+    told = cluster.finished("moving", within_s=500)
+    rows = told["rows"]
+    losses = {row["step"]: row["loss"] for row in rows}
+    base = Job.from_dict(job)
+    for move, moved in zip(moves, told["moves"], strict=True):
+        at = next(i for i, row in enumerate(rows) if row["step"] == moved["step"])
+        steps = [row["seconds"] for row in rows[max(1, at - 2) : at + 1]]
+        least, whole = least_bytes(base, move["from"], move["to"])
+        move |= {
+            "step": moved["step"],
+            "pause_s": rows[at + 1]["seconds"] - statistics.median(steps),
+            "step_s": statistics.median(steps),
+            "fetch_s": moved["seconds"],
+            "moved_bytes": moved["bytes_elsewhere"],
+            "kept_bytes": moved["bytes_here"],
+            "least_bytes": least,
+            "all_bytes": whole,
+        }
+    return {
+        "state": told["state"],
+        "steps": len(losses),
+        "equal_losses": sum(losses.get(step) == loss for step, loss in clean_losses.items()),
+        "worst_relative_difference": max(
+            abs(losses.get(s, float("nan")) - x) / abs(x) for s, x in clean_losses.items()
+        ),
+        "incidents": len([i for i in cluster.incidents() if i["task"] == "moving"]),
+        "moves": moves,
+    }
+
+
+def lost(cluster: Cluster, job: dict[str, Any]) -> dict[str, Any]:
+    """No checkpoint on disk; the node with a stage's only worker dies. How many steps are done again?"""
+    cluster.submit(job, "clean")
+    clean = {row["step"]: row["loss"] for row in cluster.finished("clean", within_s=400)["rows"]}
+    cluster.submit(job, "job")
+    cluster.step_reached(job["steps"] // 2, within_s=300)
+    cluster.until(lambda: cluster.task()["kept_step"], "a state is in memory")
+    victim = next(seat for seat in cluster.task()["seats"] if seat["worker"].endswith(":1"))
+    before = cluster.task()["step"]
+    killed = time.time()
+    cluster.signal_node(victim["node"], signal.SIGKILL)
+    told = cluster.finished(within_s=400)
+    losses = {row["step"]: row["loss"] for row in told["rows"]}
+    incident = next(i for i in cluster.incidents() if i["task"] == "job" and i["restored_from"] is not None)
+    return {
+        "state": told["state"],
+        "equal_losses": sum(losses.get(step) == loss for step, loss in clean.items()),
+        "steps": len(clean),
+        "killed_at_step": before + 1,
+        "restored_from": incident["restored_from"],
+        "restored_where": incident["restored_where"],
+        "steps_done_again": before - incident["restored_from"],
+        "memory_interval": job["memory_interval"],
+        "resumed_after_s": incident["closed_at"] - killed,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=("reshape", "lost"), default="reshape")
+    parser.add_argument("--preset", default="gpt-1m")
+    parser.add_argument("--shapes", default="2x2,1x4,4x1,3x2,2x3,2x2")
+    parser.add_argument("--every", type=int, default=1, help="memory_interval of `lost`")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    shapes = [tuple(map(int, word.split("x"))) for word in options.shapes.split(",")]
+    with tempfile.TemporaryDirectory(prefix="reshape-") as name, Cluster(Path(name), eager=True) as cluster:
+        cluster.start_coordinator()
+        for node in range(NODES):
+            cluster.start_agent(f"n{node}", slots=1)
+        cluster.nodes_up(NODES)
+        replicas, stages = shapes[0]
+        steps = EVERY * (len(shapes) + 1)
+        job = small_job(
+            Path(name),
+            steps=steps,
+            replicas=replicas,
+            stages=stages,
+            microbatches=12 // replicas,
+            data={"kind": "synthetic", "rows": 1, "sequence": 32},
+        )
+        job["model"] = {"preset": options.preset}
+        if options.what == "lost":
+            job |= {"replicas": 1, "stages": 2, "microbatches": 4, "memory_interval": options.every}
+            found: Any = lost(cluster, job)
+        else:
+            found = run(cluster, job, shapes)  # type: ignore[arg-type]
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+    whole = found["equal_losses"] == found["steps"] and found["state"] == "finished"
+    return 0 if whole else 1
+
+
+def show(found: dict[str, Any]) -> None:
+    for key, value in found.items():
+        if key != "moves":
+            print(f"{key:28} {value}")
+    if "moves" in found:
+        print("shape            pause s  in steps  fetch s   moved MB   least MB  moved/least   all MB")
+    for move in found.get("moves", ()):
+        shapes = f"{move['from'][0]}x{move['from'][1]} -> {move['to'][0]}x{move['to'][1]}"
+        moved, least = move["moved_bytes"], move["least_bytes"]
+        print(
+            f"{shapes:15} {move['pause_s']:8.2f} {move['pause_s'] / move['step_s']:9.1f} "
+            f"{move['fetch_s']:8.2f} {moved / 1e6:10.2f} {least / 1e6:10.2f} "
+            f"{moved / least if least else 1:12.3f} {move['all_bytes'] / 1e6:8.2f}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
