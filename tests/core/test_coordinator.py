@@ -156,6 +156,19 @@ def test_a_node_that_dies_while_its_workers_start_is_given_up_though_nobody_wait
     assert drama.coordinator.tasks["t"].recovery.recorded == 1
 
 
+def test_a_node_that_dies_while_ledgers_are_gathered_is_given_up_though_its_peers_stand_still() -> None:
+    drama = running()
+    b = node_of(drama, W10)
+    drama.cut.add(b)
+    drama.hear(msg.PlanAnswered(task="t", event=ev.ProfileChanged(because="a new schedule")))
+    drama.silence(b)
+    assert drama.coordinator.nodes[b].state is NodeState.SILENT, "a coordinator's restart is no node's death"
+    drama.wait(2.1)
+    assert drama.coordinator.nodes[b].state is NodeState.GONE
+    drama.seal()
+    assert drama.coordinator.tasks["t"].recovery.recorded == 2
+
+
 def test_a_long_silence_that_others_speak_for_asks_for_no_time() -> None:
     drama = running()
     drama.silence("b")

@@ -75,9 +75,8 @@ class Coordinator(NodeDesk):
         """When `TimePassed` is wanted next, if at all."""
         dues = [task.not_before[worker] for task in self.tasks.values() for worker in task.held]
         for node in self.nodes.values():
-            lonely = node.state is NodeState.SILENT and self.roster.on_node(node.name)
-            if lonely and not self._speaks_for(node.name):
-                dues.append(node.since + self.patience.lonely_silence_s)
+            if node.state is NodeState.SILENT and (ends_at := self._silence_ends_at(node)) is not None:
+                dues.append(ends_at)
             if node.state is NodeState.ISOLATED:
                 dues.append(node.since + self.patience.isolation_s)
         return min(dues, default=None)

@@ -13,7 +13,7 @@ from everstep.core.ops import Worker
 from everstep.core.orders import Actions
 from everstep.core.roster import REACHABLE, Node, NodeState, Seat, Task, TaskState
 from everstep.core.severity import judge
-from everstep.core.standing import Member
+from everstep.core.standing import Gathering, Member
 from everstep.core.taskdesk import TaskDesk
 
 
@@ -69,11 +69,30 @@ class NodeDesk(TaskDesk):
             if witnesses:
                 because = f"silent, and worker {witnesses[0]} on another node waits for it"
                 actions += self._lost(node.name, NodeState.GONE, because, now)
+            elif (owed := self._owed_by(node.name)) and now - node.since >= self.patience.awaited_silence_s:
+                because = f"silent, and the ledger of worker {owed} is waited for"
+                actions += self._lost(node.name, NodeState.GONE, because, now)
             elif now - node.since >= self.patience.lonely_silence_s and self.roster.on_node(node.name):
                 because = f"silent for {now - node.since:.0f} s, and nobody else can speak for it"
                 if not self._speaks_for(node.name):
                     actions += self._lost(node.name, NodeState.GONE, because, now)
         return actions
+
+    def _silence_ends_at(self, node: Node) -> float | None:
+        """When a silent node is given up, if nothing is heard until then."""
+        if self._owed_by(node.name):
+            return node.since + self.patience.awaited_silence_s
+        if self.roster.on_node(node.name) and not self._speaks_for(node.name):
+            return node.since + self.patience.lonely_silence_s
+        return None
+
+    def _owed_by(self, node: str) -> str:
+        """A worker of this node whose ledger a task waits for: its peers stand still and blame nobody."""
+        for task, worker in self.roster.on_node(node):
+            phase = task.recovery.phase if task.recovery is not None else None
+            if isinstance(phase, Gathering) and worker in phase.awaited:
+                return f"{worker} of {task.name}"
+        return ""
 
     def _speaks_for(self, node: str) -> bool:
         """Does a worker of this node train with workers on other nodes? Then only the line is cut.
