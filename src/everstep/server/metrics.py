@@ -6,11 +6,14 @@ import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from everstep.core.roster import NodeState
+from everstep.core.roster import NodeState, TaskState
+from everstep.server import views
 from everstep.server.daemon import Daemon
+
+RECOVERY_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
 class ClusterMetrics(Collector):
@@ -32,14 +35,12 @@ class ClusterMetrics(Collector):
         entries = CounterMetricFamily("everstep_journal_entries", "Events in the journal.")
         entries.add_metric([], self.daemon.number)
         yield entries
-        handled = sorted(self.daemon.handled_s)
-        if handled:
-            p99 = GaugeMetricFamily(
-                "everstep_event_handling_seconds", "Time to decide on an event.", labels=["quantile"]
-            )
-            for quantile in (0.5, 0.99):
-                p99.add_metric([str(quantile)], handled[int(quantile * (len(handled) - 1))])
-            yield p99
+        yield _one("everstep_leader", "1: this coordinator leads.", int(self.daemon.leads))
+        handled = sorted(self.daemon.handled_s) or [0.0]
+        for name, share in (("median", 0.5), ("p99", 0.99)):
+            text = f"Time to decide on an event, {name} of the last {len(handled)}."
+            value = handled[int(share * (len(handled) - 1))]
+            yield _one(f"everstep_event_handling_{name}_seconds", text, value)
 
     def _nodes(self) -> Iterator[Metric]:
         states = GaugeMetricFamily("everstep_nodes", "Nodes by state.", labels=["state"])
@@ -63,20 +64,34 @@ class ClusterMetrics(Collector):
         yield slots
 
     def _tasks(self) -> Iterator[Metric]:
+        def gauge(name: str, text: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"everstep_task_{name}", text, labels=["task"])
+
         step = CounterMetricFamily("everstep_task_steps", "Steps on record.", labels=["task"])
-        seconds = GaugeMetricFamily(
-            "everstep_task_step_seconds", "How long the last step took.", labels=["task"]
-        )
-        loss = GaugeMetricFamily("everstep_task_loss", "The loss of the last step.", labels=["task"])
-        workers = GaugeMetricFamily("everstep_task_workers", "Workers a task has.", labels=["task"])
+        wanted = gauge("wanted_steps", "Steps a task is to run.")
+        seconds = gauge("step_seconds", "How long the last step took.")
+        loss = gauge("loss", "The loss of the last step.")
+        workers = gauge("workers", "Workers a task has.")
+        places = gauge("places", "Workers a task could have: replicas times stages.")
+        running = gauge("running", "1: training; 0: waiting, paused or over.")
+        epoch = gauge("epoch", "How often its membership or its schedule has changed.")
+        issued = gauge("microbatches_issued", "Microbatches of the steps on record.")
+        committed = gauge("microbatches_committed", "Of those, counted exactly once; anything else is a bug.")
         for task in self.daemon.machine.tasks.values():
-            step.add_metric([task.name], task.recovery.recorded if task.recovery is not None else 0)
-            workers.add_metric([task.name], len(task.seats))
-            steps = self.daemon.steps.get(task.name)
-            if steps is not None and steps.rows:
-                seconds.add_metric([task.name], steps.rows[-1]["seconds"])
-                loss.add_metric([task.name], steps.rows[-1]["loss"])
-        yield from (step, seconds, loss, workers)
+            row, name = views.task_row(self.daemon, task), [task.name]
+            step.add_metric(name, row["step"])
+            wanted.add_metric(name, row["steps"])
+            workers.add_metric(name, row["workers"])
+            places.add_metric(name, row["places"])
+            running.add_metric(name, int(task.state is TaskState.RUNNING))
+            epoch.add_metric(name, row["epoch"])
+            issued.add_metric(name, row["microbatches"]["issued"])
+            committed.add_metric(name, row["microbatches"]["committed"])
+            if row["step_seconds"] is not None:
+                seconds.add_metric(name, row["step_seconds"])
+            if row["loss"] is not None:
+                loss.add_metric(name, row["loss"])
+        yield from (step, wanted, seconds, loss, workers, places, running, epoch, issued, committed)
 
     def _incidents(self) -> Iterator[Metric]:
         total = CounterMetricFamily(
@@ -93,12 +108,19 @@ class ClusterMetrics(Collector):
         for key, count in counts.items():
             total.add_metric(list(key), count)
         yield total
-        still = GaugeMetricFamily("everstep_incidents_open", "Incidents that are not closed.")
-        still.add_metric([], len(self.daemon.machine.log.open_ones()))
-        yield still
-        if recoveries:
-            last = GaugeMetricFamily(
-                "everstep_last_recovery_seconds", "From evidence to closed, the last one."
-            )
-            last.add_metric([], recoveries[-1])
-            yield last
+        yield _one(
+            "everstep_incidents_open",
+            "Incidents that are not closed.",
+            len(self.daemon.machine.log.open_ones()),
+        )
+        buckets = [(str(edge), sum(took <= edge for took in recoveries)) for edge in RECOVERY_BUCKETS_S]
+        yield HistogramMetricFamily(
+            "everstep_recovery_seconds",
+            "From evidence to closed, of every incident that is.",
+            buckets=[*buckets, ("+Inf", len(recoveries))],
+            sum_value=sum(recoveries),
+        )
+
+
+def _one(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
