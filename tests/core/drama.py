@@ -151,7 +151,7 @@ class Drama:
             case msg.ChooseAssignment() if action.version == self.coordinator.version:
                 self._queue.append(choose(self.coordinator, action.version, action.because))
             case msg.Think():
-                answer = self.desks[action.task].answer(action.question)
+                answer = self.desks[action.task].answer(action.question, action.slow)
                 self._queue.append(msg.PlanAnswered(task=action.task, event=answer))
             case _:
                 pass

@@ -179,7 +179,7 @@ def test_a_slowed_worker_is_told_from_its_rings(tmp_path: Path) -> None:
                 for op in range(6):
                     begin = 10**12 + step * 200 * MS + op * 20 * MS
                     took = length + (step * 13 + op) % 7 * 10_000
-                recorder.op(step, begin, begin + took, took)
+                    recorder.op(step, begin, begin + took, took)
             parts.append(read(path.name, path.read_bytes()))
     (finding,) = analyse(parts).diagnosis.incidents
     assert [s.rank for s in finding.suspects] == [1]

@@ -8,9 +8,12 @@ every pace and no ratio.
 
     calm ──► hot in two looks on end ──► slow ──► as fast as before in several looks on end ──► calm
 
-Hot is a fifth more than usual, four times outside the scatter its ratio had while calm, and a tenth of a
-step. Where sequence lengths scatter, a slow worker needs longer to be told from chance, and is. Whoever was
-slow before anybody looked has no better past: it is compared with its peers, over eight looks or more.
+Hot is a fifth more than usual, a tenth of a step, and far outside the scatter its ratio had while calm: four
+times the usual deviation, and half more than the largest; in logarithms, since twice as long and half as
+long are equally far from usual. Eight calm looks are needed to know that. Where
+sequence lengths scatter, a slow worker cannot be told from chance by its past as soon as that; and whoever
+was slow before anybody looked has no better past. They are compared with their peers, over eight looks or
+more, until chance is no explanation.
 
 Nothing flaps: calm again takes five looks, after a relapse ten, then twenty; and a factor that has changed is
 told only if it did for three looks on end, later for six, then twelve. While a worker is slow, what is usual
@@ -23,8 +26,9 @@ a worker that is stopped every other moment, burns none).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import exp, log
 from statistics import median
 
 from everstep.core.cluster import SlownessEnded, SlownessFound, TimesTold
@@ -32,17 +36,29 @@ from everstep.core.ops import Worker
 
 RATIO = 1.2  # hot: so many times as long as usual
 WORTH = 0.10  # of a step
-CHANCE = 4.0  # times the scatter
+CHANCE, FARTHER = 4.0, 1.5  # times the scatter; times the largest deviation
 LOOKS = 2  # hot ones on end, for a verdict
+KNOWN = 8  # calm looks, before there is one
 CALM_RATIO = 1.1
 CALM_LOOKS, MOST_CALM_LOOKS = 5, 80
-CHANGED, CHANGED_LOOKS = 0.15, 3  # a factor is another one if it is off by this share for so many looks
+CHANGED, CHANGED_LOOKS = 0.25, 4  # a factor is another one if it is off by this share for so many looks
 FIRST_LOOKS = 2  # of a process: it allocates
 USUAL_LOOKS = 3  # needed to know what is usual
+SMOOTH = 16  # looks: what is usual moves slowly, and for all alike
 KEPT = 32
-PEER_LOOKS, PEER_RATIO, PEER_CHANCE, MOST = 8, 1.25, 5.0, 0.85  # against peers, without a past
+PEER_LOOKS, PEER_RATIO, PEER_CHANCE, MOST = (8, 16, 32), 1.25, 5.0, 0.85  # against peers, without a past
 _LEAST_SCATTER = 0.02
 _NOT_WORK = ("R",)  # a reduce is summed when its parts come, in pieces: its time says little
+
+
+@dataclass(slots=True)
+class _Usual:
+    seconds: float = 0.0
+    looks: int = 0
+
+    def learn(self, seconds: float) -> None:
+        self.looks = min(self.looks + 1, SMOOTH)
+        self.seconds += (seconds - self.seconds) / self.looks
 
 
 @dataclass(slots=True)
@@ -61,10 +77,10 @@ class _Pace:
 
     incarnation: int
     looks: int = 0
-    usual: dict[str, deque[float]] = field(default_factory=dict)  # seconds an op, of calm looks
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))  # of calm looks
+    usual: dict[str, _Usual] = field(default_factory=dict)  # seconds an op, of calm looks
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))  # of calm looks, as logarithms
     hot: list[tuple[int, float, float, float]] = field(default_factory=list)  # step, ratio, seconds, usual
-    beside_peers: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    beside_peers: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))  # as logarithms
     slow: _Slow | None = None
     relapses: int = 0
     last_step: int = 0
@@ -74,21 +90,21 @@ class _Pace:
         total = 0.0
         for kind, (count, _) in ops.items():
             known = self.usual.get(kind)
-            if known is None or len(known) < USUAL_LOOKS:
+            if known is None or known.looks < USUAL_LOOKS:
                 return None
-            total += count * median(known)
+            total += count * known.seconds
         return total or None
 
     def learn(self, ops: Mapping[str, tuple[int, float]], factor: float = 1.0) -> None:
         for kind, (count, seconds) in ops.items():
             if count:
-                self.usual.setdefault(kind, deque(maxlen=KEPT)).append(seconds / count / factor)
-
-    def scatter(self) -> float:
-        return _scatter(self.ratios) if len(self.ratios) >= USUAL_LOOKS else _LEAST_SCATTER
+                self.usual.setdefault(kind, _Usual()).learn(seconds / count / factor)
 
     def hot_from(self) -> float:
-        return 1 + max(RATIO - 1, CHANCE * self.scatter())
+        if len(self.ratios) < KNOWN:
+            return float("inf")
+        farthest = max(map(abs, self.ratios))
+        return max(RATIO, exp(max(CHANCE * _scatter(self.ratios), FARTHER * farthest)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +178,11 @@ class Watch:
             if look.pace is None or others is None:
                 pace.learn(look.ops, pace.slow.factor if pace.slow is not None else 1.0)
                 continue
-            ratio = look.pace / max(others, 1.0)  # others that got faster make nobody slow
             verdict: SlownessFound | SlownessEnded | None
             if pace.slow is not None:
-                verdict = self._of_slow(worker, pace, pace.slow, ratio, look)
+                verdict = self._of_slow(worker, pace, pace.slow, look.pace / max(others, 1.0), look)
             else:
-                verdict = self._of_calm(worker, pace, ratio, look, looks)
+                verdict = self._of_calm(worker, pace, others, look, looks)
             found += [] if verdict is None else [verdict]
         return found
 
@@ -193,12 +208,14 @@ class Watch:
         return None
 
     def _of_calm(
-        self, worker: Worker, pace: _Pace, ratio: float, look: _Look, looks: Mapping[Worker, _Look]
+        self, worker: Worker, pace: _Pace, others: float, look: _Look, looks: Mapping[Worker, _Look]
     ) -> SlownessFound | None:
-        extra_s = look.seconds * (1 - 1 / ratio) if ratio > 0 else 0.0
+        assert look.pace is not None
+        ratio = look.pace / max(others, 1.0)  # others that got faster make nobody slow
+        extra_s = look.seconds * (1 - 1 / ratio)
         if ratio < pace.hot_from() or extra_s < WORTH * look.told.seconds:
             pace.hot.clear()
-            pace.ratios.append(ratio)
+            pace.ratios.append(log(look.pace / others))
             pace.learn(look.ops)
             return self._beside_peers(worker, pace, look, looks)
         pace.hot.append((look.told.step, ratio, look.seconds, look.seconds / (look.pace or 1.0)))
@@ -223,32 +240,31 @@ class Watch:
         theirs = self._peers_seconds(worker, look, looks)
         if theirs is None:
             return None
-        ratios = pace.beside_peers
-        ratios.append(look.seconds / theirs)
-        factor = median(ratios)
-        chance = PEER_CHANCE * 1.25 * _scatter(ratios) / len(ratios) ** 0.5
-        steady = sum(ratio > 1 + (factor - 1) / 3 for ratio in ratios) >= MOST * len(ratios)
-        worth = look.seconds * (1 - 1 / factor) >= WORTH * look.told.seconds
-        if len(ratios) < PEER_LOOKS or factor < max(PEER_RATIO, 1 + chance) or not steady or not worth:
+        pace.beside_peers.append(log(look.seconds / theirs))
+        lately = [list(pace.beside_peers)[-n:] for n in PEER_LOOKS if len(pace.beside_peers) >= n]
+        scatter = _scatter(pace.ratios)
+        ratios = next((few for few in lately if _is_no_chance(few, scatter)), None)
+        if ratios is None:
+            return None
+        factor = exp(median(ratios))
+        if look.seconds * (1 - 1 / factor) < WORTH * look.told.seconds:
             return None
         evidence = (
-            f"in the last {len(ratios)} looks the ops of worker {worker} took {min(ratios):.2f} to "
-            f"{max(ratios):.2f} times as long as the same ops on its peers",
+            f"in the last {len(ratios)} looks the ops of worker {worker} took {exp(min(ratios)):.2f} to "
+            f"{exp(max(ratios)):.2f} times as long as the same ops on its peers",
         )
         because = f"worker {worker} takes {factor:.2f} times as long as its peers for the same ops"
-        for known in pace.usual.values():  # what would be usual for it: so it is measured from here on
-            usual = [seconds / factor for seconds in known]
-            known.clear()
-            known.extend(usual)
+        for kind, known in pace.usual.items():  # what is usual for its peers should be for it
+            known.seconds = median(
+                self._paces[peer].usual[kind].seconds
+                for peer in self._peers(worker, looks)
+                if kind in self._paces[peer].usual
+            )
         return self._becomes_slow(worker, pace, factor, look.told.step, because, evidence, looks)
 
     def _peers_seconds(self, worker: Worker, look: _Look, looks: Mapping[Worker, _Look]) -> float | None:
         """How long its ops would have taken its middle peer in this step."""
-        peers = [
-            other
-            for w, other in looks.items()
-            if w.stage == worker.stage and w != worker and self._paces[w].slow is None
-        ]
+        peers = [looks[w] for w in self._peers(worker, looks)]
         total = 0.0
         for kind, (count, _) in look.ops.items():
             each = [p.ops[kind][1] / p.ops[kind][0] for p in peers if kind in p.ops]
@@ -256,6 +272,9 @@ class Watch:
                 return None
             total += count * median(each)
         return total or None
+
+    def _peers(self, worker: Worker, looks: Mapping[Worker, _Look]) -> list[Worker]:
+        return [w for w in looks if w.stage == worker.stage and w != worker and self._paces[w].slow is None]
 
     def _becomes_slow(
         self,
@@ -314,8 +333,8 @@ class Watch:
         before, slow.factor = slow.factor, now
         slow.changed, slow.changes = 0, slow.changes + 1
         because = (
-            f"worker {worker} takes {now:.2f} times as long as before step {slow.since}, "
-            f"no longer {before:.2f}"
+            f"worker {worker}, slow since step {slow.since}, takes {now:.2f} times as long as it should, "
+            f"no longer {before:.2f} times"
         )
         return SlownessFound(
             task=self.task,
@@ -328,7 +347,18 @@ class Watch:
         )
 
 
-def _scatter(values: deque[float]) -> float:
+def _is_no_chance(ratios: Sequence[float], scatter: float) -> bool:
+    """Longer than the peers by enough, nearly always, and so much that it is no chance; as logarithms.
+
+    `scatter`: of more looks than these few, which may agree by chance.
+    """
+    middle = median(ratios)
+    error = 1.25 * max(scatter, _scatter(ratios)) / len(ratios) ** 0.5
+    often = sum(ratio > middle / 3 for ratio in ratios)
+    return middle > max(log(PEER_RATIO), PEER_CHANCE * error) and often >= MOST * len(ratios)
+
+
+def _scatter(values: Sequence[float]) -> float:
     """The standard deviation that the middle of the values suggests."""
     middle = median(values)
     return max(_LEAST_SCATTER, 1.4826 * median(abs(value - middle) for value in values))

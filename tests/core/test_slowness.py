@@ -1,0 +1,179 @@
+"""A slow worker on the coordinator's desk: an incident, less work, and an end of it."""
+
+from __future__ import annotations
+
+from everstep.core import cluster as msg
+from everstep.core import events as ev
+from everstep.core.actions import ComputePlan
+from everstep.core.incidents import Incident
+from everstep.core.messages import Ledger
+from everstep.core.ops import Kind, Worker
+from everstep.core.standing import Gathering, Running
+from everstep.core.survey import Shape
+from everstep.schedule.desk import SchedulerDesk
+from tests.core.drama import Drama
+
+SLOW = Worker(1, 1)
+
+
+def running(shape: Shape | None = None) -> Drama:
+    drama = Drama()
+    drama.submit(shape=shape)
+    drama.seal()
+    return drama
+
+
+def slowed(drama: Drama, worker: Worker = SLOW, factor: float = 2.0, incarnation: int = 1) -> None:
+    drama.hear(
+        msg.SlownessFound(
+            task="t",
+            worker=worker,
+            incarnation=incarnation,
+            factor=factor,
+            since_step=2,
+            because=f"worker {worker} takes {factor} times as long",
+            evidence=("its ops took twice the time",),
+            ruled_out=("a link",),
+        )
+    )
+
+
+def ended(drama: Drama, worker: Worker = SLOW) -> None:
+    drama.hear(msg.SlownessEnded(task="t", worker=worker, incarnation=1, because="it is fast again"))
+
+
+def epoch(drama: Drama) -> int:
+    recovery = drama.coordinator.tasks["t"].recovery
+    assert recovery is not None
+    assert isinstance(recovery.phase, Running)
+    return recovery.epoch
+
+
+def one(drama: Drama) -> Incident:
+    (incident,) = drama.coordinator.log.incidents
+    return incident
+
+
+def test_a_slow_worker_is_an_open_incident_with_its_evidence_and_gets_less_work() -> None:
+    drama = running()
+    before = epoch(drama)
+    slowed(drama)
+    incident = one(drama)
+    assert not incident.closed
+    assert not incident.stops_training
+    assert incident.verdict is not None
+    assert incident.verdict.kind == "slow worker"
+    assert [e.text for e in incident.evidence] == ["its ops took twice the time", "a link: ruled out"]
+    assert incident.remedies[-1].what == "give it less work"
+    assert "microbatches" in incident.remedies[-1].outcome
+    assert epoch(drama) == before + 1
+
+
+def test_speed_again_closes_the_incident_and_brings_the_work_home() -> None:
+    drama = running()
+    slowed(drama)
+    before = epoch(drama)
+    ended(drama)
+    assert one(drama).closed
+    assert drama.coordinator.tasks["t"].planned_slow == {}
+    assert epoch(drama) == before + 1
+
+
+def test_a_slow_workers_death_ends_its_slowness_and_is_an_incident_of_its_own() -> None:
+    drama = running()
+    slowed(drama)
+    drama.exits(SLOW, "killed by SIGKILL")
+    slow, death = drama.coordinator.log.incidents
+    assert slow.closed
+    assert death.what == "killed by SIGKILL"
+    assert drama.coordinator.tasks["t"].slow == {}
+
+
+def test_another_workers_death_does_not_become_part_of_a_slowness() -> None:
+    drama = running()
+    slowed(drama)
+    drama.exits(Worker(0, 0), "killed by SIGKILL")
+    slow, death = drama.coordinator.log.incidents
+    assert not slow.closed
+    assert slow.workers == [SLOW]
+    assert death.workers == [Worker(0, 0)]
+    assert drama.coordinator.tasks["t"].planned_slow == {SLOW: 2.0}
+
+
+def test_the_only_worker_of_a_stage_is_told_slow_and_what_would_help() -> None:
+    drama = running(Shape(1, 2, 4))
+    before = epoch(drama)
+    slowed(drama, Worker(0, 1))
+    incident = one(drama)
+    assert incident.verdict is not None
+    assert "only one of stage 1" in incident.remedies[-1].because
+    assert "drain" in incident.remedies[-1].because
+    assert epoch(drama) == before  # a new schedule would change nothing
+    ended(drama, Worker(0, 1))
+    assert incident.closed
+
+
+def test_a_slow_link_is_told_and_takes_work_from_nobody() -> None:
+    drama = running()
+    before = epoch(drama)
+    for _ in range(2):
+        drama.hear(
+            msg.SlowLinkFound(task="t", worker=Worker(0, 0), peer=Worker(0, 1), because="messages take long")
+        )
+    incident = one(drama)
+    assert incident.verdict is not None
+    assert incident.verdict.kind == "slow link"
+    assert epoch(drama) == before
+    assert drama.coordinator.tasks["t"].slow == {}
+
+
+def test_a_verdict_on_an_earlier_process_counts_for_nothing() -> None:
+    drama = running()
+    drama.exits(SLOW, "killed by SIGKILL")
+    before = epoch(drama)
+    slowed(drama, incarnation=1)
+    assert epoch(drama) == before
+    assert drama.coordinator.tasks["t"].slow == {}
+
+
+def test_a_slowness_found_while_a_death_is_planned_for_is_planned_for_next() -> None:
+    drama = running()
+    task = drama.coordinator.tasks["t"]
+    exited = ev.WorkerExited(worker=Worker(0, 0), incarnation=1, reason="killed by SIGKILL")
+    assert task.recovery is not None
+    node = task.seats[Worker(0, 0)].node
+    drama.actors.pop(("t", Worker(0, 0)))
+    number = drama.coordinator.nodes[node].heard + 1
+    actions = drama.coordinator.handle(
+        msg.FromNode(
+            node=node,
+            boot=drama.coordinator.nodes[node].boot,
+            number=number,
+            report=msg.TaskEvent(task="t", event=exited),
+        ),
+        1.0,
+    )
+    for worker in (Worker(0, 1), Worker(1, 0), SLOW):
+        ledger = ev.LedgerReported(worker=worker, epoch=task.recovery.epoch, ledger=Ledger(step=2))
+        actions = drama.coordinator.handle(msg.PlanAnswered(task="t", event=ledger), 1.0)
+    (asked,) = [action for action in actions if isinstance(action, msg.Think)]
+    assert asked.slow == {}
+    slowed(drama)
+    answer = drama.desks["t"].answer(asked.question, asked.slow)
+    actions = drama.coordinator.handle(msg.PlanAnswered(task="t", event=answer), 1.0)
+    assert isinstance(task.recovery.phase, Gathering)  # for the schedule that knows
+    assert task.slow == {SLOW: 2.0}
+
+
+def test_every_microbatch_of_a_balanced_step_has_one_host() -> None:
+    desk = SchedulerDesk(Shape(2, 2, 4), "staggered")
+    question = ComputePlan(epoch=1, broken={}, dead=frozenset(), because="a test")
+    steady = desk.answer(question, {SLOW: 3.0}).steady
+    for stage in range(2):
+        hosted = [
+            op.microbatch
+            for worker, ops in steady.items()
+            for op in ops
+            if op.kind is Kind.F and worker.stage == stage
+        ]
+        assert len(hosted) == len(set(hosted)) == 8
