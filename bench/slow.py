@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-SLOW_FROM, SLOW_UNTIL, STEPS, SETTLED = 14, 34, 54, 6
+SLOW_FROM, SLOW_UNTIL, STEPS, SETTLED = 16, 36, 56, 6
 REST_MS = 12.0  # a block's forward; its backward takes as long again
 BLOCKS = 4
 
@@ -342,9 +342,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", nargs="?", default="slow", choices=("slow", "innocent", "explain"))
-    parser.add_argument(
-        "--factors", type=lambda text: [float(x) for x in text.split(",")], default=[1.5, 2, 3]
-    )
+    parser.add_argument("--factors", default="1.5,2,3")
     parser.add_argument("--worker", default="1:1", help="replica:stage")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--json", action="store_true")
