@@ -16,6 +16,8 @@ from everstep.core.cluster import Shelf
 from everstep.core.ops import Worker
 from everstep.core.roster import KeptState, Node, NodeState, Task
 
+MOST_KEPT = 3  # states of a task, where none of them is on two nodes
+
 
 def shelf_for(nodes: Mapping[str, Node], task: Task, worker: Worker) -> Shelf:
     """Where this worker's copies go: the next node in the ring, one without its stage if there is one."""
@@ -38,9 +40,21 @@ def leaves(task: Task, worker: Worker) -> bool:
     return worker == min(w for w, seat in task.seats.items() if w.stage == worker.stage and seat.node == node)
 
 
-def newest_whole(task: Task) -> int | None:
-    """The newest state that is whole and of a step on record."""
-    return max((s for s, kept in task.kept.items() if kept.whole and s <= task.recorded), default=None)
+def whole_steps(task: Task) -> list[int]:
+    """The steps on record whose states are whole, oldest first."""
+    return sorted(step for step, kept in task.kept.items() if kept.whole and step <= task.recorded)
+
+
+def needed_from(nodes: Mapping[str, Node], task: Task) -> int:
+    """States older than this are not needed: a newer one survives any node's loss, or there are enough."""
+    doors = sum(node.shelf_port > 0 and node.state is NodeState.UP for node in nodes.values())
+    whole = whole_steps(task)
+    safe = [
+        step
+        for step in whole
+        if all(len(holders) >= min(2, doors) for holders in task.kept[step].copies.values())
+    ]
+    return max([0, *safe, *whole[:-MOST_KEPT]])
 
 
 def copies_for(

@@ -296,12 +296,12 @@ class TaskDesk(SlowDesk):
         return []
 
     def _settle_kept(self, task: Task, now: float) -> Actions:
-        """Which state in memory is the newest whole one; older ones make room."""
-        newest = shelves.newest_whole(task)
+        """Which state in memory is the newest whole one; those that are not needed any more make room."""
+        actions = self._drop_shelved(task, shelves.needed_from(self.nodes, task))
+        newest = max(shelves.whole_steps(task), default=None)
         if newest == task.kept_step:
-            return []
+            return actions
         task.kept_step = newest
-        actions = [] if newest is None else self._drop_shelved(task, newest)
         return actions + self._of_task(task.name, ev.StateKept(step=newest), now)
 
     def _drop_shelved(self, task: Task, before: int | None) -> Actions:
@@ -310,7 +310,7 @@ class TaskDesk(SlowDesk):
         holders = {node for step in old for copies in task.kept.pop(step).copies.values() for node in copies}
         for name in sorted(holders):
             order = msg.DropShelved(task=task.name, before=task.steps + 1 if before is None else before)
-            because = "the task is over" if before is None else f"the state of step {before} is whole"
+            because = "the task is over" if before is None else f"the state of step {before} is safe"
             actions += self._order(self.nodes[name], order, because)
         if before is None:
             task.kept_step = None

@@ -55,6 +55,7 @@ def incident_document(incident: Incident, outcome: Outcome, healthy_s: float) ->
         "replayed_ops_elsewhere": incident.replayed_elsewhere,
         "steps_lost": round(steps_lost(incident, outcome, healthy_s), 3),
         "restored_from": incident.restored_from,
+        "restored_where": incident.restored_where,
     }
 
 
@@ -103,7 +104,7 @@ def times(incident: Incident) -> list[str]:
         told.append(
             "back at the initial state"
             if incident.restored_from == 0
-            else f"back at the checkpoint of step {incident.restored_from}"
+            else f"back at step {incident.restored_from}, from {incident.restored_where}"
         )
     else:
         told.append(f"{incident.replayed_ops} ops to replay")

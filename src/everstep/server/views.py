@@ -182,6 +182,7 @@ def incident(daemon: Daemon, one: Incident) -> dict[str, Any]:
         "stopped_training": one.stops_training,
         "replayed_ops": one.replayed_ops,
         "restored_from": one.restored_from,
+        "restored_where": one.restored_where,
         "evidence": [{"at": at(e.at), "source": e.source, "text": e.text} for e in one.evidence],
         "verdict": None
         if one.verdict is None

@@ -66,7 +66,7 @@ export class IncidentView {
       [one.verdict?.severity ?? "–", one.verdict?.kind ?? "no verdict"],
       [String(one.step), one.stopped_training ? "step it broke" : "step; training went on"],
       [String(one.replayed_ops), "ops run again"],
-      [one.restored_from == null ? "none" : `step ${one.restored_from}`, "checkpoint loaded"],
+      [one.restored_from == null ? "none" : `step ${one.restored_from}`, one.restored_where ? `from ${one.restored_where}` : "state loaded"],
       ...(one.task ? [[one.task, "task", "", `#/task/${encodeURIComponent(one.task)}`]] : []),
     ]);
     document.getElementById("timeline").replaceChildren(...moments.map(({ at, kind, title, because, outcome }) =>
