@@ -21,7 +21,12 @@ from everstep.server.serve import ServerSettings, serve
 
 @contextlib.contextmanager
 def served(
-    folder: Path, *, token: str | None = None, patience: msg.Patience | None = None, port: int = 0
+    folder: Path,
+    *,
+    token: str | None = None,
+    patience: msg.Patience | None = None,
+    port: int = 0,
+    **settings_more: Any,
 ) -> Iterator[str]:
     """Its address."""
     told: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
@@ -31,7 +36,7 @@ def served(
         over = asyncio.Event()
         loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(over.set))
-        settings = ServerSettings(folder=folder, port=port, token=token)
+        settings = ServerSettings(folder=folder, port=port, token=token, **settings_more)
         serving = asyncio.create_task(serve(settings, ready=told.put, patience=patience))
         await asyncio.wait({serving, asyncio.create_task(over.wait())}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():

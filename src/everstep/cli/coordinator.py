@@ -49,6 +49,19 @@ def coordinator_command(
     isolation: Annotated[
         float, typer.Option(min=0, help="Seconds a suspected node is kept out.", rich_help_panel="Patience")
     ] = 600.0,
+    otel: Annotated[
+        str,
+        typer.Option(
+            envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+            help="Send traces of incidents there, by OTLP over HTTP (extra: otel).",
+            show_default=False,
+            rich_help_panel="Watching",
+        ),
+    ] = "",
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(help="Write scalars of every task there, for TensorBoard.", rich_help_panel="Watching"),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print its address as JSON once it listens.")
     ] = False,
@@ -80,6 +93,8 @@ def coordinator_command(
         silence_s=silence,
         cert=cert,
         key=key,
+        otel=otel,
+        tensorboard=tensorboard,
     )
     settings.check()
 

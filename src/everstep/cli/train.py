@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from everstep.engine.job import Job, load_job
 from everstep.errors import EverstepError
 
 if TYPE_CHECKING:
+    from everstep.launch.local import Watcher
     from everstep.launch.page import RunPage
 
 KILL = typer.Option(
@@ -32,6 +34,9 @@ def train_command(
     kill: Annotated[list[str] | None, KILL] = None,
     web: Annotated[int, WEB] = 0,
     no_web: Annotated[bool, typer.Option("--no-web", help="No page.")] = False,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write scalars there, for TensorBoard.")
+    ] = None,
     decisions: Annotated[bool, typer.Option("--decisions", help="Tell every decision, and why.")] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> int:
@@ -56,8 +61,9 @@ def train_command(
     with (
         nullcontext() if no_web else own_page(web) as page,
         render.watching(job, as_json=as_json, decisions=decisions) as watch,
+        scalars(tensorboard, watch) as watch_all,
     ):
-        outcome = api.run_job(job, faults=faults, watch=watch, page=page)
+        outcome = api.run_job(job, faults=faults, watch=watch_all, page=page)
     told = report.document(outcome, steps=job.steps)
     if as_json:
         render.emit(told)
@@ -74,6 +80,18 @@ def own_page(port: int, *, may_hurt: bool = False) -> RunPage:
     page = RunPage(port=port, may_hurt=may_hurt)
     render.note(f"page: {page.address}")
     return page
+
+
+@contextmanager
+def scalars(folder: Path | None, watch: Watcher) -> Iterator[Watcher]:
+    """The same watcher, with everything also written for TensorBoard."""
+    if folder is None:
+        yield watch
+        return
+    from everstep.launch.scalars import ScalarWatcher
+
+    with closing(ScalarWatcher(folder, watch)) as told:
+        yield told
 
 
 def describe(job: Job) -> str:

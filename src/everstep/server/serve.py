@@ -17,6 +17,8 @@ from everstep.errors import UserError
 from everstep.server.api import Api
 from everstep.server.daemon import SILENCE_S, Daemon
 from everstep.server.journal import Journal, LostLeadership, SqliteJournal
+from everstep.server.scalars import TaskScalars
+from everstep.server.traces import IncidentTraces
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -33,6 +35,8 @@ class ServerSettings:
     silence_s: float = SILENCE_S
     cert: Path | None = None
     key: Path | None = None
+    otel: str = ""  # where traces of incidents go
+    tensorboard: Path | None = None  # where the scalars of tasks go
 
     def check(self) -> None:
         if self.host not in LOOPBACK and not self.token:
@@ -66,6 +70,8 @@ async def serve(
     settings.folder.mkdir(parents=True, exist_ok=True)
     journal = _journal(settings)
     daemon = Daemon(journal, folder=settings.folder, policy=policy, silence_s=settings.silence_s)
+    listeners = _listeners(daemon, settings)
+    daemon.listeners |= {listener.hear for listener in listeners}
     api = Api(daemon, token=settings.token, hosts=frozenset({settings.host}))
     runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
@@ -83,6 +89,8 @@ async def serve(
     finally:
         await runner.cleanup()
         await journal.close()
+        for listener in listeners:
+            await asyncio.to_thread(listener.close)  # what waits for a collector holds up nobody else
 
 
 async def _lead(daemon: Daemon, journal: Journal) -> None:
@@ -114,6 +122,16 @@ async def _run_until_lost(daemon: Daemon, lost: asyncio.Event | None) -> None:
                 job.cancel()
                 with contextlib.suppress(asyncio.CancelledError, LostLeadership):
                     await job
+
+
+def _listeners(daemon: Daemon, settings: ServerSettings) -> list[IncidentTraces | TaskScalars]:
+    """Who is told what happens, beside those who look."""
+    found: list[IncidentTraces | TaskScalars] = []
+    if settings.otel:
+        found.append(IncidentTraces(daemon, settings.otel))
+    if settings.tensorboard is not None:
+        found.append(TaskScalars(daemon, settings.tensorboard))
+    return found
 
 
 def _journal(settings: ServerSettings) -> Journal:
