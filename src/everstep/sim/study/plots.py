@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from everstep.sim.study.failures import DAY_S, Trace
 from everstep.sim.study.life import KINDS
+from everstep.sim.study.report import swept
 from everstep.sim.study.study import Summary
 
 BINS = 160
@@ -52,10 +54,11 @@ def draw_sweep(path: Path, name: str, rows: Mapping[str, Mapping[str, Any]]) -> 
     plt = _matplotlib()
     figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
     values = [float(value) for value in rows]
-    for policy in next(iter(rows.values()))["policies"]:
-        earned = [100 * found["policies"][policy]["share_of_healthy"] for found in rows.values()]
-        width = [100 * found["policies"][policy]["share_half_width"] for found in rows.values()]
-        axes.errorbar(values, earned, yerr=width, label=policy, linewidth=1, capsize=2)
+    for (policy, points), marker in zip(swept(name, rows).items(), cycle("osv^D<>pPX"), strict=False):
+        earned, width = zip(*points, strict=True)
+        axes.errorbar(
+            values, earned, yerr=width, label=policy, linewidth=1, capsize=2, marker=marker, markersize=4
+        )
     if min(values) > 0 and max(values) / min(values) > 20:
         axes.set_xscale("log")
     axes.set(xlabel=name, ylabel="earned, % of a life without faults")

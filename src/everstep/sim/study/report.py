@@ -73,23 +73,31 @@ def table_lines(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def sweep_lines(name: str, rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One row per value, one column per policy: earned, in per cent of a life without faults.
+def swept(name: str, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """By policy and value: earned, and half of its 95 % interval, in per cent of a life without faults.
 
     A spare earns nothing while nothing fails, so the life that is compared with is the first row's.
     """
     first = next(iter(rows.values()))["policies"]
-    policies = list(first)
 
-    def earned(row: Mapping[str, Any], policy: str) -> float:
+    def earned(row: Mapping[str, Any], policy: str) -> tuple[float, float]:
         if name != "spares":
-            return 100 * float(row[policy]["share_of_healthy"])
-        return 100 * float(row[policy]["accumulated_waf"] / first[policy]["healthy_waf"])
+            return 100 * float(row["share_of_healthy"]), 100 * float(row["share_half_width"])
+        healthy = first[policy]["healthy_waf"]
+        return 100 * row["accumulated_waf"] / healthy, 100 * row["accumulated_waf_half_width"] / healthy
 
+    return {
+        policy: [earned(found["policies"][policy], policy) for found in rows.values()] for policy in first
+    }
+
+
+def sweep_lines(name: str, rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One row per value, one column per policy."""
+    policies = swept(name, rows)
     width = max(len(name), *(len(value) for value in rows))
     lines = [f"earned, % of a life without faults, by {name}"]
     lines.append(f"{name:>{width}} " + " ".join(f"{p:>{max(8, len(p))}}" for p in policies))
-    for value, found in rows.items():
-        cells = (f"{earned(found['policies'], p):{max(8, len(p))}.2f}" for p in policies)
+    for number, value in enumerate(rows):
+        cells = (f"{policies[p][number][0]:{max(8, len(p))}.2f}" for p in policies)
         lines.append(f"{value:>{width}} " + " ".join(cells))
     return lines
