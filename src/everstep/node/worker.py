@@ -103,7 +103,9 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
         links=links,
         inbox=inbox,
         beacon=beacon,
-        recorder=WorkerRecorder.beside(spec["beacon"], me, replicas=job.replicas, stages=job.stages),
+        recorder=None
+        if spec["beacon"] is None
+        else WorkerRecorder.beside(spec["beacon"], me, replicas=job.replicas, stages=job.stages),
         faults=tuple(parse_fault(text) for text in spec.get("faults", ())),
     )
     line.doing = lambda: (
