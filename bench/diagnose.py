@@ -4,6 +4,9 @@
     python bench/diagnose.py scale         4,096 ranks of 2,000 records: seconds and memory, and how they grow
     python bench/diagnose.py read          what reading costs: dumps a second
     python bench/diagnose.py               all three; --json for one document
+    python bench/diagnose.py ab            one run, the recorder on for ten steps and off for ten, and so on
+    python bench/diagnose.py agent         a real agent with four workers: its share of a core
+    python bench/diagnose.py stock         beside torchfrtrace: two NCCL cases, and gloo jobs hung on purpose
 
 `scale` makes a job of tensor-parallel groups of 8, data-parallel groups across them and one group of all,
 lets one rank stop or turn slow, and checks that it and nobody else is named. Each size runs in a process of
@@ -66,8 +69,34 @@ def recorder() -> dict[str, Any]:
         "begin_and_end_ns": round(statistics.median(pairs)),
         "read_a_ring_of_4096_us": round(reading_us),
     }
-    measured["agent_share_of_a_core_8_workers_1_hz"] = round(8 * reading_us / 1e6, 5)
+    measured |= stopwatch_ns()
     return measured | in_training(measured["record_ns"])
+
+
+def stopwatch_ns() -> dict[str, Any]:
+    """What timing an op costs its worker, and judging a telling costs the coordinator."""
+    from everstep.core.cluster import TimesTold
+    from everstep.core.ops import Kind, Worker
+    from everstep.diagnose.watch import Watch
+    from everstep.engine.stopwatch import Stopwatch
+
+    watch, count = Stopwatch(), 20_000
+    began = time.thread_time_ns()
+    for _ in range(count):
+        watch.op(Kind.F, watch.moment(), on_a_core=True)
+    timing = (time.thread_time_ns() - began) / count
+    judge, tellings = Watch("job"), 0
+    began = time.thread_time_ns()
+    for step in range(1, 60):
+        for replica in range(64):
+            ops = {kind: (8, 0.08 + replica % 7 * 1e-4) for kind in "FIW"}
+            worker = Worker(replica, replica % 4)
+            judge.told(
+                TimesTold(task="job", worker=worker, times={}, incarnation=1, step=step, ops=ops, seconds=1)
+            )
+            tellings += 1
+    judging = (time.thread_time_ns() - began) / tellings
+    return {"timing_an_op_ns": round(timing), "judging_a_telling_of_64_workers_us": round(judging / 1e3)}
 
 
 def in_training(record_ns: float) -> dict[str, Any]:
@@ -120,6 +149,151 @@ def in_training(record_ns: float) -> dict[str, Any]:
         "step_ms": round(statistics.mean(steps_ms), 2),
         "share_of_step": round(max(shares), 6),
     }
+
+
+# ------------------------------------------------------------------ recorder on and off, in one run
+
+_BLOCK = 10  # steps
+_ALTERNATING = """
+import everstep
+from everstep.engine.data import Synthetic
+from everstep.engine.gpt import gpt
+from everstep.engine.recorder import WorkerRecorder
+from everstep.node import worker
+
+class Alternating(WorkerRecorder):
+    on = True
+
+    def op(self, step, *times):
+        self.on = step // {block} % 2 == 0
+        if self.on:
+            super().op(step, *times)
+
+    def sent(self, *what):
+        if self.on:
+            super().sent(*what)
+
+    def got(self, *what):
+        if self.on:
+            super().got(*what)
+
+worker.WorkerRecorder = Alternating
+everstep.train(model=gpt("gpt-tiny"), data=Synthetic(vocab=256, sequence=64, rows=4), replicas=2, stages=2,
+               steps={steps}, log="log", clip=None)
+"""
+
+
+def on_and_off(steps: int) -> dict[str, Any]:
+    """Blocks of steps with and without records, compared with their neighbours of the same run."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "alternating.py"
+        script.write_text(_ALTERNATING.format(block=_BLOCK, steps=steps))
+        subprocess.run(
+            [sys.executable, str(script)], cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=None
+        )
+        lines = (Path(folder) / "log" / "steps.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    blocks: dict[int, list[float]] = {}
+    for row in rows:
+        if row["step"] % _BLOCK not in (0, 1):  # steps flow into each other: the first two are of both kinds
+            blocks.setdefault(row["step"] // _BLOCK, []).append(row["seconds"])
+    middle = {number: statistics.median(seconds) for number, seconds in blocks.items() if number > 1}
+    ratios = [
+        middle[n] / statistics.fmean((middle[n - 1], middle[n + 1]))
+        for n in middle
+        if n % 2 == 0 and n - 1 in middle and n + 1 in middle
+    ]
+    spread = statistics.stdev(ratios) / len(ratios) ** 0.5
+    return {
+        "steps": steps,
+        "step_ms": round(statistics.median(middle.values()) * 1e3, 2),
+        "blocks": len(ratios),
+        "on_over_off": round(statistics.median(ratios), 5),
+        "mean": round(statistics.fmean(ratios), 5),
+        "standard_error": round(spread, 5),
+    }
+
+
+# ------------------------------------------------------------------ an agent at work
+
+
+def agent(seconds: float) -> dict[str, Any]:
+    """Core seconds of an agent's own process over those of the clock, while its four workers train."""
+    import psutil
+    from cluster import Cluster, small_job
+
+    with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder)) as cluster:
+        cluster.start_coordinator()
+        cluster.start_agent("n1", slots=4)
+        cluster.nodes_up(1)
+        cluster.submit(small_job(Path(folder), steps=100_000))
+        cluster.step_reached(20)
+        processes = {
+            "agent": psutil.Process(cluster.agents["n1"].pid),
+            "coordinator": psutil.Process(cluster.coordinators["first"].pid),
+        }
+        step, began = cluster.task()["step"], time.monotonic()
+        before = {name: sum(p.cpu_times()[:2]) for name, p in processes.items()}
+        time.sleep(seconds)
+        after = {name: sum(p.cpu_times()[:2]) for name, p in processes.items()}
+        took, steps = time.monotonic() - began, cluster.task()["step"] - step
+        cluster.client.post("/v1/tasks/job/cancel", {})
+    shares = {f"{name}_share_of_a_core": round((after[name] - before[name]) / took, 4) for name in processes}
+    return {"workers": 4, "steps_a_second": round(steps / took, 1), **shares}
+
+
+# ------------------------------------------------------------------ beside PyTorch's own tool
+
+_NCCL = Path(__file__).parent.parent.parent / "shared" / "data" / "flight_recorder"
+_GLOO = (
+    "sigstop ddp4 rank 1",
+    "gil ddp8 rank 5",
+    "sleep pipeline4 rank 2",
+    "sleep pipeline8 rank 6",
+    "mismatch kind ddp4 rank 2",
+    "skip ddp4 rank 2",
+    "sigkill ddp4 rank 0",
+    "raise pipeline8 rank 7",
+)
+
+
+def stock() -> list[dict[str, Any]]:
+    import frtrace
+    import inject
+    from rich.console import Console
+
+    from everstep.cli.diagnose import _analyse
+
+    def row(name: str, truth: list[int], folder: Path) -> dict[str, Any]:
+        dumps = frtrace.of_folder(folder)
+        said = _analyse(folder, Console(stderr=True, quiet=True)).diagnosis
+        ours = sorted({s.rank for finding in said.incidents for s in finding.suspects})
+        where = sorted({str(finding.where) for finding in said.incidents})
+        made = {
+            "case": name,
+            "truth": truth,
+            "ours": ours,
+            "where": where,
+            "torchfrtrace": str(frtrace.ask(dumps)),
+            "repaired": str(frtrace.ask(dumps, repaired=True)) if name[0] != "N" else "",
+        }
+        print(_stock_line(made), file=sys.stderr, flush=True)
+        return made
+
+    rows = [row(f"NCCL {case.name}", [9, 14], case) for case in sorted(_NCCL.glob("*_*"))]
+    inject.warm_up()
+    for number, case in enumerate(case for case in inject.cases() if case.name in _GLOO):
+        with tempfile.TemporaryDirectory() as folder:
+            inject.run_case(case, Path(folder), 23000 + os.getpid() % 10000 + number)
+            rows.append(row(f"gloo {case.name}", sorted(rank for (rank,) in case.truth), Path(folder)))
+    return rows
+
+
+def _stock_line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['case']:32} truth {row['truth']!s:8} ours {row['ours']!s:8} {' '.join(row['where']):8} "
+        f"torchfrtrace: {row['torchfrtrace']}" + (f"; repaired: {row['repaired']}" if row["repaired"] else "")
+    )
 
 
 # ------------------------------------------------------------------ scale
@@ -266,7 +440,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "recorder", "scale", "read", "one"))
+    parts = ("all", "recorder", "scale", "read", "one", "ab", "agent", "stock")
+    parser.add_argument("what", nargs="?", default="all", choices=parts)
+    parser.add_argument("--steps", type=int, default=1500, help="of `ab`")
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--fault", default="hang", choices=("hang", "slow"))
     parser.add_argument("--json", action="store_true")
@@ -279,6 +455,12 @@ def main() -> None:
         document["recorder"] = recorder()
     if given.what in ("all", "read"):
         document["read"] = reading()
+    if given.what == "ab":
+        document["recorder on over off"] = on_and_off(given.steps)
+    if given.what == "agent":
+        document["agent"] = agent(20.0)
+    if given.what == "stock":
+        document["stock"] = stock()
     if given.what in ("all", "scale"):
         document["scale"] = scale()
     if given.json:
@@ -287,7 +469,10 @@ def main() -> None:
     for name, value in document.items():
         print(name)
         for row in value if isinstance(value, list) else value.items():
-            print("  ", _line(row) if isinstance(row, dict) else f"{row[0]:40} {row[1]}")
+            if isinstance(row, dict):
+                print("  ", _stock_line(row) if "case" in row else _line(row))
+            else:
+                print(f"   {row[0]:40} {row[1]}")
 
 
 if __name__ == "__main__":

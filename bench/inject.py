@@ -22,7 +22,6 @@ import contextlib
 import ctypes
 import json
 import os
-import pickle
 import random
 import shutil
 import signal
@@ -33,6 +32,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import frtrace
 
 STEPS = 30
 STRIKE = 12  # the step a fault strikes in
@@ -434,30 +435,20 @@ def judge(case: Case, folder: Path) -> dict[str, Any]:
         "true_positives": len(accused & case.truth),
         "false_positives": len(accused - case.truth),
         "missed": len(case.truth - accused),
-        "stock": stock_tool(folder, case),
     }
 
 
-def stock_tool(folder: Path, case: Case) -> str:
-    """What torchfrtrace makes of the same dumps: the ranks it calls missing, or how it fails. It reads
-    pickles only, so what was pulled as JSON is written as one."""
-    with tempfile.TemporaryDirectory() as copy:
-        for file in folder.glob("fr_rank_*"):
-            content = file.read_bytes()
-            if file.suffix == ".json":
-                dump = json.loads(content)
-                for entry in dump.setdefault("entries", []):
-                    entry["process_group"] = tuple(entry["process_group"])
-                content = pickle.dumps(dump, protocol=2)
-            (Path(copy) / f"t_{file.stem.split('_')[-1]}").write_bytes(content)
-        tool = Path(sys.executable).parent / "torchfrtrace"
-        done = subprocess.run(
-            [str(tool), copy, "-p", "t_"], capture_output=True, text=True, timeout=120, check=False
-        )
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["failed"])[-1][:60]
-    said = [line.strip() for line in done.stdout.splitlines() if "rank" in line.lower()]
-    return " ".join(said)[:80] or "nothing"
+def beside(folder: Path) -> dict[str, Any]:
+    """What torchfrtrace says of the same dumps: as they are, and repaired."""
+    dumps = frtrace.of_folder(folder)
+    if not dumps:
+        return {"stock": "no dumps", "stock_repaired": "no dumps", "stock_ranks": []}
+    answer = frtrace.ask(dumps, repaired=True)
+    return {
+        "stock": str(frtrace.ask(dumps)),
+        "stock_repaired": str(answer),
+        "stock_ranks": [(rank,) for rank in answer.ranks],
+    }
 
 
 def main() -> None:
@@ -471,8 +462,6 @@ def main() -> None:
     parser.add_argument("--part", default="", help="1/3: the first third of the cases")
     parser.add_argument("--stock", action="store_true", help="also ask torchfrtrace (seconds a case)")
     given = parser.parse_args()
-    if not given.stock:
-        globals()["stock_tool"] = lambda folder, case: ""
     warm_up()
 
     rows = []
@@ -490,13 +479,14 @@ def main() -> None:
             run_case(case, folder, port + number)
             took = time.monotonic() - began
             row = {**judge(case, folder), "seconds": round(took, 1)}
+            row |= beside(folder) if given.stock else {}
             rows.append(row)
             if given.keep:
                 shutil.copytree(folder, given.keep / case.name.replace(" ", "_"), dirs_exist_ok=True)
             mark = "ok " if not row["false_positives"] and not row["missed"] and row["where_right"] else "BAD"
             print(
                 f"{mark} {case.name:42} truth {row['truth']!s:16} accused {row['accused']!s:16} "
-                f"{row['where']} {row['imbalances']} {row['stock']} {took:.1f} s",
+                f"{row['where']} {row['imbalances']} {took:.1f} s {row.get('stock_repaired', '')}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -510,8 +500,20 @@ def sort_of(case: Case) -> str:
     return "slow" if case.fault.startswith("slow") else "stuck"
 
 
-def _answered(words: str) -> bool:
-    return bool(words) and "Error" not in words and words != "failed"
+def _stock_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Precision and recall of torchfrtrace after the repair, over the cases it could be asked about."""
+    if not rows:
+        return {}
+    right = sum(len({*map(tuple, row["stock_ranks"])} & {*row["truth"]}) for row in rows)
+    named = sum(len(row["stock_ranks"]) for row in rows)
+    return {
+        "stock_cases": len(rows),
+        "stock_answers_as_shipped": sum("Error" not in row["stock"] for row in rows),
+        "stock_repaired_precision": round(right / max(named, 1), 4),
+        "stock_repaired_recall": round(right / max(sum(len(row["truth"]) for row in rows), 1), 4),
+        "stock_repaired_exact": sum({*map(tuple, row["stock_ranks"])} == {*row["truth"]} for row in rows),
+        "ours_exact": sum({*map(tuple, row["accused"])} == {*row["truth"]} for row in rows),
+    }
 
 
 def warm_up() -> None:
@@ -544,8 +546,7 @@ def report(rows: list[dict[str, Any]], as_json: bool) -> None:
         "precision": round(right / max(right + wrong, 1), 4),
         "recall": round(right / max(right + missed, 1), 4),
         "place_right": sum(row["where_right"] for row in faults),
-        "torchfrtrace_answered": sum(_answered(row["stock"]) for row in faults),
-    }
+    } | _stock_summary([row for row in rows if "stock" in row])
     if as_json:
         print(json.dumps({"summary": summary, "rows": rows}))
         return
