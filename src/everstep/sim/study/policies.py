@@ -232,7 +232,8 @@ class Oobleck(Policy):
         here = len(life.here(task))
         if best_on(life, task, here) <= 0:
             return 0.0
-        return float(concave_hull(task.curve.throughput)[min(here * life.slots, task.curve.most)])
+        best = np.maximum.accumulate(task.curve.throughput)  # more nodes than it can use do no harm
+        return float(concave_hull(best)[min(here * life.slots, task.curve.most)])
 
 
 class Recycle(Policy):
