@@ -89,7 +89,7 @@ def stopwatch_ns() -> dict[str, Any]:
     began = time.thread_time_ns()
     for step in range(1, 60):
         for replica in range(64):
-            ops = {kind: (8, 0.08 + replica % 7 * 1e-4) for kind in "FIW"}
+            ops = dict.fromkeys("FIW", (8, 0.08 + replica % 7 * 0.0001))
             worker = Worker(replica, replica % 4)
             judge.told(
                 TimesTold(task="job", worker=worker, times={}, incarnation=1, step=step, ops=ops, seconds=1)
@@ -189,7 +189,11 @@ def on_and_off(steps: int) -> dict[str, Any]:
         script = Path(folder) / "alternating.py"
         script.write_text(_ALTERNATING.format(block=_BLOCK, steps=steps))
         subprocess.run(
-            [sys.executable, str(script)], cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=None
+            [sys.executable, str(script)],
+            cwd=folder,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         lines = (Path(folder) / "log" / "steps.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
