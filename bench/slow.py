@@ -325,7 +325,7 @@ def explain(factor: float) -> dict[str, Any]:
         rows = {row["step"]: row for row in over["rows"]}
         words = ""
         if told:
-            command = [*EVERSTEP, "explain", str(told[0]["number"]), "--coordinator", address]
+            command = [*EVERSTEP, "explain", str(told[0]["number"]), "--address", address]
             words = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return {
         "state": over["state"],

@@ -90,3 +90,11 @@ def test_where_a_whole_stage_is_slow_its_work_stays_at_home() -> None:
     for worker in slow:
         desk.learn(told(worker, 2.0))
     assert set(runs(desk, slow).values()) == {8}
+
+
+def test_a_very_slow_worker_keeps_no_microbatch_that_holds_the_pipeline_up() -> None:
+    """Six times as long for one microbatch fits into the busiest time, but not into the pipeline's."""
+    desk = SchedulerDesk(Shape(4, 2, 4), "staggered")
+    for worker in Shape(4, 2, 4).workers():
+        desk.learn(told(worker, 1.0))
+    assert runs(desk, {Worker(1, 0): 6.0})[Worker(1, 0)] == 0

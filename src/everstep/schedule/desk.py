@@ -7,6 +7,8 @@ asked for here, and a worker that has become slow, which the coordinator asks fo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 from everstep.core.actions import ComputePlan
 from everstep.core.cluster import TimesTold
@@ -15,11 +17,17 @@ from everstep.core.ops import Worker
 from everstep.core.survey import Shape
 from everstep.schedule.answer import answer
 from everstep.schedule.cache import PlanCache
+from everstep.schedule.instance import Grid, Instance
+from everstep.schedule.planner import plan
 from everstep.schedule.profile import Profile
+from everstep.schedule.schedule import Planned
+from everstep.schedule.sharing import shared_period
 
 FIRST_LOOK = 3  # steps after which the schedule is made again, with measured times
 LEAST_STEPS = 20  # between two schedules for the sake of stages' shares
 LOOKS = 5  # steps on end that must show another share
+GOOD_ENOUGH = 0.03  # over the bound
+STILL_LESS = (1.3, 2.0)  # times slower than it is, as if: what a slow worker may be better off with
 
 
 class SchedulerDesk:
@@ -41,7 +49,8 @@ class SchedulerDesk:
         known = dict(slow or {})
         if self._plans is None or known != self._slow or self.profile.drift() is not None:
             self._slow = known
-            self._plans = PlanCache(self.profile.instance(known))
+            planner = partial(plan_with_speeds, slow=frozenset(known)) if known else plan
+            self._plans = PlanCache(self.profile.instance(known), planner=planner)
         self._gone, self._all_ready = question.dead, False
         return answer(question, self._plans, self._mode)
 
@@ -58,3 +67,29 @@ class SchedulerDesk:
         """In an idle moment: plan for one of the deaths that may come next."""
         if self._plans is not None and not self._all_ready:
             self._all_ready = self._plans.prepare(self._gone, self._mode, most=1) == 0
+
+
+def plan_with_speeds(instance: Instance, mode: str, *, slow: frozenset[Worker]) -> Planned:
+    """A slow worker's last microbatch may cost the pipeline more than its time: try with still less work."""
+    best = plan(instance, mode)
+    for times in STILL_LESS if best.gap > GOOD_ENOUGH else ():
+        other = plan(_slower(instance, slow, times), mode)
+        period = shared_period(other, instance, ())
+        if period < best.value:
+            best = replace(other, period=period, makespan=period, lower_bound=best.lower_bound)
+    return best
+
+
+def _slower(instance: Instance, slow: frozenset[Worker], times: float) -> Instance:
+    def scaled(grid: Grid) -> Grid:
+        return tuple(
+            tuple(t * times if Worker(k, s) in slow else t for s, t in enumerate(row))
+            for k, row in enumerate(grid)
+        )
+
+    return replace(
+        instance,
+        forward=scaled(instance.forward),
+        input_grad=scaled(instance.input_grad),
+        weight_grad=scaled(instance.weight_grad),
+    )
