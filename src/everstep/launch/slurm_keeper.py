@@ -16,6 +16,7 @@ When the task is over the leader says so in the run's folder, and all keepers le
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -111,6 +112,7 @@ class Keeper:
         self.settings, self._say = settings, say
         self.run_folder = Run(settings.run, attempt=settings.attempt)
         self.leader: Leader | None = None
+        self._words = self.run_folder.logs / f"keeper-{settings.node}.log"
         self._told_to_end = 0
         self._asked_at = time.monotonic()
         self._try_at = time.monotonic() + (0.0 if settings.rank == 0 else self._patience_s)
@@ -126,6 +128,8 @@ class Keeper:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         agent = self._child("agent", self._agent_command())
+        if self.settings.spare:
+            self.say(f"stands in for a lost node of job {self.settings.job}")
         coordinator = None
         try:
             while not self._told_to_end:
@@ -153,7 +157,11 @@ class Keeper:
                 coordinator.end()
 
     def say(self, line: str) -> None:
-        self._say(f"{self.settings.node}: {line}")
+        """Into a file of its own too: what srun gathers ends with the first node, by a broken pipe."""
+        with contextlib.suppress(OSError):
+            self._say(f"{self.settings.node}: {line}")
+        with contextlib.suppress(OSError), self._words.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
     # -------------------------------------------------------------- who leads
 

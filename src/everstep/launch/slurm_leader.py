@@ -165,7 +165,7 @@ class Leader:
         self.say(f"starts the keeper of {node} again: {because}")
         command = [sys.executable, "-m", "everstep.cli.main", "launch", "node", *self._same_run()]
         command += ["--rank", str(self.run.wanted)]
-        log = self.run.logs / f"keeper-{node}.log"
+        log = self.run.logs / f"step-{node}.log"
         self._steps.append(slurm.start_step(self.settings.job, node, command, log))
 
     def _ask_for(self, count: int, because: str, job: SlurmJob, now: float) -> None:

@@ -1,0 +1,388 @@
+"""Everstep on a real Slurm: nodes are lost, the first one too, drained, returned; the job is requeued.
+
+    python -m bench.slurm                  all four, some five minutes on 2 cores: `make slurm`
+    python -m bench.slurm node first       only these
+
+A Slurm is made of Debian's munged, slurmctld and four slurmd on this machine (`bench/slurm_cluster.py`), and
+taken down afterwards. A node is killed by SIGKILL to its slurmd and to all that ran on it, and returns when
+its slurmd is started again. Losses are compared with those of a clean `everstep train` by ==. A microbatch's
+data take 100 ms to come, so that a run is not over before Slurm has noticed anything: what is shown here is
+Slurm, not speed.
+
+`--json` prints one document, `--transcript FILE` keeps what was said while it ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.slurm_cluster import SlurmCluster, missing
+from everstep.engine.job import load_job
+from everstep.launch.api import run_job
+from everstep.launch.client import Client
+from everstep.launch.slurm import newest
+
+EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
+STEPS, SHORT, INTERVAL = 160, 90, 20
+PAUSE_S = 0.1
+_JOB = """\
+steps = {steps}
+replicas = 2
+stages = 2
+microbatches = 2
+seed = 1
+
+[model]
+preset = "gpt-tiny"
+
+[data]
+build = "unhurried:data"
+pause_s = {pause_s}
+
+[optimizer]
+decay = "constant"
+
+[checkpoint]
+folder = "{folder}"
+interval = {interval}
+"""
+_DATA = '''\
+"""Text of a made-up language, which takes its time."""
+
+import time
+
+from everstep.engine.data import Synthetic
+
+
+class Unhurried:
+    def __init__(self, inner, pause_s):
+        self.inner, self.pause_s = inner, pause_s
+
+    def batch(self, step, microbatch):
+        time.sleep(self.pause_s)
+        return self.inner.batch(step, microbatch)
+
+
+def data(pause_s):
+    return Unhurried(Synthetic(vocab=256, sequence=64, rows=2, seed=1), pause_s)
+'''
+
+
+class Stage:
+    """A Slurm, a folder that its nodes share, and what is said meanwhile."""
+
+    def __init__(self, slurm: SlurmCluster, folder: Path, say: Callable[[str], None]) -> None:
+        self.slurm, self.folder, self.say = slurm, folder, say
+        (folder / "unhurried.py").write_text(_DATA)
+        self.clean = self._clean()
+
+    def job_file(self, name: str, *, steps: int = STEPS, pause_s: float = PAUSE_S) -> Path:
+        path = self.folder / f"{name}.toml"
+        checkpoints = self.folder / f"{name}-checkpoints"
+        path.write_text(_JOB.format(steps=steps, interval=INTERVAL, folder=checkpoints, pause_s=pause_s))
+        return path
+
+    def _clean(self) -> dict[int, float]:
+        began = time.monotonic()
+        outcome = run_job(load_job(self.job_file("clean", pause_s=0.0)))
+        if outcome.failure is not None:
+            raise RuntimeError(outcome.failure)
+        rows = outcome.by_step()
+        self.say(f"a clean run of {len(rows)} steps without Slurm took {time.monotonic() - began:.0f} s")
+        return {step: row.loss for step, row in rows.items()}
+
+
+@dataclass
+class Launched:
+    """One run, watched from outside."""
+
+    stage: Stage
+    name: str
+    number: str
+    run: Path
+    steps: int
+    began: float = field(default_factory=time.time)
+
+    def say(self, line: str) -> None:
+        self.stage.say(f"{time.time() - self.began:6.1f} s  {line}")
+
+    @property
+    def client(self) -> Client:
+        life = newest(self.run)
+        return Client(address=life.place, token=life.token)
+
+    def status(self) -> Any:
+        return self.client.get("/v1/status")
+
+    def node(self, name: str) -> Any:
+        return next(node for node in self.status()["nodes"] if node["node"] == name)
+
+    def task(self, rows: int = 1) -> Any:
+        return self.client.get(f"/v1/tasks/{self.name}?rows={rows}")
+
+    def until(self, true: Callable[[], object], what: str, within_s: float = 120.0) -> Any:
+        def safely() -> object:
+            try:
+                return true()
+            except Exception:  # no coordinator yet, or another one soon
+                return None
+
+        try:
+            return self.stage.slurm.until(safely, what, within_s=within_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.words()}") from None
+
+    def step_reached(self, step: int, within_s: float = 120.0) -> None:
+        self.until(lambda: self.task()["step"] >= step, f"step {step}", within_s)
+
+    def all_members(self) -> None:
+        def all_there() -> bool:
+            seats = self.task()["seats"]
+            return len(seats) == 4 and all(seat["standing"] == "member" for seat in seats)
+
+        self.until(all_there, "every place is filled by a member")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of all lives, as they were written."""
+        paths = sorted(self.run.glob(f"state-*/tasks/{self.name}.jsonl"))
+        return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+    def first_step_after(self, at: float) -> dict[str, Any]:
+        found: dict[str, Any] = self.until(
+            lambda: next((row for row in self.rows() if row["at"] > at + 0.001), None), "a step after it"
+        )
+        return found
+
+    def squeue(self) -> str:
+        told = self.stage.slurm.run("squeue", "--noheader", "--format=%i %j %T %N %r")
+        return " | ".join(told.splitlines())
+
+    def words(self) -> str:
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+            for path in sorted([*self.run.glob("logs/*"), *self.run.glob("*.out")])
+            if path.is_file()
+        )
+
+    def said_by_keepers(self) -> None:
+        """What the keepers wrote down, into the transcript."""
+        for path in sorted(self.run.glob("logs/keeper-*.log")):
+            node = path.stem.removeprefix("keeper-")
+            for line in path.read_text().splitlines():
+                self.stage.say(f"    keeper of {node}, {line}")
+
+    def finished(self) -> dict[str, Any]:
+        """Until Slurm has let the job go; then what must hold of any run."""
+        self.until(lambda: newest(self.run).exit_code is not None, "the task is over", 240)
+        self.until(lambda: self.number not in self.squeue().split(), "Slurm has let the job go", 60)
+        state = self.stage.slurm.run("scontrol", "show", "job", self.number).split("JobState=")[1].split()[0]
+        losses = [(row["step"], row["loss"]) for row in self.rows()]
+        wrong = sorted({step for step, loss in losses if loss != self.stage.clean[step]})
+        told = {
+            "exit": newest(self.run).exit_code,
+            "steps_asked": self.steps,
+            "slurm_state": state,
+            "steps": len(dict(losses)),
+            "steps_done_again": len(losses) - len(dict(losses)),
+            "losses_differing": len(wrong),
+        }
+        self.say(
+            f"finished: {told['steps']} of {self.steps} steps, {told['losses_differing']} losses differ from "
+            f"the clean run's, Slurm calls the job {state}"
+        )
+        self.said_by_keepers()
+        return told
+
+
+def launch(stage: Stage, name: str, *, steps: int = STEPS) -> Launched:
+    run, job_file = stage.folder / f"{name}-run", stage.job_file(name, steps=steps)
+    command = [*EVERSTEP, "launch", "slurm", str(job_file), "--nodes", "4", "--run", str(run)]
+    done = subprocess.run(
+        [*command, "--watch", "1", "--json"], env=stage.slurm.environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    launched = Launched(stage=stage, name=name, number=json.loads(done.stdout)["job"], run=run, steps=steps)
+    launched.say(f"$ everstep launch slurm {name}.toml --nodes 4      job {launched.number}")
+    launched.step_reached(10)
+    launched.all_members()
+    launched.say(f"training, step {launched.task()['step']}; {launched.squeue()}")
+    return launched
+
+
+# ------------------------------------------------------------------ what is shown
+
+
+def lost_and_returned(stage: Stage, name: str, victim: str) -> dict[str, Any]:
+    """A node loses its power, training heals, Slurm notices, the node returns and takes part."""
+    one = launch(stage, name)
+    leader = one.client.address[1:] and Path(one.client.address[1:]).read_text().strip()
+    told: dict[str, Any] = {"victim": victim}
+    step = one.task()["step"]
+    killed_at = time.time()
+    killed = stage.slurm.kill_node(victim)
+    one.say(f"SIGKILL to node {victim}, in step {step + 1}: {', '.join(sorted(set(killed)))}")
+
+    row = one.first_step_after(killed_at + 0.2)
+    told["healed_s"] = round(row["at"] - killed_at, 2)
+    now = Path(one.client.address[1:]).read_text().strip()
+    moved = f"; the coordinator has moved from {leader} to {now}" if now != leader else ""
+    one.say(f"healed: step {row['step']} is on record {told['healed_s']:.1f} s after the kill{moved}")
+    told["coordinator_moved"] = now != leader
+    one.until(lambda: one.node(victim)["state"] == "gone", f"{victim} is gone")
+    one.say(f"everstep: node {victim} is gone: {one.node(victim)['because']}")
+
+    one.until(lambda: victim not in _nodes_of(stage, one.number), "Slurm takes the node out of the job")
+    told["slurm_noticed_s"] = round(time.time() - killed_at, 1)
+    one.say(f"Slurm noticed {told['slurm_noticed_s']:.0f} s after the kill: {one.squeue()}")
+
+    stage.slurm.start_node(victim)
+    returned_at = time.time()
+    one.say(f"slurmd of {victim} is started again")
+    one.until(lambda: one.node(victim)["state"] == "up" and one.node(victim)["workers"], f"{victim} is back")
+    one.say(f"everstep: node {victim} is up: {one.node(victim)['because']}; {one.squeue()}")
+    one.all_members()
+    told["returned_s"] = round(time.time() - returned_at, 1)
+    told["step_at_return"] = one.task()["step"]
+    one.say(f"its worker takes part, {told['returned_s']:.1f} s after its slurmd, step {one.task()['step']}")
+    task = one.task()
+    told["incidents_open"] = len(one.status()["incidents"]["open"])
+    return told | one.finished() | {"before_the_end": task["step"] < STEPS}
+
+
+def drained(stage: Stage) -> dict[str, Any]:
+    """An administrator drains a node and gives it back."""
+    one = launch(stage, "drain", steps=SHORT)
+    drained_at = time.time()
+    stage.slurm.run("scontrol", "update", "nodename=n2", "state=drain", "reason=the fan is loud")
+    one.say("$ scontrol update nodename=n2 state=drain reason='the fan is loud'")
+    one.until(lambda: one.node("n2")["state"] == "draining" and not one.node("n2")["workers"], "n2 is empty")
+    told: dict[str, Any] = {"drained_s": round(time.time() - drained_at, 1)}
+    one.say(
+        f"no worker is left on n2 after {told['drained_s']:.1f} s; step {one.task()['step']}; {one.squeue()}"
+    )
+    resumed_at = time.time()
+    stage.slurm.run("scontrol", "update", "nodename=n2", "state=resume")
+    one.say("$ scontrol update nodename=n2 state=resume")
+    one.until(lambda: one.node("n2")["state"] == "up" and one.node("n2")["workers"], "n2 is used again")
+    one.all_members()
+    told["readmitted_s"] = round(time.time() - resumed_at, 1)
+    one.say(f"n2 takes part again after {told['readmitted_s']:.1f} s; {one.squeue()}")
+    told["restarted_workers"] = one.status()["incidents"]["total"]
+    return told | one.finished()
+
+
+def requeued(stage: Stage) -> dict[str, Any]:
+    """Slurm ends the whole job and starts it again: it goes on from the newest checkpoint."""
+    one = launch(stage, "requeue", steps=SHORT)
+    one.step_reached(2 * INTERVAL + 5)
+    at, step = time.time(), one.task()["step"]
+    stage.slurm.run("scontrol", "requeue", one.number)
+    one.say(f"$ scontrol requeue {one.number}      at step {step}")
+    one.until(lambda: newest(one.run).attempt == 1, "its second life")
+    one.until(lambda: list(one.run.glob("state-1/tasks/*.jsonl")), "a step of its second life")
+    row = one.first_step_after(at + 6)
+    told: dict[str, Any] = {"requeued_at_step": step, "resumed_from_step": row["step"] - 1}
+    told["away_s"] = round(row["at"] - at, 1)
+    one.say(
+        f"goes on from the checkpoint of step {row['step'] - 1}, {told['away_s']:.0f} s after the requeue"
+    )
+    return told | one.finished()
+
+
+def _nodes_of(stage: Stage, number: str) -> list[str]:
+    from everstep.launch.slurm_words import expand
+
+    return expand(stage.slurm.run("squeue", "--noheader", f"--jobs={number}", "--format=%N"))
+
+
+SCENES: dict[str, Callable[[Stage], dict[str, Any]]] = {
+    "node": lambda stage: lost_and_returned(stage, "node", "n3"),
+    "first": lambda stage: lost_and_returned(stage, "first", "n1"),
+    "drain": drained,
+    "requeue": requeued,
+}
+
+
+def failures(told: dict[str, dict[str, Any]]) -> list[str]:
+    """What does not hold of what was promised."""
+    found = []
+    for name, scene in told.items():
+        if scene["exit"] != 0 or scene["steps"] != scene["steps_asked"]:
+            found.append(f"{name}: {scene['steps']} of {scene['steps_asked']} steps, exit {scene['exit']}")
+        if scene["losses_differing"]:
+            found.append(f"{name}: {scene['losses_differing']} losses differ from the clean run's")
+        if name != "requeue" and scene["steps_done_again"]:
+            found.append(f"{name}: {scene['steps_done_again']} steps were done twice")
+        if scene.get("before_the_end") is False:
+            found.append(f"{name}: training was over before the node was back")
+    if "first" in told and not told["first"]["coordinator_moved"]:
+        found.append("first: the coordinator was not on the first node")
+    if "requeue" in told and told["requeue"]["resumed_from_step"] < INTERVAL:
+        found.append("requeue: it did not go on from a checkpoint")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("scenes", nargs="*", choices=[*SCENES, []], help="default: all")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--transcript", type=Path, help="keep what was said")
+    parser.add_argument("--keep", type=Path, help="keep the run's files in this folder")
+    parser.add_argument("--skip", action="store_true", help="exit 0 with a reason where there is no Slurm")
+    given = parser.parse_args()
+    if gone := missing():
+        reason = f"no {', '.join(gone)}; install munge, slurmctld, slurmd and slurm-client"
+        print(f"skipped: {reason}" if given.skip else f"bench/slurm.py: {reason}.", file=sys.stderr)
+        sys.exit(0 if given.skip else 2)
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, file=sys.stderr, flush=True)
+
+    told: dict[str, dict[str, Any]] = {}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    name = tempfile.mkdtemp(prefix="everstep-slurm-")  # short: the path of a Unix socket has 107 characters
+    folder = Path(name)
+    try:
+        for part in ("slurm", "shared"):
+            (folder / part).mkdir()
+        with SlurmCluster(folder / "slurm") as slurm:
+            version = slurm.run("sinfo", "--version")
+            say(f"{version}, nodes {', '.join(slurm.nodes)}")
+            stage = Stage(slurm, folder / "shared", say)
+            for scene in given.scenes or SCENES:
+                say(f"\n== {scene}")
+                told[scene] = SCENES[scene](stage)
+                slurm.until(lambda: set(slurm.states().values()) == {"idle"}, "all nodes are idle again")
+    finally:
+        if given.keep:
+            shutil.copytree(folder / "shared", given.keep, dirs_exist_ok=True)
+        if given.transcript:
+            given.transcript.write_text("\n".join(lines).replace(name, "/shared") + "\n")
+        shutil.rmtree(name, ignore_errors=True)
+    wrong = failures(told)
+    if given.json:
+        print(json.dumps({"slurm": version, "scenes": told, "failures": wrong}, indent=2))
+    else:
+        for scene, facts in told.items():
+            print(f"{scene:8} " + "  ".join(f"{key}={value}" for key, value in facts.items()))
+    for line in wrong:
+        print(f"FAILED {line}", file=sys.stderr)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
