@@ -63,7 +63,7 @@ def test_a_slow_worker_is_an_open_incident_with_its_evidence_and_gets_less_work(
     assert not incident.stops_training
     assert incident.verdict is not None
     assert incident.verdict.kind == "slow worker"
-    assert [e.text for e in incident.evidence] == ["its ops took twice the time", "a link: ruled out"]
+    assert [e.text for e in incident.evidence] == ["its ops took twice the time", "ruled out: a link"]
     assert incident.remedies[-1].what == "give it less work"
     assert "microbatches" in incident.remedies[-1].outcome
     assert epoch(drama) == before + 1

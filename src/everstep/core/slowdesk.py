@@ -40,7 +40,7 @@ class SlowDesk(Orders):
         for text in event.evidence:
             incident.told(Evidence(at=now, source="pace", text=text))
         for text in event.ruled_out:
-            incident.told(Evidence(at=now, source="pace", text=f"{text}: ruled out"))
+            incident.told(Evidence(at=now, source="pace", text=f"ruled out: {text}"))
         judgement = _judgement(ErrorKind.SLOW_WORKER, event.because)
         self._verdict(incident, judgement, now)
         task.slow[event.worker] = event.factor
@@ -70,7 +70,7 @@ class SlowDesk(Orders):
         for text in event.evidence:
             incident.told(Evidence(at=now, source="pace", text=text))
         for text in event.ruled_out:
-            incident.told(Evidence(at=now, source="pace", text=f"{text}: ruled out"))
+            incident.told(Evidence(at=now, source="pace", text=f"ruled out: {text}"))
         self._verdict(incident, _judgement(ErrorKind.SLOW_LINK, event.because), now)
         because = "a worker with less work would wait for the same link; another path, or another node, helps"
         self._remedy(incident, NOTHING, because, now)

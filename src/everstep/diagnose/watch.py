@@ -224,8 +224,8 @@ class Watch:
         factor = median(ratio for _, ratio, _, _ in pace.hot)
         since = pace.hot[0][0]
         evidence = tuple(
-            f"in step {step} the ops of worker {worker} took {seconds * 1e3:.1f} ms of its own, usually they "
-            f"take {usual * 1e3:.1f} ms: {ratio:.2f} times, its peers' change taken out"
+            f"in step {step} the ops of worker {worker} took {seconds * 1e3:.1f} ms of its own time, usually "
+            f"{usual * 1e3:.1f} ms: {ratio:.2f} times"
             for step, ratio, seconds, usual in pace.hot
         )
         because = (
@@ -308,10 +308,10 @@ class Watch:
         ]
         few = ", ".join(clear[:4]) + (f" and {len(clear) - 4} more" if len(clear) > 4 else "")
         return (
-            *((f"worker {few} work as before",) if clear else ()),
-            "a link, or waiting for others: only the time inside its ops is counted",
-            "a crowded machine: the wait for a core is taken out",
-            "a stage with more work, or longer sequences: it is compared with its own past and its peers",
+            *((f"worker {few}",) if clear else ()),
+            "a link, or waiting for others (only the time inside its ops is counted)",
+            "a crowded machine (the wait for a core is taken out)",
+            "a stage with more work, or longer sequences (it is compared with its own past and its peers)",
         )
 
     # -------------------------------------------------------------- while it is slow
