@@ -84,7 +84,7 @@ def step_line(row: StepRow, steps: int) -> str:
 def incident_line(incident: Incident) -> str:
     """Told when the incident closes; what it cost in steps is known a step later."""
     if not incident.stops_training:
-        remedies = "; ".join(f"{remedy.what}: {remedy.outcome or remedy.because}" for remedy in incident.remedies)
+        remedies = "; ".join(f"{tried.what}: {tried.outcome or tried.because}" for tried in incident.remedies)
         return f"incident {incident.number} since step {incident.step}: {death(incident)}; {remedies}"
     told = f"{death(incident)}; {', '.join(times(incident))}"
     return f"incident {incident.number} in step {incident.step}: {told}"
