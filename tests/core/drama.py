@@ -16,6 +16,7 @@ from everstep.core import events as ev
 from everstep.core.coordinator import Coordinator
 from everstep.core.messages import Ledger
 from everstep.core.ops import Microbatch, Worker
+from everstep.core.shelves import shelf_for
 from everstep.core.survey import Shape
 from everstep.plan.ask import choose
 from everstep.schedule.desk import SchedulerDesk
@@ -36,7 +37,9 @@ class Drama:
         nodes: dict[str, int] | None = None,
         patience: msg.Patience | None = None,
         planned: bool = False,
+        shelf_port: int = 0,
     ) -> None:
+        self.shelf_port = shelf_port
         self.coordinator = Coordinator(patience=patience, planned=planned)
         self.now = 0.0
         self.transcript: list[str] = []
@@ -56,7 +59,7 @@ class Drama:
     def join(self, node: str, slots: int = 2, boot: str = "1") -> None:
         self.cut.discard(node)
         self.numbers[node] = 0 if boot != "1" else self.numbers.get(node, 0)
-        self.hear(msg.NodeJoined(node=node, boot=boot, slots=slots, host=node))
+        self.hear(msg.NodeJoined(node=node, boot=boot, slots=slots, host=node, shelf_port=self.shelf_port))
 
     def submit(self, name: str = "t", shape: Shape | None = None, steps: int = 9, **more: Any) -> None:
         shape = shape or Shape(2, 2, 2)
@@ -83,6 +86,18 @@ class Drama:
         for (of, _), actor in self.actors.items():
             if of == name and not actor.joining:
                 actor.step = step + 1
+
+    def shelve(self, step: int, *, away: bool = True, name: str = "t") -> None:
+        """The first worker of every stage keeps its state on its node, and on another one if `away`."""
+        task = self.coordinator.tasks[name]
+        for stage in range(task.shape.stages):
+            worker = min(w for w in task.seats if w.stage == stage)
+            for node in (task.seats[worker].node, shelf_for(self.coordinator.nodes, task, worker).node):
+                part = {"file": f"{worker}", "on": node}
+                told = msg.PartWritten(task=name, step=step, stage=stage, part=part, shelf=node)
+                self.report(name, worker, told)
+                if not away:
+                    break
 
     def exits(self, worker: Worker, reason: str, name: str = "t") -> None:
         actor = self.actors.pop((name, worker))
@@ -153,6 +168,8 @@ class Drama:
             case msg.Think():
                 answer = self.desks[action.task].answer(action.question, action.slow)
                 self._queue.append(msg.PlanAnswered(task=action.task, event=answer))
+            case msg.TaskReshaped():
+                self.desks[action.task] = SchedulerDesk(action.shape, "staggered")
             case _:
                 pass
 

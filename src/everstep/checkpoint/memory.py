@@ -9,6 +9,8 @@ and reads of each what it needs.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import http.client
 import os
 import shutil
@@ -31,11 +33,33 @@ from everstep.errors import UserError
 CHUNK_BYTES = 4 << 20  # hashed as one: parts in memory are read whole or nearly so
 TIMEOUT_S = 10.0
 _RAM = Path("/dev/shm")
+_PREFIX = "everstep-shelf-"
 
 
-def new_shelf() -> Path:
-    """An empty folder, in RAM where the system has such folders."""
-    return Path(tempfile.mkdtemp(prefix="everstep-shelf-", dir=_RAM if os.access(_RAM, os.W_OK) else None))
+def new_shelf() -> tuple[Path, int]:
+    """An empty folder, in RAM where the system has such folders, and the lock that says it is in use.
+
+    Shelves whose owner died without a word are removed on the way: their locks are free.
+    """
+    root = _RAM if os.access(_RAM, os.W_OK) else Path(tempfile.gettempdir())
+    for left in root.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = _locked(left)
+            shutil.rmtree(left)
+            os.close(lock)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+    return folder, _locked(folder)
+
+
+def _locked(folder: Path) -> int:
+    """Hold the folder's lock, or raise."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        raise
+    return number
 
 
 def folder_of(shelf: Path, task: str, step: int) -> Path:

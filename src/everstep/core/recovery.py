@@ -211,8 +211,9 @@ class Recovery(Admission):
         if any(not any(w.stage == s for w in ledgers) for s in range(self.shape.stages)):
             return self._assemble()
         found = survey(self.shape, ledgers, steps=self.last_step, entering=self._entering())
-        if self.stopping and self.until is None and found.high < self.steps:
-            self.until = found.high
+        last = max(found.high, self.recorded + 1)  # a step whose seal is still to come
+        if self.stopping and self.until is None and last < self.steps:
+            self.until = last
         for place in self.places.values():
             if (
                 isinstance(place, Joining)

@@ -54,7 +54,7 @@ def needed_from(nodes: Mapping[str, Node], task: Task) -> int:
         for step in whole
         if all(len(holders) >= min(2, doors) for holders in task.kept[step].copies.values())
     ]
-    return max([0, *safe, *whole[:-MOST_KEPT]])
+    return max([0, *safe, *(step + 1 for step in whole[:-MOST_KEPT])])
 
 
 def copies_for(

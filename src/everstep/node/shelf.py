@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import os
 import re
 import shutil
 import threading
@@ -36,7 +37,7 @@ class Shelf:
     """A folder in RAM; removed with its owner."""
 
     def __init__(self) -> None:
-        self.folder = memory.new_shelf()
+        self.folder, self._lock = memory.new_shelf()
         self._tokens: dict[str, str] = {}
 
     def open_task(self, task: str, secret: str) -> None:
@@ -47,6 +48,7 @@ class Shelf:
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
 
     def knows(self, task: str, token: str) -> bool:
         return hmac.compare_digest(self._tokens.get(task, "").encode(), token.encode()) and bool(token)

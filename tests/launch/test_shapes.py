@@ -1,0 +1,100 @@
+"""Real processes: a running task takes other shapes, and comes back from memory, with the losses of one that
+never moved.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from everstep.core.cluster import Patience
+from everstep.core.ops import Worker
+from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
+from everstep.errors import UserError
+from everstep.launch.local import LocalTask
+from everstep.launch.outcome import Outcome
+from everstep.node.nursery import Nursery
+
+JOB = Job(
+    model=ModelSpec(preset="gpt-tiny", options={"tied": True, "dropout": 0.1}),
+    data=DataSpec(kind="synthetic", rows=1, sequence=16),
+    optimizer=OptimizerSpec(lr=1e-3),
+    steps=12,
+    replicas=2,
+    stages=2,
+    microbatches=6,
+)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    running = Nursery(threads=1).start()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def clean(nursery: Nursery) -> dict[int, float]:
+    return losses(LocalTask(JOB, nursery=nursery).run())
+
+
+def losses(outcome: Outcome) -> dict[int, float]:
+    assert outcome.failure is None
+    return {row.step: row.loss for row in outcome.rows}
+
+
+def run(nursery: Nursery, job: Job, at_step: dict[int, Callable[[LocalTask], None]]) -> LocalTask:
+    """`at_step`: what is done once when this step is on record."""
+    left = dict(at_step)
+
+    def watch(kind: str, what: Any) -> None:
+        if kind == "step" and what.step in left:
+            left.pop(what.step)(task)
+
+    task = LocalTask(job, nursery=nursery, watch=watch, slots=6, patience=Patience(restarts_per_node=99))
+    task.run()
+    assert not left
+    return task
+
+
+def test_a_task_goes_through_other_shapes_without_a_trace_in_its_losses(
+    nursery: Nursery, clean: dict[int, float]
+) -> None:
+    shapes = {2: (1, 4), 4: (4, 1), 6: (3, 2), 8: (2, 3)}
+    task = run(nursery, JOB, {step: lambda t, s=shape: t.reshape(*s) for step, shape in shapes.items()})  # type: ignore[misc]
+    assert losses(task.outcome) == clean
+    assert (task.shape.replicas, task.shape.stages) == (2, 3)
+    assert not task.outcome.incidents
+    assert len(task.coordinator.tasks["task"].fetched) == len(shapes)
+
+
+def test_a_worker_that_dies_while_the_shape_ends_changes_nothing(
+    nursery: Nursery, clean: dict[int, float]
+) -> None:
+    def both(task: LocalTask) -> None:
+        task.reshape(3, 1)
+        task.kill(Worker(1, 1))
+
+    task = run(nursery, JOB, {3: both})
+    assert losses(task.outcome) == clean
+    assert (task.shape.replicas, task.shape.stages) == (3, 1)
+
+
+def test_a_stage_whose_workers_all_die_comes_back_from_memory(
+    nursery: Nursery, clean: dict[int, float]
+) -> None:
+    def kill_stage(task: LocalTask) -> None:
+        for replica in range(2):
+            task.kill(Worker(replica, 1))
+
+    task = run(nursery, replace(JOB, memory_interval=1), {7: kill_stage})
+    assert losses(task.outcome) == clean
+    incident = task.outcome.incidents[-1]
+    assert incident.restored_where == "the memory of nodes"
+    assert incident.restored_from in (5, 6, 7)  # the copy of the last step may still be under way
+
+
+def test_a_shape_that_does_not_fit_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UserError, match="12 microbatches, which 5 replicas cannot share evenly"):
+        JOB.reshaped(5, 1)

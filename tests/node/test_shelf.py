@@ -1,0 +1,125 @@
+"""A node's shelf: parts go over real sockets, and only the task's own workers get in."""
+
+import http.client
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from everstep.checkpoint import memory
+from everstep.errors import UserError
+from everstep.node.shelf import Shelf, ShelfDoor, token_of
+
+SECRET = "ab" * 32
+
+
+@pytest.fixture
+def door() -> Iterator[ShelfDoor]:
+    shelf = Shelf()
+    shelf.open_task("t", SECRET)
+    opened = ShelfDoor(shelf, "127.0.0.1")
+    opened.open()
+    yield opened
+    opened.close()
+    shelf.close()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return tmp_path / "here"
+
+
+def state(stage: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(stage)
+    return {f"model/s{stage}.{name}": torch.randn(300, 70, generator=generator) for name in "ab"}
+
+
+def remote(door: ShelfDoor, token: str = token_of(SECRET)) -> memory.Remote:
+    return memory.Remote("127.0.0.1", door.port, token)
+
+
+def ask(door: ShelfDoor, method: str, path: str, token: str = token_of(SECRET), **more: object) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=5)
+    headers = {"Authorization": f"Bearer {token}", **more.pop("headers", {})}  # type: ignore[dict-item]
+    connection.request(method, path, headers=headers, **more)  # type: ignore[arg-type]
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_a_state_of_two_stages_is_read_from_this_shelf_and_from_another(door: ShelfDoor, here: Path) -> None:
+    first = memory.put(here, "t", 8, "stage-0-0", state(0))
+    second = memory.put(here, "t", 8, "stage-1-0", state(1))
+    memory.send(memory.folder_of(here, "t", 8) / second["file"], remote(door), "t", 8)
+    (memory.folder_of(here, "t", 8) / second["file"]).unlink()
+    kept = memory.open_kept("t", 8, [(here, first), (remote(door), second)])
+    wanted = {**state(0), **state(1)}
+    assert {name: t.tolist() for name, t in kept.read().items()} == {n: t.tolist() for n, t in wanted.items()}
+    assert memory.bytes_read(kept) == (2 * 300 * 70 * 4, 2 * 300 * 70 * 4)
+    kept.close()
+
+
+def test_a_state_that_is_gone_or_damaged_is_refused(door: ShelfDoor, here: Path) -> None:
+    part = memory.put(here, "t", 8, "stage-0-0", state(0))
+    path = memory.folder_of(here, "t", 8) / part["file"]
+    memory.send(path, remote(door), "t", 8)
+    door.shelf.drop("t", 9)
+    with pytest.raises(UserError, match="cannot be read"):
+        memory.open_kept("t", 8, [(remote(door), part)]).read()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="has not the bytes that were written"):
+        memory.open_kept("t", 8, [(here, part)]).read()
+    with pytest.raises(UserError, match="not whole"):
+        memory.open_kept("t", 8, [(here, part), (here, part)])
+
+
+def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_is_not(door: ShelfDoor) -> None:
+    code = (
+        "from everstep.node.shelf import Shelf\nimport os, signal\n"
+        "print(Shelf().folder, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
+    left = Path(told.stdout.strip())
+    assert left.is_dir()
+    Shelf().close()
+    assert not left.exists()
+    assert door.shelf.folder.is_dir()
+
+
+def test_older_states_make_room(door: ShelfDoor, here: Path) -> None:
+    for step in (1, 2, 3):
+        memory.put(here, "t", step, "stage-0-0", state(0))
+    memory.drop(here, "t", 3)
+    assert [path.name for path in (here / "t").iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "token", "status"),
+    [
+        ("GET", "/t/8/stage-0-0.safetensors", "", 403),
+        ("GET", "/t/8/stage-0-0.safetensors", "0" * 64, 403),
+        ("PUT", "/t/8/stage-0-0.safetensors", "0" * 64, 403),
+        ("GET", "/other/8/stage-0-0.safetensors", token_of(SECRET), 403),
+        ("GET", "/%2e%2e/8/stage-0-0.safetensors", token_of(SECRET), 403),
+        ("GET", "/t/8/..%2f..%2fpasswd", token_of(SECRET), 400),
+        ("GET", "/t/8/stage-0-0.txt", token_of(SECRET), 400),
+        ("GET", "/t/-8/stage-0-0.safetensors", token_of(SECRET), 400),
+        ("GET", "/t/8/nothing.safetensors", token_of(SECRET), 404),
+    ],
+)
+def test_strangers_and_tricks_are_refused(
+    door: ShelfDoor, method: str, path: str, token: str, status: int
+) -> None:
+    assert ask(door, method, path, token) == status
+
+
+def test_more_than_the_memory_that_is_free_is_refused_before_it_is_sent(door: ShelfDoor) -> None:
+    path = "/t/8/stage-0-0.safetensors"
+    assert ask(door, "PUT", path, headers={"Content-Length": str(1 << 60)}) == 413
+    assert ask(door, "PUT", path, body=iter([b"no", b"length"]), encode_chunked=True) == 413
+    assert not list(door.shelf.folder.rglob("*.safetensors"))
