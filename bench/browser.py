@@ -133,8 +133,9 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.do("Emulation.setEmulatedMedia", features=[scheme])
 
-    async def picture(self, path: Path) -> None:
-        told = await self.do("Page.captureScreenshot", format="png", captureBeyondViewport=False)
+    async def picture(self, path: Path, *, whole: bool = False) -> None:
+        """Of the window, or of the whole page."""
+        told = await self.do("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(told["data"]))
 
 

@@ -186,7 +186,7 @@ def test_a_viewer_that_reads_too_slowly_gets_the_whole_picture_again(
         kinds = [told["kind"] for told in line.told]
         assert kinds[:2] == ["picture", "picture"]
         assert len(kinds) <= 1 + viewers.MAX_UNREAD
-        assert not daemon.listeners, "nobody looks, and still somebody listens"
+        assert daemon.listeners == {crowd.outlook.hear}, "nobody looks, and still somebody listens"
 
     asyncio.run(play())
 

@@ -47,6 +47,12 @@ def choose(coordinator: Coordinator, version: int, event: str) -> AssignmentChos
     return AssignmentChosen(version=version, workers=plan.allocation, because=plan.because)
 
 
+def worth(task: RunningTask, workers: int) -> float:
+    """What so many workers bring to the sum the planner maximises, in one worker's work."""
+    curve = _curve(task.shape)
+    return task.weight * curve[min(workers, len(curve) - 1)]
+
+
 def _spec(task: RunningTask) -> TaskSpec:
     return TaskSpec(
         name=task.name,

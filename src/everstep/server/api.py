@@ -69,6 +69,7 @@ class Api:
                 web.post("/v1/tickets", self._ticket),
                 web.get("/v1/watch", self._watch),
                 web.get("/v1/news", self._news),
+                web.get("/v1/outlook", self._outlook),
                 web.get("/v1/digest", self._digest),
                 web.get("/v1/incidents", self._incidents),
                 web.get("/v1/incidents/{number}", self._incident),
@@ -139,6 +140,10 @@ class Api:
 
     async def _news(self, request: web.Request) -> web.Response:
         return web.json_response(list(self.daemon.news))
+
+    async def _outlook(self, request: web.Request) -> web.Response:
+        """What the planner would do if the next likely thing happened."""
+        return web.json_response(self._dashboards.outlook.foreseen())
 
     async def _digest(self, request: web.Request) -> web.Response:
         """A hash of the whole state: two coordinators that have read the same journal agree on it."""

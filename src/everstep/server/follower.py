@@ -21,6 +21,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any, cast
@@ -111,7 +112,7 @@ class Follower(Daemon):
         self.renewed()
 
     def renewed(self) -> None:
-        self._publish({"at": 0.0, "kind": "begin", "because": "what was told before is replaced"})
+        self._publish({"at": time.time(), "kind": "begin", "because": "what was told before is replaced"})
 
     def follow(self, at: float, event: Any) -> None:
         actions = self._apply(decode(msg.ClusterEvent, event), at)

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from everstep.core.roster import NodeState, TaskState
 from everstep.server import views
 from everstep.server.daemon import Daemon
+from everstep.server.outlook import waf
 
 RECOVERY_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
@@ -32,6 +33,9 @@ class ClusterMetrics(Collector):
         yield from self._nodes()
         yield from self._tasks()
         yield from self._incidents()
+        now, full = waf(self.daemon.machine)
+        yield _one("everstep_waf_workers", "Weighted achieved work, in one worker's work.", now)
+        yield _one("everstep_waf_full_workers", "What it were with every place filled.", full)
         entries = CounterMetricFamily("everstep_journal_entries", "Events in the journal.")
         entries.add_metric([], self.daemon.number)
         yield entries

@@ -23,6 +23,7 @@ from aiohttp import web
 
 from everstep.server import views
 from everstep.server.daemon import Daemon
+from everstep.server.outlook import Outlook
 
 SOON_S = 0.05
 LATEST_S = 1.0
@@ -36,6 +37,8 @@ MAX_UNREAD = 4  # messages
 class Viewers:
     def __init__(self, daemon: Daemon, connected: Callable[[], set[str]]) -> None:
         self.daemon, self._connected = daemon, connected
+        self.outlook = Outlook(daemon)
+        daemon.listeners.add(self.outlook.hear)
         self.may = ("drain", "readmit", "cancel")  # what a reader may do here, given the token
         self._queues: set[asyncio.Queue[str]] = set()
         self._stirred = asyncio.Event()
@@ -119,6 +122,7 @@ class Viewers:
                 "nodes": [mark.row(name) for name, mark in marks.items()],
                 "tasks": [views.task_row(self.daemon, task) for task in self.daemon.machine.tasks.values()],
                 "incidents": views.incident_counts(self.daemon),
+                "waf": list(self.outlook.past),
                 "news": list(self.daemon.news)[-NEWS_AT_FIRST:],
             }
         )
@@ -133,6 +137,7 @@ class Viewers:
             "tasks": [row for name, row in tasks.items() if self._tasks.get(name) != row],
             "steps": {task: list(rows) for task, rows in self._steps.items()},
             "news": list(self._news),
+            "waf": self.outlook.take_fresh(),
         }
         self._nodes, self._tasks = nodes, tasks
         self._steps.clear()

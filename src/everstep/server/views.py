@@ -10,8 +10,10 @@ from everstep.core.codec import encode
 from everstep.core.incidents import Incident
 from everstep.core.roster import Node, Task
 from everstep.core.standing import Absent, Joining, Member, Starting
+from everstep.server import findings
 from everstep.server.daemon import Daemon
 
+STORIES = 30
 QUIET_S = 1.0  # without a heartbeat; they come four times a second
 _STANDING = {Absent: "absent", Starting: "starting", Joining: "joining", Member: "member"}
 
@@ -158,6 +160,16 @@ def task(daemon: Daemon, task: Task, *, rows: int | None = None) -> dict[str, An
         "kept_step": task.kept_step,
         "moves": [{"step": step, **encode(moved)} for step, moved in sorted(task.fetched.items())],
         "incidents": [i.number for i in daemon.machine.log.incidents if i.task == task.name],
+        "stories": [
+            {
+                "number": i.number,
+                "what": i.what,
+                "step": i.step,
+                "seconds": None if i.resumed_at is None else i.resumed_at - i.evidence_at,
+            }
+            for i in daemon.machine.log.incidents
+            if i.task == task.name
+        ][-STORIES:],
     }
 
 
@@ -183,7 +195,15 @@ def incident(daemon: Daemon, one: Incident) -> dict[str, Any]:
         "replayed_ops": one.replayed_ops,
         "restored_from": one.restored_from,
         "restored_where": one.restored_where,
-        "evidence": [{"at": at(e.at), "source": e.source, "text": e.text} for e in one.evidence],
+        "evidence": [
+            {
+                "at": at(e.at),
+                "source": e.source,
+                "text": e.text,
+                "clears": findings.ruled_out(e.text) is not None,
+            }
+            for e in one.evidence
+        ],
         "verdict": None
         if one.verdict is None
         else {
@@ -195,6 +215,7 @@ def incident(daemon: Daemon, one: Incident) -> dict[str, Any]:
         "remedies": [
             {"at": at(r.at), "what": r.what, "because": r.because, "outcome": r.outcome} for r in one.remedies
         ],
+        "finding": findings.picture(one),
         "timeline": [{"at": at(moment), "because": because} for moment, because in _timeline(one)],
     }
 

@@ -8,8 +8,9 @@ import { TaskView } from "./task.js";
 import { element, fillTable, forgetColours, short, stateBadge, taskColour, taskLetter, write } from "./words.js";
 
 const KEPT_NEWS = 400;
+const byName = new Intl.Collator("en", { numeric: true }); // node-2 before node-10
 const store = {
-  nodes: new Map(), tasks: new Map(), incidents: { open: [], total: 0 }, news: [], told: 0, ahead: 0, shown: [],
+  nodes: new Map(), tasks: new Map(), incidents: { open: [], total: 0 }, news: [], told: 0, waf: [], ahead: 0, shown: [],
   may: new Set(), // what the reader may do here: a run's own page has no nodes to drain, a demo has workers to kill
   touched: new Set(), renewed: true, // nodes that changed since they were painted; all of them
   now() { return Date.now() / 1000 + this.ahead; }, // the coordinator's clock
@@ -31,16 +32,23 @@ function hear(told) {
     store.tasks.clear();
     store.news = [];
     store.told = 0;
+    store.waf = [];
     store.may = new Set(told.may);
     views.cluster.forget();
     views.task.reload();
     views.incidents.said = null;
   }
+  const known = store.nodes.size;
   for (const node of told.nodes ?? []) { store.nodes.set(node.node, node); store.touched.add(node.node); }
+  if (store.nodes.size !== known) { // a new one has its place among the others, whenever it joined
+    store.nodes = new Map([...store.nodes].sort(([one], [other]) => byName.compare(one, other)));
+    store.renewed = true;
+  }
   for (const task of told.tasks ?? []) store.tasks.set(task.task, task);
   for (const [task, rows] of Object.entries(told.steps ?? {})) if (task === views.task.name) views.task.steps(rows);
   store.news.push(...(told.news ?? []));
   store.told += (told.news ?? []).length;
+  store.waf.push(...(told.waf ?? []));
   if (store.news.length > KEPT_NEWS) store.news.splice(0, store.news.length - KEPT_NEWS);
   if (told.kind === "changes" && !document.hidden) store.shown.push(...(told.news ?? []).map((news) => news.at));
   store.incidents = told.incidents;

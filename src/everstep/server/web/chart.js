@@ -1,8 +1,7 @@
 // A line by step, with its axes; a mark where a new epoch began: there the step was planned anew, mostly because
 // somebody was gone or has come.
 
-import { sized } from "./cluster.js";
-import { colour, short } from "./words.js";
+import { clock, colour, duration, short, sized } from "./words.js";
 
 const LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22;
 
@@ -57,4 +56,50 @@ export function drawChart(canvas, rows, key, { fromZero = false, compare = null 
   points.forEach((row, index) => brush[index ? "lineTo" : "moveTo"](x(row.step), y(row[key])));
   brush.stroke();
   brush.lineWidth = 1;
+}
+
+// What held from one change to the next, up to now: [at, value, of at most] each.
+export function drawPast(canvas, rows, now) {
+  const width = canvas.clientWidth, height = 110;
+  const brush = sized(canvas, width, height);
+  const first = rows[0][0], span = Math.max(10, now - first);
+  const high = Math.max(1e-9, ...rows.map(([, , full]) => full)) * 1.08;
+  const x = (at) => LEFT + ((at - first) / span) * (width - LEFT - RIGHT);
+  const y = (value) => TOP + (1 - value / high) * (height - TOP - BOTTOM);
+  const path = (index) => {
+    brush.beginPath();
+    rows.forEach((row, place) => {
+      const at = x(row[0]);
+      if (place) brush.lineTo(at, y(rows[place - 1][index])); else brush.moveTo(at, y(row[index]));
+      brush.lineTo(at, y(row[index]));
+    });
+    brush.lineTo(x(now), y(rows.at(-1)[index]));
+  };
+  path(2);
+  brush.strokeStyle = colour("--quiet");
+  brush.setLineDash([4, 4]);
+  brush.stroke();
+  brush.setLineDash([]);
+  path(1);
+  brush.strokeStyle = colour("--accent");
+  brush.lineWidth = 2;
+  brush.stroke();
+  brush.lineWidth = 1;
+  brush.lineTo(x(now), y(0));
+  brush.lineTo(x(first), y(0));
+  brush.globalAlpha = 0.12;
+  brush.fillStyle = colour("--accent");
+  brush.fill();
+  brush.globalAlpha = 1;
+  brush.strokeStyle = colour("--line");
+  brush.beginPath(); brush.moveTo(LEFT, y(0) + 0.5); brush.lineTo(width - RIGHT, y(0) + 0.5); brush.stroke();
+  brush.fillStyle = colour("--quiet");
+  brush.font = "11px system-ui, sans-serif";
+  brush.textBaseline = "middle";
+  brush.textAlign = "right";
+  brush.fillText("0", LEFT - 6, y(0));
+  brush.fillText(short(rows.at(-1)[2], 3), LEFT - 6, y(rows.at(-1)[2]));
+  brush.fillText("now", width - RIGHT, height - 9);
+  brush.textAlign = "left";
+  brush.fillText(`${clock(first)}, ${duration(span)} ago`, LEFT, height - 9);
 }

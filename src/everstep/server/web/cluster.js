@@ -1,9 +1,12 @@
 // Nodes and slots as one canvas: a tile a node, its state as a letter and a colour, its slots by task.
 // A canvas and not elements, because a thousand nodes of eight slots are nine thousand of those.
 
-import { NODE_STATES, clock, colour, decision, duration, element, figures, stateBadge, taskColour, taskLetter, write } from "./words.js";
+import { drawPast } from "./chart.js";
+import { call } from "./link.js";
+import { NODE_STATES, clock, colour, decision, duration, element, figures, sized, stateBadge, taskColour, taskLetter, write } from "./words.js";
 
 const NEWS_SHOWN = 40;
+const FORESEE_MS = 10000;
 const UNWELL_SHOWN = 16;
 const GRAVEST = ["lemon", "isolated", "gone", "silent", "draining"];
 const GAP = 4;
@@ -15,6 +18,7 @@ export class ClusterView {
     this.canvas = document.getElementById("nodes");
     this.chosen = null;
     this.tiles = { columns: 1, width: 1, height: 1 };
+    this.foresaw = 0;
     this.lines = []; // of what was decided, newest first
     this.canvas.addEventListener("click", (event) => this.click(event));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
@@ -66,11 +70,63 @@ export class ClusterView {
 
   paint() {
     this.space = this.canvas.parentElement.clientWidth - 2; // asked before anything is written: no layout twice
+    this.headline();
     this.figures();
     this.grid();
     this.details();
     this.unwell();
+    this.waf();
+    this.foresee();
     this.news();
+  }
+
+  // What one wants to know first when woken at night: is anything wrong, and does training go on?
+  headline() {
+    const states = {}, first = {};
+    for (const node of this.store.nodes.values()) {
+      if (node.state === "up" || node.state === "left") continue;
+      states[node.state] = (states[node.state] ?? 0) + 1;
+      first[node.state] ??= node.node;
+    }
+    const said = GRAVEST.filter((state) => states[state]).map((state) => (states[state] === 1 ? `${first[state]} is ${state}` : `${states[state]} nodes are ${state}`));
+    const tasks = [...this.store.tasks.values()], open = this.store.incidents.open.length;
+    const short = tasks.filter((task) => task.state === "running" && task.workers < task.places);
+    for (const task of short.slice(0, 3)) said.push(`${task.task} runs on ${task.workers} of ${task.places} workers`);
+    if (short.length > 3) said.push(`so do ${short.length - 3} more`);
+    const stuck = tasks.filter((task) => ["failed", "waiting"].includes(task.state));
+    for (const task of stuck.slice(0, 2)) said.push(`${task.task} ${task.state === "failed" ? "has failed" : "waits"}: ${task.because}`);
+    if (open) said.push(`${open} ${open === 1 ? "incident is" : "incidents are"} open`);
+    const running = tasks.filter((task) => task.state === "running").length, number = this.store.nodes.size;
+    const goes = running === 0 ? "nothing trains now" : running === 1 ? "1 task trains" : `${running} tasks train`;
+    const place = document.getElementById("headline");
+    write(place, said.length ? `${open ? "●" : "▲"} ${said.join("; ")}; ${goes}.` : `✓ All is well: ${number} ${number === 1 ? "node" : "nodes"} up, ${goes}.`);
+    const look = `headline ${open || stuck.some((task) => task.state === "failed") ? "bad" : said.length ? "warn" : ""}`.trim();
+    if (place.className !== look) place.className = look;
+    place.hidden = number === 0;
+  }
+
+  waf() {
+    const canvas = document.getElementById("waf"), rows = this.store.waf, last = rows.at(-1);
+    canvas.parentElement.hidden = !last;
+    if (!last) return;
+    const drawn = [rows.length, last[0], this.space, Math.floor(this.store.now() / 2), colour("--card")].join();
+    if (drawn === this.drawnWaf) return;
+    this.drawnWaf = drawn;
+    write(document.getElementById("waf-now"), `${last[1].toFixed(2)} of ${last[2].toFixed(2)} workers' worth now`);
+    drawPast(canvas, rows, this.store.now());
+  }
+
+  // The planner's own words about what has not happened; asked while somebody looks.
+  async foresee() {
+    if (Date.now() - this.foresaw < FORESEE_MS || document.hidden || document.body.dataset.known === undefined) return;
+    this.foresaw = Date.now();
+    const rows = await call("GET", "/v1/outlook").catch(() => []);
+    document.getElementById("outlook-part").hidden = rows.length === 0;
+    document.getElementById("outlook").replaceChildren(...rows.map((row) => {
+      const moved = row.then.filter(({ before, after }) => before !== after);
+      const then = moved.length ? moved.map(({ task, before, after }) => `${task} ${before} → ${after} workers`).join(", ") : "every task keeps its workers";
+      return element("li", {}, `If ${row.if}: `, element("b", {}, then), element("p", {}, `because ${row.because}`));
+    }));
   }
 
   figures() {
@@ -260,20 +316,6 @@ export class ClusterView {
     }
     document.getElementById("no-news").hidden = this.lines.length > 0;
   }
-}
-
-export function sized(canvas, width, height, keep = false) {
-  const scale = window.devicePixelRatio || 1;
-  const across = Math.round(width * scale), down = Math.round(height * scale);
-  if (canvas.width !== across || canvas.height !== down) {
-    canvas.width = across;
-    canvas.height = down;
-    canvas.style.height = `${height}px`;
-  }
-  const brush = canvas.getContext("2d");
-  brush.setTransform(scale, 0, 0, scale, 0, 0);
-  if (!keep) brush.clearRect(0, 0, width, height);
-  return brush;
 }
 
 function fitted(brush, text, space) {

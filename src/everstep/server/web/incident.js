@@ -1,8 +1,8 @@
 // Incidents: the list, and one from its evidence to the resumed step, with the reason of each decision.
 
-import { sized } from "./cluster.js";
+import { drawFinding } from "./finding.js";
 import { call } from "./link.js";
-import { MOMENTS, clock, colour, duration, element, figures, tone } from "./words.js";
+import { MOMENTS, clock, colour, duration, element, figures, sized, tone } from "./words.js";
 
 const LISTED = 200;
 const LEAST_MS = 1000; // between two questions
@@ -18,6 +18,7 @@ export class IncidentsView {
     if (!rows) return;
     this.said = said;
     document.getElementById("no-incidents").hidden = rows.length > 0;
+    document.getElementById("all-incidents").parentElement.hidden = rows.length === 0;
     document.querySelector("#all-incidents tbody").replaceChildren(...rows.reverse().map((one) =>
       element("tr", {}, element("td", { class: "num" }, element("a", { href: `#/incident/${one.number}` }, String(one.number))),
         element("td", {}, clock(one.opened_at)), element("td", {}, one.task || one.node), element("td", {}, one.what),
@@ -31,7 +32,7 @@ export class IncidentView {
 
   async open(number) {
     this.number = number;
-    this.said = null;
+    this.said = this.named = null;
     await this.ask();
   }
 
@@ -53,6 +54,7 @@ export class IncidentView {
     if (!one || String(one.number) !== String(this.number)) return;
     const moments = momentsOf(one);
     this.strip(moments);
+    this.finding(one);
     const said = JSON.stringify(one);
     if (said === this.said) return;
     this.said = said;
@@ -73,6 +75,22 @@ export class IncidentView {
       element("li", { "data-mark": MOMENTS[kind].mark, colour: `var(${MOMENTS[kind].colour})` },
         element("time", { title: clock(at) }, at <= moments[0].at ? clock(at) : `+${duration(at - moments[0].at)}`), element("b", {}, title),
         because ? element("p", {}, because) : null, outcome ? element("p", {}, `outcome: ${outcome}`) : null)));
+  }
+
+  // Who was suspected and who was not; a picture where a diagnosis took part.
+  finding(one) {
+    const { suspects, ruled_out, waits, paces } = one.finding;
+    const place = document.getElementById("finding"), drawn = Boolean(waits.length || Object.keys(paces).length);
+    place.hidden = !suspects.length && !ruled_out.length;
+    if (place.hidden) return;
+    place.querySelector("figure").hidden = !drawn;
+    place.classList.toggle("alone", !drawn);
+    if (drawn) drawFinding(document.getElementById("finding-picture"), one.finding, one.workers, document.getElementById("finding-title"), document.getElementById("finding-words"));
+    const said = JSON.stringify([suspects, ruled_out]);
+    if (said === this.named) return;
+    this.named = said;
+    document.getElementById("suspects").replaceChildren(...(suspects.length ? suspects : ["nobody"]).map((who) => element("li", {}, who)));
+    document.getElementById("innocent").replaceChildren(...(ruled_out.length ? ruled_out : ["nobody had to be"]).map((who) => element("li", {}, who)));
   }
 
   strip(moments) {
@@ -100,7 +118,7 @@ export class IncidentView {
 }
 
 function momentsOf(one) {
-  const found = one.evidence.map((told) => ({ at: told.at, kind: "evidence", title: `evidence: ${told.source}`, because: told.text }));
+  const found = one.evidence.filter((told) => !told.clears).map((told) => ({ at: told.at, kind: "evidence", title: `evidence: ${told.source}`, because: told.text }));
   if (one.verdict) found.push({ at: one.verdict.at, kind: "verdict", title: `verdict: ${one.verdict.severity} ${one.verdict.kind}`, because: `because ${one.verdict.because}` });
   for (const told of one.remedies) found.push({ at: told.at, kind: "remedy", title: `remedy: ${told.what}`, because: `because ${told.because}`, outcome: told.outcome });
   for (const told of one.timeline) found.push({ at: told.at, kind: told.at === one.closed_at ? "resumed" : "planned", title: told.because });

@@ -120,12 +120,12 @@ export class TaskView {
     const seats = new Map(detail.seats.map((seat) => [seat.worker, seat]));
     const readings = new Map((this.readings ?? []).map((row) => [row.worker, row]));
     for (const [worker, cell] of this.cells) this.fill(cell, worker, seats.get(worker), readings.get(worker));
-    const list = document.getElementById("task-incidents"), said = detail.incidents.join();
-    if (list.dataset.said !== said || !list.childElementCount) {
-      list.dataset.said = said;
-      list.replaceChildren(...(detail.incidents.length ? detail.incidents.slice(-60).reverse().map((number) =>
-        element("li", {}, element("a", { href: `#/incident/${number}` }, `incident ${number}`))) : [element("li", { class: "quiet" }, "none")]));
-    }
+    const list = document.getElementById("task-incidents"), said = JSON.stringify(detail.stories);
+    if (list.dataset.said === said) return;
+    list.dataset.said = said;
+    list.replaceChildren(...(detail.stories.length ? detail.stories.slice().reverse().map(({ number, what, step, seconds }) =>
+      element("li", {}, element("a", { href: `#/incident/${number}` }, `incident ${number}`), ` step ${step}: ${what}, `,
+        element("b", {}, seconds == null ? "open" : `over in ${duration(seconds)}`))) : [element("li", { class: "quiet" }, "none so far")]));
   }
 
   build(replicas, stages) {

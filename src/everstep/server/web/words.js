@@ -82,6 +82,21 @@ export function write(place, text) {
   if (place.textContent !== text) place.textContent = text;
 }
 
+// A canvas of this size on this screen, and its brush.
+export function sized(canvas, width, height, keep = false) {
+  const scale = window.devicePixelRatio || 1;
+  const across = Math.round(width * scale), down = Math.round(height * scale);
+  if (canvas.width !== across || canvas.height !== down) {
+    canvas.width = across;
+    canvas.height = down;
+    canvas.style.height = `${height}px`;
+  }
+  const brush = canvas.getContext("2d");
+  brush.setTransform(scale, 0, 0, scale, 0, 0);
+  if (!keep) brush.clearRect(0, 0, width, height);
+  return brush;
+}
+
 // [value, what it is, its tone, where a click leads] each.
 export function figures(place, list) {
   while (place.childElementCount > list.length) place.lastChild.remove();

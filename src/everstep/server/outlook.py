@@ -1,0 +1,118 @@
+"""WAF, now and over time, and what the planner would do next.
+
+WAF is the sum over tasks of weight times achieved work, in the work of one worker of a full pipeline; `full`
+is what it would be if every running task had all its workers. It is kept when it changes, also while the
+journal is read, so a page that is opened today shows yesterday.
+
+The planner is asked what it would do if the next likely thing happened: the node that holds most is lost, or
+one comes. These are questions about a cluster that is not: nothing is decided by them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+from everstep.core.coordinator import Coordinator
+from everstep.core.roster import Node, NodeState, Task, TaskState
+from everstep.core.standing import Member
+from everstep.plan.ask import choose, worth
+from everstep.server.daemon import Daemon
+
+KEPT = 2000
+FRESH_S = 5.0  # an answer serves everybody for so long
+
+
+class Outlook:
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self.past: deque[tuple[float, float, float]] = deque(maxlen=KEPT)  # at, WAF, full
+        self.fresh: list[tuple[float, float, float]] = []  # not told yet
+        self._asked_at = float("-inf")
+        self._foreseen: list[dict[str, Any]] = []
+
+    def hear(self, told: Mapping[str, Any]) -> None:
+        if told["kind"] == "begin":
+            self.past.clear()
+        now = waf(self._daemon.machine)
+        if not self.past or self.past[-1][1:] != now:
+            self.past.append((told["at"], *now))
+            self.fresh.append(self.past[-1])
+            del self.fresh[:-KEPT]
+
+    def take_fresh(self) -> list[tuple[float, float, float]]:
+        fresh, self.fresh = self.fresh, []
+        return fresh
+
+    def foreseen(self) -> list[dict[str, Any]]:
+        if time.monotonic() - self._asked_at > FRESH_S:
+            self._asked_at = time.monotonic()
+            self._foreseen = foresee(self._daemon.machine)
+        return self._foreseen
+
+
+def waf(machine: Coordinator) -> tuple[float, float]:
+    now = full = 0.0
+    for task in machine.tasks.values():
+        if task.state is TaskState.RUNNING:
+            now += worth(task, _members(task))
+            full += worth(task, task.shape.replicas * task.shape.stages)
+    return round(now, 4), round(full, 4)
+
+
+def _members(task: Task) -> int:
+    places = task.recovery.places if task.recovery is not None else {}
+    return sum(isinstance(standing, Member) for standing in places.values())
+
+
+def foresee(machine: Coordinator) -> list[dict[str, Any]]:
+    """What would be done next, and why."""
+    tasks = {name: task for name, task in machine.tasks.items() if task.state is TaskState.RUNNING}
+    if not tasks:
+        return []
+    held: dict[str, int] = {}
+    for task in tasks.values():
+        for seat in task.seats.values():
+            held[seat.node] = held.get(seat.node, 0) + 1
+    found = []
+    if held:
+        name = max(held, key=lambda node: (held[node], node))
+        workers = "worker" if held[name] == 1 else "workers"
+        found.append(_if_lost(machine, name, f"node {name} were lost, with its {held[name]} {workers}"))
+    if any(len(task.seats) < task.wanted() for task in tasks.values()):
+        slots = max(node.slots for node in machine.nodes.values())
+        found.append(_if_joined(machine, slots, f"a node of {slots} slots came"))
+    return found
+
+
+def _if_lost(machine: Coordinator, name: str, what: str) -> dict[str, Any]:
+    nodes = machine.nodes | {name: replace(machine.nodes[name], state=NodeState.GONE)}
+    tasks = {
+        task.name: replace(task, seats={w: s for w, s in task.seats.items() if s.node != name})
+        for task in machine.tasks.values()
+    }
+    return _asked(machine, nodes, tasks, what)
+
+
+def _if_joined(machine: Coordinator, slots: int, what: str) -> dict[str, Any]:
+    new = Node(name="\uffff", boot="", slots=slots, host="")
+    return _asked(machine, machine.nodes | {new.name: new}, machine.tasks, what)
+
+
+def _asked(
+    machine: Coordinator, nodes: Mapping[str, Node], tasks: Mapping[str, Task], what: str
+) -> dict[str, Any]:
+    supposed = cast("Coordinator", SimpleNamespace(nodes=nodes, tasks=tasks))
+    chosen = choose(supposed, machine.version, what)
+    return {
+        "if": what,
+        "then": [
+            {"task": name, "before": len(machine.tasks[name].seats), "after": workers}
+            for name, workers in sorted(chosen.workers.items())
+        ],
+        "because": chosen.because,
+    }
