@@ -29,6 +29,12 @@ def coordinator_command(
         ),
     ] = "",
     etcd_prefix: Annotated[str, typer.Option(help="Where in etcd.")] = "/everstep",
+    etcd_ca: Annotated[Path | None, typer.Option(help="For https: what signed etcd's certificate.")] = None,
+    etcd_cert: Annotated[Path | None, typer.Option(help="What etcd is to know this one by.")] = None,
+    etcd_key: Annotated[Path | None, typer.Option(help="The key of --etcd-cert.")] = None,
+    etcd_token: Annotated[
+        str, typer.Option(envvar="EVERSTEP_ETCD_TOKEN", help="A token of etcd's own.", show_default=False)
+    ] = "",
     name: Annotated[str, typer.Option(help="Among several coordinators.", show_default=False)] = "",
     cert: Annotated[Path | None, typer.Option(help="TLS: the certificate's file.")] = None,
     key: Annotated[Path | None, typer.Option(help="TLS: the key's file.")] = None,
@@ -89,6 +95,10 @@ def coordinator_command(
         token=token or None,
         etcd=tuple(filter(None, etcd.split(","))),
         etcd_prefix=etcd_prefix,
+        etcd_token=etcd_token or None,
+        etcd_ca=etcd_ca,
+        etcd_cert=etcd_cert,
+        etcd_key=etcd_key,
         name=name or f"{socket.gethostname()}:{port}",
         silence_s=silence,
         cert=cert,

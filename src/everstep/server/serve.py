@@ -31,6 +31,10 @@ class ServerSettings:
     token: str | None = None
     etcd: tuple[str, ...] = ()
     etcd_prefix: str = "/everstep"
+    etcd_token: str | None = None
+    etcd_ca: Path | None = None
+    etcd_cert: Path | None = None
+    etcd_key: Path | None = None
     name: str = ""
     silence_s: float = SILENCE_S
     cert: Path | None = None
@@ -46,6 +50,8 @@ class ServerSettings:
             )
         if (self.cert is None) != (self.key is None):
             raise UserError("--cert and --key belong together; give both or neither.")
+        if (self.etcd_cert is None) != (self.etcd_key is None):
+            raise UserError("--etcd-cert and --etcd-key belong together; give both or neither.")
 
     def tls(self) -> ssl.SSLContext | None:
         if self.cert is None:
@@ -55,6 +61,19 @@ class ServerSettings:
             context.load_cert_chain(self.cert, self.key)
         except (OSError, ssl.SSLError) as error:
             raise UserError(f"--cert {self.cert} and --key {self.key} cannot be used: {error}.") from None
+        return context
+
+    def etcd_tls(self) -> ssl.SSLContext | None:
+        """How to know etcd, and to be known by it; None for the system's own authorities."""
+        if self.etcd_ca is None and self.etcd_cert is None:
+            return None
+        try:
+            context = ssl.create_default_context(cafile=self.etcd_ca)
+            if self.etcd_cert is not None:
+                context.load_cert_chain(self.etcd_cert, self.etcd_key)
+        except (OSError, ssl.SSLError) as error:
+            files = ", ".join(str(f) for f in (self.etcd_ca, self.etcd_cert, self.etcd_key) if f)
+            raise UserError(f"what is given for etcd's TLS ({files}) cannot be used: {error}.") from None
         return context
 
 
@@ -139,4 +158,10 @@ def _journal(settings: ServerSettings) -> Journal:
         return SqliteJournal(settings.folder / "journal.sqlite")
     from everstep.server.etcd import EtcdJournal
 
-    return EtcdJournal(settings.etcd, prefix=settings.etcd_prefix, name=settings.name)
+    return EtcdJournal(
+        settings.etcd,
+        prefix=settings.etcd_prefix,
+        name=settings.name,
+        token=settings.etcd_token,
+        tls=settings.etcd_tls(),
+    )
