@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+import everstep
 from everstep.diagnose import Case, Group, Log, read
 from everstep.diagnose.finding import Diagnosis
 from everstep.diagnose.record import UNKNOWN
@@ -191,6 +192,7 @@ def on_and_off(steps: int) -> dict[str, Any]:
         subprocess.run(
             [sys.executable, str(script)],
             cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(Path(everstep.__file__).parent.parent)},
             check=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
