@@ -237,7 +237,7 @@ async def sign_in(page: Page, address: str) -> None:
     await page.until(LIVE)
 
 
-async def watch_a_life(page: Page, address: str) -> None:
+async def watch_a_life(page: Page, address: str, pictures: Path) -> None:
     """A node joins, a task runs, its worker dies and is back, the node is drained by a click."""
     await sign_in(page, address)
     async with agent(address, "node-a", token=TOKEN) as one:
@@ -251,19 +251,24 @@ async def watch_a_life(page: Page, address: str) -> None:
         await page.click("#cluster-tasks tbody a")
         await says(page, "#places td", "F 1.0 ⇄")
         await says(page, "#places td.elsewhere", "3 done, 5 to do · node-a:0")
+        await page.picture(pictures / "before.png")
         exited = ev.WorkerExited(worker=order.worker, incarnation=1, reason="killed by SIGKILL")
         await one.say(2, msg.TaskEvent(task="llama", event=exited))
         await says(page, "#open-incidents", "1 open")
+        await page.picture(pictures / "during.png")
         await page.click("nav a[data-view=incidents]")
         await says(page, "#all-incidents", "killed by SIGKILL")
         await page.click("#all-incidents tbody a")
         await says(page, "#timeline", "evidence: exit")
         await says(page, "#timeline", "remedy: restart the worker")
+        await says(page, "#suspects", "worker 0:0")
+        await page.picture(pictures / "incident.png")
         await page.click("nav a[data-view=cluster]")
         await page.until("document.activeElement.id === 'main' && !document.getElementById('cluster').hidden")
         await page.value("document.getElementById('nodes').focus()")
         await page.key("ArrowRight")
         await says(page, "#node-details", "llama")
+        await says(page, "#headline", "1 incident is open")
         await page.click("#node-verb")
         await page.click("#confirm-yes")
         await says(page, "#node-details", "draining")
@@ -279,7 +284,7 @@ def test_the_page_lives_with_the_cluster_and_through_a_restart_of_its_coordinato
     async def play() -> None:
         async with browser() as chromium, chromium.page() as page:
             with served(tmp_path, token=TOKEN) as address:
-                await watch_a_life(page, address)
+                await watch_a_life(page, address, tmp_path)
                 await page.look(width=360, height=740, dark=True)
                 await page.until("document.documentElement.scrollWidth <= 360 && innerWidth === 360")
                 assert page.complaints == []

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
+from bench.browser import CHROMIUM, browser
 from everstep.cli.client import Client
 from everstep.core import cluster as msg
 from everstep.core import events as ev
@@ -187,6 +188,30 @@ def test_a_run_that_is_no_demo_can_be_cancelled_and_its_workers_cannot_be_hurt()
         assert run.meanwhile(lambda: client.get(f"/v1/tasks/{TASK}/readings"))["workers"][0]["node"] == NODE
         run.meanwhile(lambda: client.post(f"/v1/tasks/{TASK}/cancel"))
         assert run.done == [("finish", "a person cancelled it on its page")]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: chromium)")
+def test_in_a_browser_the_address_is_enough_and_a_worker_is_killed_by_clicking_it(tmp_path: Path) -> None:
+    async def play(address: str) -> None:
+        async with browser() as chromium, chromium.page() as page:
+            await page.open(address)
+            await page.until("document.getElementById('link')?.dataset.state === 'live'", within_s=20)
+            assert await page.value("location.hash") == "", "the token leaves the address at once"
+            await page.click("#cluster-tasks tbody a")
+            assert await page.value("document.getElementById('hurt-kill').disabled")
+            await page.click("#places tbody td")
+            await page.until("document.querySelector('#places td').getAttribute('aria-pressed') === 'true'")
+            await page.click("#hurt-kill")
+            await page.until("document.getElementById('toast').innerText.includes('SIGKILL is sent')")
+            assert await page.value("document.getElementById('cancel').hidden"), "a demo runs to its end"
+            await page.picture(tmp_path / "demo.png")
+            assert page.complaints == []
+            token = address.partition("#token=")[2]
+            assert not any(token in asked for asked in page.requests)
+
+    with running(may_hurt=True) as (run, _):
+        run.meanwhile(lambda: asyncio.run(play(run.page.address)))
+        assert run.done == [("kill", Worker(0, 0))]
 
 
 def same(run: WordyRun, client: Client) -> None:

@@ -114,5 +114,5 @@ def _asked(
             {"task": name, "before": len(machine.tasks[name].seats), "after": workers}
             for name, workers in sorted(chosen.workers.items())
         ],
-        "because": chosen.because,
+        "because": chosen.because.removeprefix(f"{what}: "),
     }

@@ -20,7 +20,7 @@ export class TaskView {
     this.chosen = null; // a worker, where workers may be hurt
     document.getElementById("cancel").addEventListener("click", () => act("cancel", this.name));
     document.getElementById("hurt").append(...Object.entries(HURTS).map(([verb, words]) =>
-      element("button", { type: "button", class: "danger", id: `hurt-${verb}`, onclick: () => act(verb, this.name, this.chosen) }, words)));
+      element("button", { type: "button", class: "danger", id: `hurt-${verb}`, disabled: true, onclick: () => act(verb, this.name, this.chosen) }, words)));
     document.getElementById("op-legend").append(
       ...Object.entries(OPS).map(([letter, { words, colour }]) => element("li", {}, element("i", { colour }, letter), words)),
       element("li", {}, element("i", { colour: "var(--draining)" }, "⇄"), "work of another replica"),
