@@ -18,6 +18,7 @@ SQUEUE_FORMAT = "%i|%T|%N|%B|%P|%a|%q|%b|%f|%l"
 MAX_HOSTS = 100_000
 _KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z]*)=")
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
+_MARKS = "*~#!%$@^-"  # behind a state, in older versions and in sinfo
 _NOTHING = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE"})
 
 
@@ -90,11 +91,13 @@ def parse_nodes(text: str) -> dict[str, SlurmNode]:
     for line in text.splitlines():
         fields = _fields(line)
         if name := fields.get("NodeName"):
-            states = re.split(r"[+]", fields.get("State", "").rstrip("*~#!%$@^-+").upper())
-            flags = {"NOT_RESPONDING"} if "*" in fields.get("State", "") else set()
+            told = fields.get("State", "").upper()
+            states = {state.rstrip(_MARKS) for state in told.split("+")}
+            if "*" in told:
+                states.add("NOT_RESPONDING")
             found[name] = SlurmNode(
                 name=name,
-                states=frozenset(states) - {""} | flags,
+                states=frozenset(states - {""}),
                 address=_given(fields.get("NodeAddr", "")),
                 reason=re.sub(r"\s*\[[^\]]*@[^\]]*\]$", "", _given(fields.get("Reason", ""))),
             )
