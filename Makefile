@@ -3,7 +3,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 RUNS := .venv/.runs
 
-.PHONY: demo test lint types unit docs sweep storms all-storms cluster fabric-test clean
+.PHONY: demo test lint types unit docs sweep storms all-storms cluster slurm fabric-test clean
 
 demo: $(RUNS)            ## train, kill, heal, compare; about a minute on a laptop
 	.venv/bin/everstep demo
@@ -33,6 +33,12 @@ storms: $(STAMP)         ## tens of thousands of random deaths in a virtual worl
 all-storms: $(STAMP)     ## every kind of fault, by seed: one task's recovery, then the whole coordinator (minutes)
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS)
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --cluster
+
+slurm: $(STAMP)          ## a real Slurm, made for it: nodes lost, drained, returned, a job requeued (some five minutes)
+	if [ "$$(id -u)" = 0 ] && ! command -v slurmctld >/dev/null && command -v apt-get >/dev/null; then \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+	  munge slurmctld slurmd slurm-client; } >/dev/null 2>&1 || echo "no Slurm to be had"; fi
+	$(PY) -m bench.slurm --skip
 
 fabric-test: $(STAMP)    ## a leaf-spine network of namespaces, made, used and removed (root; some three minutes)
 	if [ "$$(id -u)" = 0 ] && ! command -v tc >/dev/null && command -v apt-get >/dev/null; then \

@@ -1,0 +1,63 @@
+"""The manifest says what Kubernetes understands, and what our commands understand. It is not run here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.cli.main import build_app
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="no schemas; pip install .[dev]")
+yaml = pytest.importorskip("yaml")
+
+MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes.yaml"
+VERSIONS = ("1.29", "1.33")
+
+
+def documents() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(MANIFEST.read_text()))
+
+
+def the(kind: str) -> Any:
+    (found,) = [document for document in documents() if document["kind"] == kind]
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("document", documents(), ids=lambda d: d["kind"])
+def test_every_object_fits_the_schema_with_no_unknown_field(document: dict[str, Any], version: str) -> None:
+    kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_a_misspelt_field_would_be_found() -> None:
+    broken = the("StatefulSet")
+    broken["spec"]["replica"] = broken["spec"].pop("replicas")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, VERSIONS[-1], strict=True)
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "DaemonSet"])
+def test_the_options_are_ours_and_the_token_comes_from_a_secret(kind: str) -> None:
+    (container,) = the(kind)["spec"]["template"]["spec"]["containers"]
+    program, command, *words = container["args"]
+    assert program == "everstep"
+    app = build_app(command)
+    function = next(c.callback for c in app.registered_commands if c.name == command)
+    ours = {f"--{name.replace('_', '-')}" for name in function.__annotations__}  # type: ignore[union-attr]
+    assert {word for word in words if word.startswith("--")} <= ours
+    token = next(e for e in container["env"] if e["name"] == "EVERSTEP_TOKEN")
+    assert "secretKeyRef" in token["valueFrom"]
+    assert not any("token" in word for word in words)
+
+
+def test_agents_call_the_coordinator_by_a_name_that_its_service_gives_it() -> None:
+    (agent,) = the("DaemonSet")["spec"]["template"]["spec"]["containers"]
+    address = agent["args"][agent["args"].index("--coordinator") + 1]
+    stateful, service = the("StatefulSet"), the("Service")
+    port = service["spec"]["ports"][0]["port"]
+    assert stateful["spec"]["serviceName"] == service["metadata"]["name"]
+    assert address == f"http://{stateful['metadata']['name']}-0.{service['metadata']['name']}:{port}"
+    labels = stateful["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
