@@ -86,11 +86,14 @@ def _against_peers(role: Role, hosts: dict[int, str]) -> dict[int, tuple[Suspect
     lately = np.median((own - usual)[-_LEAST_STEPS:], axis=0)
     for at in np.flatnonzero(lately > WORTH / 2 * role.step_s).tolist():
         rank, excess = role.ranks[at], own[:, at] - usual[:, at]
-        since = change_point(excess)
-        tail = excess[since:]
-        extra = float(np.median(tail))
-        mine, theirs = float(np.median(own[since:, at])), float(np.median(usual[since:, at]))
-        if not _is_steady(tail, extra) or extra < WORTH * role.step_s or mine < _RATIO * theirs:
+        # Wild first steps can hide a change: then the later half is looked at by itself.
+        for since in (change_point(excess), len(excess) // 2):
+            tail = excess[since:]
+            extra = float(np.median(tail))
+            mine, theirs = float(np.median(own[since:, at])), float(np.median(usual[since:, at]))
+            if _is_steady(tail, extra) and extra >= WORTH * role.step_s and mine >= _RATIO * theirs:
+                break
+        else:
             continue
         strength = extra / max(spread(tail), 0.02 * role.step_s)
         evidence = (
