@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from everstep.sim.draw import Draw
-from everstep.sim.storm import draw_spec, run_storm
+from everstep.sim.storm import draw_spec, run_storm, with_moves
 from everstep.sim.storm.faults import What
 from everstep.sim.storm.shrink import shrink
 from tests.sim.mutants import MUTANTS, planted
@@ -109,6 +109,12 @@ def test_forty_storms_around_the_whole_coordinator_break_nothing() -> None:
     for seed in range(40):
         report = run_storm(draw_spec(seed), cluster=True)
         assert report.violation is None, f"everstep sim storm --cluster --seeds {seed}: {report.violation}"
+
+
+def test_thirty_storms_with_states_in_memory_and_other_shapes_break_nothing() -> None:
+    for seed in range(30):
+        report = run_storm(with_moves(draw_spec(seed)), cluster=True)
+        assert report.violation is None, f"everstep sim storm --moves --seeds {seed}: {report.violation}"
 
 
 def test_the_coordinator_s_storm_is_the_same_twice() -> None:

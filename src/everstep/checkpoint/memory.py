@@ -47,8 +47,10 @@ def new_shelf() -> tuple[Path, int]:
             lock = _locked(left)
             shutil.rmtree(left)
             os.close(lock)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-    return folder, _locked(folder)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # somebody is clearing up just now
+            return folder, _locked(folder)
 
 
 def _locked(folder: Path) -> int:

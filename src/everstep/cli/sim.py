@@ -6,11 +6,14 @@ import gc
 import json
 import sys
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from everstep.errors import UserError
+
+if TYPE_CHECKING:
+    from everstep.sim.storm import Spec
 
 sim_app = typer.Typer(no_args_is_help=True, help="The deterministic simulator's storms (for tests).")
 SHOWN = 3  # failing seeds told in full
@@ -27,6 +30,9 @@ def storm_command(
     seeds: Annotated[str, typer.Option(help="From:to, the end not included; or one seed.")] = "0:1000",
     keep: Annotated[str, typer.Option(help="Only these faults of the seed, by number: 0,3")] = "",
     cluster: Annotated[bool, typer.Option(help="The whole coordinator with agents and detectors.")] = False,
+    moves: Annotated[
+        bool, typer.Option(help="The same, and states are kept in memory and other shapes asked for.")
+    ] = False,
     transcript: Annotated[bool, typer.Option(help="Print everything that happens, in virtual time.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
@@ -42,25 +48,28 @@ def storm_command(
 
         everstep sim storm --seeds 0:500 --cluster
 
+        everstep sim storm --seeds 0:500 --moves
+
         everstep sim storm --seeds 17 --transcript
 
         everstep sim storm --seeds 583 --keep 0,3 --transcript
     """
-    from everstep.sim.storm import draw_spec, run_storm
+    from everstep.sim.storm import run_storm
 
+    kind = "moves" if moves else "cluster" if cluster else ""
     first, last = _range(seeds)
     kept = _numbers(keep)
     if (transcript or kept is not None) and last != first + 1:
         raise UserError("--transcript and --keep look at one storm; give one seed, as in --seeds 17.")
     if transcript or kept is not None:
-        raise typer.Exit(_show_one(first, kept, transcript, as_json, cluster))
+        raise typer.Exit(_show_one(first, kept, transcript, as_json, kind))
     gc.disable()  # millions of small objects and no cycle worth the look
     began = time.process_time()
     failed, events, deaths, incidents = [], 0, 0, 0
     digest = 0
     with bar(last - first, quiet=as_json) as advance:
         for seed in range(first, last):
-            report = run_storm(draw_spec(seed), cluster=cluster)
+            report = run_storm(_drawn(seed, kind), cluster=bool(kind))
             events += report.events
             deaths += report.deaths
             incidents += report.incidents
@@ -75,7 +84,7 @@ def storm_command(
     result = {
         "seeds": [first, last],
         "passed": last - first - len(failed),
-        "failed": [{"seed": s, "violation": v, "replay": _replay(s, cluster=cluster)} for s, v in failed],
+        "failed": [{"seed": s, "violation": v, "replay": _replay(s, kind)} for s, v in failed],
         "events": events,
         "deaths": deaths,
         "incidents": incidents,
@@ -86,22 +95,29 @@ def storm_command(
     if as_json:
         print(json.dumps(result))
     else:
-        _tell(result, failed, cluster)
+        _tell(result, failed, kind)
     if failed:
         raise typer.Exit(1)
 
 
-def _show_one(seed: int, kept: tuple[int, ...] | None, transcript: bool, as_json: bool, cluster: bool) -> int:
-    from everstep.sim.storm import draw_spec, run_storm
+def _drawn(seed: int, kind: str) -> Spec:
+    """The storm of a seed: for recovery alone, for the whole coordinator, or with moves."""
+    from everstep.sim.storm import draw_spec, with_moves
 
-    spec = draw_spec(seed)
+    return with_moves(draw_spec(seed)) if kind == "moves" else draw_spec(seed)
+
+
+def _show_one(seed: int, kept: tuple[int, ...] | None, transcript: bool, as_json: bool, kind: str) -> int:
+    from everstep.sim.storm import run_storm
+
+    spec = _drawn(seed, kind)
     if kept is not None:
         if any(not 0 <= i < len(spec.faults) for i in kept):
             raise UserError(
                 f"--keep names a fault that seed {seed} does not have; it has {len(spec.faults)}."
             )
         spec = spec.keep(kept)
-    report = run_storm(spec, record=transcript, cluster=cluster)
+    report = run_storm(spec, record=transcript, cluster=bool(kind))
     if as_json:
         fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
         print(json.dumps(fields | {"spec": spec.lines()}))
@@ -111,7 +127,7 @@ def _show_one(seed: int, kept: tuple[int, ...] | None, transcript: bool, as_json
     return 0 if report.violation is None else 1
 
 
-def _tell(result: dict[str, Any], failed: list[tuple[int, str]], cluster: bool) -> None:
+def _tell(result: dict[str, Any], failed: list[tuple[int, str]], kind: str) -> None:
     first, last = result["seeds"]
     print(
         f"seeds {first}:{last}: {result['passed']} passed, {len(failed)} failed; {result['events']} events, "
@@ -119,28 +135,28 @@ def _tell(result: dict[str, Any], failed: list[tuple[int, str]], cluster: bool) 
         f"{result['seeds_per_second']} seeds/s; hash {result['hash']}"
     )
     for seed, _ in failed[:SHOWN]:
-        _tell_failure(seed, cluster)
+        _tell_failure(seed, kind)
     for seed, violation in failed[SHOWN:]:
-        print(f"seed {seed}: {violation[:160]}\n  {_replay(seed, cluster=cluster)}")
+        print(f"seed {seed}: {violation[:160]}\n  {_replay(seed, kind)}")
 
 
-def _tell_failure(seed: int, cluster: bool) -> None:
-    from everstep.sim.storm import draw_spec, run_storm
+def _tell_failure(seed: int, kind: str) -> None:
+    from everstep.sim.storm import run_storm
     from everstep.sim.storm.shrink import shrink
 
-    spec = draw_spec(seed)
-    few = shrink(spec, cluster=cluster)
-    report = run_storm(spec.keep(few), record=True, cluster=cluster)
+    spec = _drawn(seed, kind)
+    few = shrink(spec, cluster=bool(kind))
+    report = run_storm(spec.keep(few), record=True, cluster=bool(kind))
     print("\n".join(["", *spec.keep(few).lines()]))
     print("\n".join(line[:200] for line in report.transcript[-TAIL:]))
     print(f"seed {seed}: {report.violation}")
-    print(f"replay: {_replay(seed, cluster=cluster)}")
-    print(f"with {len(few)} of its {len(spec.faults)} faults: {_replay(seed, few, cluster=cluster)}")
+    print(f"replay: {_replay(seed, kind)}")
+    print(f"with {len(few)} of its {len(spec.faults)} faults: {_replay(seed, kind, few)}")
 
 
-def _replay(seed: int, few: tuple[int, ...] | None = None, *, cluster: bool = False) -> str:
+def _replay(seed: int, kind: str, few: tuple[int, ...] | None = None) -> str:
     kept = "" if few is None else f" --keep {','.join(map(str, few))}"
-    return f"everstep sim storm --seeds {seed}{kept}{' --cluster' if cluster else ''} --transcript"
+    return f"everstep sim storm --seeds {seed}{kept}{f' --{kind}' if kind else ''} --transcript"
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from everstep.core.standing import (
     Absent,
     Assembling,
     Joining,
+    Lived,
     Member,
     Over,
     Phase,
@@ -33,6 +34,7 @@ class Membership:
         policy: Policy,
         first_step: int = 1,
         checkpoint: int | None = None,
+        lived: Lived | None = None,
         granted: frozenset[Worker] | None = None,
         log: TaskIncidents | None = None,
     ) -> None:
@@ -42,14 +44,15 @@ class Membership:
         self.shape = shape
         self.steps = steps
         self.policy = policy
-        self.epoch = 0
-        self.attempts: tuple[tuple[int, int], ...] = ((0, 0),)
+        lived = lived or Lived()
+        self.epoch = lived.epoch
+        self.attempts: tuple[tuple[int, int], ...] = ((0, lived.attempt),)
         self.recorded = first_step - 1
         self.checkpoint = first_step - 1 if checkpoint is None else checkpoint
         self.kept = None if checkpoint is None else first_step - 1  # in the memory of nodes
         self.places: dict[Worker, Standing] = {w: Absent(0, "not started yet") for w in shape.workers()}
         self.granted = frozenset(shape.workers()) if granted is None else granted
-        self.incarnations = dict.fromkeys(shape.workers(), 0)
+        self.incarnations = dict.fromkeys(shape.workers(), lived.incarnation)
         self.restarts = dict.fromkeys(shape.workers(), 0)  # on the machine it has now
         self.phase: Phase = Assembling(restore=first_step - 1, wait_for_all=True)
         self.members: tuple[Members, ...] = ()
@@ -64,6 +67,9 @@ class Membership:
     @property
     def incidents(self) -> list[Incident]:
         return self.log.incidents
+
+    def lived(self) -> Lived:
+        return Lived(self.epoch, self.attempts[-1][1], max(self.incarnations.values()))
 
     @property
     def last_step(self) -> int:

@@ -15,6 +15,7 @@ from everstep.core.actions import ComputePlan, StartWorker
 from everstep.core.cluster import OpOverdue, Order, Shelf
 from everstep.core.ops import Worker
 from everstep.core.recovery import Recovery
+from everstep.core.standing import Lived
 from everstep.core.survey import Shape
 
 
@@ -137,6 +138,7 @@ class Task:
     planned_slow: dict[Worker, float] = field(default_factory=dict)  # what the last schedule was asked with
     parts: dict[int, dict[int, Any]] = field(default_factory=dict)  # of checkpoints being written
     recorded: int = 0
+    lived: Lived = field(default_factory=Lived)  # before it was paused or took another shape
     on_disk: int = 0  # the step of the newest checkpoint that is known
     kept: dict[int, KeptState] = field(default_factory=dict)  # by step: states in memory
     kept_step: int | None = None  # the newest of them that is whole and on record

@@ -90,6 +90,17 @@ class Over:
 Phase = Assembling | Gathering | Planning | Running | Over
 
 
+@dataclass(frozen=True, slots=True)
+class Lived:
+    """How far a task's earlier lives went: a later one counts on from there, so that nobody takes a word of
+    the one for a word of the other.
+    """
+
+    epoch: int = 0
+    attempt: int = 0
+    incarnation: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """How patient to be with a place that keeps dying, and when to bring it back."""

@@ -95,6 +95,7 @@ class TaskDesk(SlowDesk):
             ),
             first_step=step + 1,
             checkpoint=task.on_disk if step == task.kept_step else None,
+            lived=task.lived,
             granted=frozenset(task.seats),
             log=self.log.of_task(task.name),
         )
@@ -121,7 +122,9 @@ class TaskDesk(SlowDesk):
         task.held.clear()
         task.overdue.clear()
         task.slow.clear()
-        task.recovery = task.recovery if state in OVER else None
+        if state not in OVER and task.recovery is not None:
+            task.lived, task.on_disk = task.recovery.lived(), task.recovery.checkpoint
+            task.recovery = None
         actions: Actions = []
         for node in sorted({seat.node for seat in task.seats.values()}):
             actions += self._order(self.nodes[node], msg.CloseTask(task=task.name, gently=gently), because)
@@ -380,8 +383,6 @@ class TaskDesk(SlowDesk):
                 case act.FinishTask():
                     actions += self._end(task.name, TaskState.FINISHED, wish.because, now, gently=True)
                 case act.FinishShape():
-                    assert task.recovery is not None
-                    task.on_disk = task.recovery.checkpoint
                     actions += self._end(task.name, TaskState.WAITING, wish.because, now, gently=True)
                 case act.FailTask():
                     actions += self._end(task.name, TaskState.FAILED, wish.because, now, gently=False)

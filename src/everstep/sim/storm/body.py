@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep.core import messages as msg
+from everstep.core.cluster import TellWorker
 from everstep.core.ops import Kind, Worker
 from everstep.core.walker import Walker
 from everstep.sim.storm.checkers import Checkers
-from everstep.sim.storm.disk import CheckpointDisk
+from everstep.sim.storm.disk import CheckpointDisk, ShelfMemory
 from everstep.sim.storm.network import Link
 from everstep.sim.storm.truth import State, Truth, applied
 
@@ -52,6 +53,9 @@ class Body:
         self.hung = False
         self.moment = 0  # changes whenever it does something, as a beacon would
         self.moved_us = 0
+        self.shelving = 0  # copies under way to a shelf
+        self.directions: dict[int, TellWorker] = {}  # by epoch: what orders to go on said about states
+        self.shelf: ShelfMemory | None = None
         self.snapshot_out: Callable[[int, int, State], None] = lambda joiner, step, state: None
 
     # -------------------------------------------------------------- tasks
@@ -123,11 +127,24 @@ class Body:
         self.checkers.sum_used(self.me, task.step, self.payloads[task.feed])
         self.state = applied(self.state, task.step, task.scale)
 
-    def _restore(self, task: msg.Restore) -> None:
-        state = self.disk.read(task.state_step, self.me.stage)
+    def _restore(self, task: msg.Restore) -> bool:
+        told = self.directions.get(self.walker.epoch)
+        if told is not None and told.kept:
+            assert self.shelf is not None
+            shelf = told.kept[self.me.stage][0]
+            state = self.shelf.get(shelf.node, task.state_step, self.me.stage)
+            if state is None:
+                return False
+        else:
+            state = self.disk.read(task.state_step, self.me.stage)
         self.checkers.state_restored(self.me, task.state_step, state)
         assert state is not None
         self.state = state
+        return True
+
+    def _shelve(self, task: msg.Shelve) -> None:
+        self.checkers.state_saved(self.me, task.state_step, self.state)
+        self.shelving += 1
 
     def _save(self, task: msg.SaveCheckpoint) -> None:
         self.checkers.state_saved(self.me, task.state_step, self.state)
@@ -176,4 +193,5 @@ _DO: dict[type, Callable[[Body, Any], Any]] = {
     msg.ApplyFeed: Body._apply_feed,
     msg.Restore: Body._restore,
     msg.SaveCheckpoint: Body._save,
+    msg.Shelve: Body._shelve,
 }

@@ -63,7 +63,7 @@ class World:
         self.weather = (Steady if steady else Draw)(spec.seed, "weather")
         self.network = Network(self.agenda, self.weather)
         self.truth = Truth(spec.seed, rules)
-        self.checkers = Checkers(self.truth, rules, calm=not spec.faults)
+        self.checkers = Checkers(self.truth, rules, calm=not spec.faults and not spec.moves)
         self.disk = CheckpointDisk(rules.stages)
         self.head = Head(spec, self.agenda, self.checkers, self.perform)
         self.bodies: dict[Worker, Body] = {}
@@ -238,6 +238,9 @@ class World:
             if kind is msg.SaveCheckpoint:
                 delay = self.weather.spread(self.spec.weather.save_us)
                 self.agenda.after(delay, self._saved, body, task, body.state)
+            if kind is msg.Shelve:
+                delay = self.weather.spread(self.spec.weather.save_us)
+                self.agenda.after(delay, self._shelved, body, task, body.state)
             trigger = _TRIGGER_OF.get(kind)
             if trigger is not None:
                 self._trigger(trigger, worker)
@@ -251,6 +254,9 @@ class World:
         if body.alive:
             self.disk.sync(task.state_step, body.me.stage, state)
             self._commit()
+
+    def _shelved(self, body: Body, task: msg.Shelve, state: State) -> None:
+        """Here is one task's recovery alone, without nodes that could keep anything."""
 
     def _obey(self, body: Body, verb: str, value: Any) -> None:
         walker = body.walker
@@ -356,6 +362,10 @@ class World:
                 worker=body.me, step=command.step, norm=command.norm, attempt=command.attempt
             ),
         )
+
+    def _tell_unrestored(self, body: Body, command: msg.TellUnrestored) -> None:
+        failed = ev.RestoreFailed(worker=body.me, incarnation=body.incarnation, step=command.state_step)
+        self._report(body, failed)
 
     def _tell_copied(self, body: Body, command: msg.TellCopied) -> None:
         self._report(
@@ -539,6 +549,7 @@ _TRIGGER_OF: dict[type, str] = {
     msg.Snapshot: "copy",
     msg.ApplyFeed: "feed",
     msg.SaveCheckpoint: "save",
+    msg.Shelve: "save",
 }
 _PERFORM: dict[type, Callable[[World, Any], None]] = {
     act.StartWorker: World._start_worker,
@@ -561,6 +572,7 @@ _CARRY_OUT: dict[type, Callable[[World, Body, Any], None]] = {
     msg.TellSealed: World._tell_sealed,
     msg.TellInvalid: World._tell_invalid,
     msg.TellCopied: World._tell_copied,
+    msg.TellUnrestored: World._tell_unrestored,
 }
 
 
