@@ -1,7 +1,9 @@
-"""The manifest says what Kubernetes understands, and what our commands understand. It is not run here."""
+"""What is in deploy/ says what Kubernetes and our own commands understand. It is not run here."""
 
 from __future__ import annotations
 
+import configparser
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from everstep.cli.main import build_app
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="no schemas; pip install .[dev]")
 yaml = pytest.importorskip("yaml")
 
-MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes.yaml"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+MANIFEST = DEPLOY / "kubernetes.yaml"
 VERSIONS = ("1.29", "1.33")
 
 
@@ -38,18 +41,34 @@ def test_a_misspelt_field_would_be_found() -> None:
         kubernetes_validate.validate(broken, VERSIONS[-1], strict=True)
 
 
+def check_options(command: str, words: list[str]) -> None:
+    """They are options that this command of ours has, and no token is among them."""
+    function = next(c.callback for c in build_app(command).registered_commands if c.name == command)
+    assert function is not None
+    ours = {f"--{name.replace('_', '-')}" for name in function.__annotations__}
+    assert {word for word in words if word.startswith("--")} <= ours
+    assert not any("token" in word for word in words)
+
+
 @pytest.mark.parametrize("kind", ["StatefulSet", "DaemonSet"])
 def test_the_options_are_ours_and_the_token_comes_from_a_secret(kind: str) -> None:
     (container,) = the(kind)["spec"]["template"]["spec"]["containers"]
     program, command, *words = container["args"]
     assert program == "everstep"
-    app = build_app(command)
-    function = next(c.callback for c in app.registered_commands if c.name == command)
-    ours = {f"--{name.replace('_', '-')}" for name in function.__annotations__}  # type: ignore[union-attr]
-    assert {word for word in words if word.startswith("--")} <= ours
+    check_options(command, words)
     token = next(e for e in container["env"] if e["name"] == "EVERSTEP_TOKEN")
     assert "secretKeyRef" in token["valueFrom"]
-    assert not any("token" in word for word in words)
+
+
+@pytest.mark.parametrize("name", ["coordinator", "agent"])
+def test_the_units_run_our_commands_with_our_options(name: str) -> None:
+    unit = configparser.RawConfigParser()
+    unit.optionxform = str  # type: ignore[method-assign,assignment]
+    unit.read(DEPLOY / f"everstep-{name}.service")
+    _, command, *words = shlex.split(unit["Service"]["ExecStart"])
+    assert command == name
+    check_options(command, words)
+    assert unit["Service"]["Restart"] == "always"
 
 
 def test_agents_call_the_coordinator_by_a_name_that_its_service_gives_it() -> None:
