@@ -48,6 +48,15 @@ def test_a_rank_that_turns_slow_is_named_with_the_step() -> None:
     assert abs((finding.since_step or 0) - 25) <= 1
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_wild_first_steps_do_not_hide_a_rank_that_turns_slow(seed: int) -> None:
+    own = noisy(seed, steps=30, scale=0.1)
+    own[:8] *= np.random.default_rng(seed).uniform(0.1, 1.6, size=(8, 8))
+    own[10:, 6] += 0.035
+    findings, _ = find_slow([role(own)])
+    assert suspects(findings) == [6]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_even_ranks_accuse_nobody(seed: int) -> None:
     assert find_slow([role(noisy(seed, scale=0.15))])[0] == []
