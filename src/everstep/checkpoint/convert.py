@@ -95,6 +95,7 @@ def read_state(
     patterns: Patterns | None = None,
     vocab: int | None = None,
 ) -> State:
+    """All of a checkpoint of any kind we know, read as it is asked for; `detect` finds out which kind."""
     kind, where = format or detect(path), Path(path)
     match kind:
         case "universal":
