@@ -145,6 +145,26 @@ class TimesTold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLinkFound:
+    """Messages between these two take longer than elsewhere, or than before, as their rings say."""
+
+    task: str
+    worker: Worker
+    peer: Worker
+    because: str
+    evidence: tuple[str, ...] = ()
+    ruled_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLinkEnded:
+    task: str
+    worker: Worker
+    peer: Worker
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpoke:
     """A line of the kernel's log that names a device's fault."""
 
@@ -153,6 +173,8 @@ class KernelSpoke:
 
 NodeReport = (
     TaskEvent
+    | SlowLinkFound
+    | SlowLinkEnded
     | CheckpointFound
     | PartWritten
     | StateFetched
@@ -301,18 +323,6 @@ class SlownessEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlowLinkFound:
-    """Messages between these two take longer than elsewhere, or than before."""
-
-    task: str
-    worker: Worker
-    peer: Worker
-    because: str
-    evidence: tuple[str, ...] = ()
-    ruled_out: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySet:
     """How patient to be from now on, and whether a planner is asked. An event like any other: what was
     decided under another policy must be replayed under that one.
@@ -344,7 +354,6 @@ ClusterEvent = (
     | AssignmentChosen
     | SlownessFound
     | SlownessEnded
-    | SlowLinkFound
     | PolicySet
     | TimePassed
 )

@@ -61,7 +61,7 @@ class Coordinator(NodeDesk):
                 return self._of_task(event.task, event.event, now)
             case msg.AssignmentChosen():
                 return self._assigned(event, now)
-            case msg.SlownessFound() | msg.SlownessEnded() | msg.SlowLinkFound():
+            case msg.SlownessFound() | msg.SlownessEnded():
                 return self._of_pace(event, now)
             case msg.PolicySet():
                 self.patience, self.planned = event.patience, event.planned
@@ -137,6 +137,8 @@ class Coordinator(NodeDesk):
                 return self._mended(mended, now)
             case msg.KernelSpoke(text=text):
                 return self._kernel_spoke(node, text, now)
+            case msg.SlowLinkFound() | msg.SlowLinkEnded() as link:
+                return self._of_link(link, now)
             case msg.TimesTold():
                 return []
             case _:
@@ -258,16 +260,20 @@ class Coordinator(NodeDesk):
         self._remedy(incident, remedies.What.RETRY, "a new epoch: what was lost is sent again", now)
         return self._of_task(task.name, ev.TrainingStalled(because=because), now)
 
-    def _of_pace(
-        self, event: msg.SlownessFound | msg.SlownessEnded | msg.SlowLinkFound, now: float
-    ) -> Actions:
+    def _of_link(self, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: float) -> Actions:
+        task = self.tasks.get(event.task)
+        if task is None or task.state is not TaskState.RUNNING:
+            return []
+        if not {event.worker, event.peer} <= task.seats.keys():
+            return []
+        return self._slow_link(task, event, now)
+
+    def _of_pace(self, event: msg.SlownessFound | msg.SlownessEnded, now: float) -> Actions:
         """Somebody is slow, or no longer."""
         task = self.tasks.get(event.task)
         seat = task.seats.get(event.worker) if task is not None else None
         if task is None or seat is None or task.state is not TaskState.RUNNING:
             return []
-        if isinstance(event, msg.SlowLinkFound):
-            return self._slow_link(task, event, now) if event.peer in task.seats else []
         if seat.incarnation != event.incarnation:
             return []
         if isinstance(event, msg.SlownessFound):

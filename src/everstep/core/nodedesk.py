@@ -123,7 +123,7 @@ class NodeDesk(TaskDesk):
             if task.state is TaskState.SEARCHING:  # the answer may have died with the node
                 task.state = TaskState.WAITING
             actions += self._grant(task, now)
-            if state is NodeState.GONE and task.recovery is not None:
+            if state is NodeState.GONE and task.state is TaskState.RUNNING:
                 self._blame_node(task, node, [worker for worker, seat in seats if seat.incarnation], now)
             for worker, seat in seats:
                 actions += self._gone(task, worker, seat, f"node {name} is gone: {because}", now)

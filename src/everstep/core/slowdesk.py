@@ -53,11 +53,17 @@ class SlowDesk(Orders):
         self._remedy(incident, LESS_WORK, because, now)
         return because
 
-    def _slow_link(self, task: Task, event: msg.SlowLinkFound, now: float) -> Actions:
+    def _slow_link(self, task: Task, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: float) -> Actions:
         """Said, and no more: nobody's work is the reason, so nobody gets less of it."""
         what = f"{SLOW} at the link to {event.peer}"
         same = [i for i in self.log.open_ones() if i.task == task.name and i.what == what]
-        if any(i.workers == [event.worker] for i in same):
+        known = next((i for i in same if i.workers == [event.worker]), None)
+        if isinstance(event, msg.SlowLinkEnded):
+            if known is None:
+                return []
+            known.close(now, event.because)
+            return [msg.IncidentClosed(number=known.number, because=event.because)]
+        if known is not None:
             return []
         incident = self.log.new(
             task=task.name,

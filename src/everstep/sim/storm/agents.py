@@ -65,6 +65,7 @@ class Agent:
     boot: int = 1
     up: bool = True
     heard: bool = True
+    greeted: bool = False  # the coordinator knows of this connection: it sends nothing on one it does not
     lemon: int = 0
     slowness: int = 1
     sent: int = 0
@@ -137,6 +138,8 @@ class ClusterHead(Head):
     def _send_again(self, event: msg.NodeJoined) -> None:
         """A new connection: what the old one may have lost goes first, by its number."""
         node = self.coordinator.nodes.get(event.node)
+        agent = self.world.agents[int(event.node[1:])]
+        agent.greeted = agent.greeted or agent.boot_name == event.boot
         if node is not None and node.boot == event.boot:
             for number, order, because in node.pending:
                 self.perform([msg.Dispatch(node=node.name, number=number, order=order, because=because)])  # type: ignore[list-item]
@@ -228,7 +231,7 @@ class ClusterWorld(World):
         """On the connection of the boot that the coordinator knows; an older one is closed."""
         agent = self.agents[int(action.node[1:])]
         known = self.head.coordinator.nodes[action.node].boot
-        if agent.to_agent is not None and known == agent.boot_name:
+        if agent.to_agent is not None and known == agent.boot_name and agent.greeted:
             self.network.send(agent.to_agent, action, self.spec.weather.order_us)
 
     def _thought(self, action: msg.Think, life: int) -> None:
@@ -248,6 +251,7 @@ class ClusterWorld(World):
         agent.to_head = Link(self._reported)
         agent.to_agent = Link(lambda order: self._ordered(agent, boot, order))
         agent.sent = agent.done = 0
+        agent.greeted = False
 
     def _reported(self, event: Any) -> None:
         self._sent(self.agenda.now_us, 3, None)
@@ -336,10 +340,12 @@ class ClusterWorld(World):
             self.agenda.after(self.weather.spread(20_000), self.lose_node, agent.number, 10_000)
 
     def _check_given_up(self, old: Body) -> None:
-        """A second process of a worker is started only where the first is given up for good."""
+        """A second process of a worker is started only where the first is given up for good: its node is gone,
+        or just back and about to be told.
+        """
         agent = self.agents[old.node]
-        if agent.up and agent.heard:
-            node = self.head.coordinator.nodes[agent.name]
+        node = self.head.coordinator.nodes[agent.name]
+        if agent.up and agent.heard and agent.done >= node.sent:
             raise Violation(f"one owner: {old.me} lives on {agent.name} ({node.state}) and is started again")
 
     def _pass_on(self, agent: Agent, order: msg.TellWorker) -> None:
@@ -508,7 +514,7 @@ class ClusterWorld(World):
         agent = self.agents[number]
         if not agent.up or not agent.heard:
             return
-        agent.heard, agent.struck = False, True
+        agent.heard, agent.struck, agent.greeted = False, True, False
         self._note("mute", Worker(number, 0), f"the line to {agent.name} is cut for {span_us / 1e3:g} ms")
         for link in (agent.to_head, agent.to_agent):
             if link is not None:
