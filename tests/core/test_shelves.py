@@ -9,6 +9,7 @@ from everstep.core.roster import TaskState
 from everstep.core.shelves import copies_for, leaves, shelf_for
 from everstep.core.snapshot import digest, freeze, thaw
 from everstep.core.survey import Shape
+from everstep.plan.ask import AGREE_S, PACE, TRANSITION_S, transition_s
 from tests.core.drama import Drama
 
 
@@ -196,3 +197,22 @@ def test_a_snapshot_keeps_what_is_in_memory_and_what_is_to_come() -> None:
     assert digest(again) == digest(drama.coordinator)
     assert again.tasks["t"].kept == drama.coordinator.tasks["t"].kept
     assert again.tasks["t"].next_shape == drama.coordinator.tasks["t"].next_shape
+
+
+def test_what_a_change_costs_follows_from_the_bytes_that_move_and_the_pace_of_the_last_move() -> None:
+    drama = four_nodes()
+    task = drama.coordinator.tasks["t"]
+    assert transition_s(task) == TRANSITION_S
+    for stage, size in enumerate((10**9, 3 * 10**9)):
+        worker = Worker(0, stage)
+        part = {"file": "x", "bytes": size}
+        node = task.seats[worker].node
+        drama.report("t", worker, msg.PartWritten(task="t", step=1, stage=stage, part=part, shelf=node))
+    drama.seal()
+    assert transition_s(task) == AGREE_S + 3 * 10**9 / PACE
+    for worker in (Worker(0, 0), Worker(0, 1)):
+        moved = msg.StateFetched(
+            task="t", worker=worker, step=1, bytes_here=0, bytes_elsewhere=10**9, seconds=1.0
+        )
+        drama.report("t", worker, moved)
+    assert transition_s(task) == AGREE_S + 3.0

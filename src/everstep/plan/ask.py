@@ -24,7 +24,9 @@ from everstep.plan.task import TaskSpec
 from everstep.schedule.bounds import relative_throughput
 from everstep.schedule.instance import Instance, uniform
 
-TRANSITION_S = 2.0  # a worker that joins copies its state while training goes on; the pauses are shorter yet
+TRANSITION_S = 2.0  # of a task of whose state nothing is known yet
+AGREE_S = 0.2  # to stop between two ops, tell ledgers and go on
+PACE = 500e6  # bytes/s at which a worker takes over a state, until a move has been measured
 
 
 def choose(coordinator: Coordinator, version: int, event: str) -> AssignmentChosen:
@@ -59,9 +61,26 @@ def _spec(task: RunningTask) -> TaskSpec:
         curve=from_table(_curve(task.shape)),
         weight=task.weight,
         min_workers=task.shape.stages,
-        transition_s=TRANSITION_S,
+        transition_s=transition_s(task),
         must_run=True,
     )
+
+
+def transition_s(task: RunningTask) -> float:
+    """D_transition from real bytes: a worker that comes fetches a stage's state at the last move's pace.
+
+    How large the states are is known from the copies in memory, which are files with a size.
+    """
+    kept = task.kept.get(task.kept_step or 0)
+    if kept is None:
+        return TRANSITION_S
+    largest = max(int(part["bytes"]) for copies in kept.copies.values() for part in copies.values())
+    pace = PACE
+    if task.fetched:
+        moved = task.fetched[max(task.fetched)]
+        readers = max(1, kept.stages)  # at the least
+        pace = max(1.0, (moved.bytes_here + moved.bytes_elsewhere) / readers / max(moved.seconds, 1e-3))
+    return AGREE_S + largest / pace
 
 
 @cache

@@ -340,8 +340,8 @@ class ClusterWorld(World):
             self.agenda.after(self.weather.spread(20_000), self.lose_node, agent.number, 10_000)
 
     def _check_given_up(self, old: Body) -> None:
-        """A second process of a worker is started only where the first is given up for good: its node is gone,
-        or just back and about to be told.
+        """A second process of a worker is started only where the first is given up for good: its node is
+        gone, or just back and about to be told.
         """
         agent = self.agents[old.node]
         node = self.head.coordinator.nodes[agent.name]
