@@ -20,11 +20,14 @@ types: $(STAMP)
 unit: $(STAMP)
 	$(PY) -m pytest
 
+docs: $(STAMP)           ## the API reference, every picture and every quoted output, made anew (some minutes)
+	$(PY) bench/docs.py
+
 sweep: $(STAMP)          ## SIGKILL at every kind of moment, with real processes (minutes)
 	$(PY) bench/sweep.py
 
 cluster: $(STAMP)        ## coordinator, agents and workers as real processes, with everything that dies
-	$(PY) -m pytest tests/server --slow -m slow
+	$(PY) -m pytest tests/server tests/docs --slow -m slow
 
 STORMS := 2000
 storms: $(STAMP)         ## tens of thousands of random deaths in a virtual world (some twenty minutes)

@@ -1,0 +1,123 @@
+"""What every page promises: its commands exist, its links lead somewhere, its pictures can be made again."""
+
+import inspect
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from bench import api_reference
+from bench.pages import DOCS, PICTURES, ROOT, Block, blocks, commands, links, pages, picture_commands
+from everstep.cli.main import build_app
+
+PAGES = pages()
+named = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+
+
+@pytest.fixture(scope="module")
+def app() -> Any:
+    return typer.main.get_command(build_app())
+
+
+@named
+def test_every_command_of_a_page_can_be_parsed(page: Path, app: Any) -> None:
+    for line in commands(page):
+        words = shlex.split(re.split(r"\s(?:[|>&;]|2>)", line)[0], comments=True)
+        while "=" in words[0]:  # EVERSTEP_TOKEN=... before a command
+            words.pop(0)
+        if not words[0].endswith("everstep") or "..." in words:  # the reader is to think of the rest
+            continue
+        parse(app, words[1:], line)
+
+
+def parse(app: Any, words: list[str], line: str) -> None:
+    """As the command line does, up to where the command would run."""
+    command, context = app, app.make_context("everstep", list(words), resilient_parsing=True)
+    while hasattr(command, "commands"):
+        assert words, f"{line}: which command?"
+        assert words[0] in command.commands, f"{line}: there is no everstep {words[0]}"
+        command, words = command.commands[words[0]], words[1:]
+    try:
+        command.make_context(command.name, list(words), parent=context)
+    except Exception as error:  # of whichever click typer brings
+        told = getattr(error, "format_message", None)
+        pytest.fail(f"{line}: {told() if told else error!r}")
+
+
+@named
+def test_every_program_a_page_names_is_there(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in commands(page):
+        words = line.split()
+        if words[0].endswith("python") and words[1].startswith(("bench/", "examples/")):
+            assert (ROOT / words[1]).is_file(), line
+        if words[0] == "make":
+            assert words[1] in targets, line
+
+
+@named
+def test_no_link_is_dead(page: Path) -> None:
+    for _, target in links(page):
+        if re.match(r"\w+://|#|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve()
+        assert found.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(found), f"{page.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_page_can_be_reached_from_the_list_of_pages() -> None:
+    linked = {(DOCS / target.partition("#")[0]).resolve() for _, target in links(DOCS / "README.md")}
+    assert set(DOCS.glob("*.md")) - {DOCS / "README.md"} <= linked
+
+
+def test_every_picture_is_shown_and_made_by_a_command_that_a_page_shows() -> None:
+    shown = {(page.parent / target).resolve() for page in PAGES for picture, target in links(page) if picture}
+    made = {ROOT / path for path in picture_commands()}
+    there = {path for path in DOCS.rglob("*") if path.suffix in PICTURES}
+    assert there - shown == set(), "on no page"
+    assert {path for path in shown if path.is_relative_to(DOCS)} - made == set(), "no command makes it"
+
+
+def test_blocks_that_are_made_stand_below_commands() -> None:
+    for page in PAGES:
+        before: Block | None = None
+        for block in blocks(page):
+            if block.rest.split(" ")[0] in ("output", "grep"):
+                assert before is not None, f"{page.name}, line {block.first}"
+                assert block.text.strip(), f"{page.name}, line {block.first}: not made yet; run make docs"
+            before = block if block.language == "bash" else before
+
+
+def test_the_api_reference_is_what_the_docstrings_say() -> None:
+    made = api_reference.rendered()
+    assert {path.name for path in (DOCS / "api").glob("*.md")} == set(made)
+    stale = [name for name, text in made.items() if (DOCS / "api" / name).read_text() != text]
+    assert not stale, f"{stale}: run `python bench/docs.py api` and commit what it writes"
+
+
+def test_what_a_user_may_import_has_a_docstring() -> None:
+    silent = [
+        name
+        for name, thing in api_reference.public()
+        if (inspect.isclass(thing) or inspect.isfunction(thing)) and not api_reference.own_doc(thing)
+    ]
+    assert silent == []
+
+
+def test_no_page_names_a_folder_of_somebodys_machine() -> None:
+    home = os.path.expanduser("~")
+    for page in PAGES:
+        assert f"{home}/" not in page.read_text(), page.name
+        assert not re.search(r"(?<![\w.<])/(home|root|Users)/\w", page.read_text()), page.name
