@@ -21,7 +21,7 @@ PICTURES = (".svg", ".png")
 
 _FENCE = re.compile(r"^```(.*)$")
 _LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
-_BESIDE = re.compile(r"(\s{2,}|\s(?=[#(─])).*$")  # what stands beside a command: a remark, a part of a drawing
+_BESIDE = re.compile(r"(\s{2,}|\s(?=[#(─])).*$")  # beside a command: a remark, a drawing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
