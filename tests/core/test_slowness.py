@@ -116,15 +116,17 @@ def test_the_only_worker_of_a_stage_is_told_slow_and_what_would_help() -> None:
 def test_a_slow_link_is_told_and_takes_work_from_nobody() -> None:
     drama = running()
     before = epoch(drama)
+    link = {"task": "t", "worker": Worker(0, 0), "peer": Worker(0, 1)}
     for _ in range(2):
-        drama.hear(
-            msg.SlowLinkFound(task="t", worker=Worker(0, 0), peer=Worker(0, 1), because="messages take long")
-        )
+        drama.report("t", Worker(0, 0), msg.SlowLinkFound(**link, because="messages take long"))
     incident = one(drama)
+    assert not incident.closed
     assert incident.verdict is not None
     assert incident.verdict.kind == "slow link"
     assert epoch(drama) == before
     assert drama.coordinator.tasks["t"].slow == {}
+    drama.report("t", Worker(0, 0), msg.SlowLinkEnded(**link, because="as before"))
+    assert incident.closed
 
 
 def test_a_verdict_on_an_earlier_process_counts_for_nothing() -> None:

@@ -30,6 +30,7 @@ class Reading:
 
 class Beacon:
     def __init__(self, path: Path, *, create: bool = False) -> None:
+        self.path = path
         if create:
             path.write_bytes(bytes(SIZE))
         with path.open("r+b") as file:

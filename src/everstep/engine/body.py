@@ -187,8 +187,6 @@ class Body:
             self._state_arrived(frame)
             return
         assert frame.parcel is not None
-        if self.recorder is not None and frame.tensor is not None:
-            self.recorder.got(frame.parcel, frame.tensor.nbytes)
         value = frames.value_of(frame.parcel.what, frame.facts)
         if self.walker.arrived(frame.parcel, value) and frame.tensor is not None:
             self.payloads[frame.parcel] = frame.tensor
@@ -398,11 +396,21 @@ class Body:
         if address is not None:
             parcel = command.parcel
             payload = self._payload(parcel)
-            self.links.send(address, parcel.what, parcel, frames.facts_of(command.value), payload)
+            self._post(address, parcel, command, payload)
             if self.recorder is not None and payload is not None:
                 self.recorder.sent(parcel, command.replica, command.stage, payload.nbytes)
             if parcel.what is What.PART:
                 self._maybe_die(parcel.step, "R", "sending")
+
+    def _post(self, address: Address, parcel: Parcel, command: msg.Send, payload: Tensor | None) -> None:
+        what = (address, parcel.what, parcel, frames.facts_of(command.value), payload)
+        lag_s = sum(fault.lag_s(parcel.step, command.stage) for fault in self.faults)
+        if lag_s:
+            late = threading.Timer(lag_s, self.links.send, what)
+            late.daemon = True
+            late.start()
+        else:
+            self.links.send(*what)
 
     def _payload(self, parcel: Parcel) -> Tensor | None:
         match parcel.what:

@@ -2,7 +2,7 @@
 
 The worker itself sends the signal, at an exact point; nothing is cleaned up, as with any SIGKILL. With
 `how=slow,factor=2,until=30` it lives and takes twice as long for every op of steps 7 to 30: it sleeps for as
-long as the op has taken.
+long as the op has taken. With `how=lag,factor=50` its messages to the stage after it come 50 ms late.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from everstep.core.ops import Worker
 from everstep.errors import UserError
 
 WHENS = ("before", "after", "during", "sending")
+LASTING = ("slow", "lag")
 _OP = re.compile(r"[FIW](\d+\.)?\d+|R|U")
 _FACTOR = re.compile(r"\d{1,4}(\.\d{1,6})?")
 _FIELDS = ("stage", "replica", "step", "op", "when", "how", "factor", "until")
@@ -29,13 +30,13 @@ class Fault:
     step: int
     op: str | None = None
     when: str = "before"
-    how: str = "kill"  # or "raise", or "slow"
-    factor: float = 2.0  # slow: how many times longer
-    until: int | None = None  # slow: its last step; None: to the end
+    how: str = "kill"  # or "raise", "slow", "lag"
+    factor: float = 2.0  # slow: how many times longer; lag: by how many milliseconds
+    until: int | None = None  # slow, lag: its last step; None: to the end
 
     def strikes(self, step: int, op: str, when: str) -> bool:
         """Is this the moment? A fused backward is hit by the name of either half."""
-        if step != self.step or when != self.when or self.how == "slow":
+        if step != self.step or when != self.when or self.how in LASTING:
             return False
         wanted = self.op
         if wanted is None:
@@ -45,14 +46,22 @@ class Fault:
         return op == wanted or (op[0] == "B" and wanted[0] in "IW" and op[1:] == wanted[1:])
 
     def slows(self, step: int) -> bool:
-        return self.how == "slow" and self.step <= step and (self.until is None or step <= self.until)
+        return self.how == "slow" and self._lasts(step)
+
+    def lag_s(self, step: int, stage: int) -> float:
+        """By how much a message of this step to that stage is to come late."""
+        late = self.how == "lag" and stage == self.worker.stage + 1 and self._lasts(step)
+        return self.factor / 1e3 if late else 0.0
+
+    def _lasts(self, step: int) -> bool:
+        return self.step <= step and (self.until is None or step <= self.until)
 
     def text(self) -> str:
         parts = [f"stage={self.worker.stage}", f"replica={self.worker.replica}", f"step={self.step}"]
         parts += [f"op={self.op}"] if self.op else []
         parts += [f"when={self.when}"] if self.when != "before" else []
         parts += [f"how={self.how}"] if self.how != "kill" else []
-        parts += [f"factor={self.factor:g}"] if self.how == "slow" else []
+        parts += [f"factor={self.factor:g}"] if self.how in LASTING else []
         parts += [f"until={self.until}"] if self.until is not None else []
         return ",".join(parts)
 
@@ -72,8 +81,8 @@ def parse_fault(text: str) -> Fault:
         raise UserError(f"--kill {text!r}: op is F3, I2, W5, F1.3 (of replica 1), R or U, not {op!r}.")
     if (when := fields.get("when", "before")) not in WHENS:
         raise UserError(f"--kill {text!r}: when is one of {', '.join(WHENS)}, not {when!r}.")
-    if (how := fields.get("how", "kill")) not in ("kill", "raise", "slow"):
-        raise UserError(f"--kill {text!r}: how is kill, raise or slow, not {how!r}.")
+    if (how := fields.get("how", "kill")) not in ("kill", "raise", *LASTING):
+        raise UserError(f"--kill {text!r}: how is kill, raise, slow or lag, not {how!r}.")
     if not _FACTOR.fullmatch(factor := fields.get("factor", "2")) or not 1 <= float(factor) <= 1000:
         raise UserError(f"--kill {text!r}: factor is a number from 1 to 1000, not {factor!r}.")
     if (until := fields.get("until")) is not None and not until.isdigit():

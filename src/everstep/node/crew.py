@@ -30,6 +30,7 @@ from everstep.node.checkpoints import Checkpoints
 from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.nursery import Child, Nursery, exit_reason
 from everstep.node.reports import report_of
+from everstep.node.ringwatch import RingWatch
 from everstep.node.shelf import Shelf
 
 FINISH_S = 5.0  # for a worker asked to finish, before it is told to stop
@@ -96,6 +97,7 @@ class Crew:
         self.tasks: dict[str, _TaskHere] = {}
         self.processes: dict[tuple[str, Worker], Process] = {}
         self.progress = Progress(limits or Limits())
+        self._rings: dict[str, RingWatch] = {}
         self._greeting: dict[int, tuple[socket.socket, wire.Unpacker]] = {}
         self._bell = Bell()
         self._dying: dict[tuple[str, Worker], Process] = {}
@@ -131,6 +133,8 @@ class Crew:
         """A few times a second: has everybody moved, and do those who were asked to end, end?"""
         for process in list(self.processes.values()) if self._detect else ():
             self._look(process, now)
+        for name in self.tasks if self._detect else ():
+            self._look_into_rings(name, now)
         for name, task in list(self.tasks.items()):
             if task.closing and now >= task.deadline:
                 self._press(name, task, now)
@@ -421,6 +425,16 @@ class Crew:
         for table in (self.processes, self._dying):
             if table.get((process.task, process.worker)) is process:
                 del table[process.task, process.worker]
+
+    def _look_into_rings(self, task: str, now: float) -> None:
+        rings = {p.worker: p.beacon.path.with_name(f"{p.beacon.path.name}.ring") for p in self._of(task)}
+        if len(rings) < 2:
+            return
+        replicas = self.tasks[task].job.replicas
+        if task not in self._rings or self._rings[task].replicas != replicas:
+            self._rings[task] = RingWatch(task, replicas)
+        for news in self._rings[task].look(rings, now):
+            self.report(news)
 
     def _look(self, process: Process, now: float) -> None:
         reading = process.beacon.read()

@@ -19,6 +19,7 @@ from everstep.engine import device as devices
 from everstep.engine.beacon import Beacon
 from everstep.engine.body import Body, Order, Ports
 from everstep.engine.faults import parse_fault
+from everstep.engine.frames import Incoming
 from everstep.engine.job import Job
 from everstep.engine.links import Address, Links
 from everstep.engine.program import Program
@@ -70,10 +71,19 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
     if job.accumulate == "fp64":
         devices.exact(device)
     steering = steering_from(spec["fabric"]) if spec.get("fabric") else None
+    recorder = None
+    if spec["beacon"] is not None:
+        recorder = WorkerRecorder.beside(spec["beacon"], me, replicas=job.replicas, stages=job.stages)
+
+    def deliver(frame: Incoming) -> None:
+        if recorder is not None and frame.parcel is not None and frame.tensor is not None:
+            recorder.got(frame.parcel, frame.tensor.nbytes)  # now: this worker may be busy for long
+        inbox.put(("frame", frame))
+
     links = Links(
         token=bytes.fromhex(spec["token"]),
         host=spec["host"],
-        deliver=lambda frame: inbox.put(("frame", frame)),
+        deliver=deliver,
         broken=lambda address: inbox.put(("broken", address)),
         failed=lambda error: inbox.put(("failed", error)),
         empty=lambda shape, dtype: devices.host_empty(shape, dtype, device),
@@ -103,9 +113,7 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
         links=links,
         inbox=inbox,
         beacon=beacon,
-        recorder=None
-        if spec["beacon"] is None
-        else WorkerRecorder.beside(spec["beacon"], me, replicas=job.replicas, stages=job.stages),
+        recorder=recorder,
         faults=tuple(parse_fault(text) for text in spec.get("faults", ())),
     )
     line.doing = lambda: (
