@@ -40,12 +40,17 @@ def main() -> None:
                 page.write_text(made)
                 say(page.resolve())
     if options.what in ("all", "pictures"):
-        done = set()
         for picture, command in sorted(picture_commands().items()):
-            if command not in done:
-                done.add(command)
+            if one_line(command) not in _ran:  # by its page, for its output
                 printed(command)
             say(ROOT / picture)
+
+
+_ran: set[str] = set()
+
+
+def one_line(commands: str) -> str:
+    return " ".join(commands.replace("\\\n", " ").split())
 
 
 def say(path: Path) -> None:
@@ -83,6 +88,7 @@ def remade(page: Path) -> str | None:
 def printed(commands: str) -> str:
     """Run as a person would, in the repository's root; both streams together."""
     print(f"+ {commands}", file=sys.stderr)
+    _ran.add(one_line(commands))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     ran = subprocess.run(
         ["bash", "-euc", commands],

@@ -1,5 +1,6 @@
 """What every page promises: its commands exist, its links lead somewhere, its pictures can be made again."""
 
+import dataclasses
 import inspect
 import os
 import re
@@ -13,6 +14,7 @@ import typer
 from bench import api_reference
 from bench.pages import DOCS, PICTURES, ROOT, Block, blocks, commands, links, pages, picture_commands
 from everstep.cli.main import build_app
+from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 
 PAGES = pages()
 named = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
@@ -114,6 +116,14 @@ def test_what_a_user_may_import_has_a_docstring() -> None:
         if (inspect.isclass(thing) or inspect.isfunction(thing)) and not api_reference.own_doc(thing)
     ]
     assert silent == []
+
+
+def test_every_key_of_a_job_is_in_the_page_about_it() -> None:
+    page = (DOCS / "job-file.md").read_text()
+    for spec in (Job, ModelSpec, DataSpec, OptimizerSpec, CheckpointSpec):
+        keys = {field.name for field in dataclasses.fields(spec)} - {"options", "base"}
+        missing = {key for key in keys if f"`{key}`" not in page and f"`[{key}]`" not in page}
+        assert not missing, f"docs/job-file.md says nothing of {sorted(missing)}"
 
 
 def test_no_page_names_a_folder_of_somebodys_machine() -> None:
