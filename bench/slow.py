@@ -3,6 +3,7 @@
     python bench/slow.py                      factors 1.5, 2 and 3: a table
     python bench/slow.py --factors 2 --json   one JSON document
     python bench/slow.py innocent             runs in which nobody is slow: how many are accused
+    python bench/slow.py others               a slow link, a worker without a peer: told, and what follows
     python bench/slow.py explain              on a cluster of real processes: what `everstep explain` says
 
 Real workers, links, schedules and losses; only the arithmetic of a layer is a rest of some milliseconds,
@@ -150,8 +151,8 @@ def train(table: dict[str, Any], faults: tuple[str, ...] = ()) -> Told:
     return told
 
 
-def of_slowness(told: Told) -> list[Any]:
-    return [i for i in told.outcome.incidents if i.verdict is not None and i.verdict.kind == "slow worker"]
+def of_slowness(told: Told, kind: str = "slow worker") -> list[Any]:
+    return [i for i in told.outcome.incidents if i.verdict is not None and i.verdict.kind == kind]
 
 
 def step_s(told: Told, first: int, last: int) -> float:
@@ -291,18 +292,48 @@ def innocent(turns: int) -> list[dict[str, Any]]:
         for name, (table, others) in innocents().items():
             with crowd(others):
                 told = train({**table, "seed": turn})
-            accused = [str(w) for i in of_slowness(told) for w in i.workers]
+            slow = of_slowness(told) + of_slowness(told, "slow link")
+            accused = [f"{w} {i.what}" for i in slow for w in i.workers]
             epochs = len({row.epoch for row in told.rows})
             rows.append(
                 {
                     "run": name,
                     "accused": accused,
-                    "why": [i.verdict.because for i in of_slowness(told)],
+                    "why": [i.verdict.because for i in slow],
                     "schedules": epochs,  # the first, and the one with measured times
                     "step_ms": round(step_s(told, SETTLED, STEPS) * 1e3, 1),
                 }
             )
             print(f"{name:32} accused {accused}  schedules {epochs}", file=sys.stderr, flush=True)
+    return rows
+
+
+# ------------------------------------------------------------------ slow, and not to be balanced
+
+
+def others() -> list[dict[str, Any]]:
+    """A link whose messages come late, and a worker that is the only one of its stage."""
+    lag = f"replica=0,stage=0,step={SLOW_FROM},how=lag,factor=60,until={SLOW_UNTIL}"
+    alone = f"replica=0,stage=1,step={SLOW_FROM},how=slow,factor=2,until={SLOW_UNTIL}"
+    rows = []
+    for name, table, fault in (
+        ("a link 60 ms late", job_of(), lag),
+        ("the only worker of a stage", job_of(replicas=1), alone),
+    ):
+        told = train(table, (fault,))
+        incidents = of_slowness(told) + of_slowness(told, "slow link")
+        rows.append(
+            {
+                "run": name,
+                "verdicts": [f"{i.verdict.kind}: {i.verdict.because}" for i in incidents],
+                "remedies": [f"{r.what}: {r.because}" for i in incidents for r in i.remedies],
+                "found_in_step": [
+                    next(r.step for r in told.rows if r.at >= i.evidence_at) - SLOW_FROM + 1
+                    for i in incidents
+                ],
+                "schedules": len({row.epoch for row in told.rows}),
+            }
+        )
     return rows
 
 
@@ -341,7 +372,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="slow", choices=("slow", "innocent", "explain"))
+    parser.add_argument("what", nargs="?", default="slow", choices=("slow", "innocent", "others", "explain"))
     parser.add_argument("--factors", default="1.5,2,3")
     parser.add_argument("--worker", default="1:1", help="replica:stage")
     parser.add_argument("--turns", type=int, default=1)
@@ -354,6 +385,8 @@ def main() -> None:
             print(document.pop("explain"))
     elif given.what == "innocent":
         document = innocent(given.turns)
+    elif given.what == "others":
+        document = others()
     else:
         replica, stage = map(int, given.worker.split(":"))
         document = slowness(factors, (replica, stage))
@@ -368,7 +401,7 @@ def main() -> None:
     elif given.what == "innocent":
         print(f"{len(document)} runs, {sum(bool(row['accused']) for row in document)} with somebody accused")
     else:
-        print(json.dumps(document))
+        print(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":
