@@ -70,6 +70,7 @@ def test_the_quick_start_trains_and_trains_through_a_death(tmp_path: Path) -> No
     assert "1 incident healed; microbatches: 160 issued, 160 committed once" in healed
     said = [block.text for block in blocks(DOCS / "quickstart.md") if block.language == "text"]
     assert last_loss(said[0]) == last_loss(said[1]), "the page shows what it claims"
+    assert float(last_loss(said[0])) == pytest.approx(float(last_loss(in_peace)), rel=1e-3), "and what is so"
 
 
 def test_fifteen_lines_train_and_train_through_a_death(tmp_path: Path) -> None:
@@ -88,7 +89,9 @@ def test_fifteen_lines_train_and_train_through_a_death(tmp_path: Path) -> None:
     assert last.findall(healed)[0][1] == "1"
     shown = [block.text for block in blocks(DOCS / "own-model.md") if block.language == "text"]
     assert [last.findall(text)[0][1] for text in shown] == ["0", "1"]
-    assert len({last.findall(text)[0][0] for text in shown}) == 1
+    losses_shown = {last.findall(text)[0][0] for text in shown}
+    assert len(losses_shown) == 1
+    assert float(losses_shown.pop()) == pytest.approx(float(last.findall(in_peace)[0][0]), rel=1e-3)
 
 
 def test_a_torchrun_script_is_restarted_and_goes_on(tmp_path: Path) -> None:
