@@ -215,6 +215,7 @@ def ddp_job(case: Case, rank: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(STEPS):
         work(case, rank, step)
+        (FOLDER / f"step_{rank}").touch()
         strike(case, rank, step)
         strike_now = step == STRIKE and rank in case.at
         if case.fault.startswith("mismatch") and strike_now:
@@ -236,6 +237,7 @@ def pipeline_job(case: Case, rank: int) -> None:
     activation, gradient = torch.ones(64, 256), torch.ones(5000)
     last, microbatches = stages - 1, 3
     for step in range(STEPS):
+        (FOLDER / f"step_{rank}").touch()
         strike(case, rank, step)
         for _ in range(microbatches):
             if stage > 0:
@@ -386,7 +388,7 @@ def run_case(case: Case, folder: Path, port: int) -> None:
                     os.kill(pid, signal.SIGKILL)
             for pid in children.values():
                 os.waitpid(pid, 0)
-    for junk in (file for kind in ("socket", "done", "struck") for file in folder.glob(f"{kind}_*")):
+    for junk in (file for kind in ("socket", "done", "struck", "step") for file in folder.glob(f"{kind}_*")):
         junk.unlink()
 
 
@@ -403,11 +405,21 @@ def _is_gone(pid: int) -> bool:
 
 
 def wait_until_stuck(folder: Path, case: Case) -> None:
-    """Until the fault has struck, and then for much longer than a step has taken."""
-    began, deadline = time.monotonic(), time.monotonic() + 40
-    while time.monotonic() < deadline and len(list(folder.glob("struck_*"))) < len(case.at):
+    """Until the fault has struck, and then until no rank has begun a step for seven times as long as any
+    step before: a busy machine makes steps of seconds, and some faults show only at the job's end."""
+    deadline, moved, longest = time.monotonic() + 60, time.monotonic(), 0.0
+    seen: dict[str, int] = {}
+    begun: dict[str, float] = {}
+    while time.monotonic() < deadline:
+        now = time.monotonic()
+        for file in folder.glob("step_*"):
+            if seen.get(file.name) != (stamp := file.stat().st_mtime_ns):
+                longest = max(longest, now - begun.get(file.name, now))
+                seen[file.name], begun[file.name], moved = stamp, now, now
+        struck = len(list(folder.glob("struck_*"))) >= len(case.at)
+        if struck and now - moved > max(2.0, 7 * longest):
+            return
         time.sleep(0.02)
-    time.sleep(max(2.0, 7 * (time.monotonic() - began) / STRIKE))
 
 
 def judge(case: Case, folder: Path) -> dict[str, Any]:

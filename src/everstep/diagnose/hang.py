@@ -32,6 +32,7 @@ from everstep.diagnose.waiting import Arrow, Rests, Standing, arrows_of, operati
 
 _HANG_AFTER_S = 1.0
 _PATIENCE = 5.0  # times the longest usual pause between two operations of a rank
+_FIRST = 5  # pauses of a rank that do not count: connections are made, memory is allocated
 Accused = dict[int, tuple[Where, float, str]]
 
 
@@ -62,10 +63,21 @@ def _overdue(case: Case, standing: Standing, now_ns: int) -> bool:
     ]
     if not ages:
         return True
+    return max(ages) > max(_HANG_AFTER_S * 1e9, _PATIENCE * _usual_pause_ns(case))
+
+
+def _usual_pause_ns(case: Case) -> float:
+    """Between two operations of a rank; the first few are no measure, where there are others."""
     log = case.log
-    pauses = np.diff(log.enqueued_ns)[(np.diff(log.rank) == 0) & (log.enqueued_ns[1:] != UNKNOWN)]
-    usual = float(np.quantile(pauses, 0.98)) if len(pauses) >= 8 else 0.0
-    return max(ages) > max(_HANG_AFTER_S * 1e9, _PATIENCE * usual)
+    pauses, same = np.diff(log.enqueued_ns), np.diff(log.rank) == 0
+    starts = np.flatnonzero(np.r_[True, ~same])
+    since_start = np.arange(len(same)) - starts[np.searchsorted(starts, np.arange(len(same)), "right") - 1]
+    usable = same & (log.enqueued_ns[1:] != UNKNOWN)
+    for first in (_FIRST, 0):
+        found = pauses[usable & (since_start >= first)]
+        if len(found) >= 8:
+            return float(np.quantile(found, 0.98))
+    return 0.0
 
 
 # ------------------------------------------------------------------ ends
