@@ -4,8 +4,10 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from everstep.checkpoint.saver import AsyncSaver
+from everstep.checkpoint.saver import AsyncSaver, share_of
 
 
 def test_what_is_written_is_the_state_of_the_call_not_of_the_writing() -> None:
@@ -67,3 +69,15 @@ def test_a_failed_write_is_told_by_its_future_and_ends_nothing_else() -> None:
     with pytest.raises(OSError, match="disk full"):
         futures[0].result()
     assert [future.result() for future in futures[1:]] == [2, 3]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    count=st.integers(1, 5),
+)
+def test_peers_share_the_writing_of_a_state_they_all_have(sizes: list[int], count: int) -> None:
+    state = {f"t{i}": torch.zeros(size) for i, size in enumerate(sizes)}
+    shares = [share_of(state, index, count) for index in range(count)]
+    assert sorted(name for share in shares for name in share) == sorted(state)  # each by one of them
+    loads = [sum(t.nbytes for t in share.values()) for share in shares]
+    assert max(loads) - min(loads) <= 4 * max(sizes)

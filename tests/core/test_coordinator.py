@@ -321,6 +321,29 @@ def test_a_checkpoint_is_committed_when_all_parts_lie_there_and_its_step_is_on_r
     assert recovery.checkpoint == 1
 
 
+def test_a_stage_s_part_is_whole_when_all_who_share_it_have_written() -> None:
+    drama = Drama()
+    drama.submit(has_checkpoints=True)
+    drama.seal()
+
+    def commits() -> list:
+        orders = [getattr(a, "order", None) for a in drama.actions]
+        return [order for order in orders if isinstance(order, msg.CommitCheckpoint)]
+
+    def writes(worker: Worker, share: tuple[int, int]) -> None:
+        part = {"file": f"{worker} {share}"}
+        drama.report(
+            "t", worker, msg.PartWritten(task="t", step=1, stage=worker.stage, part=part, share=share)
+        )
+
+    writes(W00, (0, 2))
+    writes(W01, (0, 2))
+    writes(Worker(1, 1), (1, 2))
+    assert not commits()  # the other of stage 0 has died, say: the one that is left writes all of it
+    writes(W00, (0, 1))
+    assert [part["file"] for part in commits()[0].parts] == ["0:0 (0, 1)", "0:1 (0, 2)", "1:1 (1, 2)"]
+
+
 def test_a_report_heard_twice_counts_once() -> None:
     drama = running()
     node = node_of(drama, W00)

@@ -19,15 +19,15 @@ SEEDS = Path(__file__).parent / "seeds.txt"
 SEEN_AT = {
     "outbox_dropped_too_early": 81,
     "reduce_sealed_too_early": 664,
-    "reduce_sums_two_rounds": 1,
+    "reduce_sums_two_rounds": 11,
     "stale_epoch_accepted": 45,
-    "ledger_without_done_before": 179,
+    "ledger_without_done_before": 185,
     "joiner_admitted_a_step_early": 1,
     "ghosts_dropped": 245,
     "attempts_not_counted": 1,
     "undo_forgotten": 1,
     "mended_link_sends_nothing_again": 246,
-    "group_kept_after_a_death": 1,
+    "group_kept_after_a_death": 11,
     "feed_ends_a_step_early": 1,
     "copy_counts_without_a_source": 1,
 }

@@ -84,6 +84,9 @@ class LocalPlace:
             out.write(text)
             out.flush()
             os.fsync(out.fileno())
+        for path in source.iterdir():
+            if path.name not in (*files, "index.json"):
+                path.unlink()  # of an attempt that others have written since
         _fsync_folder(source)
         if target.exists():  # a run that went back has made this step again: at no moment is there none
             if not _exchange(source, target):

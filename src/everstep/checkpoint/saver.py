@@ -23,6 +23,20 @@ from torch import Tensor
 Write = Callable[[int, dict[str, Tensor]], Any]
 
 
+def share_of(state: Mapping[str, Tensor], index: int, count: int) -> dict[str, Tensor]:
+    """What the `index`-th of `count` peers writes of the state they all have: the largest tensors first, each
+    for whoever has least so far.
+    """
+    loads = [0] * count
+    mine = {}
+    for name in sorted(state, key=lambda name: (-state[name].nbytes, name)):
+        who = loads.index(min(loads))
+        loads[who] += state[name].nbytes + 1
+        if who == index:
+            mine[name] = state[name]
+    return mine
+
+
 class Snapshots:
     """One set of host buffers for a state, filled again and again."""
 
@@ -70,7 +84,7 @@ class Snapshots:
 class AsyncSaver:
     """`write(step, tensors)` runs in a thread, on a copy; at most two copies exist."""
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: Write = lambda step, tensors: None) -> None:
         self._write = write
         self._buffers = (Snapshots(), Snapshots())
         self._pending: list[tuple[Snapshots, Future[Any]]] = []

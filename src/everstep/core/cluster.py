@@ -80,6 +80,7 @@ class PartWritten:
     stage: int
     part: Any
     shelf: str | None = None  # the node
+    share: tuple[int, int] = (0, 1)  # which of how many parts of the stage this is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

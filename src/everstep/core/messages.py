@@ -211,9 +211,11 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
-    """Write this stage's part of the checkpoint."""
+    """Write a share of this stage's part of the checkpoint: the `index`-th of `count`, one a live peer."""
 
     state_step: int
+    index: int = 0
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

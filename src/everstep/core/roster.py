@@ -80,6 +80,29 @@ class Seat:
 
 
 @dataclass(slots=True)
+class WrittenParts:
+    """What of a checkpoint lies in its folder: of each stage, by how many share it, which part."""
+
+    stages: dict[int, dict[int, dict[int, Any]]] = field(default_factory=dict)
+
+    def add(self, stage: int, share: tuple[int, int], part: Any) -> None:
+        index, count = share
+        self.stages.setdefault(stage, {}).setdefault(count, {})[index] = part
+
+    def whole(self, stages: int) -> tuple[Any, ...] | None:
+        """All parts, if no stage lacks one."""
+        found: list[Any] = []
+        for stage in range(stages):
+            by_count = self.stages.get(stage, {})
+            counts = [count for count, written in by_count.items() if len(written) == count]
+            if not counts:
+                return None
+            written = by_count[min(counts)]
+            found += [written[index] for index in sorted(written)]
+        return tuple(found)
+
+
+@dataclass(slots=True)
 class KeptState:
     """A step's state in the memory of nodes: of every stage of the shape it had then, who holds a copy."""
 
@@ -136,7 +159,7 @@ class Task:
     mends: dict[str, list[float]] = field(default_factory=dict)  # per link
     slow: dict[Worker, float] = field(default_factory=dict)  # takes so many times as long as it should
     planned_slow: dict[Worker, float] = field(default_factory=dict)  # what the last schedule was asked with
-    parts: dict[int, dict[int, Any]] = field(default_factory=dict)  # of checkpoints being written
+    parts: dict[int, WrittenParts] = field(default_factory=dict)  # by step: checkpoints being written
     recorded: int = 0
     lived: Lived = field(default_factory=Lived)  # before it was paused or took another shape
     on_disk: int = 0  # the step of the newest checkpoint that is known

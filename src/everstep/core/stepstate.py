@@ -40,7 +40,7 @@ class StepState:
     valid: bool = False
     scale: float | None = None  # what the update multiplied the gradient with; None: it was skipped
     fed: set[int] = field(default_factory=set)
-    saved: bool = False
+    saved_among: tuple[int, ...] = ()  # the peers that shared the writing of its checkpoint
     shelved: bool = False
     must_wait: bool = False  # a failed validation forbids another eager update of this step
 

@@ -17,7 +17,17 @@ from everstep.core import shelves
 from everstep.core.ops import Worker
 from everstep.core.orders import Actions
 from everstep.core.recovery import Recovery
-from everstep.core.roster import OVER, REACHABLE, Fetched, KeptState, NextShape, Seat, Task, TaskState
+from everstep.core.roster import (
+    OVER,
+    REACHABLE,
+    Fetched,
+    KeptState,
+    NextShape,
+    Seat,
+    Task,
+    TaskState,
+    WrittenParts,
+)
 from everstep.core.slowdesk import SlowDesk
 from everstep.core.standing import Policy
 from everstep.errors import InternalError
@@ -260,23 +270,22 @@ class TaskDesk(SlowDesk):
             return self._shelved(task, event, event.shelf, now)
         if task is None or task.recovery is None:
             return []
-        task.parts.setdefault(event.step, {})[event.stage] = event.part
+        task.parts.setdefault(event.step, WrittenParts()).add(event.stage, event.share, event.part)
         return self._commit_parts(task)
 
     def _commit_parts(self, task: Task) -> Actions:
         """A checkpoint counts once all its parts lie there and its step is on record."""
         actions: Actions = []
         recorded = task.recovery.recorded if task.recovery is not None else 0
-        for step in sorted(task.parts):
-            if len(task.parts[step]) == task.shape.stages and step <= recorded:
-                parts = task.parts.pop(step)
-                seats = [seat for seat in task.seats.values() if seat.incarnation]
-                if seats:
-                    order = msg.CommitCheckpoint(
-                        task=task.name, step=step, parts=tuple(parts[stage] for stage in sorted(parts))
-                    )
-                    because = f"every stage has written its part of step {step}"
-                    actions += self._order(self.nodes[seats[0].node], order, because)
+        for step in sorted(step for step in task.parts if step <= recorded):
+            parts = task.parts[step].whole(task.shape.stages)
+            seats = [seat for seat in task.seats.values() if seat.incarnation]
+            if parts is not None and seats:
+                for older in [s for s in task.parts if s <= step]:
+                    del task.parts[older]  # what is not whole by now never will be
+                order = msg.CommitCheckpoint(task=task.name, step=step, parts=parts)
+                because = f"every stage has written its part of step {step}"
+                actions += self._order(self.nodes[seats[0].node], order, because)
         return actions
 
     def _shelved(self, task: Task, event: msg.PartWritten, node: str, now: float) -> Actions:

@@ -212,7 +212,7 @@ class Walker:
                 self.mail.use(task.feed)
             case SaveCheckpoint():
                 assert self.before is not None
-                self.before.saved = True
+                self.before.saved_among = self.mail.peers(task.state_step)
             case Shelve():
                 assert self.before is not None
                 self.before.shelved = True
@@ -370,10 +370,10 @@ class Walker:
         if self.snapshots_due:
             return Snapshot(self.snapshots_due[0], self.now.step - 1)
         every = self.rules.checkpoint_every
-        if before is not None and every and before.step % every == 0 and not before.saved:
-            if self.mail.is_first_peer(before.step):
-                return SaveCheckpoint(before.step)
-            before.saved = True
+        if before is not None and every and before.step % every == 0:
+            peers = self.mail.peers(before.step)
+            if before.saved_among != peers:  # one of them may have died: then its share is not written
+                return SaveCheckpoint(before.step, peers.index(self.me.replica), len(peers))
         return self._shelving(before) if before is not None else None
 
     def _shelving(self, before: StepState) -> Task | None:

@@ -39,6 +39,7 @@ from everstep.engine.stopwatch import Moment, Stopwatch
 _MEND_AFTER_S, _MEND_MOST_S = 0.5, 8.0
 Order = tuple[str, Any]  # (verb, value): what recovery tells this worker
 Report = Callable[[str, Mapping[str, Any]], None]
+Groups = list[dict[str, Any]]  # of an optimizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class Ports:
     """
 
     report: Report
-    save: Callable[[int, Mapping[str, Tensor]], None]
+    save: Callable[[int, tuple[int, int], Mapping[str, Tensor], Groups], None]
     load: Callable[[int, list[str]], Mapping[str, Tensor] | None]
     shelve: Callable[[int, bool, Mapping[str, Tensor]], None] = lambda step, leaving, state: None
     directed: Callable[[Any], None] = lambda directions: None
@@ -217,7 +218,9 @@ class Body:
             case msg.Restore():
                 return self._restore(task.state_step)
             case msg.SaveCheckpoint():
-                return self.ports.save(task.state_step, self.updater.state())
+                share = task.index, task.count
+                groups = self.updater.groups(task.state_step)
+                return self.ports.save(task.state_step, share, self.updater.state(), groups)
             case msg.Shelve():
                 return self.ports.shelve(task.state_step, task.leaving, self.updater.state())
 

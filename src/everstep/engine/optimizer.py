@@ -139,6 +139,17 @@ class Updater:
                     found[f"optimizer/{name}/{key}#{kind}"] = torch.tensor(value, dtype=_SCALARS[kind][1])
         return found
 
+    def groups(self, step: int) -> list[dict[str, Any]]:
+        """The optimizer's groups as the next step will find them: names, and every number they hold."""
+        names = {id(p): name for name, p in self.named}
+        found = []
+        for group, base in zip(self._groups, self._base_rates, strict=True):
+            plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            numbers = {key: value for key, value in plain.items() if _is_plain(value)}
+            now = {"lr": base * self.rate(step + 1), "initial_lr": base}
+            found.append({"params": [names[id(p)] for p in group["params"]], **numbers, **now})
+        return found
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state that `state` gave, here or on another worker, optimizer and all."""
         keyed: dict[str, list[tuple[str, Tensor]]] = {}
@@ -199,6 +210,13 @@ class Updater:
     def _follow(self) -> None:
         if self.stage.working is not self.stage.masters:
             self.stage.working.copy_(self.stage.masters)
+
+
+def _is_plain(value: Any) -> bool:
+    """What JSON can hold."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _outside(holes: list[Slot], size: int) -> list[slice]:

@@ -37,6 +37,7 @@ from everstep.engine.job import Job
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.node.crew import Crew
 from everstep.node.kernel import KernelLog
+from everstep.node.lately import last_steps
 from everstep.node.nursery import Nursery
 from everstep.node.shelf import ShelfDoor
 from everstep.node.whereabouts import current
@@ -259,12 +260,18 @@ class Agent:
         self.crew.carry_out(order)
 
     def _answer(self, asked: dict[str, Any]) -> Any:
-        """For people who look: the end of a worker's log, or what every worker does right now."""
+        """For people who look: the end of a worker's log, what every worker does now or did lately."""
         try:
             match asked["what"]:
                 case "log":
                     path = self.crew.words(asked["task"], parse_worker(asked["worker"]))
                     return _tail(path, int(asked["bytes"]))
+                case "ops":
+                    return {
+                        str(worker): last_steps(process.beacon.path)
+                        for (task, worker), process in self.crew.processes.items()
+                        if task == asked["task"]
+                    }
                 case "readings":
                     return [
                         {

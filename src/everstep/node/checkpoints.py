@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +15,6 @@ class Checkpoints:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.refused: list[str] = []  # a sentence for each that was not believed
-        self._parts: dict[int, dict[str, Any]] = {}
 
     def newest(self) -> int:
         """The step of the newest whole checkpoint, 0 if there is none. Refused ones make room."""
@@ -29,21 +29,14 @@ class Checkpoints:
                 folder.remove(root, step)
         return 0 if found is None else found.step
 
-    def part_written(self, step: int, part: dict[str, Any]) -> None:
-        self._parts.setdefault(step, {})[part["file"]] = part
-
-    def commit(self, recorded: int) -> Iterator[int]:
-        """Commit what is whole: all stages' parts are there and the step is on record. The steps
-        committed.
-        """
+    def commit(self, step: int, told: list[dict[str, Any]]) -> None:
+        """All parts of this step lie in the folder: from now on it is a checkpoint."""
         spec = self.job.checkpoint
-        for step in sorted(self._parts):
-            if spec is not None and len(self._parts[step]) == self.job.stages and step <= recorded:
-                parts = self._parts.pop(step)
-                root = folder.root_of(self.job.base, spec.folder)
-                told = list(parts.values())
-                folder.commit(root, step, told, self._meta(step), spec.keep, groups=self._groups(step, told))
-                yield step
+        assert spec is not None
+        root = folder.root_of(self.job.base, spec.folder)
+        groups = merged(group for part in told for group in part.get("groups", ()))
+        parts = [{key: value for key, value in part.items() if key != "groups"} for part in told]
+        folder.commit(root, step, parts, self._meta(step), spec.keep, groups=groups)
 
     def _meta(self, step: int) -> dict[str, Any]:
         """What a run needs besides tensors. Data and random draws are functions of (seed, step, microbatch),
@@ -66,24 +59,12 @@ class Checkpoints:
             "data": {"next_step": step + 1, "microbatches_in_step": job.microbatches_in_step},
         }
 
-    def _groups(self, step: int, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups of our AdamW; a user's own optimizer says nothing of its groups here."""
-        spec = self.job.optimizer
-        if spec.build is not None:
-            return []
-        rows = [row for part in parts for row in part["slices"] if row["tensor"].startswith("model/")]
-        found = []
-        for is_matrix in (True, False):
-            names = [row["tensor"][6:] for row in rows if (len(row["shape"]) > 1) == is_matrix]
-            if names:
-                found.append(
-                    {
-                        "params": names,
-                        "lr": spec.lr * self.job.rate(step),
-                        "initial_lr": spec.lr,
-                        "betas": list(spec.betas),
-                        "eps": spec.eps,
-                        "weight_decay": spec.weight_decay if is_matrix else 0.0,
-                    }
-                )
-        return found
+
+def merged(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The optimizer's groups of all stages: those of the same numbers are one."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        numbers = {key: value for key, value in group.items() if key != "params"}
+        key = json.dumps(numbers, sort_keys=True)
+        found.setdefault(key, {"params": [], **numbers})["params"].extend(group["params"])
+    return list(found.values())

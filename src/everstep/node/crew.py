@@ -289,10 +289,8 @@ class Crew:
             step = checkpoints.newest()
             return [msg.CheckpointFound(task=order.task, step=step, refused=tuple(checkpoints.refused))]
         checkpoints = Checkpoints(self.tasks[order.task].job)
-        for part in order.parts:
-            checkpoints.part_written(order.step, part)
-        committed = list(checkpoints.commit(order.step))
-        return [msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=step)) for step in committed]
+        checkpoints.commit(order.step, list(order.parts))
+        return [msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=order.step))]
 
     def _tell(self, process: Process, message: Mapping[str, Any]) -> None:
         if process.line is None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from everstep.checkpoint import folder, memory
-from everstep.checkpoint.saver import AsyncSaver
+from everstep.checkpoint.saver import AsyncSaver, share_of
 from everstep.core.ops import Worker
 from everstep.engine.job import Job
 from everstep.errors import UserError
@@ -42,7 +42,7 @@ class States:
         self._me, self._job, self._task, self._node, self._shelf = me, job, task, node, shelf
         self._token = token_of(secret)
         self._tell = tell
-        self._saver = AsyncSaver(self._write_to_disk)
+        self._saver = AsyncSaver()
 
     def obey(self, told: Mapping[str, Any]) -> None:
         """What the order to go on says about states."""
@@ -54,9 +54,15 @@ class States:
 
     # -------------------------------------------------------------- out
 
-    def save(self, step: int, state: Mapping[str, Tensor]) -> None:
-        """This stage's part of the checkpoint on disk."""
-        self._saver.save(step, state)
+    def save(
+        self, step: int, share: tuple[int, int], state: Mapping[str, Tensor], groups: list[dict[str, Any]]
+    ) -> None:
+        """A share of this stage's part of the checkpoint on disk, and the optimizer's groups."""
+        self._saver.save(
+            step,
+            share_of(state, *share),
+            write=lambda step, tensors: self._write_to_disk(step, share, tensors, groups),
+        )
 
     def shelve(self, step: int, leaving: bool, state: Mapping[str, Tensor]) -> None:
         """A copy in memory: on this node's shelf, and on another's unless this worker leaves anyway."""
@@ -72,13 +78,17 @@ class States:
     def finish(self) -> None:
         self._saver.finish()
 
-    def _write_to_disk(self, step: int, tensors: dict[str, Tensor]) -> None:
+    def _write_to_disk(
+        self, step: int, share: tuple[int, int], tensors: dict[str, Tensor], groups: list[dict[str, Any]]
+    ) -> None:
+        name = f"stage-{self._me.stage}-{share[0] + 1}-of-{share[1]}"
         try:
-            part = folder.write_part(self._root, step, f"stage-{self._me.stage}", tensors)
+            part = folder.write_part(self._root, step, name, tensors)
         except OSError as error:
             print(f"checkpoint of step {step} not written: {error}", file=sys.stderr)
             return
-        self._tell("saved", {"step": step, "part": part})
+        told = part if share[0] else part | {"groups": groups}  # peers have the same: one tells
+        self._tell("saved", {"step": step, "part": told, "share": share})
 
     def _write_to_shelves(
         self, step: int, tensors: dict[str, Tensor], directions: Directions, leaving: bool

@@ -17,7 +17,10 @@ def report_of(task: str, worker: Worker, incarnation: int, said: Mapping[str, An
     """None: nothing the coordinator needs to know."""
     match said["kind"]:
         case "saved":
-            return msg.PartWritten(task=task, step=said["step"], stage=worker.stage, part=said["part"])
+            index, count = said["share"]
+            return msg.PartWritten(
+                task=task, step=said["step"], stage=worker.stage, part=said["part"], share=(index, count)
+            )
         case "shelved":
             return msg.PartWritten(
                 task=task, step=said["step"], stage=worker.stage, part=said["part"], shelf=said["node"]

@@ -428,8 +428,10 @@ class ClusterWorld(World):
 
     def _saved(self, body: Body, task: SaveCheckpoint, state: State) -> None:
         if body.alive:
-            self.disk.sync(task.state_step, body.me.stage, state)
-            report = msg.PartWritten(task=TASK, step=task.state_step, stage=body.me.stage, part=body.me.stage)
+            share = (task.index, task.count)
+            self.disk.sync(task.state_step, body.me.stage, state, share)
+            stage = body.me.stage
+            report = msg.PartWritten(task=TASK, step=task.state_step, stage=stage, part=stage, share=share)
             self._tell(self.agents[body.node], report)
 
     # -------------------------------------------------------------- states in memory

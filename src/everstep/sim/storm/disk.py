@@ -58,14 +58,20 @@ class CheckpointDisk:
 
     stages: int
     parts: dict[int, dict[int, State]] = field(default_factory=dict)  # step -> stage -> durable part
+    shares: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     torn: dict[tuple[int, int], int] = field(default_factory=dict)  # begun and never synced
     committed: int = 0
 
     def begin(self, step: int, stage: int) -> None:
         self.torn[step, stage] = self.torn.get((step, stage), 0) + 1
 
-    def sync(self, step: int, stage: int, state: State) -> None:
-        self.parts.setdefault(step, {})[stage] = state
+    def sync(self, step: int, stage: int, state: State, share: tuple[int, int]) -> None:
+        """One peer's share of a stage's part; the part is whole when all of them are there."""
+        index, count = share
+        written = self.shares.setdefault((step, stage, count), set())
+        written.add(index)
+        if len(written) == count:
+            self.parts.setdefault(step, {})[stage] = state
 
     def whole_up_to(self, recorded: int) -> int | None:
         """The newest checkpoint that can be committed: all parts durable, its step on record."""

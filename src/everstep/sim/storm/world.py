@@ -252,7 +252,7 @@ class World:
 
     def _saved(self, body: Body, task: msg.SaveCheckpoint, state: State) -> None:
         if body.alive:
-            self.disk.sync(task.state_step, body.me.stage, state)
+            self.disk.sync(task.state_step, body.me.stage, state, (task.index, task.count))
             self._commit()
 
     def _shelved(self, body: Body, task: msg.Shelve, state: State) -> None:
