@@ -4,9 +4,11 @@ Figures differ from run to run; what must not differ is compared: losses with an
 healed, exit codes.
 """
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -38,6 +40,7 @@ class Shell:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
 
     def run(self, *commands: str) -> str:
@@ -45,7 +48,11 @@ class Shell:
 
 
 def ended(process: "subprocess.Popen[str]") -> str:
-    said, _ = process.communicate(timeout=300)
+    try:
+        said, _ = process.communicate(timeout=300)
+    finally:  # nothing that a page has put into the background outlives its test
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, f"{process.args}\n{said}"
     return said
 
@@ -113,10 +120,7 @@ def test_the_quick_start_has_a_cluster(tmp_path: Path) -> None:
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", 7077)) == 0:
             pytest.skip("somebody else's coordinator listens on port 7077")
-    prepare, cluster = (
-        shell_blocks("quickstart.md", slow=True)[1],
-        shell_blocks("quickstart.md", slow=True)[-1],
-    )
+    _, prepare, _, _, cluster = shell_blocks("quickstart.md", slow=True)
     said = Shell(tmp_path / "cluster").run(prepare, cluster)
     assert "task job is finished" in said
     assert re.search(r"evidence\s+exit: killed by SIGKILL", said)
