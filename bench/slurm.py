@@ -15,14 +15,16 @@ Slurm, not speed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from everstep.engine.job import load_job
 from everstep.launch.api import run_job
 from everstep.launch.client import Client
 from everstep.launch.slurm import newest
+from everstep.launch.slurm_shell import SCRIPT
 
 EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
 STEPS, SHORT, INTERVAL = 160, 90, 20
@@ -155,7 +158,8 @@ class Launched:
 
     def rows(self) -> list[dict[str, Any]]:
         """Of all lives, as they were written."""
-        paths = sorted(self.run.glob(f"state-*/tasks/{self.name}.jsonl"))
+        folders = [*sorted(self.run.glob("state-*")), self.stage.folder / "elsewhere"]
+        paths = [path for folder in folders for path in folder.glob(f"tasks/{self.name}.jsonl")]
         return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
     def first_step_after(self, at: float) -> dict[str, Any]:
@@ -205,16 +209,40 @@ class Launched:
         return told
 
 
-def launch(stage: Stage, name: str, *, steps: int = STEPS) -> Launched:
+def launch(
+    stage: Stage, name: str, *, steps: int = STEPS, coordinator: str = "", token: str = ""
+) -> Launched:
     run, job_file = stage.folder / f"{name}-run", stage.job_file(name, steps=steps)
-    command = [*EVERSTEP, "launch", "slurm", str(job_file), "--nodes", "4", "--run", str(run)]
+    shown = ["launch", "slurm", f"{name}.toml", "--nodes", "4"]
+    shown += ["--coordinator", coordinator] if coordinator else []
+    words = [*shown[:2], str(job_file), *shown[3:], "--run", str(run), "--watch", "1", "--json"]
+    environment = stage.slurm.environment | ({"EVERSTEP_TOKEN": token} if token else {})
+    done = subprocess.run([*EVERSTEP, *words], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    number = json.loads(done.stdout)["job"]
+    return _started(stage, Launched(stage, name, number, run, steps), f"everstep {' '.join(shown)}")
+
+
+def sbatch(stage: Stage, name: str, *, steps: int) -> Launched:
+    """The same by the plain script."""
+    run, job_file = stage.folder / f"{name}-run", stage.job_file(name, steps=steps)
+    given = {"EVERSTEP_RUN": str(run), "EVERSTEP": " ".join(EVERSTEP)}
+    command = ["sbatch", "--parsable", "--nodes=4", f"--output={stage.folder / 'sbatch.out'}"]
     done = subprocess.run(
-        [*command, "--watch", "1", "--json"], env=stage.slurm.environment, capture_output=True, text=True
+        [*command, str(SCRIPT), str(job_file), "--watch", "1"],
+        env=stage.slurm.environment | given,
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    launched = Launched(stage=stage, name=name, number=json.loads(done.stdout)["job"], run=run, steps=steps)
-    launched.say(f"$ everstep launch slurm {name}.toml --nodes 4      job {launched.number}")
+    started = Launched(stage, name, done.stdout.strip(), run, steps)
+    return _started(stage, started, f"sbatch --nodes=4 examples/everstep.sbatch {name}.toml")
+
+
+def _started(stage: Stage, launched: Launched, shown: str) -> Launched:
+    launched.say(f"$ {shown}      job {launched.number}")
     launched.step_reached(10)
     launched.all_members()
     launched.say(f"training, step {launched.task()['step']}; {launched.squeue()}")
@@ -262,30 +290,62 @@ def lost_and_returned(stage: Stage, name: str, victim: str) -> dict[str, Any]:
 
 
 def drained(stage: Stage) -> dict[str, Any]:
-    """An administrator drains a node and gives it back."""
-    one = launch(stage, "drain", steps=SHORT)
-    drained_at = time.time()
-    stage.slurm.run("scontrol", "update", "nodename=n2", "state=drain", "reason=the fan is loud")
-    one.say("$ scontrol update nodename=n2 state=drain reason='the fan is loud'")
-    one.until(lambda: one.node("n2")["state"] == "draining" and not one.node("n2")["workers"], "n2 is empty")
-    told: dict[str, Any] = {"drained_s": round(time.time() - drained_at, 1)}
-    one.say(
-        f"no worker is left on n2 after {told['drained_s']:.1f} s; step {one.task()['step']}; {one.squeue()}"
-    )
-    resumed_at = time.time()
-    stage.slurm.run("scontrol", "update", "nodename=n2", "state=resume")
-    one.say("$ scontrol update nodename=n2 state=resume")
-    one.until(lambda: one.node("n2")["state"] == "up" and one.node("n2")["workers"], "n2 is used again")
-    one.all_members()
-    told["readmitted_s"] = round(time.time() - resumed_at, 1)
-    one.say(f"n2 takes part again after {told['readmitted_s']:.1f} s; {one.squeue()}")
-    told["restarted_workers"] = one.status()["incidents"]["total"]
-    return told | one.finished()
+    """An administrator drains a node and gives it back; the steps of another end by themselves.
+
+    The coordinator runs outside the job.
+    """
+    with _coordinator_elsewhere(stage) as (address, token):
+        one = launch(stage, "drain", coordinator=address, token=token)
+        drained_at = time.time()
+        stage.slurm.run("scontrol", "update", "nodename=n2", "state=drain", "reason=the fan is loud")
+        one.say("$ scontrol update nodename=n2 state=drain reason='the fan is loud'")
+        one.until(lambda: one.node("n2")["state"] == "draining" and not one.node("n2")["workers"], "n2 empty")
+        told: dict[str, Any] = {"drained_s": round(time.time() - drained_at, 1)}
+        one.say(f"no worker is left on n2 after {told['drained_s']:.1f} s; {one.squeue()}")
+        resumed_at = time.time()
+        stage.slurm.run("scontrol", "update", "nodename=n2", "state=resume")
+        one.say("$ scontrol update nodename=n2 state=resume")
+        one.until(lambda: one.node("n2")["state"] == "up" and one.node("n2")["workers"], "n2 is used again")
+        one.all_members()
+        told["readmitted_s"] = round(time.time() - resumed_at, 1)
+        one.say(f"n2 takes part again after {told['readmitted_s']:.1f} s; {one.squeue()}")
+
+        ended_at = time.time()
+        ended = stage.slurm.kill_steps("n4")
+        one.say(f"SIGKILL on n4, but not to its slurmd: {', '.join(sorted(set(ended)))}")
+        one.until(lambda: one.node("n4")["state"] == "gone", "n4 is gone")
+        one.until(lambda: one.node("n4")["state"] == "up" and one.node("n4")["workers"], "n4 is used again")
+        one.all_members()
+        told["keeper_started_again_s"] = round(time.time() - ended_at, 1)
+        one.say(f"n4 takes part again after {told['keeper_started_again_s']:.1f} s; {one.squeue()}")
+        return told | {"before_the_end": one.task()["step"] < STEPS} | one.finished()
+
+
+@contextlib.contextmanager
+def _coordinator_elsewhere(stage: Stage) -> Iterator[tuple[str, str]]:
+    """As on a login node; its address and its token."""
+    token, folder = secrets.token_urlsafe(16), stage.folder / "elsewhere"
+    with (stage.folder / "elsewhere.log").open("ab") as log:
+        process = subprocess.Popen(
+            [*EVERSTEP, "coordinator", "--port", "0", "--state", str(folder), "--json"],
+            env=os.environ | {"EVERSTEP_TOKEN": token},
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
+    assert process.stdout is not None
+    told = b""
+    while not told.rstrip().endswith(b"}"):
+        told += process.stdout.readline() or b"}"
+    try:
+        yield json.loads(told)["address"], token
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def requeued(stage: Stage) -> dict[str, Any]:
-    """Slurm ends the whole job and starts it again: it goes on from the newest checkpoint."""
-    one = launch(stage, "requeue", steps=SHORT)
+    """By plain sbatch. Slurm ends the whole job and starts it again: it goes on from its checkpoint."""
+    one = sbatch(stage, "requeue", steps=SHORT)
     one.step_reached(2 * INTERVAL + 5)
     at, step = time.time(), one.task()["step"]
     stage.slurm.run("scontrol", "requeue", one.number)

@@ -109,12 +109,17 @@ class SlurmCluster:
     def kill_node(self, node: str) -> list[str]:
         """SIGKILL to the slurmd and to all that ran on its node: what a power cut leaves. Who was killed."""
         slurmd = self._daemons.pop(f"slurmd-{node}")
-        pids = [slurmd.pid, *self.processes_of(node)]
+        slurmd.kill()
+        slurmd.wait()
+        return ["slurmd", *self.kill_steps(node)]
+
+    def kill_steps(self, node: str) -> list[str]:
+        """SIGKILL to all that runs on a node, but not to its slurmd. Who was killed."""
+        pids = self.processes_of(node)
         names = [_name(pid) for pid in pids]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        slurmd.wait()
         return names
 
     def processes_of(self, node: str) -> list[int]:

@@ -92,7 +92,7 @@ def test_a_node_that_slurm_says_is_down_while_its_agent_speaks_is_drained() -> N
 def test_a_node_of_the_job_without_an_agent_gets_its_keeper_again() -> None:
     members = dict(view().members) | {"n3": GONE}
     assert rules.decide(view(members=members, away_s={"n3": 10.0})) == []
-    (start,) = rules.decide(view(members=members, away_s={"n3": 31.0}))
+    (start,) = rules.decide(view(members=members, away_s={"n3": 16.0}))
     assert isinstance(start, rules.StartKeeper)
     assert start.node == "n3"
 

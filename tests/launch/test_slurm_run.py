@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -98,6 +99,27 @@ def test_the_script_ends_with_what_the_leader_wrote(tmp_path: Path) -> None:
     called = (run.folder / "called").read_text()
     assert "--no-kill" in called
     assert called.endswith(f"everstep launch node --run {run.folder} job.toml --slots 2\n")
+
+
+def test_the_script_does_not_wait_for_ever_for_an_srun_that_does(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/bash\nexec sleep 600\n")
+    srun.chmod(0o755)
+    run = Run(tmp_path / "run")
+    run.make(wanted=2)
+    run.end(0)
+    script = tmp_path / "short.sbatch"
+    script.write_text(SCRIPT.read_text().replace("{1..30}", "{1..1}"))
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "EVERSTEP_RUN": str(run.folder),
+        "SLURM_RESTART_COUNT": "0",
+    }
+    with subprocess.Popen(["bash", str(script), "job.toml"], env=environment, start_new_session=True) as job:
+        try:
+            assert job.wait(30) == 0
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)  # as Slurm does with all of a job's steps
 
 
 def test_no_token_is_on_the_command_line_of_a_launch(tmp_path: Path) -> None:

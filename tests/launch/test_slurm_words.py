@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import PeerError
@@ -98,6 +98,7 @@ def test_what_is_no_host_list_is_refused(text: str) -> None:
         expand(text)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=20, unique=True), st.integers(1, 4))
 def test_names_survive_being_written_as_a_host_list(numbers: list[int], width: int) -> None:
     names = [f"node{number:0{width}d}" for number in numbers]

@@ -27,8 +27,16 @@ Coordinator = Annotated[
     str,
     typer.Option(
         metavar="ADDRESS",
-        help="Where it runs, if not in the job; its token by EVERSTEP_TOKEN.",
+        help="Where it runs, if not in the job, or several where they stand by; its token by EVERSTEP_TOKEN.",
         show_default="in the job: on its first node, and elsewhere when that is lost",
+    ),
+]
+Interface = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="By which network nodes reach each other, such as ib0.",
+        show_default="what a node's name is looked up as, or Slurm's address of it",
     ),
 ]
 Watch = Annotated[float, typer.Option(min=0.5, help="Seconds between two looks at what Slurm says.")]
@@ -51,6 +59,7 @@ def slurm_command(
     ] = "",
     coordinator: Coordinator = "",
     port: Port = 7077,
+    interface: Interface = "",
     watch: Watch = 5.0,
     wait: Annotated[bool, typer.Option("--wait", help="Until the job is over.")] = False,
     show: Annotated[
@@ -97,6 +106,7 @@ def slurm_command(
         port=port,
         coordinator=coordinator,
         ca=ca and ca.resolve(),
+        interface=interface,
         watch_s=watch,
     )
     number = slurm.submit(launch, token=token)
@@ -114,7 +124,7 @@ def node_command(
     job_file: JobFile,
     run: Annotated[Path, typer.Option(help="The run's folder, which all nodes share.")],
     slots: Slots = 0,
-    host: Annotated[str, typer.Option(help="Where others reach this node.", show_default="from Slurm")] = "",
+    interface: Interface = "",
     coordinator: Coordinator = "",
     port: Port = 7077,
     watch: Watch = 5.0,
@@ -129,7 +139,8 @@ def node_command(
 
       srun --no-kill --ntasks-per-node=1 everstep launch node --run /shared/runs/llama job.toml
     """
-    from everstep.launch.slurm_keeper import Keeper, KeeperSettings, address_of
+    from everstep.launch.slurm_address import address_of
+    from everstep.launch.slurm_keeper import Keeper, KeeperSettings
     from everstep.launch.slurm_rules import slots_of
 
     env = os.environ
@@ -141,7 +152,7 @@ def node_command(
         job_file=job_file.resolve(),
         job=spare_of or env["SLURM_JOB_ID"],
         node=node,
-        host=host or address_of(node),
+        host=address_of(node, interface),
         rank=rank if rank >= 0 else int(env.get("SLURM_PROCID", "0")),
         attempt=attempt if attempt >= 0 else int(env.get("SLURM_RESTART_COUNT", "0")),
         slots=slots or slots_of(env),
@@ -151,6 +162,7 @@ def node_command(
         port=port,
         coordinator=coordinator,
         ca=ca,
+        interface=interface,
         watch_s=watch,
     )
     return Keeper(settings, say=render.note).run()

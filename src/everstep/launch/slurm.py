@@ -29,6 +29,7 @@ class SlurmLaunch:
     port: int = 7077
     coordinator: str = ""
     ca: Path | None = None
+    interface: str = ""
     watch_s: float = 5.0
 
     def options(self) -> list[str]:
@@ -39,6 +40,7 @@ class SlurmLaunch:
         found = [str(self.job_file), "--port", str(self.port), "--watch", f"{self.watch_s:g}"]
         found += ["--slots", str(self.slots)] if self.slots else []
         found += ["--coordinator", self.coordinator] if self.coordinator else []
+        found += ["--interface", self.interface] if self.interface else []
         return found + (["--ca", str(self.ca)] if self.ca else [])
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,8 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.errors import EverstepError, UserError
+from everstep.errors import EverstepError
 from everstep.launch import slurm_shell as slurm
+from everstep.launch.slurm_address import free_port, in_url
 from everstep.launch.slurm_leader import Leader
 from everstep.launch.slurm_run import Run
 
@@ -58,6 +58,7 @@ class KeeperSettings:
     port: int = 7077
     coordinator: str = ""  # where it runs, if not here
     ca: Path | None = None
+    interface: str = ""
     watch_s: float = 5.0
 
 
@@ -114,6 +115,7 @@ class Keeper:
         self.leader: Leader | None = None
         self._words = self.run_folder.logs / f"keeper-{settings.node}.log"
         self._told_to_end = 0
+        self._port = settings.port
         self._asked_at = time.monotonic()
         self._try_at = time.monotonic() + (0.0 if settings.rank == 0 else self._patience_s)
 
@@ -169,7 +171,8 @@ class Keeper:
         if self.leader is None and not self.settings.spare and now >= self._try_at:
             self._try_at = now + max(TRY_EVERY_S, self._patience_s)
             if self.run_folder.try_to_lead():
-                address = self.settings.coordinator or f"http://{self.settings.host}:{self.settings.port}"
+                self._port = free_port(self.settings.host, self.settings.port)
+                address = self.settings.coordinator or f"http://{in_url(self.settings.host)}:{self._port}"
                 where = "elsewhere" if self.settings.coordinator else "here"
                 self.say(f"leads; the coordinator runs {where}, at {address}")
                 self.leader = Leader(self.settings, self.run_folder, address=address, say=self.say)
@@ -207,21 +210,8 @@ class Keeper:
 
     def _coordinator_command(self) -> list[str]:
         settings = self.settings
-        command = ["coordinator", "--host", settings.host, "--port", str(settings.port)]
+        command = ["coordinator", "--host", settings.host, "--port", str(self._port)]
         return [*command, "--state", str(self.run_folder.state), "--name", settings.node]
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._told_to_end = number
-
-
-def address_of(node: str) -> str:
-    """By which the other nodes reach this one: its name, if that can be looked up; else what Slurm has."""
-    try:
-        socket.getaddrinfo(node, None)
-        return node
-    except OSError:
-        pass
-    found = slurm.nodes([node]).get(node)
-    if found is None or not found.address:
-        raise UserError(f"the address of node {node} is not known; give it by --host.")
-    return found.address

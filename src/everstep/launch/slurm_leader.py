@@ -7,6 +7,7 @@ folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -33,10 +34,13 @@ class Leader:
         self, settings: KeeperSettings, run: Run, *, address: str, say: Callable[[str], None]
     ) -> None:
         self.settings, self.run, self.address, self.say = settings, run, address, say
-        self.client = Client(address=address, token=run.token, ca=settings.ca)
+        self._clients = [
+            Client(address=one, token=run.token, ca=settings.ca) for one in address.split(",") if one
+        ]
+        self.client = self._clients[0]
         self._published = False
+        self._complained = ""
         self._look_at = self._watch_at = 0.0
-        self._silent_since: float | None = None
         self._away_since: dict[str, float] = {}
         self._start_after: dict[str, tuple[float, float]] = {}  # when, and how long to wait the next time
         self._asked, self._asked_at = 0, -1e9
@@ -47,14 +51,25 @@ class Leader:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
-        try:
-            status = self.client.get("/v1/status")
-        except EverstepError:
+        status = self._status()
+        if status is None:
             return  # it starts, or is started again
         try:
             self._serve(status, now)
+            self._complained = ""
         except EverstepError as error:
-            self.say(str(error))
+            if str(error) != self._complained:  # once, and not every second for as long as it lasts
+                self.say(str(error))
+            self._complained = str(error)
+
+    def _status(self) -> Any:
+        """Of whichever coordinator leads, where there are several."""
+        for client in [self.client, *self._clients]:
+            with contextlib.suppress(EverstepError):
+                status = client.get("/v1/status")
+                self.client = client
+                return status
+        return None
 
     def _serve(self, status: Any, now: float) -> None:
         if not self._published:
@@ -188,4 +203,5 @@ class Leader:
         options += ["--slots", str(settings.slots)] if settings.slots_given else []
         options += ["--coordinator", settings.coordinator] if settings.coordinator else []
         options += ["--ca", str(settings.ca)] if settings.ca else []
+        options += ["--interface", settings.interface] if settings.interface else []
         return [*options, str(settings.job_file)]

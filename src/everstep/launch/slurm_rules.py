@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from everstep.launch.slurm_words import SlurmJob, SlurmNode, Standing
 
-RESTART_AFTER_S = 30.0
+RESTART_AFTER_S = 15.0
 ASK_EVERY_S = 10.0
 MAX_ASKED_PER_WANTED = (
     20  # spares in the life of a run, for one that cannot start must not be asked for for ever
