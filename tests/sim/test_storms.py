@@ -21,7 +21,7 @@ SEEN_AT = {
     "reduce_sealed_too_early": 664,
     "reduce_sums_two_rounds": 11,
     "stale_epoch_accepted": 45,
-    "ledger_without_done_before": 185,
+    "ledger_without_done_before": 504,
     "joiner_admitted_a_step_early": 1,
     "ghosts_dropped": 245,
     "attempts_not_counted": 1,
