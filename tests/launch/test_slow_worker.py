@@ -1,0 +1,21 @@
+"""A worker that turns slow in real training: known within three steps, given less work, no bit changed."""
+
+from __future__ import annotations
+
+from bench import slow
+
+JOB = {"replicas": 2, "stages": 1, "microbatches": 4, "steps": 28, "rest_ms": [4.0, 4.0]}
+FROM = slow.SLOW_FROM
+FAULT = f"replica=1,stage=0,step={FROM},how=slow,factor=3"
+
+
+def test_a_slow_worker_is_told_and_balanced_and_the_losses_stay() -> None:
+    clean, told = slow.train(slow.job_of(**JOB)), slow.train(slow.job_of(**JOB), (FAULT,))
+    assert slow.of_slowness(clean) == []
+    (incident,) = slow.of_slowness(told)
+    assert [str(worker) for worker in incident.workers] == ["1:0"]
+    found_in = next(row.step for row in told.rows if row.at >= incident.evidence_at)
+    assert found_in <= FROM + 2
+    assert "it runs 2 microbatches of each step" in incident.remedies[0].outcome
+    assert [row.loss for row in told.rows] == [row.loss for row in clean.rows]
+    assert told.outcome.issued == told.outcome.committed
