@@ -67,7 +67,7 @@ class WordyRun:
             except Exception as error:
                 found.append(error)
 
-        thread = threading.Thread(target=keep)
+        thread = threading.Thread(target=keep, daemon=True)
         thread.start()
         while thread.is_alive():
             self.loop.serve(0.01)
@@ -84,6 +84,9 @@ class WordyRun:
 
     def finish(self, because: str) -> None:
         self.done.append(("finish", because))
+
+    def told_gantt(self) -> dict[str, Any]:
+        return {"step": None, "planned": [], "measured": [], "planned_s": None, "measured_s": None}
 
     def told_readings(self) -> list[dict[str, Any]]:
         return [{"worker": "0:0", "incarnation": 1, "pid": 1, "reading": None}]
@@ -141,6 +144,16 @@ def test_a_follower_that_does_not_read_is_let_go_and_never_waited_for() -> None:
         assert slowest < 1.0
         assert not run.page.watched, "200 times 100 kB, and nobody read them"
         assert follower.poll() is not None
+
+
+def test_a_page_that_goes_wrong_ends_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with running() as (run, client):
+        run.meanwhile(lambda: client.get("/v1/health"))
+        run.told_readings = lambda: 1 / 0  # type: ignore[assignment,return-value]
+        with contextlib.suppress(EverstepError):
+            run.meanwhile(lambda: client.get(f"/v1/tasks/{TASK}/readings"))
+        run.report(1, ev.WorkerStarted(worker=Worker(0, 0), incarnation=1, address=("127.0.0.1", 1)))
+        assert "page: given up (ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_what_changes_something_needs_the_token_and_comes_from_no_other_page() -> None:

@@ -31,8 +31,10 @@ from everstep.engine.faults import Fault
 from everstep.engine.job import Job
 from everstep.launch.outcome import Outcome, StepLog
 from everstep.node.crew import Crew, Process
+from everstep.node.lately import last_steps
 from everstep.node.nursery import Nursery
 from everstep.schedule.desk import SchedulerDesk
+from everstep.server import gantt
 
 if TYPE_CHECKING:
     from everstep.launch.page import RunPage
@@ -163,6 +165,11 @@ class LocalTask:
             }
             for worker, process in self.processes.items()
         ]
+
+    def told_gantt(self) -> dict[str, Any]:
+        """The last step, as planned and as run."""
+        measured = {str(worker): last_steps(p.beacon.path) for worker, p in self.processes.items()}
+        return gantt.document(self.desk, {worker: steps for worker, steps in measured.items() if steps})
 
     def _begin(self) -> None:
         self._hear(msg.NodeJoined(node=NODE, boot=NODE, slots=self._slots, host="127.0.0.1"))

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from everstep.core import cluster as msg
@@ -42,6 +43,25 @@ FAREWELL_S = 5.0
 SLOWER = 3.0  # times, a slowed worker
 
 
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """What goes wrong in here ends the page and not the run that called."""
+
+    @wraps(method)
+    def safely(self: RunPage, *arguments: Any) -> None:
+        if self._broken:
+            return
+        try:
+            method(self, *arguments)
+        except Exception as error:  # the border to the run's main loop
+            self._broken = True
+            print(f"page: given up ({type(error).__name__}: {error})", file=sys.stderr, flush=True)
+            with contextlib.suppress(Exception):
+                self._unwatch()
+                self._hang_up()
+
+    return safely
+
+
 class RunPage:
     """One address for one run after another. `attach` and `detach` are called by the run itself."""
 
@@ -61,6 +81,7 @@ class RunPage:
         self._unsent, self._unread = bytearray(), bytearray()
         self._loop: Loop | None = None
         self._watched: int | None = None  # file descriptor
+        self._broken = False
         self._task: LocalTask | None = None
         self._actions: deque[tuple[float, msg.ClusterAction]] = deque(maxlen=KEPT_ACTIONS)
         self._slowed: set[tuple[Worker, int]] = set()  # with the incarnation: a new life is fast again
@@ -76,6 +97,7 @@ class RunPage:
 
     # -------------------------------------------------------------- a run's life
 
+    @_harmless
     def attach(self, task: LocalTask, loop: Loop) -> None:
         self._task, self._loop = task, loop
         self._actions.clear()
@@ -83,6 +105,7 @@ class RunPage:
             self._begin()
         self._watch()
 
+    @_harmless
     def detach(self) -> None:
         """The run is over; the page may stay."""
         self._unwatch()
@@ -90,12 +113,14 @@ class RunPage:
         self._slowed.clear()
         self._flush()
 
+    @_harmless
     def heard(self, event: msg.ClusterEvent, actions: list[msg.ClusterAction], now: float) -> None:
         """The run has handled this event, and this follows."""
         self._actions += [(now, action) for action in actions if not isinstance(action, msg.Record)]
         if self._line is not None:
             self._send({"at": now, "event": encode(event)})
 
+    @_harmless
     def tick(self) -> None:
         """Between two turns of the run."""
         if self._unsent:
@@ -131,6 +156,7 @@ class RunPage:
 
     # -------------------------------------------------------------- the follower
 
+    @_harmless
     def _called(self) -> None:
         """Somebody is at the door: the follower opens it."""
         self._unwatch()
@@ -225,6 +251,7 @@ class RunPage:
 
     # -------------------------------------------------------------- what readers ask
 
+    @_harmless
     def _read(self) -> None:
         assert self._line is not None
         try:
@@ -249,6 +276,8 @@ class RunPage:
             match asked["what"]:
                 case "readings":
                     return self._task.told_readings()
+                case "gantt":
+                    return self._task.told_gantt()
                 case "log":
                     path = self._task.words(parse_worker(asked["worker"]))
                     return path.read_bytes()[-min(MAX_LOG, asked["bytes"]) :].decode(errors="replace")

@@ -63,6 +63,12 @@ class SchedulerDesk:
             return stale
         return None
 
+    def in_force(self) -> tuple[Planned, Instance] | None:
+        """The schedule of steps as they are now, and the times it was made with."""
+        if self._plans is None:
+            return None
+        return self._plans.get(self._gone, self._mode), self._plans.healthy
+
     def think_ahead(self) -> None:
         """In an idle moment: plan for one of the deaths that may come next."""
         if self._plans is not None and not self._all_ready:

@@ -29,7 +29,7 @@ from everstep.core.survey import Shape
 from everstep.engine.faults import check_fault, parse_fault
 from everstep.engine.job import Job
 from everstep.errors import EverstepError, PeerError, UserError
-from everstep.server import views
+from everstep.server import gantt, views
 from everstep.server.daemon import Daemon
 from everstep.server.journal import LostLeadership
 from everstep.server.lines import Lines
@@ -77,6 +77,7 @@ class Api:
                 web.get("/v1/tasks/{task}", self._task),
                 web.get("/v1/tasks/{task}/logs", self._logs),
                 web.get("/v1/tasks/{task}/readings", self._readings),
+                web.get("/v1/tasks/{task}/gantt", self._gantt),
                 web.post("/v1/tasks/{task}/{verb}", self._task_verb),
                 web.post("/v1/nodes/{node}/{verb}", self._node_verb),
                 web.get("/metrics", self._metrics),
@@ -196,6 +197,17 @@ class Api:
             for row in answer
         ]
         return web.json_response({"task": task.name, "workers": rows})
+
+    async def _gantt(self, request: web.Request) -> web.Response:
+        """The last step as it was planned and as it was run."""
+        task = self._named_task(request)
+        nodes = sorted({seat.node for seat in task.seats.values()} & self.lines.nodes)
+        question = {"what": "ops", "task": task.name}
+        asked = (self.lines.ask(node, question) for node in nodes)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        measured = {worker: ops for told in answers if isinstance(told, dict) for worker, ops in told.items()}
+        measured = {worker: ops for worker, ops in measured.items() if isinstance(ops, dict) and ops}
+        return web.json_response(gantt.document(self.daemon.desks.get(task.name), measured))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self.metrics.text(), content_type="text/plain")

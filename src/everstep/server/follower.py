@@ -178,6 +178,9 @@ class RunApi(Api):
             told["without_faults"] = cast("Follower", self.daemon).without_faults or None
         return web.json_response(told)
 
+    async def _gantt(self, request: web.Request) -> web.Response:
+        return web.json_response(await cast("Follower", self.daemon).launcher.ask(what="gantt"))
+
     async def _submit(self, request: web.Request) -> web.Response:
         return _refuse(403, "this is the page of one run; submit tasks to a coordinator.")
 

@@ -1,11 +1,13 @@
 // One task: replicas × stages as they are now, its loss, its pace.
 
 import { drawChart } from "./chart.js";
+import { drawGantt } from "./gantt.js";
 import { call } from "./link.js";
 import { OPS, awaited, colour, duration, element, figures, short, tone, write } from "./words.js";
 
 const KEPT_ROWS = 2000;
 const ASK_MS = 500;
+const GANTT_MS = 2000;
 const OVER = ["finished", "failed", "cancelled"];
 const HURTS = { kill: "Kill it (SIGKILL)", stop: "Stop it (SIGSTOP)", slow: "Slow it down" };
 const STANDINGS = { absent: "gone: work re-routed", starting: "starting", joining: "copies a peer's state" };
@@ -30,6 +32,8 @@ export class TaskView {
   async open(name) {
     this.name = name;
     this.rows = [];
+    this.asked = 0;
+    document.getElementById("gantt-part").hidden = true;
     this.places = null;
     document.getElementById("task-name").textContent = name;
     await this.reload();
@@ -37,6 +41,16 @@ export class TaskView {
   }
 
   close() { this.name = null; clearTimeout(this.timer); }
+
+  async step(path) {
+    const name = this.name;
+    this.asked = Date.now();
+    const told = await call("GET", `${path}/gantt`).catch(() => null);
+    const part = document.getElementById("gantt-part");
+    if (name !== this.name || !told) return;
+    part.hidden = !told.planned.length && !told.measured.length;
+    if (!part.hidden) drawGantt(document.getElementById("gantt"), document.getElementById("gantt-words"), told);
+  }
 
   async reload() {
     if (this.name === null) return;
@@ -67,6 +81,7 @@ export class TaskView {
       const [detail, readings] = await Promise.all([call("GET", `${path}?rows=0`), call("GET", `${path}/readings`)]).catch(() => [null, null]);
       if (name !== this.name) return;
       if (detail) { this.detail = detail; this.readings = readings.workers; this.grid(); }
+      if (Date.now() - this.asked >= GANTT_MS) await this.step(path);
     }
     const many = (this.detail?.places ?? 0) > 128 ? 4 : 1;
     this.timer = setTimeout(() => this.ask(), ASK_MS * many);

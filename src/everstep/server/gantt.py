@@ -1,0 +1,49 @@
+"""A step as it was planned and as it was run, on one axis of time.
+
+Planned: the schedule in force, with the op times its planner believed. Measured: the newest step that every
+worker has whole, from their recorders; ops are named by the schedule's order, which workers keep. A worker
+whose number of ops is another (the step was broken, or planned anew) is shown without names. Workers on
+several machines are shown by their machines' clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.core.ops import Worker, parse_worker
+from everstep.schedule.desk import SchedulerDesk
+
+MAX_WORKERS = 128
+Measured = Mapping[str, Mapping[str, list[list[int]]]]  # by worker, by step: start and end in nanoseconds
+
+
+def document(desk: SchedulerDesk | None, measured: Measured) -> dict[str, Any]:
+    planned = desk.in_force() if desk is not None else None
+    steps = [set(map(int, by_step)) for by_step in measured.values()]
+    common = set.intersection(*steps) if steps else set()
+    step = max(common, default=None)
+    names: dict[Worker, list[str]] = {}
+    told: dict[str, Any] = {
+        "step": step,
+        "planned": [],
+        "measured": [],
+        "planned_s": None,
+        "measured_s": None,
+    }
+    if planned is not None and len(planned[0].schedule.ops) <= MAX_WORKERS:
+        plan, instance = planned
+        names = {worker: list(map(str, ops)) for worker, ops in plan.schedule.ops.items()}
+        rows = [(str(t.worker), str(t.op), t.start, t.end) for t in plan.timeline(instance.time)]
+        told |= {"planned": rows, "planned_s": plan.value}
+    if step is not None and len(measured) <= MAX_WORKERS:
+        lists = {worker: by_step[str(step)] for worker, by_step in measured.items()}
+        first = min(op[0] for ops in lists.values() for op in ops)
+        rows = []
+        for worker, ops in lists.items():
+            called = names.get(parse_worker(worker), [])
+            for index, (begun, ended) in enumerate(ops):
+                name = called[index] if len(called) == len(ops) else ""
+                rows.append((worker, name, (begun - first) / 1e9, (ended - first) / 1e9))
+        told |= {"measured": rows, "measured_s": max(row[3] for row in rows)}
+    return told

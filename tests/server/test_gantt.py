@@ -1,0 +1,66 @@
+"""A step as planned and as run: ops are named by the schedule, and only where the numbers agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from everstep.core.actions import ComputePlan
+from everstep.core.ops import Worker
+from everstep.core.survey import Shape
+from everstep.engine.recorder import WorkerRecorder
+from everstep.node.lately import last_steps
+from everstep.schedule.desk import SchedulerDesk
+from everstep.server import gantt
+
+SHAPE = Shape(2, 2, 2)
+
+
+def desk() -> SchedulerDesk:
+    made = SchedulerDesk(SHAPE, "staggered")
+    made.answer(ComputePlan(epoch=1, broken={}, dead=frozenset(), because="test"))
+    return made
+
+
+def run(number: int, *, start_ns: int = 10**9) -> list[list[int]]:
+    return [[start_ns + 10**6 * i, start_ns + 10**6 * i + 500_000] for i in range(number)]
+
+
+def test_before_anything_is_planned_or_run_there_is_nothing_to_show() -> None:
+    told = gantt.document(SchedulerDesk(SHAPE, "staggered"), {})
+    assert (told["step"], told["planned"], told["measured"]) == (None, [], [])
+
+
+def test_ops_are_named_by_the_schedule_in_force() -> None:
+    scheduler = desk()
+    found = scheduler.in_force()
+    assert found is not None
+    ops = {str(worker): [str(op) for op in ops] for worker, ops in found[0].schedule.ops.items()}
+    told = gantt.document(scheduler, {worker: {"7": run(len(names))} for worker, names in ops.items()})
+    assert told["step"] == 7
+    for worker, names in ops.items():
+        assert [row[1] for row in told["measured"] if row[0] == worker] == names
+        assert [row[1] for row in told["planned"] if row[0] == worker] == names
+    assert min(row[2] for row in told["measured"]) == 0.0
+    assert told["planned_s"] > 0
+
+
+def test_the_newest_step_that_all_have_is_shown_and_a_broken_one_without_names() -> None:
+    scheduler = desk()
+    measured = {"0:0": {"7": run(10), "8": run(10)}, "0:1": {"6": run(3), "7": run(3)}}
+    told = gantt.document(scheduler, measured)
+    assert told["step"] == 7
+    assert {row[1] for row in told["measured"] if row[0] == "0:1"} == {""}
+
+
+def test_the_last_whole_steps_come_from_a_workers_own_recorder(tmp_path: Path) -> None:
+    beacon = tmp_path / "beacon-t-0-0-1"
+    recorder = WorkerRecorder.beside(str(beacon), Worker(0, 0), replicas=2, stages=2)
+    for step in range(1, 7):
+        for op in range(4):
+            begun = step * 10**9 + op * 10**6
+            recorder.op(step, begun, begun + 500_000, 500_000)
+    found = last_steps(beacon)
+    assert sorted(found) == ["3", "4", "5"], "the sixth may not be whole"
+    assert [len(ops) for ops in found.values()] == [4, 4, 4]
+    assert all(ended - begun == 500_000 for begun, ended in found["5"])
+    assert last_steps(tmp_path / "nobody") == {}
