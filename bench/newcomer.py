@@ -2,6 +2,7 @@
 
     python bench/newcomer.py                with pip's cache as it is
     python bench/newcomer.py --cold         with an empty one
+    python bench/newcomer.py --healed       end it once a failure is healed
     python bench/newcomer.py --json
 
 What is typed is read from the README, and it runs on a terminal of its own (a pty), as it would for a person:
@@ -44,15 +45,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cold", action="store_true", help="an empty pip cache")
+    parser.add_argument("--healed", action="store_true", help="end it once a failure is healed")
     parser.add_argument("--json", action="store_true", dest="as_json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
-        told = path_of_a_newcomer(Path(folder), cold=options.cold)
+        told = path_of_a_newcomer(Path(folder), cold=options.cold, to_the_end=not options.healed)
     print(json.dumps(told) if options.as_json else "\n".join(lines(told)))
     sys.exit(0 if told["first_healed_s"] is not None else 1)
 
 
-def path_of_a_newcomer(folder: Path, *, cold: bool) -> dict[str, Any]:
+def path_of_a_newcomer(folder: Path, *, cold: bool, to_the_end: bool) -> dict[str, Any]:
     command = first_command((ROOT / "README.md").read_text())
     env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     if cold:
@@ -67,6 +69,8 @@ def path_of_a_newcomer(folder: Path, *, cold: bool) -> dict[str, Any]:
             now = time.monotonic()
             stages.append({"stage": left.pop(0)[0], "s": now - before})
             before = now
+        if not to_the_end and stages[-1]["stage"] == HEALED:
+            break
     times = {stage["stage"]: stage["s"] for stage in stages}
     until = [stage["stage"] for stage in stages].index(HEALED) + 1 if HEALED in times else None
     return {
@@ -75,7 +79,7 @@ def path_of_a_newcomer(folder: Path, *, cold: bool) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "installed_mb": round(_size(folder / "everstep" / ".venv") / 1e6),
         "stages": [{**stage, "s": round(float(stage["s"]), 2)} for stage in stages],
-        "missing": [name for name, _ in left],
+        "missing": [name for name, _ in left] if to_the_end else [],
         "first_healed_s": None
         if until is None
         else round(sum(float(stage["s"]) for stage in stages[:until]), 2),
@@ -107,9 +111,9 @@ def on_a_terminal(command: str, folder: Path, env: dict[str, str]) -> Iterator[s
             *whole, pending = re.split(r"[\r\n]+", pending + data.decode(errors="replace"))
             yield from (_ESCAPES.sub("", line).strip() for line in whole)
     finally:
-        os.close(terminal)
+        os.close(terminal)  # whoever still runs is hung up on
         if os.waitpid(pid, os.WNOHANG)[0] == 0:
-            os.kill(pid, signal.SIGTERM)
+            os.killpg(pid, signal.SIGTERM)  # a terminal's processes are a group, led by its first
             os.waitpid(pid, 0)
 
 
