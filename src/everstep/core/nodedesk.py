@@ -113,8 +113,9 @@ class NodeDesk(TaskDesk):
             return []
         actions = self._set(node, state, because, now)
         node.pending.clear()
-        forgotten, losers = self._forget_copies(name, now)
-        actions += forgotten
+        losers = self._forget_copies(name)
+        for task in losers:
+            actions += self._settle_kept(task, now)
         taken: dict[str, list[tuple[Worker, Seat]]] = {}
         for task, worker in self.roster.on_node(name):
             taken.setdefault(task.name, []).append((worker, task.seats.pop(worker)))
@@ -127,9 +128,9 @@ class NodeDesk(TaskDesk):
                 self._blame_node(task, node, [worker for worker, seat in seats if seat.incarnation], now)
             for worker, seat in seats:
                 actions += self._gone(task, worker, seat, f"node {name} is gone: {because}", now)
-        for task_name in losers:
+        for task in losers:
             lost = ev.ShelfLost(because=f"node {name}, which kept copies of its state in memory, is gone")
-            actions += self._of_task(task_name, lost, now)
+            actions += self._of_task(task.name, lost, now)
         return actions + self._fill(now, f"node {name} is gone")
 
     def _blame_node(self, task: Task, node: Node, workers: list[Worker], now: float) -> None:

@@ -7,20 +7,17 @@ none, a start may be put off, a word to a worker is an order to its node.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, assert_never
+from typing import assert_never
 
 from everstep.core import actions as act
 from everstep.core import cluster as msg
 from everstep.core import events as ev
-from everstep.core import shelves
 from everstep.core.ops import Worker
 from everstep.core.orders import Actions
 from everstep.core.recovery import Recovery
 from everstep.core.roster import (
     OVER,
     REACHABLE,
-    Fetched,
     KeptState,
     NextShape,
     Seat,
@@ -28,14 +25,12 @@ from everstep.core.roster import (
     TaskState,
     WrittenParts,
 )
-from everstep.core.slowdesk import SlowDesk
+from everstep.core.shelfdesk import ShelfDesk
 from everstep.core.standing import Policy
 from everstep.errors import InternalError
 
-KEPT_MOVES = 8  # of a task, for the planner and for people
 
-
-class TaskDesk(SlowDesk):
+class TaskDesk(ShelfDesk):
     def _submitted(self, event: msg.TaskSubmitted, now: float) -> Actions:
         if event.task in self.tasks:
             return []
@@ -296,51 +291,13 @@ class TaskDesk(SlowDesk):
         kept.copies.setdefault(event.stage, {})[node] = event.part
         return self._settle_kept(task, now)
 
-    def _fetched(self, event: msg.StateFetched) -> Actions:
-        task = self.tasks.get(event.task)
-        if task is not None:
-            moved = task.fetched.setdefault(event.step, Fetched())
-            moved.bytes_here += event.bytes_here
-            moved.bytes_elsewhere += event.bytes_elsewhere
-            moved.seconds = max(moved.seconds, event.seconds)
-            for step in sorted(task.fetched)[:-KEPT_MOVES]:
-                del task.fetched[step]
-        return []
-
     def _settle_kept(self, task: Task, now: float) -> Actions:
-        """Which state in memory is the newest whole one; those that are not needed any more make room."""
-        actions = self._drop_shelved(task, shelves.needed_from(self.nodes, task))
-        newest = max(shelves.whole_steps(task), default=None)
-        if newest == task.kept_step:
+        """Which state in memory is the newest whole one may have changed: recovery must know."""
+        before = task.kept_step
+        actions = self._count_kept(task)
+        if task.kept_step == before:
             return actions
-        task.kept_step = newest
-        return actions + self._of_task(task.name, ev.StateKept(step=newest), now)
-
-    def _drop_shelved(self, task: Task, before: int | None) -> Actions:
-        actions: Actions = []
-        old = [step for step in task.kept if before is None or step < before]
-        holders = {node for step in old for copies in task.kept.pop(step).copies.values() for node in copies}
-        for name in sorted(holders):
-            order = msg.DropShelved(task=task.name, before=task.steps + 1 if before is None else before)
-            because = "the task is over" if before is None else f"the state of step {before} is safe"
-            actions += self._order(self.nodes[name], order, because)
-        if before is None:
-            task.kept_step = None
-        return actions
-
-    def _forget_copies(self, name: str, now: float) -> tuple[Actions, list[str]]:
-        """A node's memory is gone: what follows, and the tasks whose copies must go elsewhere now."""
-        actions: Actions = []
-        losers = []
-        for task in self.tasks.values():
-            of_stages = [copies for kept in task.kept.values() for copies in kept.copies.values()]
-            holding = [copies for copies in of_stages if name in copies]
-            for copies in holding:
-                del copies[name]
-            if holding:
-                losers.append(task.name)
-                actions += self._settle_kept(task, now)
-        return actions, losers
+        return actions + self._of_task(task.name, ev.StateKept(step=task.kept_step), now)
 
     def _of_task(self, name: str, event: ev.Event, now: float) -> Actions:
         task = self.tasks.get(name)
@@ -434,22 +391,6 @@ class TaskDesk(SlowDesk):
         order = msg.TellWorker(task=task.name, worker=worker, words=words, book=book)
         actions: Actions = []
         if isinstance(words, act.ResumeStep):
-            shelf = shelves.shelf_for(self.nodes, task, worker)
-            keeper = self.nodes[shelf.node]
-            if keeper.name != seat.node and task.name not in keeper.shelving | keeper.opened:
-                keeper.shelving.add(task.name)
-                known = msg.OpenShelf(task=task.name, secret=task.secret)
-                actions += self._order(keeper, known, f"{keeper.name} keeps copies of {task.name}'s state")
-            order = replace(
-                order,
-                shelf=shelf,
-                leaves=shelves.leaves(task, worker),
-                kept=self._kept_for(task, worker, words.order.restore),
-            )
+            actions += self._open_shelf(task, worker)
+            order = self._with_shelves(order, task, words.order.restore)
         return actions + self._order(self.nodes[seat.node], order, words.because)
-
-    def _kept_for(self, task: Task, worker: Worker, restore: int | None) -> tuple[tuple[msg.Shelf, Any], ...]:
-        if not restore or restore != task.kept_step:
-            return ()
-        own = task.seats[worker].node
-        return shelves.copies_for(self.nodes, task.kept[restore], worker, own)
