@@ -191,6 +191,7 @@ def test_a_child_that_ends_is_started_again_later_each_time(tmp_path: Path) -> N
     assert 2.0 <= waits[0] <= 2.3
     assert waits[2] >= 8.0
     assert told[0].startswith("child ended with 3")
+    assert one.failures == len(told)
     one.end()
 
 
@@ -216,6 +217,17 @@ def test_the_first_node_leads_at_once_and_a_spare_never(tmp_path: Path, cluster:
         keeper.run_folder.make(wanted=4)
         assert keeper._leads(now + 0.01) is at_once
         assert keeper._leads(now + 60) is not spare
+
+
+def test_a_node_whose_agent_never_runs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    for name in ("TURN_S", "RESTART_FIRST_S", "RESTART_MOST_S"):
+        monkeypatch.setattr(f"everstep.launch.slurm_keeper.{name}", 0.01)
+    monkeypatch.setattr("everstep.launch.slurm_keeper.EVERSTEP", ("false", "", ""))
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    keeper = Keeper(settings(tmp_path, rank=1000), say=told.append)
+    assert keeper.run() == 1
+    assert "ended 8 times" in told[-1]
 
 
 def test_a_spare_leaves_when_its_job_does_not_run_any_more(tmp_path: Path, cluster: Cluster) -> None:

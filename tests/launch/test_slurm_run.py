@@ -43,7 +43,8 @@ def test_one_process_leads_and_its_death_is_the_next_ones_chance(tmp_path: Path)
     hold = (
         "import sys, pathlib\n"
         "from everstep.launch.slurm_run import Run\n"
-        "print(Run(pathlib.Path(sys.argv[1])).try_to_lead(), flush=True)\n"
+        "run = Run(pathlib.Path(sys.argv[1]))\n"
+        "print(run.try_to_lead() and run.keep('n1'), flush=True)\n"
         "sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", hold, str(tmp_path)]
@@ -52,8 +53,11 @@ def test_one_process_leads_and_its_death_is_the_next_ones_chance(tmp_path: Path)
         assert other.stdout.readline() == b"True\n"
         run = Run(tmp_path)
         assert not run.try_to_lead()
+        assert not run.keep("n1"), "a node has one keeper"
+        assert run.keep("n2")
         other.kill()
         other.wait()
+        assert run.keep("n1")
         assert run.try_to_lead()
         assert run.leads
 

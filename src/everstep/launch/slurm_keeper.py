@@ -39,6 +39,7 @@ FIRST_TRY_S, TRY_EVERY_S, TRY_BY_RANK_S = 2.0, 2.0, 0.5
 ASK_ABOUT_JOB_S = 15.0
 RESTART_FIRST_S, RESTART_MOST_S = 1.0, 30.0
 CALM_S = 60.0  # a child that lived so long is restarted without waiting
+MAX_FAILURES = 8  # of an agent, one after the other: then this node is of no use to the run
 END_S = 15.0
 
 
@@ -71,6 +72,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._started = self._not_before = 0.0
         self._wait_s = RESTART_FIRST_S
+        self.failures = 0  # one after the other
 
     @property
     def pid(self) -> int | None:
@@ -86,6 +88,7 @@ class Child:
         if self._process is not None:
             calm = now - self._started >= CALM_S
             code, self._process = self._process.returncode, None
+            self.failures = 1 if calm else self.failures + 1
             self._wait_s = RESTART_FIRST_S if calm else min(self._wait_s * 2, RESTART_MOST_S)
             self._not_before = now + (0.0 if calm else self._wait_s)
             self.say(f"{self.command[3]} ended with {code}; its words are in {self.log}")
@@ -127,6 +130,9 @@ class Keeper:
         """Until the task is over, or Slurm ends it."""
         run = self.run_folder
         run.make(wanted=self.settings.wanted)
+        if not run.keep(self.settings.node):
+            self.say("has a keeper already")
+            return 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         agent = self._child("agent", self._agent_command())
@@ -140,6 +146,9 @@ class Keeper:
                     self.say("the task is over")
                     return code
                 agent.keep(now)
+                if agent.failures >= MAX_FAILURES:
+                    self.say(f"its agent has ended {agent.failures} times; this keeper gives up")
+                    return 1
                 if self._leads(now):
                     if coordinator is None and not self.settings.coordinator:
                         coordinator = self._child("coordinator", self._coordinator_command())

@@ -8,6 +8,7 @@
     RUN/state-K/              K counts how often Slurm has requeued the job: nothing of an earlier life is met
     RUN/state-K/coordinator   the address of the coordinator now
     RUN/state-K/journal…      its journal, and the losses of every step
+    RUN/state-K/keeper-NODE   locked by the keeper of that node
     RUN/state-K/drained       nodes that were drained because Slurm said so
     RUN/state-K/exit          written when the task is over: the exit code
 
@@ -128,9 +129,16 @@ class Run:
 
     def try_to_lead(self) -> bool:
         """Take the lock, if nobody has it; it is kept until this process ends."""
-        if self._lead is not None:
-            return True
-        file = os.open(self.folder / "lead", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if self._lead is None:
+            self._lead = self._lock(self.folder / "lead")
+        return self._lead is not None
+
+    def keep(self, node: str) -> bool:
+        """Be the one keeper of a node; False if it has one."""
+        return self._lock(self.state / f"keeper-{node}") is not None
+
+    def _lock(self, path: Path) -> int | None:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -140,9 +148,8 @@ class Run:
                     f"the file system of {self.folder} has no locks; give a folder on one that has by --run "
                     "(Lustre: mount it with flock)."
                 ) from None
-            return False
-        self._lead = file
-        return True
+            return None
+        return file
 
 
 def _replace(path: Path, text: str) -> None:
