@@ -394,6 +394,34 @@ def failures(told: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
+_ROWS = {
+    "healed_s": "kill to the next step on record, s",
+    "coordinator_moved": "the coordinator has moved",
+    "slurm_noticed_s": "kill to Slurm's notice (SlurmdTimeout 5 s), s",
+    "returned_s": "slurmd back to its worker takes part, s",
+    "drained_s": "scontrol drain to the last worker gone, s",
+    "readmitted_s": "scontrol resume to its worker takes part, s",
+    "keeper_started_again_s": "keeper killed to its worker takes part, s",
+    "requeued_at_step": "requeued at step",
+    "resumed_from_step": "resumed from the checkpoint of step",
+    "away_s": "requeue to the next step on record, s",
+    "steps": "steps on record",
+    "steps_done_again": "steps done again",
+    "losses_differing": "losses that differ from a clean run's",
+    "slurm_state": "what Slurm calls the job",
+}
+
+
+def table(told: dict[str, dict[str, Any]]) -> str:
+    """One column a scene."""
+    lines = [f"{'':50}" + "".join(f"{scene:>12}" for scene in told)]
+    for key, words in _ROWS.items():
+        if any(key in facts for facts in told.values()):
+            cells = [str(facts.get(key, "-")) for facts in told.values()]
+            lines.append(f"{words:50}" + "".join(f"{cell:>12}" for cell in cells))
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("scenes", nargs="*", choices=[*SCENES, []], help="default: all")
@@ -437,8 +465,7 @@ def main() -> None:
     if given.json:
         print(json.dumps({"slurm": version, "scenes": told, "failures": wrong}, indent=2))
     else:
-        for scene, facts in told.items():
-            print(f"{scene:8} " + "  ".join(f"{key}={value}" for key, value in facts.items()))
+        print(table(told))
     for line in wrong:
         print(f"FAILED {line}", file=sys.stderr)
     sys.exit(1 if wrong else 0)

@@ -159,8 +159,9 @@ class SlurmCluster:
 
     def logs(self) -> str:
         return "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
-            for path in sorted(self.folder.glob("*.log"))
+            f"--- {path.name}\n{path.read_text(errors='replace')[-800:]}"
+            for path in sorted(self.folder.glob("slurm*.log"))
+            if not path.name.endswith(".out.log")
         )
 
     # -------------------------------------------------------------- making it
