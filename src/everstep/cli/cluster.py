@@ -15,6 +15,7 @@ from rich.text import Text
 
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
+from everstep.cli.train import KILL
 from everstep.errors import EverstepError, UserError
 
 JSON = typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
@@ -37,7 +38,7 @@ def submit_command(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="Its keys: docs/job-file.md.")],
     name: Annotated[str, typer.Option(help="The task's name.", show_default="the file's")] = "",
     weight: Annotated[float, typer.Option(help="How much it matters against other tasks.")] = 1.0,
-    kill: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
+    kill: Annotated[list[str] | None, KILL] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Until the task is over.")] = False,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
