@@ -59,6 +59,8 @@ class Pictures:
                     print(f"{view} {moment} {look}: {overflow} px wider than the window")
                 path = self.folder / f"{view}-{moment}-{look}.png"
                 await self.page.picture(path, whole=width < 600 and not self.few)
+                if self.few:
+                    _shrink(path)
                 self.made.append(path)
 
     def _hash(self, view: str) -> str:
@@ -68,6 +70,14 @@ class Pictures:
             return "#/task/gpt"
         numbers = [one["number"] for one in self.cluster.incidents()]
         return f"#/incident/{numbers[0]}" if numbers else "#/incidents"
+
+
+def _shrink(path: Path) -> None:
+    """A page has few colours: a palette is a third of the bytes."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(96).save(path, optimize=True)
 
 
 async def play(cluster: Cluster, folder: Path, *, few: bool) -> list[Path]:

@@ -24,6 +24,7 @@ from everstep.plan.ask import choose, worth
 from everstep.server.daemon import Daemon
 
 KEPT = 2000
+NOBODY_MOVES, STAY = "nothing changes", "those who are left stay where they are"  # here something has changed
 FRESH_S = 5.0  # an answer serves everybody for so long
 
 
@@ -114,5 +115,5 @@ def _asked(
             {"task": name, "before": len(machine.tasks[name].seats), "after": workers}
             for name, workers in sorted(chosen.workers.items())
         ],
-        "because": chosen.because.removeprefix(f"{what}: "),
+        "because": chosen.because.removeprefix(f"{what}: ").replace(NOBODY_MOVES, STAY),
     }

@@ -25,7 +25,7 @@ from everstep.server import views
 from everstep.server.daemon import Daemon
 from everstep.server.outlook import Outlook
 
-SOON_S = 0.05
+SOON_S = 0.1
 LATEST_S = 1.0
 SHARE = 0.1  # of the loop's time, at most, for looking
 LOOK_S = 1.0  # though nothing was announced: a node may have gone quiet

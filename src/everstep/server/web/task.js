@@ -33,6 +33,7 @@ export class TaskView {
     this.name = name;
     this.rows = [];
     this.asked = 0;
+    this.ran = null; // the last step, as planned and as run
     document.getElementById("gantt-part").hidden = true;
     this.places = null;
     document.getElementById("task-name").textContent = name;
@@ -49,7 +50,16 @@ export class TaskView {
     const part = document.getElementById("gantt-part");
     if (name !== this.name || !told) return;
     part.hidden = !told.planned.length && !told.measured.length;
-    if (!part.hidden) drawGantt(document.getElementById("gantt"), document.getElementById("gantt-words"), told);
+    this.ran = part.hidden ? null : told;
+    this.drawnStep = "";
+    this.drawStep();
+  }
+
+  drawStep() {
+    const canvas = document.getElementById("gantt"), drawn = `${canvas.parentElement.clientWidth} ${colour("--card")}`;
+    if (!this.ran || drawn === this.drawnStep) return;
+    this.drawnStep = drawn;
+    drawGantt(canvas, document.getElementById("gantt-words"), this.ran);
   }
 
   async reload() {
@@ -109,6 +119,7 @@ export class TaskView {
       [`${committed} / ${issued}`, "microbatches counted once", committed === issued ? "" : "warn"],
     ]);
     this.charts();
+    this.drawStep();
     const known = task.loss != null && this.compare?.[task.step] != null;
     const apart = known ? `, without faults ${short(this.compare[task.step], 6)}` : "";
     write(document.getElementById("loss-now"), task.loss == null ? "" : `${short(task.loss, 6)} at step ${task.step}${apart}`);
@@ -159,6 +170,7 @@ export class TaskView {
         this.cells.set(worker, cell);
         return cell;
       })));
+    document.getElementById("places").style.minWidth = `${4.6 + 7.4 * stages}rem`;
     document.getElementById("places").replaceChildren(element("thead", {}, head), element("tbody", {}, ...rows));
     this.choose(null);
   }
