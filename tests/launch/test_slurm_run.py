@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import UserError
+from everstep.launch import slurm, slurm_shell
 from everstep.launch.client import Client
 from everstep.launch.slurm import SlurmLaunch, newest
 from everstep.launch.slurm_run import Run
 from everstep.launch.slurm_shell import SCRIPT
+from everstep.launch.slurm_words import SlurmJob
 
 
 def test_the_token_is_made_once_and_read_by_its_owner_only(tmp_path: Path) -> None:
@@ -131,3 +133,37 @@ def test_no_token_is_on_the_command_line_of_a_launch(tmp_path: Path) -> None:
     Run(tmp_path).make(wanted=4, token="secret-token")
     assert launch.options() == ["--nodes=4", f"--output={tmp_path / 'keepers.out'}", "--partition=gpu"]
     assert "secret-token" not in " ".join([*launch.options(), *launch.arguments()])
+
+
+@pytest.mark.parametrize(
+    ("last_state", "written", "code"),
+    [("COMPLETED", 0, 0), ("CANCELLED", 0, 0), ("FAILED", 1, 1), ("TIMEOUT", None, 1), (None, 0, 0)],
+)
+def test_waiting_ends_with_the_tasks_own_end_whatever_slurm_calls_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    last_state: str | None,
+    written: int | None,
+    code: int,
+) -> None:
+    run = Run(tmp_path)
+    run.make(wanted=2)
+    states = ["PENDING", "RUNNING", "away", "REQUEUED", "PENDING", "RUNNING", "COMPLETING", last_state]
+    told: list[str] = []
+
+    def job(number: str) -> SlurmJob | None:
+        state = states.pop(0)
+        if state == "away":
+            raise slurm_shell.SlurmFailed("squeue: Unable to contact slurm controller")
+        if state == "REQUEUED":
+            Run(tmp_path, attempt=1).make(wanted=2)
+        if state == "COMPLETING" and written is not None:
+            Run(tmp_path, attempt=1).end(written)
+        return None if state is None else SlurmJob(number=number, state=state)
+
+    monkeypatch.setattr(slurm_shell, "job", job)
+    monkeypatch.setattr(slurm, "LOOK_EVERY_S", 0.0)
+    assert slurm.wait("7", tmp_path, told.append) == code
+    assert told[:2] == ["job is pending", "job is running"]
+    assert "Unable to contact" in told[2]
+    assert not states

@@ -56,12 +56,15 @@ def wait(number: str, run: Path, say: Callable[[str], None]) -> int:
     """Until the job is over, through requeues; the task's exit code."""
     told = ""
     while True:
-        job = slurm_shell.job(number)
-        state = "COMPLETED" if job is None else job.state
+        try:
+            job = slurm_shell.job(number)
+            state = "COMPLETED" if job is None else job.state
+            line = _line(state, run)
+        except slurm_shell.SlurmFailed as error:  # slurmctld restarts; the job does not mind
+            state, line = "", str(error)
         if state in _OVER:
             code = newest(run).exit_code
             return 1 if code is None else code
-        line = _line(state, run)
         if line != told:
             say(line)
             told = line
