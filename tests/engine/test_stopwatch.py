@@ -57,12 +57,12 @@ def test_standing_in_line_for_a_core_is_not_own_time_and_sleeping_is() -> None:
 
 
 def test_ops_are_told_once() -> None:
-    first, second, *_ = told_steps(200, 5)
+    first, second, *_ = told_steps(400, 5)
     assert first["ops"]["F"][0] == second["ops"]["F"][0] == 1
 
 
 def test_long_steps_are_told_one_by_one_and_short_ones_together() -> None:
-    assert [t["step"] for t in told_steps(200, 6)] == [1, 2, 3, 4, 5, 6]
+    assert [t["step"] for t in told_steps(400, 6)] == [1, 2, 3, 4, 5, 6]
     short = told_steps(2, 64)
     assert [t["step"] for t in short] == [1, 2, 3, 16, 32, 48, 64]
     assert short[-1]["ops"]["F"][0] == 16

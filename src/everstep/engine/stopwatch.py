@@ -5,9 +5,9 @@ less what this thread stood in line for a core: it is the same on a crowded mach
 it grows when the worker itself has become slow, whether its core, its device or its sleep takes the longer.
 The kernel counts the standing in line (`/proc/thread-self/schedstat`); where it does not, own is all of it.
 
-Steps are told one by one, so that slowness is seen in the step after its first; where steps are very short,
-2, 4, 8 or 16 at once, so that telling stays cheap. Which steps those are follows from the step's number:
-all workers of a job tell the same ones.
+Steps are told one by one, so that slowness is seen in the step after its first; where steps take less than a
+quarter of a second, 2, 4, 8 or 16 at once, so that telling stays cheap. Which steps those are follows from
+the step's number: all workers of a job tell the same ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from everstep.core.ops import Kind
 
-_TELL_AFTER_S = 0.1
+_TELL_AFTER_S = 0.25
 _MOST_STEPS = 16
 _ALWAYS_TOLD = 3  # the first steps: the first schedule with measured times is made of them
 
@@ -101,7 +101,7 @@ class Stopwatch:
 
     def _every(self) -> int:
         every = 1
-        while every < _MOST_STEPS and every * (self._step_s or _TELL_AFTER_S) < _TELL_AFTER_S / 2:
+        while every < _MOST_STEPS and every * (self._step_s or _TELL_AFTER_S) < _TELL_AFTER_S:
             every *= 2
         return every
 

@@ -123,6 +123,8 @@ class Agent:
     # -------------------------------------------------------------- reports
 
     def _report(self, report: msg.NodeReport) -> None:
+        if isinstance(report, msg.TimesTold) and not self._welcomed:
+            return  # of no use later
         self._reports += 1
         self._kept.append((self._reports, self._on_wall_time(report)))
         if len(self._kept) > MAX_KEPT_REPORTS:

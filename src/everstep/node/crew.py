@@ -35,6 +35,8 @@ from everstep.node.shelf import Shelf
 
 FINISH_S = 5.0  # for a worker asked to finish, before it is told to stop
 STOP_S = 20.0  # for a worker told to stop, before it is killed
+SOON_S = 0.03  # a beacon younger than this is not asked about
+ASK_KERNEL_S = 0.1  # in one op for so long: what has its process been doing?
 _PLANTED = ("dies at", "raises at")  # what a beacon says of a fault that a script asked for
 Report = Callable[[msg.NodeReport], None]
 
@@ -446,19 +448,19 @@ class Crew:
             age_s=max(0.0, now - reading.at_ns / 1e9),
         )
         still = self.progress.stands_still(process.task, process.worker, glance)
-        if still and process.active_since is None:
-            process.active_since = _active_s(process.child.pid)
-        elif not still:
+        if not still:
             process.active_since = None
         active_s = 0.0
-        if process.active_since is not None and glance.busy and glance.age_s > 0.1:
-            active_s = _active_s(process.child.pid) - process.active_since
+        if still and glance.busy and glance.age_s > ASK_KERNEL_S:  # many small files: not for every op
+            active = _active_s(process.child.pid)
+            process.active_since = active if process.active_since is None else process.active_since
+            active_s = active - process.active_since
         report = self.progress.look(
             process.task,
             process.worker,
             process.incarnation,
             glance,
-            stopped=still and _stopped(process.child.pid),
+            stopped=still and glance.age_s > SOON_S and _stopped(process.child.pid),
             now=now,
             active_s=active_s,
         )
