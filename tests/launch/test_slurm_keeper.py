@@ -238,6 +238,10 @@ def test_a_spare_leaves_when_its_job_does_not_run_any_more(tmp_path: Path, clust
     cluster.job = SlurmJob(number="7", state="PENDING")
     assert not keeper._is_left_alone(now + 21), "it does not ask all the time"
     assert keeper._is_left_alone(now + 40)
+    cluster.job = SlurmJob(number="7", state="RUNNING")
+    assert not keeper._is_left_alone(now + 60)
+    Run(tmp_path / "run", attempt=1).make(wanted=4)
+    assert keeper._is_left_alone(now + 80), "the job runs, but it has begun again"
 
 
 def test_outside_slurm_a_keeper_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -197,9 +197,9 @@ class Keeper:
         except EverstepError as error:
             self.say(f"cannot ask about job {self.settings.job}: {error}")
             return False
-        if job is not None and job.runs:
+        if job is not None and job.runs and not self.run_folder.has_ended_life:
             return False
-        self.say(f"job {self.settings.job} does not run any more; this spare leaves")
+        self.say(f"job {self.settings.job} has ended, or begun again; this spare leaves")
         return True
 
     # -------------------------------------------------------------- its processes

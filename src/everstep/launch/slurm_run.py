@@ -118,6 +118,11 @@ class Run:
         except (OSError, ValueError):
             return None
 
+    @property
+    def has_ended_life(self) -> bool:
+        """Has Slurm requeued the job since?"""
+        return (self.folder / f"state-{self.attempt + 1}").exists()
+
     def end(self, code: int) -> None:
         _replace(self.state / "exit", f"{code}\n")
 
