@@ -78,7 +78,7 @@ def with_optimizer(model: Any, state: State) -> State:
 
 
 def _held(tensor: torch.Tensor) -> Held:
-    return Held(dtypes.NAMES[tensor.dtype], dtypes.array_of(tensor.detach().clone()))
+    return Held(dtypes.name_of(tensor.dtype), dtypes.array_of(tensor.detach().clone()))
 
 
 def around(name: str, model: Any, root: Path, megatron: bool) -> dict[str, Any]:

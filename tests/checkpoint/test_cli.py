@@ -1,12 +1,16 @@
 """The ckpt commands: one document each, sentences for mistakes."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from everstep.checkpoint.folder import commit, write_part
 from everstep.cli import main
 from tests.checkpoint.states import save
 from tests.checkpoint.test_formats import REAL
@@ -104,3 +108,17 @@ def test_mistakes_are_sentences(everstep: Callable, tmp_path: Path) -> None:
         assert says in ran.err
         assert ran.err.count("\n") == 1
         assert ran.out == ""
+
+
+def test_looking_at_a_checkpoint_waits_for_no_torch(tmp_path: Path) -> None:
+    part = write_part(tmp_path, 3, "all", {"model/w": torch.arange(6.0)})
+    commit(tmp_path, 3, [part], {})
+    code = (
+        "import sys; from everstep.cli import main;"
+        f"root, to = {str(tmp_path)!r}, {str(tmp_path / 'hf')!r};"
+        "asked = (['inspect', root], ['verify', root], ['convert', root, to, '--to', 'hf']);"
+        "codes = [main.run(['ckpt', *words]) for words in asked];"
+        "sys.exit(codes != [0, 0, 0] or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

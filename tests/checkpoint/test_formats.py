@@ -31,7 +31,7 @@ REAL = Path(__file__).parent / "data"  # written by DeepSpeed 0.19.8
 
 
 def held(tensor: torch.Tensor) -> Held:
-    return Held(dtypes.NAMES[tensor.dtype], dtypes.array_of(tensor))
+    return Held(dtypes.name_of(tensor.dtype), dtypes.array_of(tensor))
 
 
 def value(stored: Stored) -> torch.Tensor:

@@ -6,7 +6,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import torch
 
 from everstep.checkpoint import dtypes
 from everstep.checkpoint.dtypes import Array
@@ -64,11 +63,14 @@ def _difference(a: Stored, b: Stored, progress: Progress) -> dict[str, Any] | No
         unequal = int((x != y).sum())
         if unequal:
             elements += unequal
-            gap = dtypes.tensor_of(x, a.dtype).to(torch.float64) - dtypes.tensor_of(y, a.dtype).to(
-                torch.float64
-            )
-            largest = max(largest, float(gap.abs().max()))
+            gap = _values(x, a.dtype) - _values(y, a.dtype)
+            largest = max(largest, float(np.abs(gap).max()))
     if not elements:
         return None
     sentence = f"{elements} of {total} elements differ, by {largest:.3g} at most"
     return {"because": sentence, "max_abs": largest, "elements": elements}
+
+
+def _values(array: Array, dtype: str) -> Array:
+    """As fp64 numbers."""
+    return dtypes.cast(array, dtype, "F64").view(np.float64)

@@ -1,39 +1,43 @@
 """Element types by their safetensors names, and arrays of raw elements.
 
 Bytes are moved, not numbers: an array here is of unsigned integers as wide as the element, so that bf16 and
-fp8, which numpy does not know, travel like all others. Only `cast` looks at values, and uses torch.
+fp8, which numpy does not know, travel like all others. torch is imported where tensors are made or values
+looked at, and nowhere else: to convert, inspect or verify files nobody waits for it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from everstep.layout.layout import ITEM_BYTES
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 Array = NDArray[Any]
-TORCH = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+_IN_TORCH = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
-NAMES = {dtype: name for name, dtype in TORCH.items()}
+_NAMES = {f"torch.{word}": name for name, word in _IN_TORCH.items()}
+_NUMPY = {name: np.dtype(word) for name, word in _IN_TORCH.items() if word in np.sctypeDict}
 _RAW: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("<u2"),
@@ -42,24 +46,49 @@ _RAW: dict[int, np.dtype[Any]] = {
 }
 
 
+def in_torch(dtype: str) -> torch.dtype:
+    import torch
+
+    found: torch.dtype = getattr(torch, _IN_TORCH[dtype])
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str | None:
+    """None: a checkpoint does not hold such elements."""
+    return _NAMES.get(str(dtype))
+
+
+def scalar(value: float, dtype: str) -> Array:
+    """A number as an array without dimensions."""
+    if dtype in _NUMPY:
+        return np.array(value, _NUMPY[dtype]).view(raw(dtype))
+    return cast(scalar(value, "F64"), "F64", dtype)
+
+
 def raw(dtype: str) -> np.dtype[Any]:
     return _RAW[ITEM_BYTES[dtype]]
 
 
 def array_of(tensor: Tensor) -> Array:
     """The raw elements of a tensor on the CPU; shares memory where the tensor is contiguous there."""
+    import torch
+
+    name = name_of(tensor.dtype)
+    assert name is not None
     host = tensor.detach().to("cpu").contiguous()
     flat = host.reshape(-1).view(torch.uint8).numpy() if host.numel() else np.empty(0, np.uint8)
-    found: Array = flat.view(raw(NAMES[tensor.dtype])).reshape(tuple(tensor.shape))
+    found: Array = flat.view(raw(name)).reshape(tuple(tensor.shape))
     return found
 
 
 def tensor_of(array: Array, dtype: str) -> Tensor:
     """Shares memory."""
+    import torch
+
     if array.size == 0:
-        return torch.empty(array.shape, dtype=TORCH[dtype])
+        return torch.empty(array.shape, dtype=in_torch(dtype))
     flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    return flat.view(TORCH[dtype]).reshape(array.shape)
+    return flat.view(in_torch(dtype)).reshape(array.shape)
 
 
 def bytes_of(array: Array) -> memoryview:
@@ -68,4 +97,4 @@ def bytes_of(array: Array) -> memoryview:
 
 
 def cast(array: Array, dtype: str, to: str) -> Array:
-    return array if dtype == to else array_of(tensor_of(array, dtype).to(TORCH[to]))
+    return array if dtype == to else array_of(tensor_of(array, dtype).to(in_torch(to)))

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from everstep.checkpoint import index as indexes
 from everstep.checkpoint.index import Part, Refused
@@ -28,6 +26,9 @@ from everstep.checkpoint.ranges import Access
 from everstep.checkpoint.reader import Checkpoint, open_in
 from everstep.errors import InternalError, UserError
 from everstep.layout.box import Box
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "Checkpoint",

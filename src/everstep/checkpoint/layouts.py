@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +61,7 @@ def load_part(
             if kinds.setdefault(piece.buffer, dtype) != dtype:
                 raise UserError(f"buffer {piece.buffer!r} of {holder} holds two dtypes; give each its own.")
     found = {
-        name: torch.zeros(layout.buffers[holder, name], dtype=dtypes.TORCH[dtype])
+        name: torch.zeros(layout.buffers[holder, name], dtype=dtypes.in_torch(dtype))
         for name, dtype in kinds.items()
     }
     for piece in layout.pieces:
@@ -82,7 +81,4 @@ def _flat(tensor: Tensor) -> Array:
     """Raw elements of a contiguous tensor, shared with it."""
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise UserError("a buffer to save or load must be contiguous and on the CPU.")
-    if tensor.numel() == 0:
-        return np.empty(0, dtypes.raw(dtypes.NAMES[tensor.dtype]))
-    found: Array = tensor.reshape(-1).view(torch.uint8).numpy().view(dtypes.raw(dtypes.NAMES[tensor.dtype]))
-    return found
+    return dtypes.array_of(tensor).reshape(-1)

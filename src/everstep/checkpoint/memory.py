@@ -19,8 +19,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from everstep.checkpoint import index as indexes
 from everstep.checkpoint import parts
@@ -29,6 +28,9 @@ from everstep.checkpoint.places import STEP, LocalPlace, step_name
 from everstep.checkpoint.ranges import Access, RangeFile
 from everstep.checkpoint.reader import Checkpoint
 from everstep.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHUNK_BYTES = 4 << 20  # hashed as one: parts in memory are read whole or nearly so
 TIMEOUT_S = 10.0

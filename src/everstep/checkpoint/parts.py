@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-from torch import Tensor
 
 from everstep.checkpoint import dtypes
 from everstep.checkpoint.index import PART_NAME, Part, digest, in_file_name, num_chunks
@@ -25,6 +24,9 @@ from everstep.checkpoint.stored import Held, Stored, read_range
 from everstep.errors import InternalError, UserError
 from everstep.layout.box import Box, Shape, whole
 from everstep.layout.layout import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHUNK_BYTES = 128 << 10  # hashed as one: what a partial read may read too much, at either end
 BLOCK_BYTES = 4 << 20  # read and written as one; a multiple of any chunk size we write
@@ -51,9 +53,10 @@ def plan_whole(tensors: Mapping[str, Stored]) -> list[Planned]:
 
 
 def stored_of(name: str, tensor: Tensor) -> Stored:
-    if tensor.dtype not in dtypes.NAMES:
+    dtype = dtypes.name_of(tensor.dtype)
+    if dtype is None:
         raise UserError(f"tensor {name!r} is of {tensor.dtype}, which a checkpoint does not hold.")
-    return Held(dtypes.NAMES[tensor.dtype], dtypes.array_of(tensor))
+    return Held(dtype, dtypes.array_of(tensor))
 
 
 def write_part(

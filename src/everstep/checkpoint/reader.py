@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from everstep.checkpoint import dtypes
 from everstep.checkpoint.dtypes import Array
@@ -41,6 +39,9 @@ from everstep.errors import UserError
 from everstep.layout.box import Box, offset_of, row_major, whole
 from everstep.layout.layout import ITEM_BYTES, Layout, Piece
 from everstep.layout.layout import Tensor as Logical
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_HEADER_BYTES = 100 << 20
 _Row = tuple[str, list[int], int, int]  # dtype, shape, begin and end in the file
@@ -107,11 +108,13 @@ class Checkpoint:
 
     def read_box(self, name: str, box: Box | None = None, *, checked: bool = True) -> Tensor:
         """A box of a tensor, or all of it."""
+        import torch
+
         entry = self._entry(name)
         box = box or whole(entry.shape)
         if not box.within(entry.shape):
             raise UserError(f"tensor {name!r} is of shape {list(entry.shape)}; {box} reaches outside it.")
-        found = torch.empty(box.size, dtype=dtypes.TORCH[entry.dtype])
+        found = torch.empty(box.size, dtype=dtypes.in_torch(entry.dtype))
         if found.numel():
             raw: Array = found.reshape(-1).view(torch.uint8).numpy().view(dtypes.raw(entry.dtype))
             self.stored(name, checked=checked).read(box, raw.reshape(box.size))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from everstep.checkpoint import dtypes
 from everstep.checkpoint.dtypes import Array
@@ -101,15 +100,17 @@ class Mean:
 
     def read(self, box: Box, out: Array) -> None:
         held: Array = np.empty(box.size, out.dtype)
+        import torch
+
         total = torch.zeros(box.size, dtype=torch.float64)
         for source in self.sources:
             source.read(box, held)
             total += dtypes.tensor_of(held, self.dtype).to(torch.float64)
-        out[...] = dtypes.array_of((total / len(self.sources)).to(dtypes.TORCH[self.dtype]))
+        out[...] = dtypes.array_of((total / len(self.sources)).to(dtypes.in_torch(self.dtype)))
 
 
 def scalar(value: float, dtype: str = "F32") -> Held:
-    return Held(dtype, dtypes.array_of(torch.tensor(value, dtype=dtypes.TORCH[dtype])))
+    return Held(dtype, dtypes.scalar(value, dtype))
 
 
 def equal(a: Stored, b: Stored, block_bytes: int = 4 << 20) -> bool:

@@ -316,12 +316,12 @@ def _size(values: Any) -> Any:
 def _told(stored: Stored) -> Any:
     from torch.distributed.checkpoint import metadata as torch_metadata
 
-    from everstep.checkpoint.dtypes import TORCH
+    from everstep.checkpoint.dtypes import in_torch
 
     chunk = torch_metadata.ChunkStorageMetadata(
         offsets=_size([0] * len(stored.shape)), sizes=_size(stored.shape)
     )
-    properties = torch_metadata.TensorProperties(dtype=TORCH[stored.dtype])
+    properties = torch_metadata.TensorProperties(dtype=in_torch(stored.dtype))
     return torch_metadata.TensorStorageMetadata(
         properties=properties, size=_size(stored.shape), chunks=[chunk]
     )
