@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bench import slow
 
-JOB = {"replicas": 2, "stages": 1, "microbatches": 4, "steps": 26}
+JOB = {"replicas": 2, "stages": 1, "microbatches": 4, "steps": 21}
 FROM = slow.SLOW_FROM
 FAULT = f"replica=1,stage=0,step={FROM},how=slow,factor=3"
 
 
 def test_a_slow_worker_is_told_and_balanced_and_the_losses_stay() -> None:
     clean = slow.train(slow.job_of(**JOB, rest_ms=[0.0, 0.0]))  # rests change no number
-    told = slow.train(slow.job_of(**JOB, rest_ms=[20.0, 20.0]), (FAULT,))
+    told = slow.train(slow.job_of(**JOB, rest_ms=[18.0, 18.0]), (FAULT,))
     assert slow.of_slowness(clean) == []
     (incident,) = slow.of_slowness(told)
     assert [str(worker) for worker in incident.workers] == ["1:0"]
