@@ -24,7 +24,7 @@ from everstep.engine.job import Job
 from everstep.errors import UserError
 from everstep.launch.local import LocalTask
 from everstep.launch.outcome import StepRow
-from everstep.launch.report import death, resume_line, times
+from everstep.launch.report import death, resume_line, times, tried
 
 FRAME_S = 0.1
 _CELL = 27
@@ -75,6 +75,8 @@ class LiveView:
                 self._row = what
                 if self.other is not None and what.step in self.other:
                     self._worst = max(self._worst, relative(what.loss, self.other[what.step]))
+            case "incident", incident if not incident.stops_training:
+                self.tell("[yellow]~[/yellow]", incident.step, death(incident), tried(incident))
             case "incident", incident:
                 for worker in incident.workers:
                     self._gone[worker] = (time.monotonic(), incident.what)

@@ -84,10 +84,14 @@ def step_line(row: StepRow, steps: int) -> str:
 def incident_line(incident: Incident) -> str:
     """Told when the incident closes; what it cost in steps is known a step later."""
     if not incident.stops_training:
-        remedies = "; ".join(f"{tried.what}: {tried.outcome or tried.because}" for tried in incident.remedies)
-        return f"incident {incident.number} since step {incident.step}: {death(incident)}; {remedies}"
+        return f"incident {incident.number} since step {incident.step}: {death(incident)}; {tried(incident)}"
     told = f"{death(incident)}; {', '.join(times(incident))}"
     return f"incident {incident.number} in step {incident.step}: {told}"
+
+
+def tried(incident: Incident) -> str:
+    """What was done about it, and what came of that."""
+    return "; ".join(f"{each.what}: {each.outcome or each.because}" for each in incident.remedies)
 
 
 def death(incident: Incident) -> str:
