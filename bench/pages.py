@@ -102,11 +102,14 @@ def links(page: Path) -> Iterator[tuple[bool, str]]:
 
 
 def picture_commands() -> dict[str, str]:
-    """Picture (as a path from the repository's root) to the one command that makes it, as a page shows it."""
+    """Picture, or folder of pictures (seen from the repository), to the command that makes it, as a
+    page shows it: in a block, or in the middle of a sentence.
+    """
     found: dict[str, str] = {}
     for page in pages():
-        for command in commands(page):
+        spoken = re.findall(r"`((?:everstep|python) [^`\n]+)`", page.read_text())
+        for command in [*spoken, *commands(page)]:
             for word in command.split():
-                if word.startswith("docs/") and word.endswith(PICTURES):
-                    found[word] = command
+                if word.startswith("docs/") and (word.endswith(PICTURES) or "." not in word):
+                    found[word.rstrip("/")] = command
     return found
