@@ -188,6 +188,11 @@ def test_nobody_is_accused_for(name: str, speed: Speed, noise: float, seed: int)
         assert found == []
 
 
+def test_times_that_make_no_sense_accuse_nobody_and_break_nothing() -> None:
+    assert story(lambda worker, step: 0.0 if step % 3 else 1.0, steps=60) == []
+    assert story(lambda worker, step: 1.0, steps=60, hosted=lambda worker, step: 0) == []
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_sequence_lengths_that_scatter_accuse_nobody(seed: int) -> None:
     """Each worker's step is longer or shorter by chance, often by half."""

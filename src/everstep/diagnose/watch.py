@@ -10,14 +10,14 @@ every pace and no ratio.
 
 Hot is a fifth more than usual, a tenth of a step, and far outside the scatter its ratio had while calm: four
 times the usual deviation, and half more than the largest; in logarithms, since twice as long and half as
-long are equally far from usual. Eight calm looks are needed to know that. Where
-sequence lengths scatter, a slow worker cannot be told from chance by its past as soon as that; and whoever
-was slow before anybody looked has no better past. They are compared with their peers, over eight looks or
-more, until chance is no explanation.
+long are equally far from usual. Eight calm looks are needed to know that. Where sequence lengths scatter, a
+slow worker cannot be told from chance by its past as soon as that; and whoever was slow before anybody looked
+has no better past. They are compared with their peers, over eight looks or more, until chance is no
+explanation.
 
 Nothing flaps: calm again takes five looks, after a relapse ten, then twenty; and a factor that has changed is
-told only if it did for three looks on end, later for six, then twelve. While a worker is slow, what is usual
-for it is not learned anew.
+told only if it did for four looks on end, later for eight, then sixteen. While a worker is slow, what is
+usual for it is not learned anew.
 
 Rejected: comparing step times (all workers of a job have the same), and core seconds (a throttled device, or
 a worker that is stopped every other moment, burns none).
@@ -170,7 +170,7 @@ class Watch:
         for worker, look in looks.items():
             pace = self._paces[worker]
             pace.looks += 1
-            if pace.looks <= FIRST_LOOKS or not look.ops:
+            if pace.looks <= FIRST_LOOKS or look.seconds <= 0:
                 continue
             others = self._others(worker, looks)
             if others is None and pace.slow is not None:
@@ -190,7 +190,7 @@ class Watch:
         ops = {k: (count, s) for k, (count, s) in told.ops.items() if count and k not in _NOT_WORK}
         seconds = sum(s for _, s in ops.values())
         usual = self._paces[worker].usual_s(ops)
-        return _Look(told, ops, seconds, seconds / usual if usual else None)
+        return _Look(told, ops, seconds, seconds / usual if usual and seconds > 0 else None)
 
     def _others(self, worker: Worker, looks: Mapping[Worker, _Look]) -> float | None:
         """The middle pace of its peers; where it has none, of everybody else; None where there is nobody."""
