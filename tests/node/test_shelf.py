@@ -53,8 +53,8 @@ def ask(door: ShelfDoor, method: str, path: str, token: str = token_of(SECRET), 
 def test_a_state_of_two_stages_is_read_from_this_shelf_and_from_another(door: ShelfDoor, here: Path) -> None:
     first = memory.put(here, "t", 8, "stage-0-0", state(0))
     second = memory.put(here, "t", 8, "stage-1-0", state(1))
-    memory.send(memory.folder_of(here, "t", 8) / second["file"], remote(door), "t", 8)
-    (memory.folder_of(here, "t", 8) / second["file"]).unlink()
+    memory.send(here, second, remote(door), "t", 8)
+    (memory.folder_of(here, "t", 8) / "stage-1-0.safetensors").unlink()
     kept = memory.open_kept("t", 8, [(here, first), (remote(door), second)])
     wanted = {**state(0), **state(1)}
     assert {name: t.tolist() for name, t in kept.read().items()} == {n: t.tolist() for n, t in wanted.items()}
@@ -64,11 +64,16 @@ def test_a_state_of_two_stages_is_read_from_this_shelf_and_from_another(door: Sh
 
 def test_a_state_that_is_gone_or_damaged_is_refused(door: ShelfDoor, here: Path) -> None:
     part = memory.put(here, "t", 8, "stage-0-0", state(0))
-    path = memory.folder_of(here, "t", 8) / part["file"]
-    memory.send(path, remote(door), "t", 8)
+    path = memory.folder_of(here, "t", 8) / "stage-0-0.safetensors"
+    memory.send(here, part, remote(door), "t", 8)
+    kept = memory.open_kept("t", 8, [(remote(door), part)])
     door.shelf.drop("t", 9)
     with pytest.raises(UserError, match="cannot be read"):
-        memory.open_kept("t", 8, [(remote(door), part)]).read()
+        kept.read()
+    with pytest.raises(UserError, match=r"stage-0-0\.json cannot be read"):
+        memory.open_kept("t", 8, [(remote(door), part)])
+    with pytest.raises(UserError, match="is not what was written"):
+        memory.open_kept("t", 8, [(here, part | {"xxh3": "0" * 16})])
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -1,10 +1,12 @@
 """States in memory: the files of a checkpoint on the shelves of nodes, which are folders in RAM.
 
     <shelf>/<task>/step-00000010/stage-1-0.safetensors      the state of stage 1, from replica 0
+                                 stage-1-0.json             what is in it, and the hashes of its chunks
 
-A shelved part is a part like any other, hashes and all; what makes parts a checkpoint is that the coordinator
-says so. A reader is told where each part lies, on its own node (a file) or on another one (range requests),
-and reads of each what it needs.
+A shelved part is a part like any other; what makes parts a checkpoint is that the coordinator says so. Of
+each it knows the name, the size and the hash of its description (`Label`), and no more: descriptions of large
+models are long. A reader is told the labels and where each part lies, on its own node (a file) or on another
+one (range requests), and reads of each what it needs.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import http.client
+import json
 import os
 import shutil
 import tempfile
@@ -19,11 +22,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from everstep.checkpoint import index as indexes
 from everstep.checkpoint import parts
-from everstep.checkpoint.index import Part, Refused
+from everstep.checkpoint.index import Part, Refused, digest
 from everstep.checkpoint.places import STEP, LocalPlace, step_name
 from everstep.checkpoint.ranges import Access, RangeFile
 from everstep.checkpoint.reader import Checkpoint
@@ -36,6 +39,7 @@ CHUNK_BYTES = 4 << 20  # hashed as one: parts in memory are read whole or nearly
 TIMEOUT_S = 10.0
 _RAM = Path("/dev/shm")
 _PREFIX = "everstep-shelf-"
+Label = dict[str, Any]  # JSON: name, bytes, told_bytes, xxh3
 
 
 def new_shelf() -> tuple[Path, int]:
@@ -70,11 +74,14 @@ def folder_of(shelf: Path, task: str, step: int) -> Path:
     return shelf / task / step_name(step)
 
 
-def put(shelf: Path, task: str, step: int, name: str, tensors: Mapping[str, Tensor]) -> Part:
+def put(shelf: Path, task: str, step: int, name: str, tensors: Mapping[str, Tensor]) -> Label:
     """Write a part to this node's shelf; what a reader must be told."""
     stored = {key: parts.stored_of(key, tensor) for key, tensor in tensors.items()}
-    planned = parts.plan_whole(stored)
-    return parts.write_part(folder_of(shelf, task, step), name, planned, chunk_bytes=CHUNK_BYTES)
+    folder = folder_of(shelf, task, step)
+    part = parts.write_part(folder, name, parts.plan_whole(stored), chunk_bytes=CHUNK_BYTES)
+    text = json.dumps(part, separators=(",", ":")).encode()
+    (folder / f"{name}.json").write_bytes(text)
+    return {"name": name, "bytes": part["bytes"], "told_bytes": len(text), "xxh3": digest(memoryview(text))}
 
 
 def drop(shelf: Path, task: str, before: int) -> None:
@@ -100,18 +107,19 @@ class Remote:
         return {"Authorization": f"Bearer {self.token}"}
 
 
-def send(path: Path, remote: Remote, task: str, step: int) -> None:
+def send(shelf: Path, label: Label, remote: Remote, task: str, step: int) -> None:
     """Copy a part from this node's shelf to another node's."""
     connection = remote.connect()
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            headers = remote.headers() | {"Content-Length": str(size)}
-            connection.request("PUT", f"/{task}/{step}/{path.name}", body=file, headers=headers)
-            answer = connection.getresponse()
-            told = answer.read(1000).decode(errors="replace")
-        if answer.status != 201:
-            raise OSError(f"the shelf at {remote.host}:{remote.port} answers {answer.status}: {told}")
+        for name in (f"{label['name']}.safetensors", f"{label['name']}.json"):
+            with (folder_of(shelf, task, step) / name).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                headers = remote.headers() | {"Content-Length": str(size)}
+                connection.request("PUT", f"/{task}/{step}/{name}", body=file, headers=headers)
+                answer = connection.getresponse()
+                told = answer.read(1000).decode(errors="replace")
+            if answer.status != 201:
+                raise OSError(f"the shelf at {remote.host}:{remote.port} answers {answer.status}: {told}")
     except http.client.HTTPException as error:
         raise OSError(
             f"the shelf at {remote.host}:{remote.port} answers nothing of use: {error!r}"
@@ -191,16 +199,38 @@ class Shelves(LocalPlace):
         return RemoteFile(source, f"/{self.task}/{self.step}/{name}", self.sizes[name])
 
 
-def open_kept(task: str, step: int, kept: Sequence[tuple[Path | Remote, Part]]) -> Checkpoint:
+def open_kept(task: str, step: int, kept: Sequence[tuple[Path | Remote, Label]]) -> Checkpoint:
     """A step's state in memory, to be read like a checkpoint; every byte read is checked against its hash."""
-    told = [part for _, part in kept]
     try:
+        told = [_described(task, step, source, label) for source, label in kept]
         index = indexes.parse(indexes.text_of(step, told, {}, (), None).encode())
     except Refused as refused:
         raise UserError(f"the state of step {step} in memory is not whole: {refused}.") from refused
-    sources = {part["file"]: source for source, part in kept}
+    sources = {f"{label['name']}.safetensors": source for source, label in kept}
     place = Shelves(task=task, step=step, sources=sources, sizes=index.files)
     return Checkpoint(place, step_name(step), index, "mmap")
+
+
+def _described(task: str, step: int, source: Path | Remote, label: Label) -> Part:
+    """The description of a part, if it is the one the label was made of."""
+    name, size = f"{label['name']}.json", int(label["told_bytes"])
+    if isinstance(source, Path):
+        file = RangeFile(folder_of(source, task, step) / name)
+    else:
+        file = RemoteFile(source, f"/{task}/{step}/{name}", size)
+    if size > indexes.MAX_INDEX_BYTES:
+        raise Refused(f"{name} is larger than any we write")
+    text = bytearray(size)
+    try:
+        file.read(0, memoryview(text))
+    except OSError as error:
+        raise Refused(f"{name} cannot be read: {error}") from error
+    finally:
+        file.close()
+    if digest(memoryview(text)) != label["xxh3"]:
+        raise Refused(f"{name} is not what was written")
+    part: Part = json.loads(text)
+    return part
 
 
 def bytes_read(checkpoint: Checkpoint) -> tuple[int, int]:

@@ -95,14 +95,13 @@ class States:
     ) -> None:
         name = f"stage-{self._me.stage}-{self._me.replica}"
         try:
-            part = memory.put(self._shelf, self._task, step, name, tensors)
-            self._tell("shelved", {"step": step, "part": part, "node": self._node})
+            label = memory.put(self._shelf, self._task, step, name, tensors)
+            self._tell("shelved", {"step": step, "part": label, "node": self._node})
             if leaving or directions.shelf is None or directions.shelf[0] == self._node:
                 return
             node, host, port = directions.shelf
-            path = memory.folder_of(self._shelf, self._task, step) / part["file"]
-            memory.send(path, memory.Remote(host, port, self._token), self._task, step)
-            self._tell("shelved", {"step": step, "part": part, "node": node})
+            memory.send(self._shelf, label, memory.Remote(host, port, self._token), self._task, step)
+            self._tell("shelved", {"step": step, "part": label, "node": node})
         except OSError as error:
             print(f"the copy of step {step} in memory is not whole: {error}", file=sys.stderr)
 

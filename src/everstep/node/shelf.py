@@ -21,10 +21,10 @@ import psutil
 from aiohttp import web
 
 from everstep.checkpoint import memory
-from everstep.checkpoint.index import PART_NAME
 from everstep.checkpoint.places import step_name
 
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}\.(safetensors|json)")
 _BLOCK = 1 << 20
 
 
@@ -96,7 +96,7 @@ class ShelfDoor:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not _TASK.fullmatch(task) or not self.shelf.knows(task, token):
             raise web.HTTPForbidden(text="this token opens nothing here")
-        if not PART_NAME.fullmatch(part) or not re.fullmatch(r"\d{1,18}", step):
+        if not _PART.fullmatch(part) or not re.fullmatch(r"\d{1,18}", step):
             raise web.HTTPBadRequest(text="this is no name of a part")
         return self.shelf.folder / task / step_name(int(step)) / part
 
@@ -111,7 +111,7 @@ class ShelfDoor:
         if size is None or size > psutil.virtual_memory().available // 2:
             raise web.HTTPRequestEntityTooLarge(max_size=0, actual_size=size or 0)
         path.parent.mkdir(parents=True, exist_ok=True)
-        arriving = path.with_suffix(".arriving")
+        arriving = path.with_name(f".{path.name}")
         try:
             with arriving.open("wb") as file:
                 left = size
