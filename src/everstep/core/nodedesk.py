@@ -38,6 +38,7 @@ class NodeDesk(TaskDesk):
                 shelf_port=event.shelf_port,
             )
             self.nodes[event.node] = node
+        given_up = node.state is NodeState.GONE
         if node.state in (NodeState.SILENT, NodeState.GONE, NodeState.LEFT):
             actions += self._set(node, NodeState.UP, "it is back", now)
         elif node.heard == 0 and node.sent == 0 and node.state is NodeState.UP:
@@ -47,6 +48,8 @@ class NodeDesk(TaskDesk):
             for task, worker in self.roster.on_node(node.name)
         )
         actions += self._order(node, msg.KeepOnly(keep=keep), "the node is back: only these count")
+        if given_up:
+            actions += self._clear_shelf(node)
         return actions + self._fill(now, f"node {node.name} joined")
 
     def _silent(self, event: msg.NodeFellSilent, now: float) -> Actions:

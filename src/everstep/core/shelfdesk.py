@@ -11,7 +11,7 @@ from everstep.core import cluster as msg
 from everstep.core import shelves
 from everstep.core.ops import Worker
 from everstep.core.orders import Actions
-from everstep.core.roster import Fetched, Task
+from everstep.core.roster import Fetched, Node, Task
 from everstep.core.slowdesk import SlowDesk
 
 KEPT_MOVES = 8  # of a task, for the planner and for people
@@ -48,6 +48,15 @@ class ShelfDesk(SlowDesk):
             if holding:
                 losers.append(task)
         return losers
+
+    def _clear_shelf(self, node: Node) -> Actions:
+        """A node that was given up is back: what it kept is on nobody's list any more."""
+        actions: Actions = []
+        for name in sorted(node.opened | node.shelving):
+            if name in self.tasks:
+                order = msg.DropShelved(task=name, before=self.tasks[name].steps + 1)
+                actions += self._order(node, order, "its copies were given up with the node")
+        return actions
 
     def _open_shelf(self, task: Task, worker: Worker) -> Actions:
         """The node that keeps this worker's copies must know the task."""
