@@ -44,7 +44,7 @@ class Patience:
     isolation_s: float = 600.0
     isolations_before_lemon: int = 2
     lonely_silence_s: float = 30.0  # a silent node nobody else can speak for is given up after this
-    awaited_silence_s: float = 10.0  # one that owes a ledger: longer than an agent needs to find a coordinator
+    awaited_silence_s: float = 10.0  # one that owes a ledger; an agent may be looking for us
     rejoin_after_steps: int = 0
 
 
