@@ -20,6 +20,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -442,6 +443,7 @@ def main() -> None:
 
     told: dict[str, dict[str, Any]] = {}
     os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended
     name = tempfile.mkdtemp(prefix="everstep-slurm-")  # short: the path of a Unix socket has 107 characters
     folder = Path(name)
     try:
