@@ -312,8 +312,9 @@ class TaskDesk(ShelfDesk):
             wishes = task.recovery.handle(event, now)
         except InternalError as error:  # our bug, in one task: the others go on
             return self._end(name, TaskState.FAILED, f"an internal error: {error}", now, gently=False)
+        in_force = isinstance(event, ev.PlanComputed) and event.epoch == task.recovery.epoch
         actions += self._carry_out(task, wishes, now)
-        if isinstance(event, ev.PlanComputed) and event.epoch == task.recovery.epoch:
+        if isinstance(event, ev.PlanComputed) and in_force:
             self._balanced(task, event, now)
             if task.planned_slow != task.slow:  # found while it was planned
                 actions += self._of_task(
