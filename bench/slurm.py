@@ -38,7 +38,7 @@ from everstep.launch.slurm import newest
 from everstep.launch.slurm_shell import SCRIPT
 
 EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
-STEPS, SHORT, INTERVAL = 160, 90, 20
+STEPS, SHORT, INTERVAL = 200, 90, 20
 PAUSE_S = 0.1
 _JOB = """\
 steps = {steps}
