@@ -75,7 +75,9 @@ async def _agent(session: aiohttp.ClientSession, address: str, index: int) -> No
 
 @contextlib.contextmanager
 def crowded(address: str, number: int) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-m", "bench.dashboard", "--crowd", address, "--nodes", str(number)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.dashboard", "--crowd", address, "--nodes", str(number)]
+    )
     try:
         yield
     finally:
