@@ -52,7 +52,7 @@ def test_training_goes_on_from_its_newest_sound_checkpoint(everstep: Everstep, j
     first = everstep("train", job_file, "--json").document()
     folder = job_file.parent / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == [f"step-0000000{step}" for step in (2, 4, 6)]
-    torn = folder / "step-00000006" / "stage-0.safetensors"
+    torn = min((folder / "step-00000006").glob("*.safetensors"))
     torn.write_bytes(torn.read_bytes()[:-5])
     ran = everstep("train", job_file, "--json")
     again = ran.document()
