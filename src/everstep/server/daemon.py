@@ -28,6 +28,7 @@ from everstep.core import events as ev
 from everstep.core.codec import decode, encode
 from everstep.core.coordinator import Coordinator
 from everstep.core.detector import Heartbeats
+from everstep.core.roster import REACHABLE
 from everstep.core.snapshot import digest, freeze, thaw
 from everstep.diagnose.watch import Watch
 from everstep.plan.ask import choose
@@ -36,6 +37,7 @@ from everstep.server.journal import Journal, LostLeadership
 
 TICK_S = 0.05
 SILENCE_S = 1.0
+RETURN_S = 15.0  # for agents to notice that a coordinator's machine is dead, and to find another
 SNAPSHOT_EVERY = 5000  # entries
 MAX_BATCH = 512
 KEPT_ROWS = 2000  # of a task's steps, for those who look
@@ -80,6 +82,8 @@ class Daemon:
         self.ahead_s = 0.0  # from the machine's moments to those of the wall clock
         self.number = 0  # of the last journal entry
         self.handled_s: deque[float] = deque(maxlen=10_000)
+        self._returning: set[str] = set()  # nodes that have not spoken to this coordinator since it leads
+        self._returned_by = 0.0
         self._clock, self._now = clock, 0.0
         self._waiting: deque[tuple[msg.ClusterEvent, asyncio.Future[None] | None]] = deque()
         self._arrived = asyncio.Event()
@@ -107,7 +111,9 @@ class Daemon:
         self.leads = True
         now = time.monotonic()
         for node in self.machine.nodes:
-            self.hearts.heard(node, now)  # a restart is no node's silence
+            self.hearts.heard(node, now)
+        self._returning = {n.name for n in self.machine.nodes.values() if n.state in REACHABLE}
+        self._returned_by = now + RETURN_S
         self.say(
             f"coordinator: {self.number} entries in {now - began:.2f} s, state {digest(self.machine)[:12]}, "
             f"{len(self.machine.nodes)} nodes, {len(self.machine.tasks)} tasks"
@@ -175,6 +181,8 @@ class Daemon:
             await self.journal.snapshot(self.number, zlib.compress(frozen.encode(), 1))
 
     def _apply(self, event: msg.ClusterEvent, now: float) -> list[msg.ClusterAction]:
+        if isinstance(event, msg.NodeJoined):
+            self._returning.discard(event.node)
         try:
             return self.machine.handle(event, now)
         except Exception:  # the main loop: a bug met once must not be met again at every restart
@@ -189,11 +197,23 @@ class Daemon:
             if now - last > self.hearts.patience_s / 2:
                 self.hearts.excuse(now)  # we were away ourselves
             last = now
+            self._wait_for_returns(now)
             for node, silent_s in self.hearts.fell_silent(now):
                 self.tell(msg.NodeFellSilent(node=node, silent_s=silent_s))
             due = self.machine.due_at()
             if due is not None and due <= self._clock():
                 self.tell(msg.TimePassed())
+
+    def _wait_for_returns(self, now: float) -> None:
+        """A restart is no node's silence: agents must find us first, and do so one after the other.
+
+        Who comes first may bring a witness that waits, for whom all who are still on their way would look
+        dead. The last one missing is waited for no longer than any silent node.
+        """
+        if now > self._returned_by or len(self._returning) <= 1:
+            self._returning.clear()
+        for node in self._returning:
+            self.hearts.heard(node, now)
 
     # -------------------------------------------------------------- actions
 
