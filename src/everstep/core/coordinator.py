@@ -25,6 +25,8 @@ from everstep.core.orders import Actions
 from everstep.core.roster import REACHABLE, Node, NodeState, Seat, Task, TaskState
 from everstep.core.severity import TABLE, ErrorKind, Judgement, judge
 
+END_IT = "end the hung process, then restart the worker"
+
 
 class Coordinator(NodeDesk):
     """The state machine. `handle` is its only way to change."""
@@ -195,6 +197,8 @@ class Coordinator(NodeDesk):
         now: float,
     ) -> Actions:
         worker = event.worker
+        if incident.remedies and incident.remedies[-1].what == END_IT:
+            incident.remedies[-1].outcome = "it has ended"
         failures = [*remedies.recent(task.failures.get(worker, []), now, self.patience), now]
         task.failures[worker] = failures
         actions = self._grant(task, now, clean=frozenset({worker})) if len(failures) == 1 else []
@@ -245,7 +249,7 @@ class Coordinator(NodeDesk):
             incident.told(Evidence(at=now, source="progress", text=text))
         judgement = judge("progress", f"task hang: {found.because}")
         self._verdict(incident, judgement, now)
-        self._remedy(incident, "end the hung process, then restart the worker", found.because, now)
+        self._remedy(incident, END_IT, found.because, now)
         task.overdue.clear()
         order = msg.KillProcess(task=task.name, worker=found.worker, incarnation=seat.incarnation)
         return self._order(self.nodes[seat.node], order, found.because)
