@@ -137,6 +137,7 @@ def main() -> int:
     parser.add_argument("what", nargs="?", choices=("reshape", "lost"), default="reshape")
     parser.add_argument("--preset", default="gpt-1m")
     parser.add_argument("--shapes", default="2x2,1x4,4x1,3x2,2x3,2x2")
+    parser.add_argument("--device", default="cpu", help="cuda: all workers share the GPUs there are")
     parser.add_argument("--every", type=int, default=1, help="memory_interval of `lost`")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -156,7 +157,7 @@ def main() -> int:
             microbatches=12 // replicas,
             data={"kind": "synthetic", "rows": 1, "sequence": 32},
         )
-        job["model"] = {"preset": options.preset}
+        job |= {"model": {"preset": options.preset}, "device": options.device}
         if options.what == "lost":
             job |= {"replicas": 1, "stages": 2, "microbatches": 4, "memory_interval": options.every}
             found: Any = lost(cluster, job)
