@@ -57,6 +57,7 @@ $(RUNS): pyproject.toml
 
 $(STAMP): $(RUNS)
 	.venv/bin/pip install --quiet --editable '.[dev]'
+	-$(PY) -m compileall -q -j 0 .venv/lib >/dev/null  # tests start Python hundreds of times
 	touch $@
 
 clean:
