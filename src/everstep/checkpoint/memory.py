@@ -29,7 +29,7 @@ from everstep.checkpoint import parts
 from everstep.checkpoint.index import Part, Refused, digest
 from everstep.checkpoint.places import STEP, LocalPlace, step_name
 from everstep.checkpoint.ranges import Access, RangeFile
-from everstep.checkpoint.reader import Checkpoint
+from everstep.checkpoint.reader import Checkpoint, read_small
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -218,16 +218,11 @@ def _described(task: str, step: int, source: Path | Remote, label: Label) -> Par
         file = RangeFile(folder_of(source, task, step) / name)
     else:
         file = RemoteFile(source, f"/{task}/{step}/{name}", size)
-    if size > indexes.MAX_INDEX_BYTES:
-        raise Refused(f"{name} is larger than any we write")
-    text = bytearray(size)
     try:
-        file.read(0, memoryview(text))
-    except OSError as error:
-        raise Refused(f"{name} cannot be read: {error}") from error
+        text = read_small(file, name, indexes.MAX_INDEX_BYTES)
     finally:
         file.close()
-    if digest(memoryview(text)) != label["xxh3"]:
+    if digest(text) != label["xxh3"]:
         raise Refused(f"{name} is not what was written")
     part: Part = json.loads(text)
     return part

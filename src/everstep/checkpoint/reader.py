@@ -239,7 +239,7 @@ def open_in(place: LocalPlace, name: str, access: Access = "pread") -> Checkpoin
     """A checkpoint whose index fits its files' sizes and headers; else `Refused`."""
     file = place.file(name, "index.json")
     try:
-        index = parse(_small(file, "index.json", MAX_INDEX_BYTES))
+        index = parse(read_small(file, "index.json", MAX_INDEX_BYTES))
     finally:
         file.close()
     match = STEP.fullmatch(name)
@@ -330,12 +330,13 @@ def safetensors_in(file: RangeFile, name: str) -> dict[str, Stored]:
     return found
 
 
-def _small(file: RangeFile, name: str, limit: int) -> bytes:
-    size = file.size()
-    if size > limit:
-        raise Refused(f"{name} is larger than any we write")
-    data = bytearray(size)
+def read_small(file: RangeFile, name: str, limit: int) -> bytes:
+    """All of a file that may not be large."""
     try:
+        size = file.size()
+        if size > limit:
+            raise Refused(f"{name} is larger than any we write")
+        data = bytearray(size)
         file.read(0, memoryview(data))
     except OSError as error:
         raise Refused(f"{name} cannot be read: {error}") from error
