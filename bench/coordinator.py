@@ -1,9 +1,9 @@
 """What the coordinator's own troubles cost: kills, take-overs, a cut line, thousands of agents.
 
-    python bench/coordinator.py kills --times 50        SIGKILL at random moments, in recoveries too
-    python bench/coordinator.py takeover --times 10     the same with etcd and a second coordinator
-    python bench/coordinator.py cut --seconds 60        no line between an agent and the coordinator
-    python bench/coordinator.py agents --number 2000    heartbeats of that many agents on one process
+    python -m bench.coordinator kills --times 50        SIGKILL at random moments, in recoveries too
+    python -m bench.coordinator takeover --times 10     the same with etcd and a second coordinator
+    python -m bench.coordinator cut --seconds 60        no line between an agent and the coordinator
+    python -m bench.coordinator agents --number 2000    heartbeats of that many agents on one process
 
 Each with --json.
 """

@@ -1,6 +1,6 @@
 """How fast is a fault noticed, and is the right worker named? Real processes, real signals.
 
-    python bench/detect.py --trials 20 --minutes 10 --json
+    python -m bench.detect --trials 20 --minutes 10 --json
 
 sigkill      from the signal to the evidence in the coordinator's hands
 exception    from the raise to the evidence

@@ -1,9 +1,9 @@
 """Makes what the documentation does not say by hand: the API reference, pictures, and outputs of commands.
 
-    python bench/docs.py               everything (`make docs`; some minutes)
-    python bench/docs.py api           docs/api/, from the docstrings
-    python bench/docs.py pictures      every picture of docs/, by the command that its page shows
-    python bench/docs.py outputs PAGE  blocks marked `output` and `grep` (bench/pages.py), by their commands
+    python -m bench.docs               everything (`make docs`; some minutes)
+    python -m bench.docs api           docs/api/, from the docstrings
+    python -m bench.docs pictures      every picture of docs/, by the command that its page shows
+    python -m bench.docs outputs PAGE  blocks marked `output` and `grep` (bench/pages.py), by their commands
 
 Pages show their commands; this only runs them, from the repository's root. What trains or times something
 comes out a little different each time, so look at the difference before you commit it.

@@ -1,8 +1,8 @@
 """A running task changes its shape again and again: losses, pause, and bytes against the least possible.
 
-    python bench/reshape.py                      six nodes of one slot, five changes
-    python bench/reshape.py --preset gpt-10m --shapes 2x2,1x4 --json
-    python bench/reshape.py lost                 all replicas of a stage die: back from peers' memory
+    python -m bench.reshape                      six nodes of one slot, five changes
+    python -m bench.reshape --preset gpt-10m --shapes 2x2,1x4 --json
+    python -m bench.reshape lost                 all replicas of a stage die: back from peers' memory
 
 Every worker sits on a node of its own, so what it has not got must come from another node. `least` is what
 `layout.reshard` moves when `layout.assign.settled` has chosen who takes which place. Beside it runs the same
