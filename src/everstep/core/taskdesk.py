@@ -179,7 +179,7 @@ class TaskDesk(ShelfDesk):
             return self._of_task(task.name, ev.StopRequested(because=because), now)
         if task.state in (TaskState.WAITING, TaskState.PAUSED):
             return self._take_shape(task) + self._fill(now, f"task {task.name} has another shape")
-        return []  # it is on its way to begin or to end; the shape is taken when it next begins
+        return []  # it is on its way to begin or to end; the API refuses this in words
 
     def _take_shape(self, task: Task) -> Actions:
         after = task.next_shape

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from everstep.core.actions import RecordStep
 from everstep.core.incidents import Incident
@@ -24,6 +24,17 @@ class StepRow:
     epoch: int
     attempt: int
     at: float
+
+    def told(self) -> dict[str, Any]:
+        """As the step log and the page have it."""
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "seconds": round(self.seconds, 6),
+            "epoch": self.epoch,
+            "attempt": self.attempt,
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,19 +85,7 @@ class StepLog:
         self._file: TextIO = (folder / "steps.jsonl").open("a", encoding="utf-8")
 
     def write(self, row: StepRow) -> None:
-        self._file.write(
-            json.dumps(
-                {
-                    "step": row.step,
-                    "loss": row.loss,
-                    "grad_norm": row.grad_norm,
-                    "seconds": round(row.seconds, 6),
-                    "epoch": row.epoch,
-                    "attempt": row.attempt,
-                }
-            )
-            + "\n"
-        )
+        self._file.write(json.dumps(row.told()) + "\n")
         self._file.flush()
 
     def close(self) -> None:

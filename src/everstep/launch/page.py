@@ -182,18 +182,7 @@ class RunPage:
     def _begin(self) -> None:
         assert self._task is not None
         outcome, name = self._task.outcome, next(iter(self._task.coordinator.tasks), "")
-        rows = [
-            {
-                "step": row.step,
-                "loss": row.loss,
-                "grad_norm": row.grad_norm,
-                "seconds": round(row.seconds, 6),
-                "epoch": row.epoch,
-                "attempt": row.attempt,
-                "at": row.at,
-            }
-            for row in outcome.rows[-KEPT_ROWS:]
-        ]
+        rows = [row.told() | {"at": row.at} for row in outcome.rows[-KEPT_ROWS:]]
         first = outcome.rows[0].step if rows else 0
         steps = {name: {"rows": rows, "first": first, "committed": outcome.committed}} if rows else {}
         self._send(

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from everstep.core import cluster as msg
 from everstep.core.ops import parse_worker
-from everstep.core.roster import OVER, Node, NodeState, Task
+from everstep.core.roster import OVER, Node, NodeState, Task, TaskState
 from everstep.core.snapshot import digest
 from everstep.core.survey import Shape
 from everstep.engine.faults import check_fault, parse_fault
@@ -332,6 +332,8 @@ class Api:
 
     def _reshape(self, task: Task, body: Mapping[str, Any]) -> msg.ReshapeRequested:
         """What can be known to be wrong is refused here: a running task is not given up for a wrong word."""
+        if task.state in (TaskState.SEARCHING, TaskState.ENDING):
+            raise UserError(f"task {task.name} is {task.state}; ask for another shape when it is running.")
         replicas, stages = body.get("replicas"), body.get("stages")
         if type(replicas) is not int or type(stages) is not int:
             raise UserError(f"replicas is {replicas!r} and stages {stages!r}; give two whole numbers.")
