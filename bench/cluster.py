@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.cli.client import Client
-from everstep.core.snapshot import digest
+from everstep.core.cluster.snapshot import digest
 from everstep.server.daemon import Daemon
 from everstep.server.journal import SqliteJournal
 

@@ -36,7 +36,7 @@ import aiohttp
 from bench.cluster import Cluster, replayed, small_job
 from everstep.cli.client import Client
 from everstep.engine.job import Job
-from everstep.launch.api import run_job
+from everstep.launch.local.api import run_job
 
 
 def clean_losses(folder: Path, steps: int) -> dict[int, float]:

@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.cluster import Cluster, small_job
-from everstep.core.cluster import Patience
-from everstep.core.incidents import Incident
-from everstep.core.ops import Worker
-from everstep.core.standing import Member
+from everstep.core.task.states import Member
+from everstep.core.words.cluster_messages import Patience
+from everstep.core.words.incidents import Incident
+from everstep.core.words.ops import Worker
 from everstep.engine.faults import parse_fault
 from everstep.engine.job import Job
-from everstep.launch.local import LocalTask
-from everstep.launch.outcome import StepRow
-from everstep.node.nursery import Nursery
+from everstep.launch.local.outcome import StepRow
+from everstep.launch.local.run import LocalTask
+from everstep.node.fork_server import ForkServer
 
 EAGER = Patience(restarts_per_place=10_000, restarts_per_node=10_000, backoff_s=0.0)  # faults come on and on
 ENDLESS = 100_000  # steps
@@ -101,13 +101,13 @@ class Striker:
         )
 
 
-def strike(number: int, trials: int, nursery: Nursery, seed: int) -> Striker:
+def strike(number: int, trials: int, nursery: ForkServer, seed: int) -> Striker:
     striker = Striker(number, trials, seed)
     LocalTask(job(), nursery=nursery, watch=striker, patience=EAGER, tick_s=0.01).run()
     return striker
 
 
-def exceptions(trials: int, nursery: Nursery) -> list[float]:
+def exceptions(trials: int, nursery: ForkServer) -> list[float]:
     """Each worker raises once a run, in a step and an op of its own."""
     delays: list[float] = []
     while len(delays) < trials:
@@ -165,7 +165,7 @@ def hogs(number: int) -> Iterator[None]:
             process.wait()
 
 
-def false_alarms(minutes: float, nursery: Nursery) -> dict[str, Any]:
+def false_alarms(minutes: float, nursery: ForkServer) -> dict[str, Any]:
     """The first minute without hogs, to see how much they slow the steps; the rest with."""
     found: list[Incident] = []
     seconds: list[float] = []
@@ -191,7 +191,7 @@ def false_alarms(minutes: float, nursery: Nursery) -> dict[str, Any]:
     return {"false_alarms": len(found), "slowdown": statistics.median(seconds) / alone, "steps": len(seconds)}
 
 
-def overhead(turns: int, nursery: Nursery) -> dict[str, Any]:
+def overhead(turns: int, nursery: ForkServer) -> dict[str, Any]:
     """Runs with and without detection in turn; the median step of each, and what the watcher itself uses."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     watcher_s: dict[bool, float] = {True: 0.0, False: 0.0}
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["sigkill", "exception", "hang", "silence", "alarms", "overhead"])
     given = parser.parse_args()
     told: dict[str, Any] = {"trials": given.trials}
-    nursery = Nursery(threads=1)
+    nursery = ForkServer(threads=1)
     if given.only != "silence":
         nursery.start()
 

@@ -76,8 +76,8 @@ def recorder() -> dict[str, Any]:
 
 def stopwatch_ns() -> dict[str, Any]:
     """What timing an op costs its worker, and judging a telling costs the coordinator."""
-    from everstep.core.cluster import TimesTold
-    from everstep.core.ops import Kind, Worker
+    from everstep.core.words.cluster_messages import TimesReported
+    from everstep.core.words.ops import Kind, Worker
     from everstep.diagnose.watch import Watch
     from everstep.engine.stopwatch import Stopwatch
 
@@ -93,7 +93,9 @@ def stopwatch_ns() -> dict[str, Any]:
             ops = dict.fromkeys("FIW", (8, 0.08 + replica % 7 * 0.0001))
             worker = Worker(replica, replica % 4)
             judge.told(
-                TimesTold(task="job", worker=worker, times={}, incarnation=1, step=step, ops=ops, seconds=1)
+                TimesReported(
+                    task="job", worker=worker, times={}, incarnation=1, step=step, ops=ops, seconds=1
+                )
             )
             tellings += 1
     judging = (time.thread_time_ns() - began) / tellings

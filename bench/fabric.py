@@ -137,7 +137,7 @@ def run_moving(args: argparse.Namespace) -> dict[str, Any]:
     from fabric_testbed import Testbed
     from fabric_traffic import watched_run
 
-    from everstep.fabric.watch import Limits
+    from everstep.fabric.watch import WatchLimits
 
     testbed = Testbed(leaves=2, spines=4, rate_mbit=100.0)
     table: dict[str, Any] = {}
@@ -153,7 +153,7 @@ def run_moving(args: argparse.Namespace) -> dict[str, Any]:
                         harm=harm,
                         before_s=2.5,
                         after_s=5.0,
-                        limits=Limits(),
+                        limits=WatchLimits(),
                     )
                     runs.append(_moving_row(run))
                 name = f"{num_flows} flows, {harm}"

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from everstep.cli.main import run
-from everstep.core.ops import parse_worker
-from everstep.node.nursery import Child, Nursery
+from everstep.core.words.ops import parse_worker
+from everstep.node.fork_server import ForkedProcess, ForkServer
 
 
 def main() -> int:
     told = json.loads(Path(sys.argv[1]).read_text())
     node = sys.argv[2]
-    plain = Nursery.spawn
+    plain = ForkServer.spawn
 
-    def spawn(self: Nursery, spec: dict[str, Any], *, output: Path) -> Child:
+    def spawn(self: ForkServer, spec: dict[str, Any], *, output: Path) -> ForkedProcess:
         worker = parse_worker(spec["worker"])
         first = 24000 + 500 * (2 * worker.stage + worker.replica)
         mine = [name for name in told["flows"][node] if name.startswith(f"stage{worker.stage} ")]
@@ -29,7 +29,7 @@ def main() -> int:
         }
         return plain(self, {**spec, "fabric": steering}, output=output)
 
-    Nursery.spawn = spawn  # type: ignore[method-assign]
+    ForkServer.spawn = spawn  # type: ignore[method-assign]
     return run(sys.argv[3:])
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from everstep.fabric.topology import Link, Node, Port, Switch, Topology
+from everstep.fabric.topology import FabricNode, Link, Port, Switch, Topology
 
 _CLONE_NEWNET = 0x40000000
 _MARK = "--inside-the-testbed"
@@ -48,7 +48,7 @@ class Testbed:
         return Topology(
             name="testbed",
             nodes=tuple(
-                Node(
+                FabricNode(
                     name=f"h{n}",
                     ports=(
                         Port(nic=0, plane=0, leaf=f"l{n}", gbps=gbps * self.spines, address=self.host(n)),

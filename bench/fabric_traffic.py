@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from fabric_testbed import Testbed, enter
 
-from everstep.core.messages import Parcel, What
+from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.engine.links import Address, Links
 from everstep.fabric import Flow, Routing, allocate
 from everstep.fabric.document import topology_document
-from everstep.fabric.watch import Limits, MoveFlow
+from everstep.fabric.watch import MoveFlow, WatchLimits
 from everstep.node.steer import FlowWatch, Steering, steering
 
 PORTS = range(24000, 28000)
@@ -159,8 +159,8 @@ class Stream:
     def _post(self, number: int) -> None:
         tensor = self.pending.get(number)
         if tensor is not None:
-            name = Parcel(What.ACTIVATION, 0, number, 0, None, 0, self.number, 0)
-            self.links.send(self.to, What.ACTIVATION, name, None, tensor)
+            name = Parcel(ParcelKind.ACTIVATION, 0, number, 0, None, 0, self.number, 0)
+            self.links.send(self.to, ParcelKind.ACTIVATION, name, None, tensor)
 
     def delivered(self, number: int) -> None:
         with self.lock:
@@ -185,7 +185,7 @@ class WatchedRun:
 
 
 def watched_run(
-    testbed: Testbed, *, num_flows: int, harm: str, before_s: float, after_s: float, limits: Limits
+    testbed: Testbed, *, num_flows: int, harm: str, before_s: float, after_s: float, limits: WatchLimits
 ) -> WatchedRun:
     """Flows h1 to h2 over Links, planned; then spine 1's cable to leaf 2 is cut to a tenth, or dies."""
     flows = [flow(f"f{n}", 1, 2) for n in range(num_flows)]

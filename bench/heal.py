@@ -22,14 +22,14 @@ import threading
 import time
 from typing import Any
 
-from everstep.core.cluster import Patience
-from everstep.core.incidents import Incident
-from everstep.core.ops import Worker
-from everstep.core.standing import Member
+from everstep.core.task.states import Member
+from everstep.core.words.cluster_messages import Patience
+from everstep.core.words.incidents import Incident
+from everstep.core.words.ops import Worker
 from everstep.engine.job import DataSpec, Job, ModelSpec
-from everstep.launch.local import LocalTask
-from everstep.launch.outcome import Outcome, StepRow
-from everstep.node.nursery import Nursery
+from everstep.launch.local.outcome import Outcome, StepRow
+from everstep.launch.local.run import LocalTask
+from everstep.node.fork_server import ForkServer
 
 EAGER = Patience(restarts_per_place=10_000, restarts_per_node=10_000, backoff_s=0.0)  # chaos kills on and on
 
@@ -78,7 +78,7 @@ class Chaos:
 
 
 def measure(
-    replicas: int, stages: int, kills: int, preset: str, nursery: Nursery, seed: int
+    replicas: int, stages: int, kills: int, preset: str, nursery: ForkServer, seed: int
 ) -> dict[str, Any]:
     job = Job(
         model=ModelSpec(preset=preset),
@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     shapes = [(2, 2), (4, 2), (4, 4)] if given.growth else [(2, 2)]
-    nursery = Nursery().start()
+    nursery = ForkServer().start()
     results = {}
     for replicas, stages in shapes:
         result = measure(replicas, stages, given.kills, given.preset, nursery, given.seed)

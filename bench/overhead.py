@@ -28,7 +28,7 @@ from typing import Any
 from everstep.engine.presets import flops_per_token, shape
 
 BASELINE = Path(__file__).with_name("baseline.py")
-ALLOCATOR = {"MIMALLOC_PURGE_DELAY": "-1"}  # what Everstep sets for its workers (everstep.node.nursery)
+ALLOCATOR = {"MIMALLOC_PURGE_DELAY": "-1"}  # what Everstep sets for its workers (everstep.node.fork_server)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +120,8 @@ def _result(trial: Trial, processes: list[subprocess.Popen[str]]) -> Result:
 def be_everstep(spec: dict[str, Any]) -> None:
     """Train once with Everstep; print what a baseline prints."""
     from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
-    from everstep.launch.local import LocalTask
-    from everstep.node.nursery import Nursery
+    from everstep.launch.local.run import LocalTask
+    from everstep.node.fork_server import ForkServer
 
     optimizer = {name: spec[name] for name in ("lr", "clip", "stagger")}
     same = (
@@ -148,7 +148,7 @@ def be_everstep(spec: dict[str, Any]) -> None:
             workers = sum(_cpu_seconds(process.child.pid) for process in task.processes.values())
             cpu.append(time.process_time() + workers)
 
-    nursery = Nursery(threads=job.threads).start()
+    nursery = ForkServer(threads=job.threads).start()
     try:
         task = LocalTask(job, nursery=nursery, watch=watch)
         outcome = task.run()

@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from everstep.plan import Assignment, Cluster, Node, TaskSpec, assign, decide, from_model, from_table
-from everstep.plan.events import World, after
+from everstep.plan import Assignment, Cluster, PlanNode, TaskSpec, assign, decide, from_model, from_table
+from everstep.plan.events import PlanWorld, after
 from everstep.plan.hardware import GPUS, Stack
 from everstep.plan.mixes import MIXES, share
 from everstep.plan.models import PRESETS
-from everstep.plan.published import ROWS, Row
+from everstep.plan.published import ROWS, PublishedRow
 from everstep.plan.stacks import MEGATRON
 from everstep.plan.table import NextEvents
 
@@ -76,13 +76,13 @@ def fit() -> Table:
     rows = [row for row in ROWS if row.gpu.name == "A100"]
     start = [getattr(MEGATRON, name) for name in FITTED]
 
-    def stack_of(row: Row, values: Any) -> Stack:
+    def stack_of(row: PublishedRow, values: Any) -> Stack:
         return replace(row.stack, **dict(zip(FITTED, map(float, values), strict=True)))
 
-    def miss(row: Row, values: Any) -> float:
+    def miss(row: PublishedRow, values: Any) -> float:
         return math.log(row.predict(stack_of(row, values))[0] / row.published)
 
-    def best(used: list[Row]) -> Any:
+    def best(used: list[PublishedRow]) -> Any:
         def loss(values: Any) -> float:
             if min(values) < 0 or values[0] > 1 or values[3] > 1:
                 return 1e3
@@ -141,7 +141,7 @@ def mixes() -> Table:
 def world(tasks: int, gpus: int, kind: str) -> tuple[Cluster, list[TaskSpec]]:
     """Whole nodes of eight. Tables have a value for every node count, so nothing is sparse about them."""
     draw = np.random.default_rng(1)
-    cluster = Cluster(nodes=[Node(name=f"node-{i}") for i in range(gpus // 8)], whole_nodes=True)
+    cluster = Cluster(nodes=[PlanNode(name=f"node-{i}") for i in range(gpus // 8)], whole_nodes=True)
     found = []
     x = np.arange(gpus + 1.0)
     models = list(PRESETS)
@@ -184,7 +184,7 @@ def times(runs: int, sizes: list[tuple[int, int]], kinds: list[str]) -> Table:
         for kind in kinds:
             cluster, specs = world(tasks, gpus, kind)
             first = assign(cluster, specs, Assignment(), second=False)
-            here = World(cluster, specs, first.assignment)
+            here = PlanWorld(cluster, specs, first.assignment)
             busy = max(first.allocation, key=lambda name: first.allocation[name])
             seat = next(spot for spot in first.assignment.of(busy) if spot is not None)
             hence = after(f"lose {seat.node}", here)

@@ -21,11 +21,11 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from everstep.core.cluster import Patience
-from everstep.core.ops import Kind, Worker
+from everstep.core.words.cluster_messages import Patience
+from everstep.core.words.ops import Kind, Worker
 from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
-from everstep.launch.local import LocalTask
-from everstep.node.nursery import Nursery
+from everstep.launch.local.run import LocalTask
+from everstep.node.fork_server import ForkServer
 from everstep.schedule import Planned, plan
 from everstep.schedule.profile import Profile
 from everstep.schedule.sharing import Machine, shared_period
@@ -58,7 +58,7 @@ def measure(replicas: int, stages: int, preset: str, depth: int) -> dict[str, di
         elif what.step == STEPS - 1:
             predicted["after"] = predict(profile, gone, gone)
 
-    nursery = Nursery().start()
+    nursery = ForkServer().start()
     task = LocalTask(job, nursery=nursery, watch=watch, patience=Patience(restarts_per_place=0))
     rows = task.run().by_step()
     nursery.close()

@@ -175,16 +175,16 @@ time.sleep(60)
 
 def noticed(kind: str, faults: int, seed: int) -> list[float]:
     """Milliseconds, one for each fault of this kind."""
-    from everstep.core.ranks import Policy, TellPerson
-    from everstep.launch.rank_birth import PlainBirths
-    from everstep.launch.ranks import Launch, Ranks
+    from everstep.scripts.fork_server import PlainBirths
+    from everstep.scripts.run import Ranks, ScriptLaunch
+    from everstep.scripts.words import RestartPolicy, TellPerson
 
     with tempfile.TemporaryDirectory(prefix="ranks-") as root:
         folder = Path(root)
         (folder / "script.py").write_text(_SCRIPT)
-        launch = Launch(
+        launch = ScriptLaunch(
             command=[str(folder / "script.py"), kind, root],
-            policy=Policy(ranks=RANKS, max_restarts=faults - 1, backoff_s=0.0, stopped_patience_s=0.1),
+            policy=RestartPolicy(ranks=RANKS, max_restarts=faults - 1, backoff_s=0.0, stopped_patience_s=0.1),
             run_id="bench",
             log_dir=folder / "logs",
             output=io.BytesIO(),

@@ -18,17 +18,17 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.core import actions as act
-from everstep.core.cluster import Patience
-from everstep.core.ops import Kind, Worker
-from everstep.core.rules import Rules
-from everstep.core.standing import Joining, Member
+from everstep.core.task.states import Joining, Member
+from everstep.core.words import actions as act
+from everstep.core.words.cluster_messages import Patience
+from everstep.core.words.ops import Kind, Worker
+from everstep.core.worker.rules import TaskRules
 from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
-from everstep.launch.local import LocalTask
-from everstep.node.nursery import Nursery
+from everstep.launch.local.run import LocalTask
+from everstep.node.fork_server import ForkServer
 from everstep.schedule import Instance
 from everstep.sim.draw import Draw
-from everstep.sim.storm.faults import Fault, What
+from everstep.sim.storm.faults import FaultKind, StormFault
 from everstep.sim.storm.spec import Spec, Weather
 from everstep.sim.storm.strikes import Strikes
 from everstep.sim.storm.world import World
@@ -123,7 +123,7 @@ class Watch:
         return self.ends[-1] - self.ends[FIRST_KILL - 1] - steps * self.healthy()
 
 
-def run_real(plan: Script, nursery: Nursery, depth: int) -> Watch:
+def run_real(plan: Script, nursery: ForkServer, depth: int) -> Watch:
     job = Job(
         model=ModelSpec(preset="gpt-tiny", options={"depth": depth}),
         data=DataSpec(kind="synthetic", rows=4),
@@ -169,11 +169,13 @@ def predict(plan: Script, weather: Weather, *, with_kills: bool) -> list[float]:
         clean = predict(plan, weather, with_kills=False)
         step_us = 1e6 * statistics.median(b - a for a, b in itertools.pairwise(clean))
     faults = tuple(
-        Fault(what=What.KILL, at_us=int(share * step_us), target=worker.replica, after="record", nth=step)
+        StormFault(
+            what=FaultKind.KILL, at_us=int(share * step_us), target=worker.replica, after="record", nth=step
+        )
         for step, worker, share in plan.kills
         if with_kills
     )
-    rules = Rules(replicas=REPLICAS, stages=STAGES, microbatches=MICROBATCHES, steps=plan.steps)
+    rules = TaskRules(replicas=REPLICAS, stages=STAGES, microbatches=MICROBATCHES, steps=plan.steps)
     world = World(Spec(seed=0, rules=rules, mode="staggered", weather=weather, faults=faults))
     strikes = Strikes(world, faults)
     ends: list[float] = []
@@ -198,7 +200,7 @@ def lost_in(ends: list[float], step_s: float) -> float:
 
 
 def compare(*, kills: int, seed: int, depth: int = 6) -> dict[str, Any]:
-    nursery = Nursery().start()
+    nursery = ForkServer().start()
     try:
         weather = measured_weather(run_real(script(3, seed + 1), nursery, depth))
         plan = script(kills, seed)

@@ -125,8 +125,8 @@ class Told:
 def train(table: dict[str, Any], faults: tuple[str, ...] = ()) -> Told:
     from everstep.engine.faults import parse_fault
     from everstep.engine.job import Job
-    from everstep.launch.local import LocalTask
-    from everstep.node.nursery import Nursery
+    from everstep.launch.local.run import LocalTask
+    from everstep.node.fork_server import ForkServer
 
     told = Told()
 
@@ -136,7 +136,7 @@ def train(table: dict[str, Any], faults: tuple[str, ...] = ()) -> Told:
             if what.step == SLOW_FROM - 2:
                 told.instance = task.desk.profile.instance()
 
-    nursery = Nursery().start()
+    nursery = ForkServer().start()
     began = time.monotonic()
     try:
         task = LocalTask(
@@ -164,7 +164,7 @@ def step_s(told: Told, first: int, last: int) -> float:
 
 
 def measure(factor: float, worker: tuple[int, int], clean: Told, **more: Any) -> dict[str, Any]:
-    from everstep.core.ops import Worker
+    from everstep.core.words.ops import Worker
     from everstep.schedule.bounds import steady_bound
 
     slow = Worker(*worker)

@@ -32,10 +32,10 @@ from typing import Any
 
 from bench.slurm_cluster import SlurmCluster, missing
 from everstep.engine.job import load_job
-from everstep.launch.api import run_job
 from everstep.launch.client import Client
-from everstep.launch.slurm import newest
-from everstep.launch.slurm_shell import SCRIPT
+from everstep.launch.local.api import run_job
+from everstep.launch.slurm.sbatch import newest
+from everstep.launch.slurm.shell import SCRIPT
 
 EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
 STEPS, SHORT, INTERVAL = 200, 90, 20
@@ -363,7 +363,7 @@ def requeued(stage: Stage) -> dict[str, Any]:
 
 
 def _nodes_of(stage: Stage, number: str) -> list[str]:
-    from everstep.launch.slurm_words import expand
+    from everstep.launch.slurm.words import expand
 
     return expand(stage.slurm.run("squeue", "--noheader", f"--jobs={number}", "--format=%N"))
 

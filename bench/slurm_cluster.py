@@ -237,7 +237,7 @@ def _name(pid: int) -> str:
     if "everstep.cli.main" in words and Path(words[0]).name != "srun":
         after = words[words.index("everstep.cli.main") + 1 :]
         return " ".join(["everstep", *after[: 2 if after[:1] == ["launch"] else 1]])
-    if "everstep.node.nursery" in words:
+    if "everstep.node.fork_server" in words:
         return "worker"
     return Path(words[0]).name if words[0] else "gone"
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from everstep.engine.faults import parse_fault
 from everstep.engine.job import CheckpointSpec, Job, ModelSpec, OptimizerSpec
-from everstep.launch.local import LocalTask
-from everstep.launch.outcome import Outcome
-from everstep.node.nursery import Nursery
+from everstep.launch.local.outcome import Outcome
+from everstep.launch.local.run import LocalTask
+from everstep.node.fork_server import ForkServer
 
 TOLERANCE = 1e-6  # relative; the differences are 0 wherever kernels are deterministic
 
@@ -174,7 +174,7 @@ class Sweep:
             model=ModelSpec(preset=preset), steps=steps, microbatches=4, device=device, precision=precision
         )  # type: ignore[arg-type]
         self.limit_s = limit_s
-        self.nursery = Nursery().start()
+        self.nursery = ForkServer().start()
         self._clean: dict[tuple[int, int, str], Outcome] = {}
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ FLOORS = [
     "node",
     "server",
     "launch",
+    "scripts",
     "sim",
     "cli",
 ]

@@ -11,10 +11,10 @@ from typing import Any
 
 from trial import CHECKPOINT_EVERY, WORKERS, Diary
 
-from everstep.core.ops import Worker
+from everstep.core.words.ops import Worker
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
-from everstep.launch.local import LocalTask
-from everstep.node.nursery import Nursery
+from everstep.launch.local.run import LocalTask
+from everstep.node.fork_server import ForkServer
 
 
 def job(folder: str, steps: int) -> Job:
@@ -51,7 +51,7 @@ def main() -> None:
                     at=what.at,
                 )
 
-    nursery = Nursery(threads=1).start()
+    nursery = ForkServer(threads=1).start()
     try:
         task = LocalTask(job(folder, int(steps)), nursery=nursery, watch=watch)
         outcome = task.run()

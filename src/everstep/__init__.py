@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from everstep.engine.model import Model
     from everstep.errors import EverstepError, UserError
-    from everstep.launch.api import Result, train
+    from everstep.launch.local.api import Result, train
 
 __all__ = ["EverstepError", "Model", "Result", "UserError", "__version__", "train"]
 __version__ = "0.1.0"
 
 _HOMES = {
-    "train": "everstep.launch.api",
-    "Result": "everstep.launch.api",
+    "train": "everstep.launch.local.api",
+    "Result": "everstep.launch.local.api",
     "Model": "everstep.engine.model",
     "UserError": "everstep.errors",
     "EverstepError": "everstep.errors",

@@ -14,10 +14,10 @@ from everstep.checkpoint.formats import dialects, universal
 from everstep.checkpoint.formats.llama_config import config_of
 from everstep.cli import main
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec
-from everstep.launch import births
-from everstep.launch.api import run_job
-from everstep.launch.outcome import Outcome
-from everstep.node.nursery import Nursery
+from everstep.launch.local import fork_servers as births
+from everstep.launch.local.api import run_job
+from everstep.launch.local.outcome import Outcome
+from everstep.node.fork_server import ForkServer
 
 MICROBATCHES = 4  # in a step, however many replicas share them
 
@@ -35,13 +35,13 @@ def job(folder: Path, replicas: int, stages: int) -> Job:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
+def nursery() -> Iterator[ForkServer]:
     with births.nursery(1) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+def whole(nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     """2 replicas x 2 stages, six steps, a checkpoint after three."""
     folder = tmp_path_factory.mktemp("whole")
     outcome = run_job(job(folder, 2, 2), born=nursery)
@@ -52,7 +52,7 @@ def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 @pytest.mark.parametrize(("replicas", "stages"), [(1, 4), (4, 1)])
 def test_another_shape_goes_on_with_the_same_losses(
-    nursery: Nursery, whole: tuple[Path, Outcome], tmp_path: Path, replicas: int, stages: int
+    nursery: ForkServer, whole: tuple[Path, Outcome], tmp_path: Path, replicas: int, stages: int
 ) -> None:
     folder, before = whole
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from everstep.cli import main
-from everstep.launch import births
-from everstep.node.nursery import Nursery
+from everstep.launch.local import fork_servers as births
+from everstep.node.fork_server import ForkServer
 
 
 @dataclass
@@ -27,19 +27,19 @@ class Ran:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def nursery() -> Iterator[ForkServer]:
     with births.nursery(1) as made:
         yield made
 
 
 @pytest.fixture
 def everstep(
-    nursery: Nursery, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    nursery: ForkServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Ran]:
     """Run a command line with real workers."""
 
     @contextlib.contextmanager
-    def shared(threads: int) -> Iterator[Nursery]:
+    def shared(threads: int) -> Iterator[ForkServer]:
         yield nursery
 
     monkeypatch.setattr(births, "nursery", shared)

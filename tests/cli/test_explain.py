@@ -10,7 +10,7 @@ import pytest
 
 from everstep.cli import main
 from everstep.cli.explain import story
-from everstep.core.severity import ErrorKind
+from everstep.core.faults.severity import ErrorKind
 
 INCIDENT: dict[str, Any] = {
     "number": 7,

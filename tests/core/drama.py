@@ -10,16 +10,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.core import actions as act
-from everstep.core import cluster as msg
-from everstep.core import events as ev
-from everstep.core.coordinator import Coordinator
-from everstep.core.messages import Ledger
-from everstep.core.ops import Microbatch, Worker
-from everstep.core.shelves import shelf_for
-from everstep.core.survey import Shape
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.copy_placement import shelf_for
+from everstep.core.task.owed import Shape
+from everstep.core.words import actions as act
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.ops import Microbatch, Worker
+from everstep.core.words.worker_messages import Ledger
 from everstep.plan.ask import choose
-from everstep.schedule.desk import SchedulerDesk
+from everstep.schedule.task_scheduler import TaskScheduler
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Drama:
         self.now = 0.0
         self.transcript: list[str] = []
         self.actors: dict[tuple[str, Worker], Actor] = {}
-        self.desks: dict[str, SchedulerDesk] = {}
+        self.desks: dict[str, TaskScheduler] = {}
         self.numbers: dict[str, int] = {}
         self.done: dict[str, int] = {}
         self.cut: set[str] = set()  # nodes that are not heard
@@ -63,7 +63,7 @@ class Drama:
 
     def submit(self, name: str = "t", shape: Shape | None = None, steps: int = 9, **more: Any) -> None:
         shape = shape or Shape(2, 2, 2)
-        self.desks[name] = SchedulerDesk(shape, "staggered")
+        self.desks[name] = TaskScheduler(shape, "staggered")
         self.hear(
             msg.TaskSubmitted(task=name, job={"job": name}, shape=shape, steps=steps, secret="s", **more)
         )
@@ -169,7 +169,7 @@ class Drama:
                 answer = self.desks[action.task].answer(action.question, action.slow)
                 self._queue.append(msg.PlanAnswered(task=action.task, event=answer))
             case msg.TaskReshaped():
-                self.desks[action.task] = SchedulerDesk(action.shape, "staggered")
+                self.desks[action.task] = TaskScheduler(action.shape, "staggered")
             case _:
                 pass
 
@@ -185,7 +185,7 @@ class Drama:
                 actor = self.actors.get((order.task, order.worker))
                 if actor is not None and actor.incarnation == order.incarnation:
                     self._ends(order.task, order.worker, "killed by SIGKILL")
-            case msg.TellWorker():
+            case msg.NotifyWorker():
                 self._told(node, order)
             case msg.CloseTask():
                 for name, worker in [
@@ -202,7 +202,7 @@ class Drama:
                 committed = ev.CheckpointCommitted(step=order.step)
                 self._later(node, msg.TaskEvent(task=order.task, event=committed))
 
-    def _told(self, node: str, order: msg.TellWorker) -> None:
+    def _told(self, node: str, order: msg.NotifyWorker) -> None:
         actor = self.actors.get((order.task, order.worker))
         if actor is None:
             return
@@ -263,7 +263,7 @@ def _line(said: msg.ClusterEvent | msg.ClusterAction) -> str:
             return f"{node}#{number} {_order(order)}  -- {because}"
         case msg.PlanAnswered(task=task, event=event):
             return f"PlanAnswered {task} {type(event).__name__} epoch {getattr(event, 'epoch', '')}"
-        case msg.Record(task=task, record=record):
+        case msg.RecordRow(task=task, record=record):
             return f"Record {task} step {record.step}"
         case msg.Think(task=task, question=question):
             return f"Think {task} epoch {question.epoch}"
@@ -291,7 +291,7 @@ def _report(report: msg.NodeReport) -> str:
 
 def _order(order: msg.Order) -> str:
     match order:
-        case msg.TellWorker(task=task, worker=worker, words=words):
+        case msg.NotifyWorker(task=task, worker=worker, words=words):
             return f"{type(words).__name__} {task} {worker}"
         case msg.StartProcess(task=task, worker=worker, incarnation=incarnation, slot=slot):
             return f"StartProcess {task} {worker} incarnation {incarnation} slot {slot}"

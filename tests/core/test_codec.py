@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.core import cluster as msg
-from everstep.core import events as ev
-from everstep.core.actions import ComputePlan, ResumeStep
-from everstep.core.codec import decode, encode
-from everstep.core.messages import Ledger, Members, Parcel, Resume, What
-from everstep.core.ops import Kind, Microbatch, Op, Worker
-from everstep.core.survey import Shape
+from everstep.core.task.owed import Shape
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.actions import ComputePlan, ResumeStep
+from everstep.core.words.codec import decode, encode
+from everstep.core.words.ops import Kind, Microbatch, Op, Worker
+from everstep.core.words.worker_messages import Ledger, Members, Parcel, ParcelKind, Resume
 from everstep.errors import PeerError
 
 W = Worker(1, 2)
@@ -36,7 +36,7 @@ SAMPLES: list[Any] = [
                 ledger=Ledger(
                     step=3,
                     done=(Op(Kind.F, M, 2), Op(Kind.R, None, 2)),
-                    holding=(Parcel(What.ACTIVATION, 0, 3, 2, M),),
+                    holding=(Parcel(ParcelKind.ACTIVATION, 0, 3, 2, M),),
                 ),
             ),
         ),
@@ -62,7 +62,7 @@ SAMPLES: list[Any] = [
     ),
 ]
 ORDERS: list[Any] = [
-    msg.TellWorker(
+    msg.NotifyWorker(
         task="t",
         worker=W,
         words=ResumeStep(

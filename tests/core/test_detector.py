@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from everstep.core.cluster import OpOverdue, WorkerMoved
-from everstep.core.detector import Glance, Heartbeats, Hung, Limits, Progress, Stalled, locate
-from everstep.core.ops import Worker
+from everstep.core.faults.detector import (
+    DetectorLimits,
+    Glance,
+    Heartbeats,
+    Hung,
+    ProgressWatch,
+    Stalled,
+    locate,
+)
+from everstep.core.words.cluster_messages import OpOverdue, WorkerMoved
+from everstep.core.words.ops import Worker
 
 W, V, X = Worker(0, 0), Worker(0, 1), Worker(1, 0)
-LIMITS = Limits()
+LIMITS = DetectorLimits()
 
 
 def glance(
@@ -22,7 +30,7 @@ class Watch:
     """One worker looked at again and again."""
 
     def __init__(self) -> None:
-        self.progress = Progress(LIMITS)
+        self.progress = ProgressWatch(LIMITS)
         self.progress.expects("t", W, {"F": 0.1})
         self.now = 0.0
 

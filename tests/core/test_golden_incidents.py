@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from everstep.core import cluster as msg
-from everstep.core.ops import Worker
-from everstep.core.severity import TABLE, ErrorKind
+from everstep.core.faults.severity import TABLE, ErrorKind
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words.ops import Worker
 from tests.core.drama import Drama
 
 GOLDEN = Path(__file__).parent.parent / "golden"

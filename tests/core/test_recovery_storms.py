@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.core.rules import Rules
+from everstep.core.worker.rules import TaskRules
 from everstep.sim.draw import Draw
-from everstep.sim.storm.faults import What
+from everstep.sim.storm.faults import FaultKind
 from everstep.sim.storm.run import run_storm
 from everstep.sim.storm.spec import Spec, Weather, draw_fault, run_time_us
 
@@ -31,7 +31,7 @@ CASES = {
     "one stage": {"deaths": 2, "replicas": 3, "stages": 1, "clip": 1.0},
     "fused backward": {"deaths": 2, "replicas": 3, "stages": 3, "mode": "reroute"},
     "late returns": {"deaths": 3, "replicas": 3, "stages": 2, "steps": 8, "rejoin_after_steps": 2},
-    "workers that raise": {"deaths": 3, "replicas": 3, "what": What.RAISE},
+    "workers that raise": {"deaths": 3, "replicas": 3, "what": FaultKind.RAISE},
 }
 
 
@@ -39,7 +39,7 @@ def storm(
     seed: int,
     *,
     deaths: int,
-    what: What = What.KILL,
+    what: FaultKind = FaultKind.KILL,
     mode: str = "decoupled",
     rejoin_after_steps: int = 0,
     **rules,
@@ -47,7 +47,7 @@ def storm(
     draw = Draw(seed, "case")
     spec = Spec(
         seed=seed,
-        rules=Rules(**({"replicas": 2, "stages": 2, "microbatches": 2, "steps": 4} | rules)),
+        rules=TaskRules(**({"replicas": 2, "stages": 2, "microbatches": 2, "steps": 4} | rules)),
         mode=mode,
         rejoin_after_steps=rejoin_after_steps,
         weather=Weather(

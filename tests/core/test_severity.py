@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.core.severity import MEANINGS, REMEDIES, TABLE, ErrorKind, Severity, judge
-from everstep.core.symptoms import SYMPTOMS, XIDS
+from everstep.core.faults.severity import MEANINGS, REMEDIES, TABLE, ErrorKind, Severity, judge
+from everstep.core.faults.symptoms import SYMPTOMS, XIDS
 
 E = ErrorKind
 XID_LINES = [  # issues of open-gpu-kernel-modules, gpu-operator, TensorRT-LLM and gpud; NVIDIA's forum

@@ -1,14 +1,14 @@
 """States in nodes' memory: where copies go, which are dropped, and how a task takes another shape by them."""
 
-from everstep.core import actions as act
-from everstep.core import cluster as msg
-from everstep.core import events as ev
-from everstep.core.coordinator import Coordinator
-from everstep.core.ops import Worker
-from everstep.core.roster import TaskState
-from everstep.core.shelves import copies_for, leaves, shelf_for
-from everstep.core.snapshot import digest, freeze, thaw
-from everstep.core.survey import Shape
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.copy_placement import copies_for, leaves, shelf_for
+from everstep.core.cluster.roster import TaskState
+from everstep.core.cluster.snapshot import digest, freeze, thaw
+from everstep.core.task.owed import Shape
+from everstep.core.words import actions as act
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.ops import Worker
 from everstep.plan.ask import AGREE_S, PACE, TRANSITION_S, transition_s
 from tests.core.drama import Drama
 
@@ -17,8 +17,8 @@ def told(drama: Drama, kind: type) -> list:
     return [a.order for a in drama.actions if isinstance(a, msg.Dispatch) and isinstance(a.order, kind)]
 
 
-def resumes(drama: Drama) -> list[msg.TellWorker]:
-    return [order for order in told(drama, msg.TellWorker) if isinstance(order.words, act.ResumeStep)]
+def resumes(drama: Drama) -> list[msg.NotifyWorker]:
+    return [order for order in told(drama, msg.NotifyWorker) if isinstance(order.words, act.ResumeStep)]
 
 
 def four_nodes(**more: object) -> Drama:
@@ -64,7 +64,7 @@ def test_an_older_state_is_dropped_only_when_a_newer_one_is_on_two_nodes() -> No
     assert sorted(task.kept) == [1, 2]
     drama.shelve(2)
     assert sorted(task.kept) == [2]
-    assert {order.before for order in told(drama, msg.DropShelved)} == {2}
+    assert {order.before for order in told(drama, msg.DropCopies)} == {2}
 
 
 def test_states_on_one_node_only_do_not_pile_up() -> None:

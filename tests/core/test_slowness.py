@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from everstep.core import cluster as msg
-from everstep.core import events as ev
-from everstep.core.actions import ComputePlan
-from everstep.core.incidents import Incident
-from everstep.core.messages import Ledger
-from everstep.core.ops import Kind, Worker
-from everstep.core.standing import Gathering, Running
-from everstep.core.survey import Shape
-from everstep.schedule.desk import SchedulerDesk
+from everstep.core.task.owed import Shape
+from everstep.core.task.states import Gathering, Running
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.actions import ComputePlan
+from everstep.core.words.incidents import Incident
+from everstep.core.words.ops import Kind, Worker
+from everstep.core.words.worker_messages import Ledger
+from everstep.schedule.task_scheduler import TaskScheduler
 from tests.core.drama import Drama
 
 SLOW = Worker(1, 1)
@@ -168,7 +168,7 @@ def test_a_slowness_found_while_a_death_is_planned_for_is_planned_for_next() -> 
 
 
 def test_every_microbatch_of_a_balanced_step_has_one_host() -> None:
-    desk = SchedulerDesk(Shape(2, 2, 4), "staggered")
+    desk = TaskScheduler(Shape(2, 2, 4), "staggered")
     question = ComputePlan(epoch=1, broken={}, dead=frozenset(), because="a test")
     steady = desk.answer(question, {SLOW: 3.0}).steady
     for stage in range(2):

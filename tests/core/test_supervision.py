@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.core.ranks import (
+from everstep.scripts.supervision import Supervision
+from everstep.scripts.words import (
     Action,
     DiagnoseHang,
     EndRun,
@@ -14,17 +15,16 @@ from everstep.core.ranks import (
     HangDiagnosed,
     Interrupted,
     Look,
-    Policy,
     RankExited,
     RankRaised,
     RanksSeen,
+    RestartPolicy,
     RunRequested,
+    ScriptTimePassed,
     SignalRanks,
     StartRanks,
     TellPerson,
-    TimePassed,
 )
-from everstep.core.supervision import Supervision
 
 RESET = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:44777: Connection reset by peer"
 REASONS = {
@@ -39,7 +39,7 @@ class Run:
     """A supervision with a clock, checked after every event."""
 
     def __init__(self, **policy: float | int | None) -> None:
-        self.machine = Supervision(Policy(**{"ranks": 2, **policy}))  # type: ignore[arg-type]
+        self.machine = Supervision(RestartPolicy(**{"ranks": 2, **policy}))  # type: ignore[arg-type]
         self.now = 0.0
         self.told: list[Action] = []
         self.give(RunRequested())
@@ -67,7 +67,7 @@ class Run:
         """To the next deadline."""
         deadline = self.machine.deadline()
         assert deadline is not None
-        return self.give(TimePassed(), after=max(0.0, deadline - self.now))
+        return self.give(ScriptTimePassed(), after=max(0.0, deadline - self.now))
 
     def looked(self, states: str, cpu_s: Iterable[float], *, after: float) -> list[Action]:
         looks = {
@@ -361,7 +361,7 @@ def test_whatever_happens_ranks_are_accounted_for_and_the_run_ends_when_they_obe
             case "diagnosed":
                 run.give(HangDiagnosed(life=run.machine.life, suspects=(1,), because="so."), after=after)
             case "time":
-                run.give(TimePassed(), after=after)
+                run.give(ScriptTimePassed(), after=after)
             case "interrupted":
                 run.give(Interrupted(signal="SIGINT", code=130), after=after)
     run.give(Interrupted(signal="SIGINT", code=130))

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everstep.core.messages import Parcel, What
-from everstep.core.ops import Microbatch, Worker
+from everstep.core.words.ops import Microbatch, Worker
+from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.diagnose import Group, Record, analyse, read
 from everstep.diagnose import ring as layout
 from everstep.diagnose.record import UNKNOWN
@@ -85,7 +85,7 @@ def test_the_last_records_of_a_killed_process_can_be_read(tmp_path: Path) -> Non
 def test_both_ends_of_a_parcel_give_it_one_number(tmp_path: Path) -> None:
     sender = WorkerRecorder(tmp_path / "a", Worker(1, 0), replicas=2, stages=2)
     receiver = WorkerRecorder(tmp_path / "b", Worker(1, 1), replicas=2, stages=2)
-    parcel = Parcel(What.ACTIVATION, 0, 12, 1, Microbatch(1, 3))
+    parcel = Parcel(ParcelKind.ACTIVATION, 0, 12, 1, Microbatch(1, 3))
     sender.sent(parcel, 1, 1, 4096)
     receiver.got(parcel, 4096)
     parts = [read(name, (tmp_path / name).read_bytes()) for name in ("a", "b")]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from everstep.core.cluster import SlownessEnded, SlownessFound, TimesTold
-from everstep.core.ops import Worker
+from everstep.core.words.cluster_messages import SlownessEnded, SlownessFound, TimesReported
+from everstep.core.words.ops import Worker
 from everstep.diagnose.watch import CALM_LOOKS, Watch
 
 Speed = Callable[[Worker, int], float]  # how many times as long a worker takes in a step
@@ -49,7 +49,7 @@ def story(
                         ("U", 1, UPDATE_S),
                     )
                 }
-                told = TimesTold(
+                told = TimesReported(
                     task="t", worker=worker, times={}, incarnation=1, step=step, ops=ops, seconds=0.3
                 )
                 found += [(step, verdict) for verdict in watch.told(told)]
@@ -143,7 +143,7 @@ def test_a_new_process_starts_even() -> None:
     watch = Watch("t")
     story(slow_between(20, 40, 2.0), steps=30, watch=watch)
     assert watch.factors() == {SLOW: pytest.approx(2.0, rel=0.1)}
-    watch.told(TimesTold(task="t", worker=SLOW, times={}, incarnation=2, step=31))
+    watch.told(TimesReported(task="t", worker=SLOW, times={}, incarnation=2, step=31))
     assert watch.factors() == {}
 
 

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from everstep.core.ops import Worker
+from everstep.core.words.ops import Worker
 from everstep.engine.beacon import SIZE, Beacon
-from everstep.engine.faults import Fault, check_fault, parse_fault
+from everstep.engine.faults import PlantedFault, check_fault, parse_fault
 from everstep.errors import UserError
 
 
@@ -23,7 +23,7 @@ def test_a_fault_has_a_text_form_with_an_exact_inverse(text: str) -> None:
 
 
 def test_a_fault_strikes_its_own_microbatch_and_either_half_of_a_fused_backward() -> None:
-    fault = Fault(worker=Worker(1, 0), step=3, op="I2")
+    fault = PlantedFault(worker=Worker(1, 0), step=3, op="I2")
     assert fault.strikes(3, "I1.2", "before")
     assert fault.strikes(3, "B1.2", "before")
     assert not fault.strikes(3, "I0.2", "before")

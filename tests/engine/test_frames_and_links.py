@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.core.messages import Parcel, Part, What
-from everstep.core.ops import Microbatch
+from everstep.core.words.ops import Microbatch
+from everstep.core.words.worker_messages import Parcel, ParcelKind, Part
 from everstep.engine import frames
 from everstep.engine.links import Address, Links
 from everstep.errors import PeerError
@@ -33,7 +33,7 @@ def received(data: bytes, chunk: int = 1 << 20) -> frames.Incoming:
 
 
 @given(
-    what=st.sampled_from(list(What)),
+    what=st.sampled_from(list(ParcelKind)),
     numbers=st.lists(st.integers(0, 2**31 - 1), min_size=5, max_size=5),
     microbatch=st.none() | st.builds(Microbatch, st.integers(0, 99), st.integers(0, 99)),
     chunk=st.integers(1, 99),
@@ -60,8 +60,8 @@ def test_a_message_arrives_as_it_was_sent(what, numbers, microbatch, chunk, shap
     ],
 )
 def test_the_facts_of_a_part_and_of_a_copy_survive_the_wire(value: Part) -> None:
-    assert frames.value_of(What.PART, frames.facts_of(value)) == value
-    assert frames.value_of(What.COPY, frames.facts_of((0.25, value))) == (0.25, value)
+    assert frames.value_of(ParcelKind.PART, frames.facts_of(value)) == value
+    assert frames.value_of(ParcelKind.COPY, frames.facts_of((0.25, value))) == (0.25, value)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def ends() -> Iterator[tuple[End, End]]:
 
 
 def name(step: int) -> Parcel:
-    return Parcel(What.ACTIVATION, 0, step, 1, Microbatch(0, 0))
+    return Parcel(ParcelKind.ACTIVATION, 0, step, 1, Microbatch(0, 0))
 
 
 def test_messages_of_any_size_arrive_in_the_order_they_were_sent(ends: tuple[End, End]) -> None:

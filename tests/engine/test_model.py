@@ -8,7 +8,7 @@ from torch import nn
 
 from everstep.engine.gpt import gpt
 from everstep.engine.model import Model, _balanced, check_tied, parameter_count, partition, slots
-from everstep.engine.presets import PRESETS, Shape, flops_per_token, matmul_parameters, shape
+from everstep.engine.presets import PRESETS, GptShape, flops_per_token, matmul_parameters, shape
 from everstep.errors import UserError
 
 SIZES = {
@@ -131,4 +131,4 @@ def test_rotary_positions_are_relative() -> None:
 
 
 def test_a_shape_is_a_preset_too() -> None:
-    assert parameter_count(gpt(Shape())) == parameter_count(gpt("gpt-tiny"))
+    assert parameter_count(gpt(GptShape())) == parameter_count(gpt("gpt-tiny"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from everstep.core.ops import Kind
+from everstep.core.words.ops import Kind
 from everstep.engine.stopwatch import Stopwatch, WaitForCore
 
 MS = 1_000_000

@@ -8,7 +8,7 @@ import pytest
 from everstep.errors import UserError
 from everstep.fabric import Flow, allocate, clos, picture
 from everstep.fabric.catalogue import Catalogue, Tuple4
-from everstep.fabric.discovery import Trace, topology_of
+from everstep.fabric.discovery import PathTrace, topology_of
 from everstep.fabric.document import tasks_from, topology_document, topology_from
 from everstep.fabric.policies import ecmp
 from everstep.fabric.roce import plan_file
@@ -84,7 +84,7 @@ def test_a_mistake_in_the_file_is_one_sentence_that_names_it(was, becomes, sente
 
 def test_three_leaves_traced_from_every_side_are_one_fabric() -> None:
     traces = [
-        Trace(
+        PathTrace(
             source=f"10.1.{a}.2",
             target=f"10.1.{b}.2",
             hops=(f"10.1.{a}.1", f"10.{10 + a}.{s}.2", f"10.{10 + b}.{s}.1"),
@@ -102,11 +102,11 @@ def test_three_leaves_traced_from_every_side_are_one_fabric() -> None:
         assert set(again.fabric_links) == set(topology.fabric_links)
         assert again.nodes == topology.nodes
     with pytest.raises(UserError, match="there are 2 switches"):
-        topology_of([Trace(source="a", target="b", hops=("x", "y"))], link_gbps=1.0, port_gbps=1.0)
+        topology_of([PathTrace(source="a", target="b", hops=("x", "y"))], link_gbps=1.0, port_gbps=1.0)
 
 
 def test_two_nodes_under_one_leaf_share_it() -> None:
-    found = topology_of([Trace(source="a", target="b", hops=("x",))], link_gbps=1.0, port_gbps=1.0)
+    found = topology_of([PathTrace(source="a", target="b", hops=("x",))], link_gbps=1.0, port_gbps=1.0)
     assert (len(found.leaves), len(found.spines)) == (1, 0)
 
 

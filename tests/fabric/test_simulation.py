@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from everstep.fabric import Task, allocate, clos, flows_of, reallocate
+from everstep.fabric import TrafficTask, allocate, clos, flows_of, reallocate
 from everstep.fabric import scenarios as sc
 from everstep.fabric.flows import double_tree, place, ring
 from everstep.fabric.policies import ecmp
 from everstep.fabric.simulate import Change, simulate
 
 TOPOLOGY = clos(name="two", nodes=2, port_gbps=80, nodes_per_leaf=1, spines=2, uplink_gbps=40)
-TASK = Task(
+TASK = TrafficTask(
     name="t",
     replicas=2,
     stages=1,
@@ -54,7 +54,7 @@ def test_a_dead_link_stops_a_task_for_as_long_as_nobody_notices() -> None:
 def test_two_tasks_share_a_link_fairly_and_the_one_left_alone_speeds_up() -> None:
     narrow = clos(name="one", nodes=2, port_gbps=80, nodes_per_leaf=1, spines=1, uplink_gbps=40)
     tasks = [
-        Task(
+        TrafficTask(
             name=name,
             replicas=2,
             stages=1,
@@ -77,7 +77,7 @@ def test_rings_and_trees_carry_what_an_all_reduce_must() -> None:
 
 
 def test_a_task_sends_between_nodes_only_and_as_much_as_its_shape_says() -> None:
-    task = Task(
+    task = TrafficTask(
         name="t",
         replicas=2,
         stages=2,

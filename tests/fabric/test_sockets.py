@@ -9,17 +9,17 @@ import time
 import pytest
 import torch
 
-from everstep.core.messages import Parcel, What
+from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.engine.links import Links
 from everstep.errors import UserError
 from everstep.fabric.catalogue import Tuple4
-from everstep.fabric.topology import Node, Port, Switch, Topology
+from everstep.fabric.topology import FabricNode, Port, Switch, Topology
 from everstep.node.probe import REACHED, Budget, Prober, probe
 from everstep.node.steer import progress_of
 
 HOME = Topology(
     name="home",
-    nodes=(Node(name="me", ports=(Port(nic=0, plane=0, leaf="l", gbps=1.0, address="127.0.0.1"),)),),
+    nodes=(FabricNode(name="me", ports=(Port(nic=0, plane=0, leaf="l", gbps=1.0, address="127.0.0.1"),)),),
     leaves=(Switch(name="l"),),
     spines=(),
     fabric_links=(),
@@ -98,8 +98,8 @@ def links(inbox: queue.Queue, **more) -> Links:
 
 
 def send(sender: Links, to: object, step: int) -> None:
-    parcel = Parcel(What.ACTIVATION, 0, step, 0, None, 0, 0, 0)
-    sender.send(to, What.ACTIVATION, parcel, None, torch.ones(1000))
+    parcel = Parcel(ParcelKind.ACTIVATION, 0, step, 0, None, 0, 0, 0)
+    sender.send(to, ParcelKind.ACTIVATION, parcel, None, torch.ones(1000))
 
 
 def test_a_link_takes_the_source_port_it_is_given_and_another_one_after_a_move() -> None:

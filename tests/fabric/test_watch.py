@@ -4,9 +4,9 @@ import pytest
 
 from everstep.errors import UserError
 from everstep.fabric import Flow, Topology, allocate, clos
-from everstep.fabric.watch import CannotMove, FlowMeasured, Limits, MoveFlow, Watch
+from everstep.fabric.watch import CannotMove, FlowMeasured, MoveFlow, PathWatch, WatchLimits
 
-LIMITS = Limits(confirm=2, min_busy_s=0.1, dead_after_s=0.75, settle_s=0.5, retry_after_s=30.0)
+LIMITS = WatchLimits(confirm=2, min_busy_s=0.1, dead_after_s=0.75, settle_s=0.5, retry_after_s=30.0)
 
 
 class Sockets:
@@ -32,13 +32,13 @@ def fabric(spines: int = 4) -> Topology:
     return clos(name="f", nodes=2, port_gbps=10.0 * spines, nodes_per_leaf=1, spines=spines, uplink_gbps=10.0)
 
 
-def watched(num_flows: int = 3, spines: int = 4) -> tuple[Watch, Sockets, list[str]]:
+def watched(num_flows: int = 3, spines: int = 4) -> tuple[PathWatch, Sockets, list[str]]:
     names = [f"f{n}" for n in range(num_flows)]
     flows = [
         Flow(name=n, task="t", phase="p", group=n, source=("n0", 0), target=("n1", 0), bytes=1e9)
         for n in names
     ]
-    return Watch(fabric(spines), allocate(fabric(spines), flows), LIMITS), Sockets(names), names
+    return PathWatch(fabric(spines), allocate(fabric(spines), flows), LIMITS), Sockets(names), names
 
 
 def test_a_slow_flow_moves_to_the_free_spine_after_two_windows() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.sweep import TOLERANCE, Point, Sweep, compare, points
-from everstep.core.ops import Worker
+from everstep.core.words.ops import Worker
 from everstep.engine.job import CheckpointSpec, ModelSpec, OptimizerSpec
 
 CHOSEN = [

@@ -2,10 +2,10 @@
 
 import json
 
-from everstep.launch.rank_suspects import suspect
+from everstep.scripts.suspects import suspect
 
 LINE = """Thread 0x0000ffffaf14f1a0 (most recent call first):
-  File "/x/everstep/launch/rank_main.py", line 60 in answer_questions
+  File "/x/everstep/scripts/rank_main.py", line 60 in answer_questions
   File "/usr/lib/python3.11/threading.py", line 982 in run
 
 """
@@ -15,7 +15,7 @@ IN_TORCH = (
   File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
   File "/x/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
   File "train.py", line 10 in <module>
-  File "/x/everstep/launch/rank_main.py", line 137 in _run_script
+  File "/x/everstep/scripts/rank_main.py", line 137 in _run_script
 """
 )
 IN_SCRIPT = (

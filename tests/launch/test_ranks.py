@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from everstep.core import ranks as words
-from everstep.core.ranks import Policy
 from everstep.errors import EverstepError, UserError
-from everstep.launch import rank_report
-from everstep.launch.rank_birth import Births, Cradle, PlainBirths
-from everstep.launch.rank_environment import Place, rank_environment
-from everstep.launch.ranks import Launch, Ran, Ranks
+from everstep.scripts import report as rank_report
+from everstep.scripts import words
+from everstep.scripts.environment import RankPlace, rank_environment
+from everstep.scripts.fork_server import Births, Cradle, PlainBirths
+from everstep.scripts.run import Ran, Ranks, ScriptLaunch
+from everstep.scripts.words import RestartPolicy
 
 HEAD = """
 import os, signal, sys, time
@@ -33,7 +33,7 @@ rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT
 class Told:
     """A run, what it told, and what its ranks wrote."""
 
-    def __init__(self, ran: Ran, launch: Launch, said: list[tuple[words.Action, float]]) -> None:
+    def __init__(self, ran: Ran, launch: ScriptLaunch, said: list[tuple[words.Action, float]]) -> None:
         self.ran, self.launch, self.said = ran, launch, said
         self.output: str = launch.output.getvalue().decode()  # type: ignore[attr-defined]
         self.errors: str = launch.errors.getvalue().decode(errors="replace")  # type: ignore[attr-defined]
@@ -63,9 +63,9 @@ def run(tmp_path: Path) -> Run:
     def go(script: str, *arguments: str, births: Births | None = None, port: int = 0, **policy: Any) -> Told:
         path = tmp_path / "script.py"
         path.write_text(HEAD + script)
-        launch = Launch(
+        launch = ScriptLaunch(
             command=[str(path), *arguments],
-            policy=Policy(**{"ranks": 2, "grace_s": 2.0, "backoff_s": 0.01, **policy}),
+            policy=RestartPolicy(**{"ranks": 2, "grace_s": 2.0, "backoff_s": 0.01, **policy}),
             run_id="test",
             log_dir=tmp_path / "logs",
             master_port=port,
@@ -115,7 +115,7 @@ def test_a_rank_finds_every_variable_that_torchrun_sets() -> None:
     names = {key.value for key in table.keys if isinstance(key, ast.Constant)}
     assert len(names) > 10
     names |= {"LOCAL_RANK", "OMP_NUM_THREADS", "TORCHELASTIC_ERROR_FILE"}
-    place = Place(
+    place = RankPlace(
         rank=1,
         ranks=2,
         life=3,

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from everstep.core.cluster import Patience
-from everstep.core.ops import Worker
+from everstep.core.words.cluster_messages import Patience
+from everstep.core.words.ops import Worker
 from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.errors import UserError
-from everstep.launch.local import LocalTask
-from everstep.launch.outcome import Outcome
-from everstep.node.nursery import Nursery
+from everstep.launch.local.outcome import Outcome
+from everstep.launch.local.run import LocalTask
+from everstep.node.fork_server import ForkServer
 
 JOB = Job(
     model=ModelSpec(preset="gpt-tiny", options={"tied": True, "dropout": 0.1}),
@@ -28,14 +28,14 @@ JOB = Job(
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    running = Nursery(threads=1).start()
+def nursery() -> Iterator[ForkServer]:
+    running = ForkServer(threads=1).start()
     yield running
     running.close()
 
 
 @pytest.fixture(scope="module")
-def clean(nursery: Nursery) -> dict[int, float]:
+def clean(nursery: ForkServer) -> dict[int, float]:
     return losses(LocalTask(JOB, nursery=nursery).run())
 
 
@@ -44,7 +44,7 @@ def losses(outcome: Outcome) -> dict[int, float]:
     return {row.step: row.loss for row in outcome.rows}
 
 
-def run(nursery: Nursery, job: Job, at_step: dict[int, Callable[[LocalTask], None]]) -> LocalTask:
+def run(nursery: ForkServer, job: Job, at_step: dict[int, Callable[[LocalTask], None]]) -> LocalTask:
     """`at_step`: what is done once when this step is on record."""
     left = dict(at_step)
 
@@ -59,7 +59,7 @@ def run(nursery: Nursery, job: Job, at_step: dict[int, Callable[[LocalTask], Non
 
 
 def test_a_task_goes_through_other_shapes_without_a_trace_in_its_losses(
-    nursery: Nursery, clean: dict[int, float]
+    nursery: ForkServer, clean: dict[int, float]
 ) -> None:
     shapes = {2: (1, 4), 4: (4, 1), 6: (3, 2), 8: (2, 3)}
     task = run(nursery, JOB, {step: lambda t, s=shape: t.reshape(*s) for step, shape in shapes.items()})  # type: ignore[misc]
@@ -70,7 +70,7 @@ def test_a_task_goes_through_other_shapes_without_a_trace_in_its_losses(
 
 
 def test_a_worker_that_dies_while_the_shape_ends_changes_nothing(
-    nursery: Nursery, clean: dict[int, float]
+    nursery: ForkServer, clean: dict[int, float]
 ) -> None:
     def both(task: LocalTask) -> None:
         task.reshape(3, 1)
@@ -82,7 +82,7 @@ def test_a_worker_that_dies_while_the_shape_ends_changes_nothing(
 
 
 def test_a_stage_whose_workers_all_die_comes_back_from_memory(
-    nursery: Nursery, clean: dict[int, float]
+    nursery: ForkServer, clean: dict[int, float]
 ) -> None:
     def kill_stage(task: LocalTask) -> None:
         for replica in range(2):

@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from everstep.errors import UserError
-from everstep.launch import slurm_shell
-from everstep.launch.slurm_address import address_of, free_port, in_url
-from everstep.launch.slurm_words import SlurmNode
+from everstep.launch.slurm import shell as slurm_shell
+from everstep.launch.slurm.address import address_of, free_port, in_url
+from everstep.launch.slurm.words import SlurmNode
 
 
 @pytest.fixture

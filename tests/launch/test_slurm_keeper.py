@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from everstep.errors import UserError
-from everstep.launch import slurm_leader, slurm_shell
-from everstep.launch.slurm_keeper import Child, Keeper, KeeperSettings
-from everstep.launch.slurm_leader import Leader
-from everstep.launch.slurm_run import Run
-from everstep.launch.slurm_words import SlurmJob, SlurmNode
+from everstep.launch.slurm import leader as slurm_leader
+from everstep.launch.slurm import shell as slurm_shell
+from everstep.launch.slurm.keeper import Keeper, KeeperSettings, KeptProcess
+from everstep.launch.slurm.leader import Leader
+from everstep.launch.slurm.run import Run
+from everstep.launch.slurm.words import SlurmJob, SlurmNode
 
 JOB = "steps = 3\n[model]\npreset = 'gpt-tiny'\n"
 
@@ -170,9 +171,9 @@ def test_a_slurm_that_does_not_answer_ends_nothing(
 # ------------------------------------------------------------------ processes
 
 
-def child(tmp_path: Path, code: str, say: Callable[[str], None] = lambda line: None) -> Child:
+def child(tmp_path: Path, code: str, say: Callable[[str], None] = lambda line: None) -> KeptProcess:
     command = [sys.executable, "-c", code, "child"]
-    return Child(command, log=tmp_path / "child.log", token="secret", say=say)
+    return KeptProcess(command, log=tmp_path / "child.log", token="secret", say=say)
 
 
 def test_a_child_that_ends_is_started_again_later_each_time(tmp_path: Path) -> None:
@@ -222,8 +223,8 @@ def test_the_first_node_leads_at_once_and_a_spare_never(tmp_path: Path, cluster:
 def test_a_node_whose_agent_never_runs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     for name in ("TURN_S", "RESTART_FIRST_S", "RESTART_MOST_S"):
-        monkeypatch.setattr(f"everstep.launch.slurm_keeper.{name}", 0.01)
-    monkeypatch.setattr("everstep.launch.slurm_keeper.EVERSTEP", ("false", "", ""))
+        monkeypatch.setattr(f"everstep.launch.slurm.keeper.{name}", 0.01)
+    monkeypatch.setattr("everstep.launch.slurm.keeper.EVERSTEP", ("false", "", ""))
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     keeper = Keeper(settings(tmp_path, rank=1000), say=told.append)
     assert keeper.run() == 1

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.launch import slurm_rules as rules
-from everstep.launch.slurm_words import SlurmJob, SlurmNode
+from everstep.launch.slurm import rules
+from everstep.launch.slurm.words import SlurmJob, SlurmNode
 
-UP = rules.Member(state="up", connected=True)
-GONE = rules.Member(state="gone", connected=False)
-DRAINING = rules.Member(state="draining", connected=True)
+UP = rules.AllocatedNode(state="up", connected=True)
+GONE = rules.AllocatedNode(state="gone", connected=False)
+DRAINING = rules.AllocatedNode(state="draining", connected=True)
 
 
 def node(name: str, *states: str, reason: str = "") -> SlurmNode:

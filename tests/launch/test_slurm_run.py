@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import UserError
-from everstep.launch import slurm, slurm_shell
 from everstep.launch.client import Client
-from everstep.launch.slurm import SlurmLaunch, newest
-from everstep.launch.slurm_run import Run
-from everstep.launch.slurm_shell import SCRIPT
-from everstep.launch.slurm_words import SlurmJob
+from everstep.launch.slurm import sbatch as slurm
+from everstep.launch.slurm import shell as slurm_shell
+from everstep.launch.slurm.run import Run
+from everstep.launch.slurm.sbatch import SlurmLaunch, newest
+from everstep.launch.slurm.shell import SCRIPT
+from everstep.launch.slurm.words import SlurmJob
 
 
 def test_the_token_is_made_once_and_read_by_its_owner_only(tmp_path: Path) -> None:
@@ -44,7 +45,7 @@ def test_one_process_leads_and_its_death_is_the_next_ones_chance(tmp_path: Path)
     Run(tmp_path).make(wanted=2)
     hold = (
         "import sys, pathlib\n"
-        "from everstep.launch.slurm_run import Run\n"
+        "from everstep.launch.slurm.run import Run\n"
         "run = Run(pathlib.Path(sys.argv[1]))\n"
         "print(run.try_to_lead() and run.keep('n1'), flush=True)\n"
         "sys.stdin.read()\n"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everstep.core.cluster import SlowLinkEnded, SlowLinkFound
-from everstep.core.messages import Parcel, What
-from everstep.core.ops import Microbatch, Worker
+from everstep.core.words.cluster_messages import SlowLinkEnded, SlowLinkFound
+from everstep.core.words.ops import Microbatch, Worker
+from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.engine import recorder as recording
 from everstep.engine.recorder import WorkerRecorder
-from everstep.node.ringwatch import ENDED_LOOKS, LOOK_EVERY_S, RingWatch
+from everstep.node.ring_watch import ENDED_LOOKS, LOOK_EVERY_S, RingWatch
 
 MS = 1_000_000
 STEP_MS = 200
@@ -43,7 +43,7 @@ class Job:
             self.now_ns = begin + STEP_MS * MS
 
     def _message(self, at_ns: int, replica: int, number: int, delay_ms: float) -> None:
-        for what, source, target in ((What.ACTIVATION, 0, 1), (What.GRADIENT, 1, 0)):
+        for what, source, target in ((ParcelKind.ACTIVATION, 0, 1), (ParcelKind.GRADIENT, 1, 0)):
             parcel = Parcel(what, 0, self.step, target, Microbatch(replica, number))
             self.now_ns = at_ns
             self.recorders[Worker(replica, source)].sent(parcel, replica, target, 4096)

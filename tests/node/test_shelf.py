@@ -11,16 +11,16 @@ import torch
 
 from everstep.checkpoint import memory
 from everstep.errors import UserError
-from everstep.node.shelf import Shelf, ShelfDoor, token_of
+from everstep.node.memory_store import MemoryServer, MemoryStore, token_of
 
 SECRET = "ab" * 32
 
 
 @pytest.fixture
-def door() -> Iterator[ShelfDoor]:
-    shelf = Shelf()
+def door() -> Iterator[MemoryServer]:
+    shelf = MemoryStore()
     shelf.open_task("t", SECRET)
-    opened = ShelfDoor(shelf, "127.0.0.1")
+    opened = MemoryServer(shelf, "127.0.0.1")
     opened.open()
     yield opened
     opened.close()
@@ -37,11 +37,11 @@ def state(stage: int) -> dict[str, torch.Tensor]:
     return {f"model/s{stage}.{name}": torch.randn(300, 70, generator=generator) for name in "ab"}
 
 
-def remote(door: ShelfDoor, token: str = token_of(SECRET)) -> memory.Remote:
+def remote(door: MemoryServer, token: str = token_of(SECRET)) -> memory.Remote:
     return memory.Remote("127.0.0.1", door.port, token)
 
 
-def ask(door: ShelfDoor, method: str, path: str, token: str = token_of(SECRET), **more: object) -> int:
+def ask(door: MemoryServer, method: str, path: str, token: str = token_of(SECRET), **more: object) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=5)
     headers = {"Authorization": f"Bearer {token}", **more.pop("headers", {})}  # type: ignore[dict-item]
     connection.request(method, path, headers=headers, **more)  # type: ignore[arg-type]
@@ -50,7 +50,9 @@ def ask(door: ShelfDoor, method: str, path: str, token: str = token_of(SECRET), 
     return status
 
 
-def test_a_state_of_two_stages_is_read_from_this_shelf_and_from_another(door: ShelfDoor, here: Path) -> None:
+def test_a_state_of_two_stages_is_read_from_this_shelf_and_from_another(
+    door: MemoryServer, here: Path
+) -> None:
     first = memory.put(here, "t", 8, "stage-0-0", state(0))
     second = memory.put(here, "t", 8, "stage-1-0", state(1))
     memory.send(here, second, remote(door), "t", 8)
@@ -62,7 +64,7 @@ def test_a_state_of_two_stages_is_read_from_this_shelf_and_from_another(door: Sh
     kept.close()
 
 
-def test_a_state_that_is_gone_or_damaged_is_refused(door: ShelfDoor, here: Path) -> None:
+def test_a_state_that_is_gone_or_damaged_is_refused(door: MemoryServer, here: Path) -> None:
     part = memory.put(here, "t", 8, "stage-0-0", state(0))
     path = memory.folder_of(here, "t", 8) / "stage-0-0.safetensors"
     memory.send(here, part, remote(door), "t", 8)
@@ -83,20 +85,20 @@ def test_a_state_that_is_gone_or_damaged_is_refused(door: ShelfDoor, here: Path)
         memory.open_kept("t", 8, [(here, part), (here, part)])
 
 
-def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_is_not(door: ShelfDoor) -> None:
+def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_is_not(door: MemoryServer) -> None:
     code = (
-        "from everstep.node.shelf import Shelf\nimport os, signal\n"
-        "print(Shelf().folder, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+        "from everstep.node.memory_store import MemoryStore\nimport os, signal\n"
+        "print(MemoryStore().folder, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
     left = Path(told.stdout.strip())
     assert left.is_dir()
-    Shelf().close()
+    MemoryStore().close()
     assert not left.exists()
     assert door.shelf.folder.is_dir()
 
 
-def test_older_states_make_room(door: ShelfDoor, here: Path) -> None:
+def test_older_states_make_room(door: MemoryServer, here: Path) -> None:
     for step in (1, 2, 3):
         memory.put(here, "t", step, "stage-0-0", state(0))
     memory.drop(here, "t", 3)
@@ -118,12 +120,12 @@ def test_older_states_make_room(door: ShelfDoor, here: Path) -> None:
     ],
 )
 def test_strangers_and_tricks_are_refused(
-    door: ShelfDoor, method: str, path: str, token: str, status: int
+    door: MemoryServer, method: str, path: str, token: str, status: int
 ) -> None:
     assert ask(door, method, path, token) == status
 
 
-def test_more_than_the_memory_that_is_free_is_refused_before_it_is_sent(door: ShelfDoor) -> None:
+def test_more_than_the_memory_that_is_free_is_refused_before_it_is_sent(door: MemoryServer) -> None:
     path = "/t/8/stage-0-0.safetensors"
     assert ask(door, "PUT", path, headers={"Content-Length": str(1 << 60)}) == 413
     assert ask(door, "PUT", path, body=iter([b"no", b"length"]), encode_chunked=True) == 413

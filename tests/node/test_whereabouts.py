@@ -10,7 +10,7 @@ from aiohttp import web
 
 from everstep.node import agent as module
 from everstep.node.agent import Agent, AgentSettings
-from everstep.node.whereabouts import current
+from everstep.node.coordinator_address import current
 
 
 def test_an_address_is_itself_and_a_file_is_read_anew(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from everstep.core.messages import Ledger, Members, Parcel, Resume, What
-from everstep.core.ops import Microbatch, parse_op
+from everstep.core.words.ops import Microbatch, parse_op
+from everstep.core.words.worker_messages import Ledger, Members, Parcel, ParcelKind, Resume
 from everstep.errors import PeerError
 from everstep.node import wire
 
@@ -34,7 +34,7 @@ def test_a_ledger_is_the_same_after_the_wire() -> None:
         step=3,
         done=OPS[:2],
         done_before=OPS,
-        holding=(Parcel(What.GRADIENT, 1, 3, 0, Microbatch(1, 0)),),
+        holding=(Parcel(ParcelKind.GRADIENT, 1, 3, 0, Microbatch(1, 0)),),
         joining=True,
     )
     (message,) = wire.Unpacker().feed(wire.pack(wire.ledger_out(ledger)))

@@ -7,25 +7,25 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.core.ops import Worker
+from everstep.core.words.ops import Worker
 from everstep.plan import Assignment, Cluster, Costs, TaskSpec, assign, decide, from_table, replicated
-from everstep.plan.events import World, after
+from everstep.plan.events import PlanWorld, after
 from everstep.plan.explain import least_change
-from everstep.plan.options import Kind
+from everstep.plan.options import OptionKind
 from everstep.plan.reroute import throughput_ratio
-from everstep.plan.shape import Shape
+from everstep.plan.shape import ParallelShape
 from everstep.plan.transition import Source
 from everstep.schedule import Instance, plan, uniform
 from tests.plan.worlds import nodes, pipeline, random_world, seated, table_task
 
 
-def planned(world: World, event: str = ""):
+def planned(world: PlanWorld, event: str = ""):
     if event:
         world = after(event, world)
     return assign(world.cluster, world.submitted(), world.now, event)
 
 
-def full_house(**cluster: object) -> World:
+def full_house(**cluster: object) -> PlanWorld:
     """Four nodes of three slots, one task of three replicas and four stages, 1F1B, on all of them."""
     curve = replicated(stages=4, per_replica=1.0, most_replicas=3, batch=18, schedule="1f1b")
     task = TaskSpec(name="gpt", curve=curve)
@@ -36,7 +36,7 @@ def test_without_a_spare_it_keeps_its_shape_and_re_routes() -> None:
     world = full_house()
     plan = planned(world, "lose node-1:0")
     gain = plan.gains["gpt"]
-    assert gain.kind is Kind.REROUTE
+    assert gain.kind is OptionKind.REROUTE
     assert plan.allocation == {"gpt": 11}
     assert plan.assignment.of("gpt").count(None) == 1
     assert gain.throughput_after > 2.0  # dropping the replica would leave two of three
@@ -47,10 +47,10 @@ def test_re_routed_throughput_is_the_schedulers() -> None:
     one = uniform(replicas=4, stages=2, value=1.0)
     whole = Instance(replicas=4, stages=2, microbatches=8, forward=one, input_grad=one, weight_grad=one)
     broken = replace(whole, dead=frozenset({Worker(0, 1)}))
-    ratio = throughput_ratio(Shape(4, 2), broken.dead, batch=0, schedule="staggered")
+    ratio = throughput_ratio(ParallelShape(4, 2), broken.dead, batch=0, schedule="staggered")
     assert ratio == pytest.approx(plan(whole, "staggered").value / plan(broken, "staggered").value)
     everybody = frozenset(Worker(k, 1) for k in range(4))
-    assert throughput_ratio(Shape(4, 2), everybody, batch=0, schedule="staggered") == 0.0
+    assert throughput_ratio(ParallelShape(4, 2), everybody, batch=0, schedule="staggered") == 0.0
 
 
 def test_a_spare_fills_the_hole() -> None:
@@ -59,7 +59,7 @@ def test_a_spare_fills_the_hole() -> None:
     home = next(place for place in world.now.of("gpt") if place is not None)
     plan = planned(world, f"lose {home.node}")
     gain = plan.gains["gpt"]
-    assert gain.kind is Kind.GROW
+    assert gain.kind is OptionKind.GROW
     assert gain.throughput_after == gain.throughput_before
     assert gain.moves == sum(p is not None and p.node == home.node for p in world.now.of("gpt"))
     assert "replaces what it lost" in plan.because
@@ -85,7 +85,7 @@ def test_a_task_below_its_minimum_stops_and_gives_everything_away() -> None:
     assert world.now.workers("tight") == 4
     lost = next(p.node for p in world.now.of("tight") if p is not None)
     plan = planned(world, f"lose {lost}")
-    assert plan.gains["tight"].kind is Kind.STOP
+    assert plan.gains["tight"].kind is OptionKind.STOP
     assert plan.allocation["other"] == 4
 
 
@@ -100,12 +100,12 @@ def test_without_bubbles_dropping_the_replica_is_as_good_and_frees_its_workers()
     """Against a schedule that has no bubbles, re-routing gains nothing over three replicas of four."""
     world = seated(Cluster(nodes=nodes(4, 2)), [pipeline("gpt", stages=2, replicas=4)])
     gain = planned(world, "lose node-1:0").gains["gpt"]
-    assert gain.kind is Kind.DROP
+    assert gain.kind is OptionKind.DROP
     assert (gain.workers_after, gain.throughput_after) == (6, 3.0)
     assert gain.moves == 0
 
 
-def reshaping_world(back_in: str | None) -> World:
+def reshaping_world(back_in: str | None) -> PlanWorld:
     """A task at 6 of 8 workers would reshape for more throughput, but moving its state takes minutes."""
     table = [0.0] * 9
     table[8], table[7], table[6], table[4] = 8.0, 7.8, 7.6, 4.0
@@ -118,8 +118,8 @@ def reshaping_world(back_in: str | None) -> World:
 def test_a_node_back_soon_and_a_node_back_late_call_for_different_plans() -> None:
     soon, late = planned(reshaping_world("1h")), planned(reshaping_world("1w"))
     never = planned(reshaping_world(None))
-    assert soon.gains["gpt"].kind is Kind.REROUTE
-    assert late.gains["gpt"].kind is Kind.RESHAPE
+    assert soon.gains["gpt"].kind is OptionKind.REROUTE
+    assert late.gains["gpt"].kind is OptionKind.RESHAPE
     assert never.allocation == late.allocation
     assert soon.running_s < 3601
     assert "should be back in" in soon.because
@@ -180,7 +180,7 @@ def test_zero_1_cannot_re_route_and_restores_from_disk() -> None:
     split = replace(task, curve=replace(task.curve, replicated=False))
     world = seated(Cluster(nodes=nodes(4, 2)), [split])
     gain = planned(world, "lose node-1:0").gains["gpt"]
-    assert gain.kind is not Kind.REROUTE
+    assert gain.kind is not OptionKind.REROUTE
     assert gain.source is Source.DISK
     assert gain.transition_s > 900  # half of what lies between two checkpoints
     near = replace(world, cluster=replace(world.cluster, costs=Costs(memory_copies=True)))
@@ -202,9 +202,9 @@ def test_a_hole_is_remembered_until_it_is_filled() -> None:
     first = planned(world, "lose node-1:0")
     broken = after("lose node-1:0", world)
     still = assign(broken.cluster, broken.submitted(), first.assignment)
-    assert still.gains["gpt"].kind is Kind.KEEP
+    assert still.gains["gpt"].kind is OptionKind.KEEP
     assert still.waf_before == pytest.approx(first.waf_after)
-    mended = after("join node-1", World(broken.cluster, broken.tasks, first.assignment))
+    mended = after("join node-1", PlanWorld(broken.cluster, broken.tasks, first.assignment))
     back = assign(mended.cluster, mended.submitted(), mended.now)
     assert back.allocation == {"gpt": 12}
     assert back.gains["gpt"].moves == 1

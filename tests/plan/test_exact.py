@@ -9,11 +9,11 @@ import pytest
 
 from everstep.plan import allocate, assign
 from everstep.plan.allocate import best_split
-from everstep.plan.events import World
+from everstep.plan.events import PlanWorld
 from tests.plan.worlds import random_world
 
 
-def brute_force(world: World) -> float:
+def brute_force(world: PlanWorld) -> float:
     """max over all allocations of sum w T(x') D_running - [changed or hurt] w T(x) D_transition."""
     running_s = world.cluster.running_s
     assert running_s is not None

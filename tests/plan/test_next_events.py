@@ -7,17 +7,17 @@ import time
 import pytest
 
 from everstep.plan import Cluster, assign
-from everstep.plan.events import World, after, next_events
+from everstep.plan.events import PlanWorld, after, next_events
 from everstep.plan.mixes import MIXES, share
 from everstep.plan.table import NextEvents
 from tests.plan.worlds import nodes, pipeline, random_world, seated
 
 
-def big_world() -> World:
+def big_world() -> PlanWorld:
     tasks = [pipeline(f"t{i}", stages=2, replicas=8, weight=1 + i / 4) for i in range(4)]
     late = pipeline("late", stages=1, replicas=4, expected=True)
     world = seated(Cluster(nodes=nodes(16, 4)), tasks)
-    return World(world.cluster, [*tasks, late], world.now)
+    return PlanWorld(world.cluster, [*tasks, late], world.now)
 
 
 def test_the_answer_is_what_a_fresh_plan_would_say() -> None:

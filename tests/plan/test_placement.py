@@ -7,8 +7,17 @@ from collections import Counter
 
 import pytest
 
-from everstep.plan import Assignment, Cluster, Node, Place, Shape, TaskSpec, assign, replicated
-from everstep.plan.events import World, after
+from everstep.plan import (
+    Assignment,
+    Cluster,
+    ParallelShape,
+    PlanNode,
+    SlotPlace,
+    TaskSpec,
+    assign,
+    replicated,
+)
+from everstep.plan.events import PlanWorld, after
 from tests.plan.worlds import nodes, pipeline, seated
 
 
@@ -17,9 +26,9 @@ def sharded(name: str, *, stages: int, shards: int, replicas: int, weight: float
     return TaskSpec(name=name, curve=curve, weight=weight)
 
 
-def groups(now: Assignment, name: str) -> dict[tuple[int, int], list[Place]]:
+def groups(now: Assignment, name: str) -> dict[tuple[int, int], list[SlotPlace]]:
     shape, places = now.shapes[name], now.of(name)
-    found: dict[tuple[int, int], list[Place]] = {}
+    found: dict[tuple[int, int], list[SlotPlace]] = {}
     for i, place in enumerate(places):
         if place is not None:
             group = i // shape.shards
@@ -70,7 +79,7 @@ def test_any_sequence_of_events_leaves_everybody_well_placed(seed: int) -> None:
         assert_well_placed(world.cluster, plan.assignment)
         for name, gain in plan.gains.items():
             assert plan.assignment.workers(name) == gain.workers_after
-        world = World(world.cluster, world.tasks, plan.assignment)
+        world = PlanWorld(world.cluster, world.tasks, plan.assignment)
 
 
 @pytest.mark.parametrize(("replicas", "stages", "shards"), [(2, 4, 1), (4, 2, 2), (8, 1, 1), (2, 1, 8)])
@@ -92,7 +101,7 @@ def test_where_there_is_only_one_node_it_warns() -> None:
 
 
 def test_racks_are_failure_domains() -> None:
-    machines = [Node(name=f"node-{i}", slots=2, rack=f"rack-{i // 4}") for i in range(8)]
+    machines = [PlanNode(name=f"node-{i}", slots=2, rack=f"rack-{i // 4}") for i in range(8)]
     world = seated(Cluster(nodes=machines), [pipeline("gpt", stages=2, replicas=4)])
     rack = {node.name: node.rack for node in machines}
     for stage in range(2):
@@ -125,7 +134,7 @@ def test_whole_nodes_are_never_shared() -> None:
 
 
 def test_a_partly_bad_node_still_gives_its_good_slots() -> None:
-    bad = Node(name="node-0", slots=4, bad_slots=frozenset({2}))
+    bad = PlanNode(name="node-0", slots=4, bad_slots=frozenset({2}))
     task = pipeline("gpt", stages=1, replicas=3)
     plan = assign(Cluster(nodes=[bad]), [task], Assignment())
     assert plan.allocation == {"gpt": 3}
@@ -135,7 +144,7 @@ def test_a_partly_bad_node_still_gives_its_good_slots() -> None:
 
 def test_a_shape_without_room_is_taken_back() -> None:
     """Slots enough, but no node with room for a group of four: another plan, not a crash."""
-    narrow = [Node(name=f"node-{i}", slots=2) for i in range(4)]
+    narrow = [PlanNode(name=f"node-{i}", slots=2) for i in range(4)]
     wide = sharded("wide", stages=1, shards=4, replicas=2)
     plan = assign(Cluster(nodes=narrow), [wide], Assignment())
     assert plan.allocation == {"wide": 0}
@@ -143,6 +152,6 @@ def test_a_shape_without_room_is_taken_back() -> None:
 
 def test_assignments_that_contradict_themselves_are_refused() -> None:
     task = pipeline("gpt", stages=2, replicas=2)
-    now = Assignment(places={"gpt": [Place("node-0", 0)]}, shapes={"gpt": Shape(2, 2)})
+    now = Assignment(places={"gpt": [SlotPlace("node-0", 0)]}, shapes={"gpt": ParallelShape(2, 2)})
     with pytest.raises(Exception, match="must agree"):
         assign(Cluster(nodes=nodes(2, 2)), [task], now)

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from everstep.plan import Cluster, Node
+from everstep.plan import Cluster, PlanNode
 from everstep.plan.running import MOST_REPAIRS, periods
 from tests.plan.worlds import nodes
 
 
-def down(name: str, back_in_s: float | None) -> Node:
-    return Node(name=name, lost=True, back_in_s=back_in_s)
+def down(name: str, back_in_s: float | None) -> PlanNode:
+    return PlanNode(name=name, lost=True, back_in_s=back_in_s)
 
 
 def test_a_larger_cluster_is_interrupted_sooner() -> None:
@@ -23,7 +23,7 @@ def test_a_larger_cluster_is_interrupted_sooner() -> None:
 
 def test_a_node_that_often_fails_shortens_every_plan() -> None:
     sound = nodes(9, 8)
-    lemon = Node(name="lemon", failures_per_1000_days=650.0)
+    lemon = PlanNode(name="lemon", failures_per_1000_days=650.0)
     assert (
         periods(Cluster(nodes=[*sound, lemon]))[0].running_s
         < 0.1 * periods(Cluster(nodes=sound))[0].running_s

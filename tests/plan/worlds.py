@@ -6,18 +6,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from everstep.plan import Assignment, Cluster, Costs, Node, TaskSpec, assign, from_table, replicated
-from everstep.plan.events import World, after
+from everstep.plan import Assignment, Cluster, Costs, PlanNode, TaskSpec, assign, from_table, replicated
+from everstep.plan.events import PlanWorld, after
 
 
-def nodes(count: int, slots: int, **more: object) -> list[Node]:
-    return [Node(name=f"node-{i}", slots=slots, **more) for i in range(count)]  # type: ignore[arg-type]
+def nodes(count: int, slots: int, **more: object) -> list[PlanNode]:
+    return [PlanNode(name=f"node-{i}", slots=slots, **more) for i in range(count)]  # type: ignore[arg-type]
 
 
-def seated(cluster: Cluster, tasks: Sequence[TaskSpec]) -> World:
+def seated(cluster: Cluster, tasks: Sequence[TaskSpec]) -> PlanWorld:
     """The world after its first plan."""
     first = assign(cluster, tasks, Assignment(), second=False)
-    return World(cluster, tasks, first.assignment)
+    return PlanWorld(cluster, tasks, first.assignment)
 
 
 def table_task(name: str, table: Sequence[float], **more: object) -> TaskSpec:
@@ -29,7 +29,7 @@ def pipeline(name: str, *, stages: int, replicas: int, state_bytes: float = 1e9,
     return TaskSpec(name=name, curve=curve, **more)  # type: ignore[arg-type]
 
 
-def random_world(seed: int) -> World:
+def random_world(seed: int) -> PlanWorld:
     """Tables of any shape, weights, minima, one cost for every change; some tasks run, some wait; some node
     may be gone."""
     draw = random.Random(seed)
@@ -57,7 +57,7 @@ def random_world(seed: int) -> World:
     )
     running = [t for t in tasks if draw.random() < 0.7]
     kinder = [replace(t, min_workers=1, transition_s=0.0) for t in running]
-    world = World(cluster, tasks, assign(cluster, kinder, Assignment(), second=False).assignment)
+    world = PlanWorld(cluster, tasks, assign(cluster, kinder, Assignment(), second=False).assignment)
     if draw.random() < 0.6:
         event = draw.choice([f"lose node-{draw.randrange(count)}", f"lose node-{draw.randrange(count)}:0"])
         world = after(event, world)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from everstep.core.actions import ComputePlan
-from everstep.core.cluster import TimesTold
-from everstep.core.ops import Kind, Worker
-from everstep.core.survey import Shape
-from everstep.schedule.desk import FIRST_LOOK, LEAST_STEPS, SchedulerDesk
+from everstep.core.task.owed import Shape
+from everstep.core.words.actions import ComputePlan
+from everstep.core.words.cluster_messages import TimesReported
+from everstep.core.words.ops import Kind, Worker
+from everstep.schedule.task_scheduler import FIRST_LOOK, LEAST_STEPS, TaskScheduler
 
 SHAPE = Shape(2, 2, 8)
 
 
-def told(worker: Worker, own: float, wall: float | None = None) -> TimesTold:
+def told(worker: Worker, own: float, wall: float | None = None) -> TimesReported:
     wall = own if wall is None else wall
-    return TimesTold(
+    return TimesReported(
         task="t",
         worker=worker,
         times=dict.fromkeys("FIW", wall) | {"R": 0.01, "U": 0.01},
@@ -21,8 +21,8 @@ def told(worker: Worker, own: float, wall: float | None = None) -> TimesTold:
     )
 
 
-def desk_in_use() -> SchedulerDesk:
-    desk = SchedulerDesk(SHAPE, "staggered")
+def desk_in_use() -> TaskScheduler:
+    desk = TaskScheduler(SHAPE, "staggered")
     for worker in SHAPE.workers():
         desk.learn(told(worker, 1.0))
     assert desk.wants_new_schedule(FIRST_LOOK, FIRST_LOOK) is not None
@@ -34,7 +34,7 @@ def question(epoch: int = 1) -> ComputePlan:
     return ComputePlan(epoch=epoch, broken={}, dead=frozenset(), because="a test")
 
 
-def runs(desk: SchedulerDesk, slow: dict[Worker, float]) -> dict[Worker, int]:
+def runs(desk: TaskScheduler, slow: dict[Worker, float]) -> dict[Worker, int]:
     plan = desk.answer(question(), slow)
     return {w: sum(op.kind is Kind.F for op in ops) for w, ops in plan.steady.items()}
 
@@ -94,7 +94,7 @@ def test_where_a_whole_stage_is_slow_its_work_stays_at_home() -> None:
 
 def test_a_very_slow_worker_keeps_no_microbatch_that_holds_the_pipeline_up() -> None:
     """Six times as long for one microbatch fits into the busiest time, but not into the pipeline's."""
-    desk = SchedulerDesk(Shape(4, 2, 4), "staggered")
+    desk = TaskScheduler(Shape(4, 2, 4), "staggered")
     for worker in Shape(4, 2, 4).workers():
         desk.learn(told(worker, 1.0))
     assert runs(desk, {Worker(1, 0): 6.0})[Worker(1, 0)] == 0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.cli.schedule import schedule_command
-from everstep.core.ops import Kind
+from everstep.core.words.ops import Kind
 from everstep.errors import UserError
 from everstep.schedule import Instance, Microbatch, Op, Schedule, Worker, gantt, grid, plan, uniform
 from everstep.schedule.document import instance_from

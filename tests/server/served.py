@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 
 from everstep.cli.client import Client
-from everstep.core import cluster as msg
-from everstep.core.codec import decode, encode
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words.codec import decode, encode
 from everstep.server.serve import ServerSettings, serve
 
 

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everstep.cli.client import Client
-from everstep.core import cluster as msg
-from everstep.core import events as ev
-from everstep.core.ops import Worker
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.ops import Worker
 from everstep.errors import UserError
 from everstep.server.serve import ServerSettings
 from tests.server.served import agent, served
@@ -128,7 +128,7 @@ def test_a_task_goes_to_an_agent_and_its_steps_are_on_record(address: str) -> No
             assert start.worker == Worker(0, 0)
             started = ev.WorkerStarted(worker=start.worker, incarnation=1, address=("127.0.0.1", 1))
             await one.say(1, msg.TaskEvent(task="t", event=started))
-            await one.until(msg.TellWorker)
+            await one.until(msg.NotifyWorker)
             for step in (1, 2, 3):
                 sealed = ev.StepSealed(step=step, stage=0, microbatches=2, executed=6)
                 await one.say(step + 1, msg.TaskEvent(task="t", event=sealed))

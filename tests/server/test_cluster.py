@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.cluster import Cluster, replayed, small_job
 from everstep.engine.job import Job
-from everstep.launch.api import run_job
+from everstep.launch.local.api import run_job
 
 STEPS = 40
 

@@ -17,8 +17,8 @@ import pytest
 
 from bench.browser import CHROMIUM, Page, browser
 from everstep.cli.client import Client
-from everstep.core import cluster as msg
-from everstep.core import events as ev
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
 from everstep.server import pages, viewers
 from everstep.server.daemon import Daemon
 from everstep.server.journal import SqliteJournal

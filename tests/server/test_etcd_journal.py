@@ -19,7 +19,7 @@ from everstep.errors import InternalError, UserError
 from everstep.server import etcd as module
 from everstep.server.etcd import EtcdJournal
 from everstep.server.gateway import Gateway, text_of
-from everstep.server.journal import MAX_ENTRY_BYTES, Entry, JournalBroken, LostLeadership
+from everstep.server.journal import MAX_ENTRY_BYTES, JournalBroken, JournalEntry, LostLeadership
 from tests.server.etcd_process import ABSENT, BINARY, Etcd, free_ports
 from tests.server.journal_writer import read_back
 
@@ -68,7 +68,11 @@ def test_entries_outlive_their_leader_in_order(etcd: Etcd, prefix: str) -> None:
         assert await journal.append([]) == 0
         assert await journal.append([b"a", b"", b"c"]) == 3
         assert await journal.append([b"\x00d"]) == 4
-        assert await journal.entries(after=1) == [Entry(2, b""), Entry(3, b"c"), Entry(4, b"\x00d")]
+        assert await journal.entries(after=1) == [
+            JournalEntry(2, b""),
+            JournalEntry(3, b"c"),
+            JournalEntry(4, b"\x00d"),
+        ]
 
     async def second(journal: EtcdJournal) -> None:
         assert await journal.append([b"e"]) == 5
@@ -88,7 +92,10 @@ def test_a_snapshot_in_chunks_takes_the_place_of_its_entries(
         await journal.append([b"a", b"b", b"c"])
         await journal.snapshot(1, b"")
         assert await journal.latest_snapshot() == (1, b"")
-        assert await journal.entries() == [Entry(2, b"b"), Entry(3, b"c")]  # the three are one page
+        assert await journal.entries() == [
+            JournalEntry(2, b"b"),
+            JournalEntry(3, b"c"),
+        ]  # the three are one page
         await journal.snapshot(2, state)
         await journal.snapshot(2, state)
         with pytest.raises(InternalError, match="a snapshot of entry 1"):
@@ -98,7 +105,7 @@ def test_a_snapshot_in_chunks_takes_the_place_of_its_entries(
 
     async def second(journal: EtcdJournal) -> None:
         assert await journal.latest_snapshot() == (2, state)
-        assert await journal.entries(after=2) == [Entry(3, b"c")]
+        assert await journal.entries(after=2) == [JournalEntry(3, b"c")]
         await journal.snapshot(3, b"all")
         assert await journal.entries(after=3) == []
         assert await journal.append([b"d"]) == 4
@@ -140,7 +147,7 @@ def test_a_caller_that_gives_up_leaves_no_doubt_behind(etcd: Etcd, prefix: str) 
         await asyncio.sleep(0)  # it has begun
         impatient.cancel()
         assert await journal.append([b"b"]) == 2
-        assert await journal.entries() == [Entry(1, b"a"), Entry(2, b"b")]
+        assert await journal.entries() == [JournalEntry(1, b"a"), JournalEntry(2, b"b")]
 
     in_a_life(etcd, prefix, use)
 
@@ -213,7 +220,7 @@ def test_a_deposed_leader_writes_nothing_whatever_it_believes(etcd: Etcd, prefix
         with pytest.raises(LostLeadership):
             await old.snapshot(1, b"of the old")
         assert await new.append([b"b"]) == 2
-        assert await new.entries() == [Entry(1, b"a"), Entry(2, b"b")]
+        assert await new.entries() == [JournalEntry(1, b"a"), JournalEntry(2, b"b")]
         await old.close()
         assert await new.append([b"c"]) == 3  # the old one's farewell took nothing with it
         await new.close()
@@ -320,7 +327,7 @@ def test_etcd_may_be_killed_and_come_back_while_its_leader_waits(tmp_path: Path)
         await asyncio.to_thread(etcd.start)
         assert await waiting == 2
         assert not journal.lost.is_set()
-        assert await journal.entries() == [Entry(1, b"a"), Entry(2, b"b")]
+        assert await journal.entries() == [JournalEntry(1, b"a"), JournalEntry(2, b"b")]
         await journal.close()
 
     with Etcd(tmp_path) as etcd:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from everstep.core import cluster as msg
-from everstep.core import events as ev
-from everstep.core.coordinator import Coordinator
-from everstep.core.incidents import Incident
-from everstep.core.messages import Parcel, What
-from everstep.core.ops import Microbatch, Worker
-from everstep.core.survey import Shape
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.task.owed import Shape
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.incidents import Incident
+from everstep.core.words.ops import Microbatch, Worker
+from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.server import findings, outlook
 from tests.diagnose.test_watch import SLOW, slow_between, story
 
@@ -60,8 +60,8 @@ def only_incident(machine: Coordinator) -> Incident:
 def test_who_waits_points_to_who_would_send_and_the_hung_one_is_suspected() -> None:
     machine, seats = running()
     start_all(machine, seats)
-    gradient = Parcel(What.GRADIENT, 1, 3, 0, Microbatch(1, 2))
-    part = Parcel(What.PART, 1, 3, 1, None, 0, 1, 0)
+    gradient = Parcel(ParcelKind.GRADIENT, 1, 3, 0, Microbatch(1, 2))
+    part = Parcel(ParcelKind.PART, 1, 3, 1, None, 0, 1, 0)
     told(machine, seats[Worker(1, 0)], overdue(Worker(1, 0), str(gradient)))
     told(machine, seats[Worker(0, 1)], overdue(Worker(0, 1), str(part)))
     told(machine, seats[Worker(1, 1)], overdue(Worker(1, 1), "1F1.2", stopped=True))

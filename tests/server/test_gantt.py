@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everstep.core.actions import ComputePlan
-from everstep.core.ops import Worker
-from everstep.core.survey import Shape
+from everstep.core.task.owed import Shape
+from everstep.core.words.actions import ComputePlan
+from everstep.core.words.ops import Worker
 from everstep.engine.recorder import WorkerRecorder
-from everstep.node.lately import last_steps
-from everstep.schedule.desk import SchedulerDesk
+from everstep.node.recent_ops import last_steps
+from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt
 
 SHAPE = Shape(2, 2, 2)
 
 
-def desk() -> SchedulerDesk:
-    made = SchedulerDesk(SHAPE, "staggered")
+def desk() -> TaskScheduler:
+    made = TaskScheduler(SHAPE, "staggered")
     made.answer(ComputePlan(epoch=1, broken={}, dead=frozenset(), because="test"))
     return made
 
@@ -26,7 +26,7 @@ def run(number: int, *, start_ns: int = 10**9) -> list[list[int]]:
 
 
 def test_before_anything_is_planned_or_run_there_is_nothing_to_show() -> None:
-    told = gantt.document(SchedulerDesk(SHAPE, "staggered"), {})
+    told = gantt.document(TaskScheduler(SHAPE, "staggered"), {})
     assert (told["step"], told["planned"], told["measured"]) == (None, [], [])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from everstep.core import cluster as msg
+from everstep.core.words import cluster_messages as msg
 from everstep.server import daemon as module
 from everstep.server.daemon import Daemon
 from everstep.server.journal import SqliteJournal

@@ -22,16 +22,16 @@ import pytest
 
 from bench.browser import CHROMIUM, browser
 from everstep.cli.client import Client
-from everstep.core import cluster as msg
-from everstep.core import events as ev
-from everstep.core.coordinator import Coordinator
-from everstep.core.ops import Worker
-from everstep.core.snapshot import digest
-from everstep.core.survey import Shape
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.snapshot import digest
+from everstep.core.task.owed import Shape
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.ops import Worker
 from everstep.errors import EverstepError
-from everstep.launch.local import _Loop
-from everstep.launch.outcome import Outcome
-from everstep.launch.page import RunPage
+from everstep.launch.local.outcome import Outcome
+from everstep.launch.local.page import RunPage
+from everstep.launch.local.run import _Loop
 
 NODE, TASK = "here", "task"
 

@@ -14,7 +14,7 @@ import pytest
 
 from everstep.errors import InternalError, UserError
 from everstep.server import journal as module
-from everstep.server.journal import Entry, JournalBroken, SqliteJournal
+from everstep.server.journal import JournalBroken, JournalEntry, SqliteJournal
 from tests.server.journal_writer import read_back
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def test_entries_come_back_in_order_and_numbered_from_one(tmp_path: Path) -> Non
         assert await journal.append([]) == 0
         assert await journal.append([b"a", b"b"]) == 2
         assert await journal.append([b"c"]) == 3
-        assert await journal.entries(after=1) == [Entry(2, b"b"), Entry(3, b"c")]
+        assert await journal.entries(after=1) == [JournalEntry(2, b"b"), JournalEntry(3, b"c")]
 
     async def second(journal: SqliteJournal) -> None:
         assert await journal.append([b"d"]) == 4
@@ -60,7 +60,7 @@ def test_a_snapshot_takes_the_place_of_its_entries_and_numbers_go_on(tmp_path: P
         assert await journal.latest_snapshot() is None
         await journal.append([b"a", b"b", b"c"])
         await journal.snapshot(2, b"state after b")
-        assert await journal.entries() == [Entry(3, b"c")]
+        assert await journal.entries() == [JournalEntry(3, b"c")]
         await journal.snapshot(3, b"state after c")
         with pytest.raises(InternalError, match="a snapshot of entry 2"):
             await journal.snapshot(2, b"older")
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_refused_or_read_rightly_never_half(tmp_path: Path) ->
             bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
         path.write_bytes(bad)
 
-        async def read(journal: SqliteJournal) -> tuple[tuple[int, bytes] | None, list[Entry]]:
+        async def read(journal: SqliteJournal) -> tuple[tuple[int, bytes] | None, list[JournalEntry]]:
             return await journal.latest_snapshot(), await journal.entries(after=50)
 
         try:
@@ -259,7 +259,7 @@ def test_a_full_disk_stops_the_journal_and_leaves_what_was_there(tmp_path: Path)
             await journal.append([b"c"])
 
     with_journal(path, life)
-    assert with_journal(path, lambda journal: journal.entries()) == [Entry(1, b"a")]
+    assert with_journal(path, lambda journal: journal.entries()) == [JournalEntry(1, b"a")]
 
 
 def test_bounds_are_kept_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

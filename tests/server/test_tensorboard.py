@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from everstep.core.incidents import Evidence, Incident, Remedy, Verdict
-from everstep.core.ops import Worker
+from everstep.core.words.incidents import Evidence, Incident, Remedy, Verdict
+from everstep.core.words.ops import Worker
 from everstep.server.scalars import RunScalars
 from everstep.server.tfevents import crc32c
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from everstep.cli.client import Client
-from everstep.core import cluster as msg
-from everstep.core import events as ev
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
 from everstep.errors import UserError
 from everstep.server.daemon import Daemon
 from everstep.server.journal import SqliteJournal

@@ -10,7 +10,7 @@ import pytest
 
 from bench.cluster import Cluster, small_job
 from everstep.engine.job import Job
-from everstep.launch.api import run_job
+from everstep.launch.local.api import run_job
 
 pytestmark = pytest.mark.slow
 STEPS = 80

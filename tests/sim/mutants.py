@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from everstep.core import recovery as recovery_module
-from everstep.core import survey as survey_module
-from everstep.core.events import LedgerReported
-from everstep.core.mail import Mail
-from everstep.core.messages import Ledger, Members, Resume
-from everstep.core.recovery import Recovery
-from everstep.core.reduction import Reduction
-from everstep.core.standing import Gathering, Joining
-from everstep.core.stepstate import StepState
-from everstep.core.walker import Walker
+from everstep.core.task import owed as survey_module
+from everstep.core.task import recovery as recovery_module
+from everstep.core.task.recovery import Recovery
+from everstep.core.task.states import Gathering, Joining
+from everstep.core.words.events import LedgerReported
+from everstep.core.words.worker_messages import Ledger, Members, Resume
+from everstep.core.worker.mailbox import Mailbox
+from everstep.core.worker.reduction import Reduction
+from everstep.core.worker.step_state import StepState
+from everstep.core.worker.worker_state import WorkerState
 
 Patch = tuple[Any, str, Any]  # owner, name, the wrong function
 
@@ -39,7 +39,7 @@ def reduce_sealed_too_early() -> list[Patch]:
 
 def reduce_sums_two_rounds() -> list[Patch]:
     """Parts of a reduce group that no longer exists are added up with those of the new one."""
-    return [(Mail, "round", lambda self, step: 0)]
+    return [(Mailbox, "round", lambda self, step: 0)]
 
 
 def stale_epoch_accepted() -> list[Patch]:
@@ -57,23 +57,23 @@ def stale_epoch_accepted() -> list[Patch]:
 
 def ledger_without_done_before() -> list[Patch]:
     """A worker does not tell what it did in the step before, which may be open elsewhere."""
-    right = Walker.interrupt
+    right = WorkerState.interrupt
 
-    def wrong(self: Walker, epoch: int) -> Ledger:
+    def wrong(self: WorkerState, epoch: int) -> Ledger:
         return replace(right(self, epoch), done_before=())
 
-    return [(Walker, "interrupt", wrong)]
+    return [(WorkerState, "interrupt", wrong)]
 
 
 def joiner_admitted_a_step_early() -> list[Patch]:
     """A joiner is let in at a step that others have entered already."""
-    right = recovery_module.survey
+    right = recovery_module.what_is_owed
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         found = right(*args, **kwargs)
         return replace(found, high=found.high - 1) if found.high > 1 else found
 
-    return [(recovery_module, "survey", wrong)]
+    return [(recovery_module, "what_is_owed", wrong)]
 
 
 def ghosts_dropped() -> list[Patch]:
@@ -88,18 +88,18 @@ def attempts_not_counted() -> list[Patch]:
 
 def undo_forgotten() -> list[Patch]:
     """An eager update that turned out invalid stays in the weights."""
-    right = Walker._rewind
+    right = WorkerState._rewind
 
-    def wrong(self: Walker, step: int) -> None:
+    def wrong(self: WorkerState, step: int) -> None:
         right(self, step)
         self._first.clear()
 
-    return [(Walker, "_rewind", wrong)]
+    return [(WorkerState, "_rewind", wrong)]
 
 
 def mended_link_sends_nothing_again() -> list[Patch]:
     """A connection broke and is back; what was lost on it stays lost."""
-    return [(Walker, "link_reopened", lambda self, peer: None)]
+    return [(WorkerState, "link_reopened", lambda self, peer: None)]
 
 
 def group_kept_after_a_death() -> list[Patch]:
@@ -117,13 +117,13 @@ def group_kept_after_a_death() -> list[Patch]:
 
 def feed_ends_a_step_early() -> list[Patch]:
     """A joiner is fed up to the step before the one it needs."""
-    right = Walker.resume
+    right = WorkerState.resume
 
-    def wrong(self: Walker, order: Resume) -> None:
+    def wrong(self: WorkerState, order: Resume) -> None:
         feeds = {k: None if last is None else last - 1 for k, last in order.feeds.items()}
         right(self, replace(order, feeds=feeds))
 
-    return [(Walker, "resume", wrong)]
+    return [(WorkerState, "resume", wrong)]
 
 
 def copy_counts_without_a_source() -> list[Patch]:

@@ -10,7 +10,7 @@ import pytest
 
 from everstep.sim.draw import Draw
 from everstep.sim.storm import draw_spec, run_storm, with_moves
-from everstep.sim.storm.faults import What
+from everstep.sim.storm.faults import FaultKind
 from everstep.sim.storm.shrink import shrink
 from tests.sim.mutants import MUTANTS, planted
 
@@ -39,7 +39,7 @@ def test_a_hundred_storms_break_nothing() -> None:
         report = run_storm(draw_spec(seed))
         assert report.violation is None, f"everstep sim storm --seeds {seed}: {report.violation}"
         struck |= {fault.split()[0] for fault in report.faults_struck}
-    assert struck == set(What), "some kind of fault never struck"
+    assert struck == set(FaultKind), "some kind of fault never struck"
 
 
 def listed_seeds() -> list[tuple[int, str, str]]:

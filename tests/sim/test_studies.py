@@ -11,15 +11,15 @@ from everstep.cli.main import run as everstep
 from everstep.errors import UserError
 from everstep.sim.study import sources
 from everstep.sim.study.failures import CAUSES, Failure, Seen, Trace
-from everstep.sim.study.life import Task
+from everstep.sim.study.life import StudyTask
 from everstep.sim.study.request import Request, from_document
-from everstep.sim.study.study import POLICIES, Result, Summary, run_study
+from everstep.sim.study.study import POLICIES, StudyResult, Summary, run_study
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
 SMALL = ("gpt3-1.3b", "gpt3-7b")
 
 
-def earned(request: Request, *names: str) -> dict[str, Result]:
+def earned(request: Request, *names: str) -> dict[str, StudyResult]:
     traces = request.traces()
     chosen = {n: p for n, p in request.chosen().items() if not names or n in names}
     return {n: s.results[0] for n, s in run_study(request.setup(traces[0]), traces, chosen).items()}
@@ -114,7 +114,7 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
 
 
 def test_a_second_failure_starts_detection_anew_and_keeps_what_is_owed() -> None:
-    task = Task(name="t", curve=None, healthy=1.0, rate=1.0)  # type: ignore[arg-type]
+    task = StudyTask(name="t", curve=None, healthy=1.0, rate=1.0)  # type: ignore[arg-type]
     task.stall(detection=10.0, transition=20.0, replay=30.0)
     task.advance(15.0)
     task.stall(detection=10.0, transition=20.0, replay=5.0)
@@ -128,7 +128,7 @@ def test_a_second_failure_starts_detection_anew_and_keeps_what_is_owed() -> None
 def test_confidence_is_students() -> None:
     """Three results 1, 2, 3: 4.303 / sqrt(3) = 2.484 by the table."""
     results = [
-        Result(policy="p", accumulated_waf=x, healthy_waf=1.0, lost={}, availability=1.0, failures=0)
+        StudyResult(policy="p", accumulated_waf=x, healthy_waf=1.0, lost={}, availability=1.0, failures=0)
         for x in (1.0, 2.0, 3.0)
     ]
     half = Summary("p", results).half_width(lambda r: r.accumulated_waf)

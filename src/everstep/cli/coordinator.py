@@ -85,7 +85,7 @@ def coordinator_command(
 
       everstep coordinator --etcd http://10.0.0.1:2379,http://10.0.0.2:2379
     """
-    from everstep.core.cluster import Patience
+    from everstep.core.words.cluster_messages import Patience
     from everstep.server.serve import ServerSettings, serve
 
     settings = ServerSettings(

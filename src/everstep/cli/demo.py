@@ -17,17 +17,17 @@ import typer
 
 from everstep.cli import render
 from everstep.cli.train import JSON, own_page
-from everstep.core.ops import Worker
+from everstep.core.words.ops import Worker
 from everstep.engine.job import Job
 from everstep.errors import EverstepError, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from everstep.launch.local import Watcher
-    from everstep.launch.outcome import Outcome
-    from everstep.launch.page import RunPage
-    from everstep.node.nursery import Nursery
+    from everstep.launch.local.outcome import Outcome
+    from everstep.launch.local.page import RunPage
+    from everstep.launch.local.run import Watcher
+    from everstep.node.fork_server import ForkServer
 
 _LAYERS = 8  # an embedding, six blocks, a head
 _MODEL = {"preset": "gpt-tiny", "depth": _LAYERS - 2}
@@ -151,7 +151,7 @@ def story(job: Job) -> Script:
 def summary(job: Job, clean: Outcome, healed: Outcome) -> dict[str, Any]:
     """All that the demo claims, from what was measured."""
     from everstep.cli.live import relative
-    from everstep.launch.report import document, healthy_step_s
+    from everstep.launch.local.report import document, healthy_step_s
 
     calm, ours = clean.by_step(), healed.by_step()
     told = document(healed, steps=job.steps, healthy_s=healthy_step_s(clean))
@@ -172,17 +172,17 @@ def summary(job: Job, clean: Outcome, healed: Outcome) -> dict[str, Any]:
 def _both_runs(
     job: Job, script: Script, console: Console, page: RunPage | None, *, as_json: bool
 ) -> tuple[Outcome, Outcome]:
-    from everstep.launch import births
+    from everstep.launch.local import fork_servers as births
 
     with births.nursery(job.threads) as born:  # it loads torch while we do
         return _run_twice(job, script, console, born, page, as_json=as_json)
 
 
 def _run_twice(
-    job: Job, script: Script, console: Console, born: Nursery, page: RunPage | None, *, as_json: bool
+    job: Job, script: Script, console: Console, born: ForkServer, page: RunPage | None, *, as_json: bool
 ) -> tuple[Outcome, Outcome]:
-    from everstep.core.cluster import Patience
-    from everstep.launch import api
+    from everstep.core.words.cluster_messages import Patience
+    from everstep.launch.local import api
 
     patience = Patience(
         rejoin_after_steps=script.rejoin_after_steps,
@@ -225,9 +225,9 @@ def _watcher(
     job: Job, console: Console, *, as_json: bool, other: Mapping[int, float] | None = None
 ) -> Iterator[Watcher]:
     if as_json or not sys.stderr.isatty():
-        from everstep.launch.lines import Lines
+        from everstep.launch.local.plain_lines import PlainLines
 
-        yield Lines(job, every=10)
+        yield PlainLines(job, every=10)
         return
     from everstep.cli.live import LiveView
 

@@ -17,8 +17,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.core.severity import MEANINGS, REMEDIES, TABLE, ErrorKind, Severity
-from everstep.core.symptoms import SYMPTOMS, XIDS
+from everstep.core.faults.severity import MEANINGS, REMEDIES, TABLE, ErrorKind, Severity
+from everstep.core.faults.symptoms import SYMPTOMS, XIDS
 from everstep.errors import PeerError, UserError
 
 _STYLES = {Severity.SEV1: "bold red", Severity.SEV2: "yellow", Severity.SEV3: "green"}
@@ -123,7 +123,7 @@ def fetch_incident(number: int, client: Client) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class IncidentMoment:
     at: float
     what: str  # evidence, verdict, remedy, outcome, note, closed
     text: str
@@ -132,27 +132,29 @@ class Moment:
 _RANKS = {"evidence": 0, "verdict": 1, "remedy": 2, "note": 3, "closed": 4}
 
 
-def story(document: Mapping[str, Any]) -> list[Moment]:
+def story(document: Mapping[str, Any]) -> list[IncidentMoment]:
     """Everything that has a time, in order; what happened at one time, in the order of cause and effect."""
     moments = list(_moments(document))
     return sorted(moments, key=lambda moment: (moment.at, _RANKS[moment.what]))
 
 
-def _moments(document: Mapping[str, Any]) -> Iterator[Moment]:
+def _moments(document: Mapping[str, Any]) -> Iterator[IncidentMoment]:
     evidence = document.get("evidence") or []
     remedies = document.get("remedies") or []
     for seen in evidence:
-        yield Moment(at=seen["at"], what="evidence", text=f"{seen['source']}: {seen['text']}")
+        yield IncidentMoment(at=seen["at"], what="evidence", text=f"{seen['source']}: {seen['text']}")
     if verdict := document.get("verdict"):
         text = f"{verdict['kind']}, {_severity(verdict['severity'])}: {verdict['because']}"
-        yield Moment(at=_verdict_at(document, verdict), what="verdict", text=text)
+        yield IncidentMoment(at=_verdict_at(document, verdict), what="verdict", text=text)
     for remedy in remedies:
         outcome = f" ({remedy['outcome']})" if remedy.get("outcome") else " (under way)"
-        yield Moment(at=remedy["at"], what="remedy", text=f"{remedy['what']}{outcome}: {remedy['because']}")
+        yield IncidentMoment(
+            at=remedy["at"], what="remedy", text=f"{remedy['what']}{outcome}: {remedy['because']}"
+        )
     for note in document.get("timeline") or []:
-        yield Moment(at=note["at"], what="note", text=note["because"])
+        yield IncidentMoment(at=note["at"], what="note", text=note["because"])
     if document.get("closed_at") is not None:
-        yield Moment(at=document["closed_at"], what="closed", text="the incident is closed")
+        yield IncidentMoment(at=document["closed_at"], what="closed", text="the incident is closed")
 
 
 def _verdict_at(document: Mapping[str, Any], verdict: Mapping[str, Any]) -> float:

@@ -28,7 +28,7 @@ from everstep.cli.fabric_files import (
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.fabric import Flow, Routing, Task, Topology
+    from everstep.fabric import Flow, Routing, Topology, TrafficTask
 
 fabric_app = typer.Typer(
     no_args_is_help=True,
@@ -255,7 +255,7 @@ def _write_roce(path: Path, routing: Routing, catalogue: Path | None) -> None:
 
 def _simulated(
     topology: Topology,
-    tasks: list[Task],
+    tasks: list[TrafficTask],
     flows: list[Flow],
     policy: str,
     steps: int,

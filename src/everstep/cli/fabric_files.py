@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.fabric import Flow, Routing, Task, Topology
+    from everstep.fabric import Flow, Routing, Topology, TrafficTask
 
 PRESETS = ("c4p", "c4p-2to1", "c4p-one-job", "gpu4096")
 
@@ -34,7 +34,7 @@ def topology_in(document: Mapping[str, Any]) -> Topology:
     return topology_from(document)
 
 
-def read_fabric(path: Path) -> tuple[Topology, list[Task], list[Flow]]:
+def read_fabric(path: Path) -> tuple[Topology, list[TrafficTask], list[Flow]]:
     from everstep.fabric.document import tasks_from
     from everstep.fabric.flows import flows_of
 
@@ -47,7 +47,7 @@ def read_fabric(path: Path) -> tuple[Topology, list[Task], list[Flow]]:
     return topology, tasks, flows
 
 
-def preset_fabric(name: str | None) -> tuple[Topology, list[Task], list[Flow]]:
+def preset_fabric(name: str | None) -> tuple[Topology, list[TrafficTask], list[Flow]]:
     from everstep.fabric import scenarios
 
     match name:
@@ -115,7 +115,7 @@ def addresses_of(topology: Topology, source: str, targets: list[str]) -> tuple[s
 
 def nodes_only(document: Mapping[str, Any]) -> Topology:
     """For discovery: nodes are known, switches are not."""
-    from everstep.fabric.topology import Node, Port, Switch, Topology
+    from everstep.fabric.topology import FabricNode, Port, Switch, Topology
 
     nodes = []
     for row in document.get("node", []):
@@ -123,7 +123,9 @@ def nodes_only(document: Mapping[str, Any]) -> Topology:
         if address is None or "name" not in row:
             raise UserError("--trace: each [[node]] needs a name and an address.")
         nodes.append(
-            Node(name=str(row["name"]), ports=(Port(nic=0, plane=0, leaf="?", gbps=1.0, address=address),))
+            FabricNode(
+                name=str(row["name"]), ports=(Port(nic=0, plane=0, leaf="?", gbps=1.0, address=address),)
+            )
         )
     if not nodes:
         raise UserError("--trace: the file has no [[node]]; list names and addresses.")

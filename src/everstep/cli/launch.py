@@ -82,7 +82,8 @@ def slurm_command(
 
       everstep launch slurm job.toml --nodes 4 --print > everstep.sbatch
     """
-    from everstep.launch import slurm, slurm_shell
+    from everstep.launch.slurm import sbatch as slurm
+    from everstep.launch.slurm import shell as slurm_shell
 
     if show:
         print(slurm_shell.SCRIPT.read_text(), end="")
@@ -139,9 +140,9 @@ def node_command(
 
       srun --no-kill --ntasks-per-node=1 everstep launch node --run /shared/runs/llama job.toml
     """
-    from everstep.launch.slurm_address import address_of
-    from everstep.launch.slurm_keeper import Keeper, KeeperSettings
-    from everstep.launch.slurm_rules import slots_of
+    from everstep.launch.slurm.address import address_of
+    from everstep.launch.slurm.keeper import Keeper, KeeperSettings
+    from everstep.launch.slurm.rules import slots_of
 
     env = os.environ
     node = env.get("SLURMD_NODENAME", "")

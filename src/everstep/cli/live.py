@@ -17,14 +17,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from everstep.core import actions as act
-from everstep.core.ops import Kind, Worker, parse_op
+from everstep.core.words import actions as act
+from everstep.core.words.ops import Kind, Worker, parse_op
 from everstep.engine.beacon import Reading
 from everstep.engine.job import Job
 from everstep.errors import UserError
-from everstep.launch.local import LocalTask
-from everstep.launch.outcome import StepRow
-from everstep.launch.report import death, resume_line, times, tried
+from everstep.launch.local.outcome import StepRow
+from everstep.launch.local.report import death, resume_line, times, tried
+from everstep.launch.local.run import LocalTask
 
 FRAME_S = 0.1
 _CELL = 27

@@ -18,8 +18,8 @@ from rich.table import Table
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.plan import Place, Plan
-    from everstep.plan.events import World
+    from everstep.plan import Plan, SlotPlace
+    from everstep.plan.events import PlanWorld
 
 EPILOG = """[bold]Examples[/bold]\n
 everstep plan cluster.toml\n
@@ -72,7 +72,7 @@ def _read(file: Path) -> dict[str, object]:
         raise UserError(f"cluster file '{file}' is not TOML: {str(error).rstrip('.')}.") from None
 
 
-def _show(world: World, plan: Plan, planning_ms: float) -> None:
+def _show(world: PlanWorld, plan: Plan, planning_ms: float) -> None:
     from everstep.plan.explain import span
 
     console = Console(highlight=False)
@@ -109,7 +109,7 @@ def _show(world: World, plan: Plan, planning_ms: float) -> None:
         console.print(f"  {name}: {_by_node(places)}", soft_wrap=True)
 
 
-def _show_next(world: World, as_json: bool) -> None:
+def _show_next(world: PlanWorld, as_json: bool) -> None:
     from everstep.plan.table import NextEvents
 
     answers = NextEvents(world)
@@ -156,7 +156,7 @@ def _short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _by_node(places: Sequence[Place | None]) -> str:
+def _by_node(places: Sequence[SlotPlace | None]) -> str:
     """node-0:0-7 node-1:0-3, and how many are missing."""
     slots: dict[str, list[int]] = {}
     for place in places:

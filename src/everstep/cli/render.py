@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everstep.engine.job import Job
-    from everstep.launch.local import Watcher
+    from everstep.launch.local.run import Watcher
 
 
 def note(line: str) -> None:
@@ -27,9 +27,9 @@ def emit(document: Mapping[str, Any]) -> None:
 def watching(job: Job, *, as_json: bool, decisions: bool = False) -> Iterator[Watcher]:
     """Live on a terminal; lines elsewhere, and where every decision is asked for."""
     if as_json or decisions or not sys.stderr.isatty():
-        from everstep.launch.lines import Lines
+        from everstep.launch.local.plain_lines import PlainLines
 
-        yield Lines(job, decisions=decisions)
+        yield PlainLines(job, decisions=decisions)
         return
     from everstep.cli.live import LiveView
 

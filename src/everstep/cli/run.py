@@ -19,7 +19,7 @@ from everstep.cli.train import JSON, KILL
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.core.ranks import Policy
+    from everstep.scripts.words import RestartPolicy
 
 _OWN, _ANY = "Scripts that call everstep.train", "Any script (with --nproc)"
 
@@ -122,22 +122,22 @@ def run_command(
     _check("--grace", grace, least=0)
     if not 0 <= rdzv_port < 2**16:
         raise UserError(f"--rdzv-port is {rdzv_port}; give a port from 1 to 65535, or 0 for a free one.")
-    from everstep.core.ranks import Policy
+    from everstep.scripts.words import RestartPolicy
 
     ranks = _count(nproc)
-    policy = Policy(ranks=ranks, max_restarts=max_restarts, hang_after_s=hang_after, grace_s=grace)
+    policy = RestartPolicy(ranks=ranks, max_restarts=max_restarts, hang_after_s=hang_after, grace_s=grace)
     command = ["-m", str(script), *(arguments or [])] if module else [str(script), *(arguments or [])]
     return _supervise(command, policy, rdzv_port, log_dir or Path("runs"), preload or [], as_json)
 
 
 def _supervise(
-    command: list[str], policy: Policy, port: int, log_dir: Path, preload: list[str], as_json: bool
+    command: list[str], policy: RestartPolicy, port: int, log_dir: Path, preload: list[str], as_json: bool
 ) -> int:
-    from everstep.launch import rank_report
-    from everstep.launch.rank_birth import Births, Cradle, PlainBirths
-    from everstep.launch.ranks import Launch, Ranks
+    from everstep.scripts import report as rank_report
+    from everstep.scripts.fork_server import Births, Cradle, PlainBirths
+    from everstep.scripts.run import Ranks, ScriptLaunch
 
-    launch = Launch(
+    launch = ScriptLaunch(
         command=command,
         policy=policy,
         run_id=rank_report.run_id(),
@@ -186,11 +186,11 @@ def _heal(
     """A script that calls everstep.train."""
     if not script.is_file():
         raise UserError(f"script {str(script)!r} is not a file.")
-    from everstep.launch import api, report
+    from everstep.launch.local import api, report
     from everstep.node.script import run_as_main
 
     overrides = {"replicas": replicas, "stages": stages}
-    launch = api.Launch(
+    launch = api.LocalLaunch(
         script=[str(script.resolve()), *arguments],
         kills=kill,
         overrides={name: value for name, value in overrides.items() if value is not None},

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from everstep.core.ops import Kind, parse_worker
+from everstep.core.words.ops import Kind, parse_worker
 from everstep.errors import UserError
 from everstep.schedule import MODES, Instance, Planned, plan, same_cap, uniform
 from everstep.schedule import gantt as gantt_chart

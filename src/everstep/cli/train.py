@@ -14,8 +14,8 @@ from everstep.engine.job import Job, load_job
 from everstep.errors import EverstepError
 
 if TYPE_CHECKING:
-    from everstep.launch.local import Watcher
-    from everstep.launch.page import RunPage
+    from everstep.launch.local.page import RunPage
+    from everstep.launch.local.run import Watcher
 
 KILL = typer.Option(
     metavar="stage=1,replica=0,step=7[,op=F3]",
@@ -53,7 +53,7 @@ def train_command(
     """
     job = load_job(job_file)
     from everstep.engine.preflight import preflight
-    from everstep.launch import api, report
+    from everstep.launch.local import api, report
 
     faults = api.parse_kills(kill or (), job)
     checked = preflight(job)
@@ -75,7 +75,7 @@ def train_command(
 
 def own_page(port: int, *, may_hurt: bool = False) -> RunPage:
     """The page of this run; costs a socket until a browser calls."""
-    from everstep.launch.page import RunPage
+    from everstep.launch.local.page import RunPage
 
     page = RunPage(port=port, may_hurt=may_hurt)
     render.note(f"page: {page.address}")
@@ -88,7 +88,7 @@ def scalars(folder: Path | None, watch: Watcher) -> Iterator[Watcher]:
     if folder is None:
         yield watch
         return
-    from everstep.launch.scalars import ScalarWatcher
+    from everstep.launch.local.scalars import ScalarWatcher
 
     with closing(ScalarWatcher(folder, watch)) as told:
         yield told

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from math import exp, log
 from statistics import median
 
-from everstep.core.cluster import SlownessEnded, SlownessFound, TimesTold
-from everstep.core.ops import Worker
+from everstep.core.words.cluster_messages import SlownessEnded, SlownessFound, TimesReported
+from everstep.core.words.ops import Worker
 
 RATIO = 1.2  # hot: so many times as long as usual
 WORTH = 0.10  # of a step
@@ -111,7 +111,7 @@ class _Pace:
 class _Look:
     """One worker's step: its ops, and how that compares."""
 
-    told: TimesTold
+    told: TimesReported
     ops: dict[str, tuple[int, float]]
     seconds: float
     pace: float | None
@@ -125,11 +125,11 @@ class Watch:
         self.task = task
         self._known_slow = dict(slow or {})
         self._paces: dict[Worker, _Pace] = {}
-        self._steps: dict[int, dict[Worker, TimesTold]] = {}
+        self._steps: dict[int, dict[Worker, TimesReported]] = {}
         self._awaited: set[Worker] = set()  # who told the steps before
         self._judged = 0
 
-    def told(self, told: TimesTold) -> list[SlownessFound | SlownessEnded]:
+    def told(self, told: TimesReported) -> list[SlownessFound | SlownessEnded]:
         pace = self._paces.get(told.worker)
         if pace is None or pace.incarnation != told.incarnation:
             factor = self._known_slow.pop(told.worker, None) if pace is None else None
@@ -164,7 +164,7 @@ class Watch:
 
     # -------------------------------------------------------------- one step
 
-    def _judge(self, step: int, told: Mapping[Worker, TimesTold]) -> list[SlownessFound | SlownessEnded]:
+    def _judge(self, step: int, told: Mapping[Worker, TimesReported]) -> list[SlownessFound | SlownessEnded]:
         looks = {worker: self._look(worker, one) for worker, one in told.items()}
         found: list[SlownessFound | SlownessEnded] = []
         for worker, look in looks.items():
@@ -186,7 +186,7 @@ class Watch:
             found += [] if verdict is None else [verdict]
         return found
 
-    def _look(self, worker: Worker, told: TimesTold) -> _Look:
+    def _look(self, worker: Worker, told: TimesReported) -> _Look:
         ops = {k: (count, s) for k, (count, s) in told.ops.items() if count and k not in _NOT_WORK}
         seconds = sum(s for _, s in ops.values())
         usual = self._paces[worker].usual_s(ops)

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerContext:
     """This process is a worker: `train` runs a program here until the task is over."""
 
     job: Job
     train: Callable[[Program], None]
 
 
-_worker: Worker | None = None
+_worker: WorkerContext | None = None
 
 
-def become_worker(worker: Worker) -> None:
+def become_worker(worker: WorkerContext) -> None:
     global _worker
     _worker = worker
 
 
-def current_worker() -> Worker | None:
+def current_worker() -> WorkerContext | None:
     return _worker

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from everstep.core.ops import Worker
+from everstep.core.words.ops import Worker
 from everstep.errors import UserError
 
 WHENS = ("before", "after", "during", "sending")
@@ -21,7 +21,7 @@ _FIELDS = ("stage", "replica", "step", "op", "when", "how", "factor", "until")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class PlantedFault:
     """`op` None: at the first op of the step. `when`: before or after an op; in R also while sending or
     summing.
     """
@@ -66,7 +66,7 @@ class Fault:
         return ",".join(parts)
 
 
-def parse_fault(text: str) -> Fault:
+def parse_fault(text: str) -> PlantedFault:
     """The inverse of `Fault.text`."""
     fields: dict[str, str] = {}
     for item in text.split(","):
@@ -87,7 +87,7 @@ def parse_fault(text: str) -> Fault:
         raise UserError(f"--kill {text!r}: factor is a number from 1 to 1000, not {factor!r}.")
     if (until := fields.get("until")) is not None and not until.isdigit():
         raise UserError(f"--kill {text!r}: give until as a number, for example until=30.")
-    return Fault(
+    return PlantedFault(
         worker=Worker(int(fields["replica"]), int(fields["stage"])),
         step=int(fields["step"]),
         op=op,
@@ -98,7 +98,7 @@ def parse_fault(text: str) -> Fault:
     )
 
 
-def check_fault(fault: Fault, *, replicas: int, stages: int, microbatches: int, steps: int) -> None:
+def check_fault(fault: PlantedFault, *, replicas: int, stages: int, microbatches: int, steps: int) -> None:
     """A fault that can never strike is a mistake."""
     if fault.worker.replica >= replicas or fault.worker.stage >= stages:
         raise UserError(

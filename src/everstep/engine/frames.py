@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everstep.core.messages import Parcel, Part, What
-from everstep.core.ops import Microbatch
+from everstep.core.words.ops import Microbatch
+from everstep.core.words.worker_messages import Parcel, ParcelKind, Part
 from everstep.errors import PeerError
 
 MAGIC = b"EVS1"
@@ -98,7 +98,7 @@ class Incoming:
         self.kind, self._dtype, self._dims = kind.decode("ascii", "replace"), DTYPES[dtype], dims
         if self.kind != STATE:
             try:
-                what = What(self.kind)
+                what = ParcelKind(self.kind)
             except ValueError:
                 raise PeerError(f"a peer sent a message of the unknown kind {self.kind!r}") from None
             attempt, step, stage, home, number, round_, sender, owner = numbers
@@ -143,12 +143,12 @@ def facts_of(value: Any) -> Any:
     return value
 
 
-def value_of(what: What, facts: Any) -> Any:
+def value_of(what: ParcelKind, facts: Any) -> Any:
     """The inverse of `facts_of`."""
     match what:
-        case What.PART:
+        case ParcelKind.PART:
             return _part(facts)
-        case What.COPY:
+        case ParcelKind.COPY:
             return facts[0], None if facts[1] is None else _part(facts[1])
         case _:
             return facts

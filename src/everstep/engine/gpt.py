@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from everstep.engine.model import Model
-from everstep.engine.presets import Shape
+from everstep.engine.presets import GptShape
 from everstep.engine.presets import shape as named_shape
 
 
-def gpt(preset: str | Shape | None = None, **changes: Any) -> Model:
+def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
     """`gpt("gpt-1m")`, `gpt("gpt-1m", dropout=0.1)`, `gpt(width=96, heads=6)`, or a whole `Shape`."""
-    form = preset if isinstance(preset, Shape) else named_shape(preset, **changes)
+    form = preset if isinstance(preset, GptShape) else named_shape(preset, **changes)
     blocks = {f"blocks.{i}": partial(Block, form) for i in range(form.depth)}
     tied = (("embed.tokens.weight", "head.logits.weight"),) if form.tied else ()
     return Model(layers={"embed": partial(Embed, form), **blocks, "head": partial(Head, form)}, tied=tied)
 
 
 class Embed(nn.Module):
-    def __init__(self, form: Shape) -> None:
+    def __init__(self, form: GptShape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(form.vocab, form.width)
         self.dropout = nn.Dropout(form.dropout)
@@ -40,7 +40,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, form: Shape) -> None:
+    def __init__(self, form: GptShape) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(form.width, eps=1e-6)
         self.attention = Attention(form)
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, form: Shape) -> None:
+    def __init__(self, form: GptShape) -> None:
         super().__init__()
         self.heads, self.kv_heads = form.heads, form.kv_heads or form.heads
         size = form.width // form.heads
@@ -105,7 +105,7 @@ class Rotary(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, form: Shape) -> None:
+    def __init__(self, form: GptShape) -> None:
         super().__init__()
         self.gate = _linear(form.width, form.hidden)
         self.up = _linear(form.width, form.hidden)
@@ -117,7 +117,7 @@ class SwiGLU(nn.Module):
 
 
 class Head(nn.Module):
-    def __init__(self, form: Shape) -> None:
+    def __init__(self, form: GptShape) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(form.width, eps=1e-6)
         self.logits = nn.Linear(form.width, form.vocab, bias=False)

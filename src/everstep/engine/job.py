@@ -34,11 +34,11 @@ class ModelSpec:
         if self.build is None:
             self.gpt()
 
-    def gpt(self) -> presets.Shape | None:
+    def gpt(self) -> presets.GptShape | None:
         """The shape of the preset, as changed by the options; None for a user's own model."""
         if self.build is not None:
             return None
-        hints = get_type_hints(presets.Shape)
+        hints = get_type_hints(presets.GptShape)
         known = {
             name: checked(hints[name], value, f"model.{name}")
             for name, value in self.options.items()

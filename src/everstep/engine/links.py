@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from everstep.core.messages import Parcel
+from everstep.core.words.worker_messages import Parcel
 from everstep.engine import frames
 from everstep.errors import PeerError
 

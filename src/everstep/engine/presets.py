@@ -13,7 +13,7 @@ from everstep.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class GptShape:
     """A GPT in numbers. `hidden` is the width inside SwiGLU; `context` the sequence length of training."""
 
     vocab: int = 256
@@ -43,22 +43,22 @@ class Shape:
 
 
 PRESETS = {
-    "gpt-tiny": Shape(),  # 0.25 M parameters: for tests and demos
-    "gpt-1m": Shape(width=128, heads=4, hidden=384, context=128),
-    "gpt-10m": Shape(width=320, depth=8, heads=5, hidden=896, context=256),
-    "gpt-125m": Shape(vocab=50304, width=768, depth=12, heads=12, hidden=2048, context=1024, tied=True),
-    "gpt-350m": Shape(vocab=50304, width=1024, depth=24, heads=16, hidden=2816, context=1024, tied=True),
-    "gpt-1b": Shape(vocab=32000, width=2048, depth=18, heads=16, hidden=5632, context=2048),
-    "gpt-3b": Shape(vocab=32000, width=3072, depth=24, heads=24, hidden=8192, context=2048),
-    "gpt-7b": Shape(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, context=2048),
+    "gpt-tiny": GptShape(),  # 0.25 M parameters: for tests and demos
+    "gpt-1m": GptShape(width=128, heads=4, hidden=384, context=128),
+    "gpt-10m": GptShape(width=320, depth=8, heads=5, hidden=896, context=256),
+    "gpt-125m": GptShape(vocab=50304, width=768, depth=12, heads=12, hidden=2048, context=1024, tied=True),
+    "gpt-350m": GptShape(vocab=50304, width=1024, depth=24, heads=16, hidden=2816, context=1024, tied=True),
+    "gpt-1b": GptShape(vocab=32000, width=2048, depth=18, heads=16, hidden=5632, context=2048),
+    "gpt-3b": GptShape(vocab=32000, width=3072, depth=24, heads=24, hidden=8192, context=2048),
+    "gpt-7b": GptShape(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, context=2048),
 }
 
 
-def shape(preset: str | None = None, **changes: Any) -> Shape:
+def shape(preset: str | None = None, **changes: Any) -> GptShape:
     """A preset, or our smallest GPT, with some of its numbers changed."""
     if preset is not None and preset not in PRESETS:
         raise UserError(f"model preset {preset!r} is not known; {closest(preset, PRESETS)}.")
-    known = {field.name for field in fields(Shape)}
+    known = {field.name for field in fields(GptShape)}
     for name in changes:
         if name not in known:
             raise UserError(f"model.{name} is not a field of a GPT; {closest(name, known)}.")
@@ -71,14 +71,14 @@ def closest(word: str, known: Any) -> str:
     return f"did you mean {near[0]!r}?" if near else "use one of " + ", ".join(sorted(known))
 
 
-def matmul_parameters(shape: Shape) -> int:
+def matmul_parameters(shape: GptShape) -> int:
     """The parameters a token is multiplied with: all Linear weights, the head's too, the embedding's not."""
     kv_width = shape.width // shape.heads * (shape.kv_heads or shape.heads)
     attention = 2 * shape.width**2 + 2 * shape.width * kv_width
     return shape.depth * (attention + 3 * shape.width * shape.hidden) + shape.vocab * shape.width
 
 
-def flops_per_token(shape: Shape, sequence: int | None = None) -> int:
+def flops_per_token(shape: GptShape, sequence: int | None = None) -> int:
     """Forward and backward of one token: 6 per matmul parameter, and causal attention over half the sequence.
 
     Recomputed activations are not counted: this is model FLOPs, what MFU figures are made of.

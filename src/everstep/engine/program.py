@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everstep.core.rules import Rules
+from everstep.core.worker.rules import TaskRules
 from everstep.engine import device as devices
 from everstep.engine.data import Dataset
 from everstep.engine.job import Job
@@ -27,9 +27,9 @@ class Program:
         """From the words of a job file."""
         return Program(job, model_of(job), data_of(job), optimizer_of(job))
 
-    def rules(self) -> Rules:
+    def rules(self) -> TaskRules:
         job = self.job
-        return Rules(
+        return TaskRules(
             replicas=job.replicas,
             stages=job.stages,
             microbatches=job.microbatches,

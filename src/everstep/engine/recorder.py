@@ -24,8 +24,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from everstep.core.messages import Parcel, What
-from everstep.core.ops import Worker
+from everstep.core.words.ops import Worker
+from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.diagnose import ring
 
 KIND = {name: number for number, name in enumerate(ring.KINDS)}
@@ -142,8 +142,8 @@ class WorkerRecorder:
         return stage * self._replicas + replica
 
 
-_FROM = {What.ACTIVATION: -1, What.GRADIENT: +1}
-_WHAT = {what: number for number, what in enumerate(What)}
+_FROM = {ParcelKind.ACTIVATION: -1, ParcelKind.GRADIENT: +1}
+_WHAT = {what: number for number, what in enumerate(ParcelKind)}
 
 
 def _number(parcel: Parcel) -> int:

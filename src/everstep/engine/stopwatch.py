@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from everstep.core.ops import Kind
+from everstep.core.words.ops import Kind
 
 _TELL_AFTER_S = 0.25
 _MOST_STEPS = 16

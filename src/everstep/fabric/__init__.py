@@ -11,20 +11,20 @@ world.
 """
 
 from everstep.fabric.allocate import allocate, reallocate
-from everstep.fabric.flows import Flow, Task, flows_of
+from everstep.fabric.flows import Flow, TrafficTask, flows_of
 from everstep.fabric.routing import Routing
-from everstep.fabric.topology import Link, Node, Path, Port, Switch, Topology, clos
+from everstep.fabric.topology import FabricNode, Link, Path, Port, Switch, Topology, clos
 
 __all__ = [
+    "FabricNode",
     "Flow",
     "Link",
-    "Node",
     "Path",
     "Port",
     "Routing",
     "Switch",
-    "Task",
     "Topology",
+    "TrafficTask",
     "allocate",
     "clos",
     "flows_of",

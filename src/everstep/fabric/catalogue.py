@@ -33,7 +33,7 @@ class Tuple4:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CatalogueEntry:
     port: int
     hops: Hops
     seen_s: float
@@ -42,12 +42,12 @@ class Entry:
 @dataclass(slots=True)
 class Catalogue:
     fresh_s: float = 300.0
-    _entries: dict[Tuple4, dict[int, Entry]] = field(default_factory=dict)
+    _entries: dict[Tuple4, dict[int, CatalogueEntry]] = field(default_factory=dict)
 
     def learn(self, key: Tuple4, found: Mapping[int, Hops], now_s: float) -> None:
         table = self._entries.setdefault(key, {})
         for port, hops in found.items():
-            table[port] = Entry(port=port, hops=hops, seen_s=now_s)
+            table[port] = CatalogueEntry(port=port, hops=hops, seen_s=now_s)
 
     def ports(self, key: Tuple4, now_s: float) -> dict[Hops, list[int]]:
         """Fresh ports by the path they take."""

@@ -16,11 +16,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from everstep.errors import UserError
-from everstep.fabric.topology import Link, Node, Port, Switch, Topology
+from everstep.fabric.topology import FabricNode, Link, Port, Switch, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class PathTrace:
     """From node to node, by address: the switches' interfaces in between."""
 
     source: str
@@ -29,7 +29,7 @@ class Trace:
 
 
 def topology_of(
-    traces: Sequence[Trace], *, link_gbps: float, port_gbps: float, name: str = "found"
+    traces: Sequence[PathTrace], *, link_gbps: float, port_gbps: float, name: str = "found"
 ) -> Topology:
     for trace in traces:
         if len(trace.hops) not in (1, 3):
@@ -61,7 +61,7 @@ def topology_of(
     return Topology(
         name=name,
         nodes=tuple(
-            Node(
+            FabricNode(
                 name=f"h{number + 1}",
                 ports=(
                     Port(

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from everstep.errors import UserError
-from everstep.fabric.flows import Endpoint, Task, place
+from everstep.fabric.flows import Endpoint, TrafficTask, place
 from everstep.fabric.routing import Routing
-from everstep.fabric.topology import Link, Node, Port, Switch, Topology, clos
+from everstep.fabric.topology import FabricNode, Link, Port, Switch, Topology, clos
 
 _CLOS = (
     *("name", "nodes", "nics", "planes", "port_gbps", "nodes_per_leaf", "spines", "uplink_gbps", "nic_gbps"),
@@ -75,7 +75,7 @@ def _switch(row: Mapping[str, Any], where: str) -> Switch:
     return Switch(name=str(_get(row, "name", where)), plane=int(row.get("plane", 0)))
 
 
-def _node(row: Mapping[str, Any], leaves: Sequence[Switch]) -> Node:
+def _node(row: Mapping[str, Any], leaves: Sequence[Switch]) -> FabricNode:
     name = str(_get(row, "name", "[[node]]"))
     _known(row, f"node {name}", ("name", "ports", "nic_gbps"))
     planes = {leaf.name: leaf.plane for leaf in leaves}
@@ -94,7 +94,7 @@ def _node(row: Mapping[str, Any], leaves: Sequence[Switch]) -> Node:
             )
         )
     nic_gbps = row.get("nic_gbps")
-    return Node(name=name, ports=tuple(ports), nic_gbps=None if nic_gbps is None else float(nic_gbps))
+    return FabricNode(name=name, ports=tuple(ports), nic_gbps=None if nic_gbps is None else float(nic_gbps))
 
 
 def _cable(row: Mapping[str, Any]) -> tuple[Link, Link]:
@@ -118,7 +118,7 @@ def _back(link: Link) -> str:
     return f"{link.receiver}>{link.sender}"
 
 
-def tasks_from(document: Mapping[str, Any], topology: Topology) -> list[Task]:
+def tasks_from(document: Mapping[str, Any], topology: Topology) -> list[TrafficTask]:
     rows = document.get("task", [])
     if not rows:
         raise UserError("there is no [[task]]: add one with name, replicas, stages, gradient_bytes, workers.")
@@ -128,7 +128,7 @@ def tasks_from(document: Mapping[str, Any], topology: Topology) -> list[Task]:
     return tasks
 
 
-def _task(row: Mapping[str, Any], topology: Topology) -> Task:
+def _task(row: Mapping[str, Any], topology: Topology) -> TrafficTask:
     name = str(_get(row, "name", "[[task]]"))
     where = f"task {name}"
     _known(row, where, (*_TASK, "workers"))
@@ -142,7 +142,7 @@ def _task(row: Mapping[str, Any], topology: Topology) -> Task:
         if key in fields:
             fields[key] = _number(fields[key], f"{key} of {where}")
     _get(row, "gradient_bytes", where)
-    return Task(**fields, placement=place(workers, replicas=replicas, stages=stages, shards=shards))
+    return TrafficTask(**fields, placement=place(workers, replicas=replicas, stages=stages, shards=shards))
 
 
 def _endpoint(text: object, where: str, topology: Topology) -> Endpoint:

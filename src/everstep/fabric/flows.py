@@ -41,7 +41,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class TrafficTask:
     """A training job as the fabric sees it."""
 
     name: str
@@ -75,13 +75,13 @@ class Task:
         ]
 
 
-def flows_of(task: Task) -> tuple[Flow, ...]:
+def flows_of(task: TrafficTask) -> tuple[Flow, ...]:
     """All flows of one step that leave a node; those within one are not the fabric's."""
     found = [*_pipeline(task), *_reduce(task)]
     return tuple(flow for flow in found if flow.source[0] != flow.target[0] and flow.bytes > 0)
 
 
-def _pipeline(task: Task) -> list[Flow]:
+def _pipeline(task: TrafficTask) -> list[Flow]:
     flows = []
     for k, s, h in task.slots():
         if s + 1 < task.stages:
@@ -92,7 +92,7 @@ def _pipeline(task: Task) -> list[Flow]:
     return flows
 
 
-def _reduce(task: Task) -> list[Flow]:
+def _reduce(task: TrafficTask) -> list[Flow]:
     if task.replicas == 1:
         return []
     edges = ring(task.replicas) if task.algorithm == "ring" else double_tree(task.replicas)
@@ -107,7 +107,7 @@ def _reduce(task: Task) -> list[Flow]:
 
 
 def _cut(
-    task: Task, phase: str, group: str, here: Endpoint, there: Endpoint, total: float, edge: str = ""
+    task: TrafficTask, phase: str, group: str, here: Endpoint, there: Endpoint, total: float, edge: str = ""
 ) -> list[Flow]:
     return [
         Flow(

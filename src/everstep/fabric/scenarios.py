@@ -17,7 +17,7 @@ import numpy as np
 
 from everstep.errors import UserError
 from everstep.fabric.fairness import Usage, max_min
-from everstep.fabric.flows import Flow, Task, flows_of, place
+from everstep.fabric.flows import Flow, TrafficTask, flows_of, place
 from everstep.fabric.policies import ecmp
 from everstep.fabric.routing import Routing
 from everstep.fabric.topology import Ints, Topology, clos
@@ -59,10 +59,10 @@ def gpu_fabric(*, gpus: int = 4096, spines: int = 64) -> Topology:
     )
 
 
-def all_reduce_job(name: str, nodes: Sequence[str], *, parts: int = 2, nbytes: float = 1e9) -> Task:
+def all_reduce_job(name: str, nodes: Sequence[str], *, parts: int = 2, nbytes: float = 1e9) -> TrafficTask:
     """One ring a NIC index over these nodes."""
     workers = [(node, nic) for node in nodes for nic in range(8)]
-    return Task(
+    return TrafficTask(
         name=name,
         replicas=len(nodes),
         stages=1,
@@ -73,20 +73,20 @@ def all_reduce_job(name: str, nodes: Sequence[str], *, parts: int = 2, nbytes: f
     )
 
 
-def eight_jobs(*, parts: int = 2) -> list[Task]:
+def eight_jobs(*, parts: int = 2) -> list[TrafficTask]:
     """Each on two nodes of different groups, so that all of it crosses the spines."""
     return [all_reduce_job(f"job{j}", [f"n{j}", f"n{j + 8}"], parts=parts) for j in range(8)]
 
 
-def one_job(*, parts: int = 2) -> list[Task]:
+def one_job(*, parts: int = 2) -> list[TrafficTask]:
     """All 16 nodes in one ring a NIC, from group to group and back."""
     return [all_reduce_job("job", [f"n{i // 2 + 8 * (i % 2)}" for i in range(16)], parts=parts)]
 
 
-def large_task(*, gpus: int, microbatches: int = 16) -> Task:
+def large_task(*, gpus: int, microbatches: int = 16) -> TrafficTask:
     """Shards 8 × stages 8 × replicas: a replica's stages under one leaf, its rings across all of them."""
     replicas = gpus // 64
-    return Task(
+    return TrafficTask(
         name="large",
         replicas=replicas,
         stages=8,
@@ -101,7 +101,7 @@ def large_task(*, gpus: int, microbatches: int = 16) -> Task:
     )
 
 
-def flows_of_all(tasks: Sequence[Task]) -> list[Flow]:
+def flows_of_all(tasks: Sequence[TrafficTask]) -> list[Flow]:
     return [flow for task in tasks for flow in flows_of(task)]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from everstep.errors import UserError
 from everstep.fabric.fairness import Usage, max_min
-from everstep.fabric.flows import Endpoint, Task
+from everstep.fabric.flows import Endpoint, TrafficTask
 from everstep.fabric.routing import Routing
 from everstep.fabric.topology import Floats, Topology
 
@@ -47,7 +47,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class FlowOutcome:
     steps: tuple[Step, ...]
     reroutes: tuple[tuple[float, str], ...]  # when, and why
     end_s: float
@@ -59,7 +59,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Running:
-    task: Task
+    task: TrafficTask
     step: int = 0
     start_s: float = 0.0
     phase: int = -1  # -1: computing
@@ -69,7 +69,7 @@ class _Running:
 
 def simulate(
     routing: Routing,
-    tasks: Sequence[Task],
+    tasks: Sequence[TrafficTask],
     *,
     num_steps: int,
     changes: Sequence[Change] = (),
@@ -77,7 +77,7 @@ def simulate(
     reroute: Reroute | None = None,
     notice_s: float = 0.0,
     max_moments: int = 1_000_000,
-) -> Outcome:
+) -> FlowOutcome:
     """Run every task for `num_steps` steps. Without `switches` and `reroute`, flows stay where they are."""
     if num_steps < 1:
         raise UserError(f"steps is {num_steps}; simulate at least 1.")
@@ -96,7 +96,7 @@ class _World:
     def __init__(
         self,
         routing: Routing,
-        tasks: Sequence[Task],
+        tasks: Sequence[TrafficTask],
         num_steps: int,
         changes: Sequence[Change],
         answers: _Answers,
@@ -120,7 +120,7 @@ class _World:
         self.left = np.zeros(len(groups))
         self.active = np.zeros(len(groups), dtype=bool)
 
-    def run(self, max_moments: int) -> Outcome:
+    def run(self, max_moments: int) -> FlowOutcome:
         for running in self.running:
             self._begin_step(running)
         for _ in range(max_moments):
@@ -215,8 +215,8 @@ class _World:
         running.phase, running.start_s = -1, self.now
         running.computes_until_s = self.now + running.task.compute_s
 
-    def _outcome(self) -> Outcome:
-        return Outcome(
+    def _outcome(self) -> FlowOutcome:
+        return FlowOutcome(
             steps=tuple(self.steps),
             reroutes=tuple(self.reroutes),
             end_s=self.now,

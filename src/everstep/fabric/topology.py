@@ -40,7 +40,7 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class FabricNode:
     """A machine with the ports of its NICs."""
 
     name: str
@@ -75,7 +75,7 @@ class Topology:
     """A leaf-spine fabric. `condition`: the part of its capacity that a link still has, by its name."""
 
     name: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[FabricNode, ...]
     leaves: tuple[Switch, ...]
     spines: tuple[Switch, ...]
     fabric_links: tuple[Link, ...]  # between leaves and spines; host links follow from the ports
@@ -107,7 +107,7 @@ class Topology:
         return np.array([link.gbps * self.condition.get(link.name, 1.0) for link in self.links])
 
     @cached_property
-    def by_node(self) -> Mapping[str, Node]:
+    def by_node(self) -> Mapping[str, FabricNode]:
         return {node.name: node for node in self.nodes}
 
     def num_nics(self, node: str) -> int:
@@ -183,7 +183,7 @@ def port_name(node: str, port: Port) -> str:
     return f"{node}.{port.nic}.p{port.plane}"
 
 
-def _host_links(node: Node, port: Port) -> tuple[Link, Link]:
+def _host_links(node: FabricNode, port: Port) -> tuple[Link, Link]:
     name = port_name(node.name, port)
     return (
         Link(sender=name, receiver=port.leaf, gbps=port.gbps),
@@ -253,7 +253,7 @@ def clos(
     return Topology(
         name=name,
         nodes=tuple(
-            Node(
+            FabricNode(
                 name=f"n{number}",
                 nic_gbps=nic_gbps,
                 ports=tuple(

@@ -28,7 +28,7 @@ from everstep.fabric.topology import Path, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class WatchLimits:
     """When a flow counts as slow or dead, and how long a verdict lasts."""
 
     slow_below: float = 0.5
@@ -81,12 +81,12 @@ class _Seen:
 
 
 @dataclass(slots=True)
-class Watch:
+class PathWatch:
     """`handle(looks, now)`: looks at flows in, moves out."""
 
     topology: Topology  # as described; suspicion is kept apart
     routing: Routing
-    limits: Limits = field(default_factory=Limits)
+    limits: WatchLimits = field(default_factory=WatchLimits)
     max_moves: int | None = None
     _flows: dict[str, _Seen] = field(default_factory=dict)
     _suspects: dict[str, tuple[float, float]] = field(default_factory=dict)  # link -> fraction, until

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from everstep.errors import EverstepError, PeerError, UserError
-from everstep.node.whereabouts import current
+from everstep.node.coordinator_address import current
 
 DEFAULT_ADDRESS = "http://127.0.0.1:7077"
 MAX_ANSWER_BYTES = 64 << 20

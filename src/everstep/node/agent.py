@@ -28,19 +28,19 @@ from typing import Any
 
 import aiohttp
 
-from everstep.core import cluster as msg
-from everstep.core import events as ev
-from everstep.core.codec import decode, encode
-from everstep.core.detector import Limits
-from everstep.core.ops import parse_worker
+from everstep.core.faults.detector import DetectorLimits
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.codec import decode, encode
+from everstep.core.words.ops import parse_worker
 from everstep.engine.job import Job
 from everstep.errors import EverstepError, PeerError, UserError
-from everstep.node.crew import Crew
+from everstep.node.coordinator_address import current
+from everstep.node.fork_server import ForkServer
 from everstep.node.kernel import KernelLog
-from everstep.node.lately import last_steps
-from everstep.node.nursery import Nursery
-from everstep.node.shelf import ShelfDoor
-from everstep.node.whereabouts import current
+from everstep.node.memory_store import MemoryServer
+from everstep.node.recent_ops import last_steps
+from everstep.node.worker_processes import WorkerProcesses
 
 BEAT_EVERY_S = 0.25
 LOOK_EVERY_S = 0.02
@@ -60,7 +60,7 @@ class AgentSettings:
     ca: Path | None = None
     beat_s: float = BEAT_EVERY_S
     words: Path | None = None  # a folder for what workers print
-    limits: Limits = field(default_factory=Limits)
+    limits: DetectorLimits = field(default_factory=DetectorLimits)
 
 
 class Agent:
@@ -78,14 +78,14 @@ class Agent:
         self._kept: deque[tuple[int, msg.NodeReport]] = deque()
         self._reports = 0
         self._news = asyncio.Event()
-        self._nurseries: dict[int, Nursery] = {}
+        self._nurseries: dict[int, ForkServer] = {}
         self._clock = time.time() - time.monotonic()  # workers speak monotonic; the coordinator, wall time
         self._welcomed = False
 
     async def run(self) -> None:
         """Until cancelled. Workers end with the agent."""
         folder = Path(tempfile.mkdtemp(prefix="everstep-"))
-        self.crew = Crew(
+        self.crew = WorkerProcesses(
             loop=_Loop(asyncio.get_running_loop()),
             report=self._report,
             folder=folder,
@@ -96,7 +96,7 @@ class Agent:
             words=self.settings.words,
         )
         self.crew.open()
-        self._door = ShelfDoor(self.crew.shelf, self.settings.host)
+        self._door = MemoryServer(self.crew.shelf, self.settings.host)
         self._door.open()
         kernel = KernelLog()
         if kernel.fd is not None:
@@ -118,12 +118,12 @@ class Agent:
 
     def warm_up(self, threads: int = 1) -> None:
         """Load torch before the first worker is asked for."""
-        self._nurseries[threads] = Nursery(threads=threads).start()
+        self._nurseries[threads] = ForkServer(threads=threads).start()
 
     # -------------------------------------------------------------- reports
 
     def _report(self, report: msg.NodeReport) -> None:
-        if isinstance(report, msg.TimesTold) and not self._welcomed:
+        if isinstance(report, msg.TimesReported) and not self._welcomed:
             return  # of no use later
         self._reports += 1
         self._kept.append((self._reports, self._on_wall_time(report)))
@@ -150,9 +150,9 @@ class Agent:
             await asyncio.sleep(LOOK_EVERY_S)
             self.crew.tick(time.monotonic())
 
-    def _nursery(self, job: Job) -> Nursery:
+    def _nursery(self, job: Job) -> ForkServer:
         if job.threads not in self._nurseries:
-            self._nurseries[job.threads] = Nursery(threads=job.threads).start()
+            self._nurseries[job.threads] = ForkServer(threads=job.threads).start()
         return self._nurseries[job.threads]
 
     # -------------------------------------------------------------- the line

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 
-from everstep.core.severity import ErrorKind, judge
+from everstep.core.faults.severity import ErrorKind, judge
 
 PATH = "/dev/kmsg"
 _MAX_LINE = 8192

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from everstep.errors import UserError
 from everstep.fabric.catalogue import Catalogue, Hops, Tuple4
-from everstep.fabric.discovery import Trace
+from everstep.fabric.discovery import PathTrace
 from everstep.fabric.topology import Topology
 
 _IP_RECVERR = 11
@@ -103,7 +103,9 @@ class Prober:
                 break  # nothing may be sent any more
         return port
 
-    def trace(self, source: str, target: str, port: int, *, target_port: int, most: int = 8) -> Trace | None:
+    def trace(
+        self, source: str, target: str, port: int, *, target_port: int, most: int = 8
+    ) -> PathTrace | None:
         """All hops to a node, until it answers itself; None if somebody on the way is silent."""
         key = Tuple4(protocol="tcp", source=source, target=target, target_port=target_port)
         self._refuse_strangers(target)
@@ -115,7 +117,7 @@ class Prober:
             if hop is None:
                 return None
             if hop == REACHED:
-                return Trace(source=source, target=target, hops=tuple(hops))
+                return PathTrace(source=source, target=target, hops=tuple(hops))
             hops.append(hop)
         return None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.core import cluster as msg
-from everstep.core import events as ev
-from everstep.core.ops import Worker, parse_worker
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.ops import Worker, parse_worker
 from everstep.node import wire
 
 MAX_TRACEBACK = 16_384
@@ -35,7 +35,7 @@ def report_of(task: str, worker: Worker, incarnation: int, said: Mapping[str, An
                 seconds=said["seconds"],
             )
         case "times":
-            return msg.TimesTold(
+            return msg.TimesReported(
                 task=task,
                 worker=worker,
                 times=said["times"],

@@ -17,7 +17,7 @@ from everstep.errors import UserError
 
 def run(spec: dict[str, Any], train: Callable[[Program], None]) -> None:
     path, *arguments = spec["script"]
-    context.become_worker(context.Worker(Job.from_dict(spec["job"]), train))
+    context.become_worker(context.WorkerContext(Job.from_dict(spec["job"]), train))
     run_as_main(path, arguments)
     raise UserError(f"script {path!r} called everstep.train in the launcher, and not in a worker.")
 

@@ -27,14 +27,14 @@ from everstep.fabric.catalogue import Hops, Tuple4
 from everstep.fabric.document import hops_of, tasks_from, topology_from
 from everstep.fabric.flows import flows_of
 from everstep.fabric.routing import Routing
-from everstep.fabric.watch import Action, CannotMove, FlowMeasured, Limits, MoveFlow, Watch
+from everstep.fabric.watch import Action, CannotMove, FlowMeasured, MoveFlow, PathWatch, WatchLimits
 from everstep.node.probe import Budget, Prober
 
 _PROBE_PACKETS = 1024  # of one connection
 _PROBE_S = 2.0
 
 
-class Progress(NamedTuple):
+class FlowProgress(NamedTuple):
     """What the kernel knows of a sender: totals since its socket was opened."""
 
     acked_bytes: int
@@ -42,13 +42,13 @@ class Progress(NamedTuple):
     waiting: bool  # something is out and not acknowledged
 
 
-def progress_of(sock: socket.socket) -> Progress:
+def progress_of(sock: socket.socket) -> FlowProgress:
     """From struct tcp_info, whose front has not moved since Linux 4.10."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     (unacked,) = struct.unpack_from("=I", info, 24)
     (acked,) = struct.unpack_from("=Q", info, 120)
     busy_us, receiver_full_us = struct.unpack_from("=QQ", info, 168)
-    return Progress(acked, (busy_us - receiver_full_us) / 1e6, unacked > 0)
+    return FlowProgress(acked, (busy_us - receiver_full_us) / 1e6, unacked > 0)
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class SourcePorts:
 class FlowWatch:
     """Looks at this worker's connections every `interval_s`, and moves what the watch says must move."""
 
-    watch: Watch
+    watch: PathWatch
     ports: SourcePorts
     sockets: Callable[[], Sequence[tuple[tuple[str, int], socket.socket]]]
     move: Callable[[tuple[str, int]], None]
@@ -166,7 +166,7 @@ class Steering:
     """Everything a worker needs to follow the plan."""
 
     ports: SourcePorts
-    watch: Watch
+    watch: PathWatch
 
 
 def steering_from(document: Mapping[str, Any]) -> Steering:
@@ -191,7 +191,7 @@ def steering(
     node: str,
     ports: range,
     mine: Sequence[str] | None = None,
-    limits: Limits | None = None,
+    limits: WatchLimits | None = None,
 ) -> Steering:
     """For one node's flows, or of them only those named."""
     topology = routing.topology
@@ -210,7 +210,7 @@ def steering(
     prober = Prober(topology=topology, ports=ports)
     return Steering(
         ports=SourcePorts(prober, source, planned),
-        watch=Watch(topology, routing, limits or Limits()),
+        watch=PathWatch(topology, routing, limits or WatchLimits()),
     )
 
 

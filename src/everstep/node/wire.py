@@ -11,8 +11,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from everstep.core.messages import Ledger, Members, Parcel, Place, Resume, TellSealed, What
-from everstep.core.ops import Microbatch, Op, parse_op
+from everstep.core.words.ops import Microbatch, Op, parse_op
+from everstep.core.words.worker_messages import Ledger, Members, Parcel, ParcelKind, Place, Resume, TellSealed
 from everstep.errors import PeerError
 
 MAX_MESSAGE = 256 << 20
@@ -86,7 +86,7 @@ def ledger_out(ledger: Ledger) -> dict[str, Any]:
 
 def ledger_in(table: Mapping[str, Any]) -> Ledger:
     holding = tuple(
-        Parcel(What(what), attempt, step, stage, Microbatch(home, number))
+        Parcel(ParcelKind(what), attempt, step, stage, Microbatch(home, number))
         for what, attempt, step, stage, home, number in table["holding"]
     )
     return Ledger(

@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from everstep.core.ops import Worker, parse_worker
-from everstep.core.walker import Walker
+from everstep.core.words.ops import Worker, parse_worker
+from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
 from everstep.engine.beacon import Beacon
-from everstep.engine.body import Body, Order, Ports
 from everstep.engine.faults import parse_fault
 from everstep.engine.frames import Incoming
 from everstep.engine.job import Job
 from everstep.engine.links import Address, Links
 from everstep.engine.program import Program
 from everstep.engine.recorder import WorkerRecorder
+from everstep.engine.worker_loop import Order, Ports, WorkerLoop
 from everstep.node import wire
-from everstep.node.keeping import States
 from everstep.node.lifeline import Lifeline
+from everstep.node.state_keeper import States
 from everstep.node.steer import steering_from, watch_links
 
 
@@ -99,9 +99,9 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
         secret=spec["token"],
         tell=line.tell,
     )
-    body = Body(
+    body = WorkerLoop(
         me,
-        Walker(me, program.rules()),
+        WorkerState(me, program.rules()),
         lambda: program.build(me.stage, index=me.stage * job.replicas + me.replica),
         ports=Ports(
             report=line.report,

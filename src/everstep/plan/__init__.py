@@ -1,9 +1,9 @@
 """Which task gets which workers, and is it worth the move: WAF, throughput model. Pure."""
 
 from everstep.plan.answer import Plan, assign, decide
-from everstep.plan.cluster import Assignment, Cluster, Node, Place
+from everstep.plan.cluster import Assignment, Cluster, PlanNode, SlotPlace
 from everstep.plan.curve import Curve, from_model, from_table, replicated
-from everstep.plan.shape import Shape
+from everstep.plan.shape import ParallelShape
 from everstep.plan.task import TaskSpec
 from everstep.plan.transition import Costs
 
@@ -12,10 +12,10 @@ __all__ = [
     "Cluster",
     "Costs",
     "Curve",
-    "Node",
-    "Place",
+    "ParallelShape",
     "Plan",
-    "Shape",
+    "PlanNode",
+    "SlotPlace",
     "TaskSpec",
     "assign",
     "decide",

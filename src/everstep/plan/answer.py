@@ -17,10 +17,10 @@ from everstep.errors import UserError
 from everstep.plan.allocate import best_split
 from everstep.plan.cluster import Assignment, Cluster
 from everstep.plan.explain import Gain, RunnerUp, gains_of, reasons, runner_up_sentence
-from everstep.plan.options import Choice, Horizon, Options, options
+from everstep.plan.options import Horizon, Options, TaskOption, options
 from everstep.plan.placement import Placement, Unplaceable, place
 from everstep.plan.running import Period, periods
-from everstep.plan.task import Standing, TaskSpec, standing
+from everstep.plan.task import TaskSituation, TaskSpec, standing
 
 MOST_RETRIES = 64
 RUNNERS_CONSIDERED = 8  # tasks whose choice is taken away in turn to find what came second
@@ -52,9 +52,9 @@ class Decision:
     """How much each task gets, before anybody is seated."""
 
     period: Period
-    standings: Mapping[str, Standing]
+    standings: Mapping[str, TaskSituation]
     options: Mapping[str, Options]
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, TaskOption]
 
     @property
     def objective(self) -> float:
@@ -111,7 +111,7 @@ def assign(
 
 def decide(cluster: Cluster, tasks: Sequence[TaskSpec], now: Assignment) -> Decision:
     """How much for whom. Periods are planned last to first, each knowing where the next one leads."""
-    targets: Mapping[str, Choice] = {}
+    targets: Mapping[str, TaskOption] = {}
     found: Decision | None = None
     for period in reversed(periods(cluster)):
         standings = {t.name: standing(t, period.cluster, now) for t in tasks}
@@ -142,7 +142,7 @@ def told(cluster: Cluster, decision: Decision) -> str:
     return reasons(cluster, "", decision.period, decision.options, decision.choices, gains)[0]
 
 
-def _split(cluster: Cluster, every: Mapping[str, Options]) -> dict[str, Choice]:
+def _split(cluster: Cluster, every: Mapping[str, Options]) -> dict[str, TaskOption]:
     split = best_split([(o.units, o.worth) for o in every.values()], cluster.capacity // cluster.unit)
     return {name: every[name].choice(units) for name, units in zip(every, split.units, strict=True)}
 

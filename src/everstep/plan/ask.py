@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from everstep.core.cluster import AssignmentChosen
-from everstep.core.coordinator import Coordinator
-from everstep.core.ops import Worker
-from everstep.core.roster import OVER, NodeState, TaskState
-from everstep.core.roster import Task as RunningTask
-from everstep.core.survey import Shape
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.roster import OVER, NodeState, TaskState
+from everstep.core.cluster.roster import Task as RunningTask
+from everstep.core.task.owed import Shape
+from everstep.core.words.cluster_messages import AssignmentChosen
+from everstep.core.words.ops import Worker
 from everstep.plan.answer import assign
-from everstep.plan.cluster import Assignment, Cluster, Node, Place
+from everstep.plan.cluster import Assignment, Cluster, PlanNode, SlotPlace
 from everstep.plan.curve import from_table
 from everstep.plan.task import TaskSpec
 from everstep.schedule.bounds import relative_throughput
@@ -33,14 +33,16 @@ def choose(coordinator: Coordinator, version: int, event: str) -> AssignmentChos
     """How many workers each task shall have, now that `event` has happened."""
     tasks = [t for t in coordinator.tasks.values() if t.state not in OVER and t.state is not TaskState.PAUSED]
     nodes = [
-        Node(name=node.name, slots=node.slots, lost=node.state not in (NodeState.UP, NodeState.SILENT))
+        PlanNode(name=node.name, slots=node.slots, lost=node.state not in (NodeState.UP, NodeState.SILENT))
         for node in coordinator.nodes.values()
     ]
     if not tasks or not any(not node.lost for node in nodes):
         return AssignmentChosen(version=version, workers={}, because="there is nothing to share out")
     now = Assignment(
         places={
-            task.name: tuple(Place(seat.node, seat.slot) for seat in task.seats.values() if not seat.leaving)
+            task.name: tuple(
+                SlotPlace(seat.node, seat.slot) for seat in task.seats.values() if not seat.leaving
+            )
             for task in tasks
             if task.seats
         }

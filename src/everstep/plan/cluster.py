@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from everstep.errors import UserError
-from everstep.plan.shape import Shape
+from everstep.plan.shape import ParallelShape
 from everstep.plan.transition import Costs
 
 DAY_S = 86_400.0
 FAILURES_PER_1000_NODE_DAYS = 6.5  # Meta RSC-1, 24,000 A100 over 11 months
 
 
-class Place(NamedTuple):
+class SlotPlace(NamedTuple):
     """One slot of one node; text: node-3:5."""
 
     node: str
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class PlanNode:
     """A machine. A lost one may be under repair; a slot may be bad while the others are good."""
 
     name: str
@@ -46,7 +46,7 @@ class Node:
 class Cluster:
     """Nodes, how often they fail, and what a change costs on them."""
 
-    nodes: Sequence[Node]
+    nodes: Sequence[PlanNode]
     whole_nodes: bool = False  # give tasks nodes, not slots
     failures_per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS
     running_s: float | None = None  # the expected time to the next event, if somebody knows better
@@ -55,7 +55,7 @@ class Cluster:
     unit: int = field(init=False, repr=False, compare=False)  # slots that are given away together
     capacity: int = field(init=False, repr=False, compare=False)  # slots a plan may use
     sound: frozenset[str] = field(init=False, repr=False, compare=False)  # nodes all of whose slots are good
-    _by_name: dict[str, Node] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _by_name: dict[str, PlanNode] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for node in self.nodes:
@@ -68,18 +68,18 @@ class Cluster:
         object.__setattr__(self, "unit", unit)
         object.__setattr__(self, "capacity", sum(len(self.offered(node)) for node in self.nodes))
 
-    def node(self, name: str) -> Node:
+    def node(self, name: str) -> PlanNode:
         if name not in self._by_name:
             known = ", ".join(list(self._by_name)[:6]) + (", ..." if len(self._by_name) > 6 else "")
             raise UserError(f"there is no node {name!r}; the cluster has {known}.")
         return self._by_name[name]
 
-    def offered(self, node: Node) -> list[int]:
+    def offered(self, node: PlanNode) -> list[int]:
         """The slots a plan may use: all that are good, or in whole-node mode all or none."""
         good = node.usable()
         return [] if self.whole_nodes and len(good) < self.unit else good
 
-    def is_usable(self, place: Place) -> bool:
+    def is_usable(self, place: SlotPlace) -> bool:
         node = self._by_name.get(place.node)
         if node is None or node.lost or not 0 <= place.slot < node.slots:
             return False
@@ -105,10 +105,10 @@ class Assignment:
     tasks whose curve knows the best shape of as many workers.
     """
 
-    places: Mapping[str, Sequence[Place | None]] = field(default_factory=dict)
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    places: Mapping[str, Sequence[SlotPlace | None]] = field(default_factory=dict)
+    shapes: Mapping[str, ParallelShape] = field(default_factory=dict)
 
-    def of(self, task: str) -> Sequence[Place | None]:
+    def of(self, task: str) -> Sequence[SlotPlace | None]:
         return self.places.get(task, ())
 
     def workers(self, task: str) -> int:

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from everstep.plan import memory
 from everstep.plan.hardware import Gpu, Stack
 from everstep.plan.memory import RECOMPUTE, Floats
-from everstep.plan.models import Model
-from everstep.plan.shape import Shape
+from everstep.plan.models import ModelFigures
+from everstep.plan.shape import ParallelShape
 from everstep.plan.throughput import Cut, divides, step_time
 
 MICROBATCHES = (1, 2, 4, 8)
@@ -35,8 +35,8 @@ class SameCut:
     microbatch: Ints
     recompute: npt.NDArray[np.int8]
 
-    def shape(self, replicas: int) -> Shape:
-        return Shape(
+    def shape(self, replicas: int) -> ParallelShape:
+        return ParallelShape(
             replicas,
             self.stages,
             self.shards,
@@ -86,22 +86,22 @@ class Curve:
     def at(self, workers: int) -> float:
         return float(self.throughput[min(workers, self.most)])
 
-    def shape(self, workers: int) -> Shape | None:
+    def shape(self, workers: int) -> ParallelShape | None:
         if workers > self.most or self.cut_of[workers] < 0:
             return None
         cut = self.cuts[int(self.cut_of[workers])]
         return cut.shape(workers // (cut.stages * cut.shards))
 
-    def like(self, shape: Shape) -> SameCut | None:
+    def like(self, shape: ParallelShape) -> SameCut | None:
         """The throughput of this cut at every number of replicas."""
         found = self.cut_index(shape)
         return None if found < 0 else self.cuts[found]
 
-    def cut_index(self, shape: Shape | None) -> int:
+    def cut_index(self, shape: ParallelShape | None) -> int:
         """Which of `cuts` a shape has; -1: none we know."""
         return -1 if shape is None else self._index.get((shape.stages, shape.shards), -1)
 
-    def of_shape(self, shape: Shape) -> float:
+    def of_shape(self, shape: ParallelShape) -> float:
         """Throughput in exactly this shape, not the best shape of as many workers."""
         cut = self.like(shape)
         if cut is None:
@@ -164,7 +164,7 @@ def replicated(
     return replace(curve, schedule=schedule)
 
 
-def from_model(model: Model, gpu: Gpu, stack: Stack, *, most: int, slots_per_node: int = 8) -> Curve:
+def from_model(model: ModelFigures, gpu: Gpu, stack: Stack, *, most: int, slots_per_node: int = 8) -> Curve:
     """The best shape for each number of workers up to `most`."""
     best = np.zeros(most + 1)
     cut_of = np.full(most + 1, -1, dtype=np.int64)
@@ -192,7 +192,7 @@ def from_model(model: Model, gpu: Gpu, stack: Stack, *, most: int, slots_per_nod
     )
 
 
-def _cuts(model: Model, most_shards: int, most: int) -> Iterator[tuple[int, int]]:
+def _cuts(model: ModelFigures, most_shards: int, most: int) -> Iterator[tuple[int, int]]:
     """Shards stay within a node and divide the heads; stages divide the layers."""
     for shards in (1, 2, 4, 8, 16):
         if shards > min(most_shards, most) or model.heads % shards:
@@ -203,7 +203,7 @@ def _cuts(model: Model, most_shards: int, most: int) -> Iterator[tuple[int, int]
 
 
 def _same_cut(
-    model: Model, gpu: Gpu, stack: Stack, stages: int, shards: int, most: int, slots_per_node: int
+    model: ModelFigures, gpu: Gpu, stack: Stack, stages: int, shards: int, most: int, slots_per_node: int
 ) -> SameCut:
     top = min(most // (stages * shards), model.batch)
     throughput = np.zeros(top + 1)
@@ -232,7 +232,9 @@ def _same_cut(
     return SameCut(stages, shards, throughput, microbatches, recomputes)
 
 
-def _rate(model: Model, gpu: Gpu, stack: Stack, cut: Cut, replicas: Floats, slots_per_node: int) -> Floats:
+def _rate(
+    model: ModelFigures, gpu: Gpu, stack: Stack, cut: Cut, replicas: Floats, slots_per_node: int
+) -> Floats:
     """FLOP/s of all workers; 0 where memory does not suffice."""
     need = memory.needed(
         model,

@@ -28,14 +28,14 @@ from typing import Any
 
 from everstep.errors import UserError
 from everstep.plan.answer import Plan
-from everstep.plan.cluster import Assignment, Cluster, Node, Place
+from everstep.plan.cluster import Assignment, Cluster, PlanNode, SlotPlace
 from everstep.plan.curve import Curve, from_model, from_table
-from everstep.plan.events import World, duration
+from everstep.plan.events import PlanWorld, duration
 from everstep.plan.hardware import Gpu, gpu
 from everstep.plan.models import model
-from everstep.plan.options import Choice, Kind
+from everstep.plan.options import OptionKind, TaskOption
 from everstep.plan.placement import Unplaceable, place
-from everstep.plan.shape import Shape
+from everstep.plan.shape import ParallelShape
 from everstep.plan.stacks import stack
 from everstep.plan.task import TaskSpec
 from everstep.plan.transition import Costs
@@ -81,7 +81,7 @@ WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or
 MOST_NODES, MOST_SLOTS = 100_000, 1_024
 
 
-def world_from(document: Mapping[str, Any]) -> World:
+def world_from(document: Mapping[str, Any]) -> PlanWorld:
     """The world a cluster file describes."""
     _known(document, {"cluster", "node", "task", "costs"}, "the file")
     about = _table(document, "cluster", CLUSTER)
@@ -95,7 +95,7 @@ def world_from(document: Mapping[str, Any]) -> World:
     for number, entry in enumerate(entries):
         _typed(entry, TASK, f"task {number + 1}")
         tasks.append(_task(entry, about, cluster, chip, curves))
-    return World(cluster, tasks, _seated(cluster, entries, tasks))
+    return PlanWorld(cluster, tasks, _seated(cluster, entries, tasks))
 
 
 def _cluster(about: Mapping[str, Any], document: Mapping[str, Any]) -> Cluster:
@@ -111,7 +111,7 @@ def _cluster(about: Mapping[str, Any], document: Mapping[str, Any]) -> Cluster:
     if count is not None and not 1 <= count <= MOST_NODES:
         raise UserError(f"nodes of [cluster] is {count}; make it 1 to {MOST_NODES}.")
     if count is not None:
-        nodes = [Node(name=f"node-{i}", slots=slots) for i in range(count)]
+        nodes = [PlanNode(name=f"node-{i}", slots=slots) for i in range(count)]
     else:
         nodes = [_node(entry, number, slots) for number, entry in enumerate(listed)]
     if about.get("whole_nodes") and len({node.slots for node in nodes}) > 1:
@@ -132,7 +132,7 @@ def _cluster(about: Mapping[str, Any], document: Mapping[str, Any]) -> Cluster:
     )
 
 
-def _node(entry: Any, number: int, slots: int) -> Node:
+def _node(entry: Any, number: int, slots: int) -> PlanNode:
     _typed(entry, NODE, f"node {number + 1}")
     name = entry.get("name", f"node-{number}")
     count = entry.get("slots", slots)
@@ -145,7 +145,7 @@ def _node(entry: Any, number: int, slots: int) -> Node:
     back = entry.get("back_in")
     if entry.get("failures_per_1000_days", 0.0) < 0:
         raise UserError(f"failures_per_1000_days of node {name!r} is below 0; make it 0 or more.")
-    return Node(
+    return PlanNode(
         name=name,
         slots=count,
         rack=entry.get("rack"),
@@ -238,22 +238,22 @@ def _measured(entry: Mapping[str, Any], name: str) -> Curve:
     )
 
 
-def _shape(entry: Mapping[str, Any], name: str) -> Shape | None:
+def _shape(entry: Mapping[str, Any], name: str) -> ParallelShape | None:
     given = entry.get("shape")
     if given is None:
         return None
     if not 1 <= len(given) <= 3 or not all(isinstance(x, int) and x >= 1 for x in given):
         raise UserError(f"shape of task {name!r} is {given!r}; write [replicas, stages] or add shards.")
-    return Shape(*given)
+    return ParallelShape(*given)
 
 
 def _seated(cluster: Cluster, entries: list[Any], tasks: list[TaskSpec]) -> Assignment:
     """Where the running tasks were before anything in the file was lost."""
     healthy = [replace(n, lost=False, bad_slots=frozenset()) for n in cluster.nodes]
     whole = replace(cluster, nodes=healthy)
-    choices: dict[str, Choice] = {}
-    named: dict[str, list[Place]] = {}
-    shapes: dict[str, Shape] = {}
+    choices: dict[str, TaskOption] = {}
+    named: dict[str, list[SlotPlace]] = {}
+    shapes: dict[str, ParallelShape] = {}
     left = whole.capacity
     for entry, task in zip(entries, tasks, strict=True):
         if task.name in choices or task.name in named:
@@ -283,14 +283,14 @@ def _seated(cluster: Cluster, entries: list[Any], tasks: list[TaskSpec]) -> Assi
             shapes[task.name] = shape
         if count and task.name not in named:
             choices[task.name] = _as_choice(count, shape, whole.unit)
-    seen: set[Place] = set()
+    seen: set[SlotPlace] = set()
     for name, spots in named.items():
         for spot in spots:
             if spot in seen:
                 raise UserError(f"places of task {name!r} has {spot}, which is taken; one slot, one worker.")
             seen.add(spot)
     taken = Assignment(places=named, shapes={n: s for n, s in shapes.items() if n in named})
-    kept = {n: _as_choice(len(p), shapes.get(n), whole.unit, Kind.KEEP) for n, p in named.items()}
+    kept = {n: _as_choice(len(p), shapes.get(n), whole.unit, OptionKind.KEEP) for n, p in named.items()}
     try:
         placed = place(whole, taken, {**kept, **choices}).assignment
     except Unplaceable as error:
@@ -300,7 +300,7 @@ def _seated(cluster: Cluster, entries: list[Any], tasks: list[TaskSpec]) -> Assi
     return Assignment(places=placed.places, shapes=shapes)
 
 
-def _completed(shape: Shape | None, task: TaskSpec) -> Shape | None:
+def _completed(shape: ParallelShape | None, task: TaskSpec) -> ParallelShape | None:
     """With the microbatch and recomputation the model would use in it."""
     if shape is None:
         return None
@@ -309,17 +309,19 @@ def _completed(shape: Shape | None, task: TaskSpec) -> Shape | None:
     return cut.shape(shape.replicas) if cut is not None and known else shape
 
 
-def _as_choice(count: int, shape: Shape | None, unit: int, kind: Kind = Kind.START) -> Choice:
-    return Choice(
+def _as_choice(
+    count: int, shape: ParallelShape | None, unit: int, kind: OptionKind = OptionKind.START
+) -> TaskOption:
+    return TaskOption(
         kind=kind, units=-(-count // unit), workers=count, shape=shape, throughput=0.0, transition_s=0.0
     )
 
 
-def _place(cluster: Cluster, text: Any, task: str) -> Place:
+def _place(cluster: Cluster, text: Any, task: str) -> SlotPlace:
     node, _, slot = str(text).rpartition(":")
     if not node or not slot.isdigit():
         raise UserError(f"places of task {task!r} has {text!r}; write node-0:3.")
-    spot = Place(node, int(slot))
+    spot = SlotPlace(node, int(slot))
     if spot.slot >= cluster.node(node).slots:
         raise UserError(f"places of task {task!r} has {text!r}, a slot {node} does not have.")
     return spot

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from everstep.errors import UserError
-from everstep.plan.cluster import Assignment, Cluster, Node
+from everstep.plan.cluster import Assignment, Cluster, PlanNode
 from everstep.plan.task import TaskSpec
 
 UNITS_S = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class PlanWorld:
     """All a plan depends on."""
 
     cluster: Cluster
@@ -41,7 +41,7 @@ def duration(text: object, field: str) -> float:
     return float(match[1]) * UNITS_S[match[2]]
 
 
-def after(event: str, world: World) -> World:
+def after(event: str, world: PlanWorld) -> PlanWorld:
     """The world once the event has happened."""
     words = event.split()
     match words:
@@ -63,7 +63,7 @@ def after(event: str, world: World) -> World:
     )
 
 
-def _lose(world: World, name: str, back_in_s: float | None) -> World:
+def _lose(world: PlanWorld, name: str, back_in_s: float | None) -> PlanWorld:
     node_name, colon, slot = name.partition(":")
     node = world.cluster.node(node_name)
     if node.lost:
@@ -77,7 +77,7 @@ def _lose(world: World, name: str, back_in_s: float | None) -> World:
     return _with_node(world, replace(node, bad_slots=node.bad_slots | {int(slot)}))
 
 
-def _join(world: World, name: str, slots: int | None) -> World:
+def _join(world: PlanWorld, name: str, slots: int | None) -> PlanWorld:
     known = {node.name: node for node in world.cluster.nodes}
     if name in known:
         node = known[name]
@@ -87,16 +87,16 @@ def _join(world: World, name: str, slots: int | None) -> World:
             world, replace(node, lost=False, back_in_s=None, bad_slots=frozenset(), slots=slots or node.slots)
         )
     usual = max((node.slots for node in world.cluster.nodes), default=8)
-    nodes = [*world.cluster.nodes, Node(name=name, slots=slots or usual)]
+    nodes = [*world.cluster.nodes, PlanNode(name=name, slots=slots or usual)]
     return replace(world, cluster=replace(world.cluster, nodes=nodes))
 
 
-def _with_node(world: World, changed: Node) -> World:
+def _with_node(world: PlanWorld, changed: PlanNode) -> PlanWorld:
     nodes = [changed if node.name == changed.name else node for node in world.cluster.nodes]
     return replace(world, cluster=replace(world.cluster, nodes=nodes))
 
 
-def _finish(world: World, name: str) -> World:
+def _finish(world: PlanWorld, name: str) -> PlanWorld:
     _known(name, [task.name for task in world.submitted()])
     places = {task: places for task, places in world.now.places.items() if task != name}
     shapes = {task: shape for task, shape in world.now.shapes.items() if task != name}
@@ -107,7 +107,7 @@ def _finish(world: World, name: str) -> World:
     )
 
 
-def _submit(world: World, name: str) -> World:
+def _submit(world: PlanWorld, name: str) -> PlanWorld:
     _known(name, [task.name for task in world.tasks if task.expected])
     return replace(
         world, tasks=[replace(task, expected=False) if task.name == name else task for task in world.tasks]
@@ -120,7 +120,7 @@ def _known(name: str, names: list[str]) -> None:
         raise UserError(f"there is no such task {name!r}; the tasks it could be are: {have}.")
 
 
-def next_events(world: World) -> list[str]:
+def next_events(world: PlanWorld) -> list[str]:
     """Every single event that can come next: each node lost or back, a new node, each task done or new."""
     lost = [f"lose {node.name}" for node in world.cluster.nodes if not node.lost]
     back = [f"join {node.name}" for node in world.cluster.nodes if node.lost]

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everstep.plan.cluster import Assignment, Cluster
-from everstep.plan.options import Choice, Kind, Options
+from everstep.plan.options import OptionKind, Options, TaskOption
 from everstep.plan.placement import Placement
 from everstep.plan.running import Period
-from everstep.plan.shape import Shape
-from everstep.plan.task import Standing
+from everstep.plan.shape import ParallelShape
+from everstep.plan.task import TaskSituation
 from everstep.plan.transition import Source
 
 
@@ -19,11 +19,11 @@ from everstep.plan.transition import Source
 class Gain:
     """One task's part of a plan."""
 
-    kind: Kind
+    kind: OptionKind
     workers_before: int
     workers_after: int
-    shape_before: Shape | None
-    shape_after: Shape | None
+    shape_before: ParallelShape | None
+    shape_after: ParallelShape | None
     throughput_before: float
     throughput_after: float
     damaged: bool
@@ -45,15 +45,15 @@ class RunnerUp:
     """The best other plan, and why it lost."""
 
     allocation: Mapping[str, int]
-    choices: Mapping[str, Kind]
+    choices: Mapping[str, OptionKind]
     objective: float
     behind: float  # share of the objective
     because: str
 
 
 def gains_of(
-    standings: Mapping[str, Standing],
-    choices: Mapping[str, Choice],
+    standings: Mapping[str, TaskSituation],
+    choices: Mapping[str, TaskOption],
     placement: Placement | None = None,
     now: Assignment | None = None,
 ) -> dict[str, Gain]:
@@ -105,15 +105,15 @@ def reasons(
     event: str,
     period: Period,
     every: Mapping[str, Options],
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, TaskOption],
     gains: Mapping[str, Gain],
-    unpromised: Mapping[str, Choice] | None = None,
+    unpromised: Mapping[str, TaskOption] | None = None,
 ) -> tuple[str, float | None]:
     """The sentence for the log, and when the changes nobody forced have paid for themselves.
 
     `unpromised` is what would have been chosen had nobody promised a repair.
     """
-    changed = [name for name, gain in gains.items() if gain.kind is not Kind.KEEP and _is_news(gain)]
+    changed = [name for name, gain in gains.items() if gain.kind is not OptionKind.KEEP and _is_news(gain)]
     parts = [_told(name, gains[name]) for name in changed[:6]]
     if len(changed) > 6:
         parts.append(f"{len(changed) - 6} more tasks change")
@@ -132,7 +132,7 @@ def reasons(
     return f"{opening}{'; '.join(parts)}.", payback_s
 
 
-def _otherwise(choices: Mapping[str, Choice], unpromised: Mapping[str, Choice] | None) -> str:
+def _otherwise(choices: Mapping[str, TaskOption], unpromised: Mapping[str, TaskOption] | None) -> str:
     """What the promise of a repair has changed."""
     other = [
         f"{name} would {choice.kind.infinitive} ({choice.workers} workers)"
@@ -148,25 +148,27 @@ def _is_news(gain: Gain) -> bool:
 
 def _told(name: str, gain: Gain) -> str:
     count = f"{gain.workers_before} → {gain.workers_after} workers"
-    if gain.kind is Kind.START:
+    if gain.kind is OptionKind.START:
         shape = f", {gain.shape_after}" if gain.shape_after else ""
         return f"{name} starts on {gain.workers_after} workers{shape}"
-    if gain.kind is Kind.STOP:
+    if gain.kind is OptionKind.STOP:
         return f"{name} stops ({count})"
     kept = f", {gain.ratio:.0%} of its throughput"
     shape = ""
-    if gain.kind is Kind.RESHAPE and gain.shape_after is not None:
+    if gain.kind is OptionKind.RESHAPE and gain.shape_after is not None:
         shape = f" to {gain.shape_after}"
-    state = "" if gain.source is Source.LIVE or gain.kind is Kind.REROUTE else f", state from {gain.source}"
+    state = (
+        "" if gain.source is Source.LIVE or gain.kind is OptionKind.REROUTE else f", state from {gain.source}"
+    )
     for owner, slots in list(gain.taken_from.items())[:2]:
         state += f", {slots} from {owner}"
     verb = gain.kind.verb
-    if gain.damaged and gain.kind is Kind.GROW:
+    if gain.damaged and gain.kind is OptionKind.GROW:
         verb = "replaces what it lost"
     return f"{name} {verb}{shape} ({count}{kept}{state})"
 
 
-def _payback(every: Mapping[str, Options], choices: Mapping[str, Choice]) -> float | None:
+def _payback(every: Mapping[str, Options], choices: Mapping[str, TaskOption]) -> float | None:
     """Against the least anybody could do: who is whole keeps, who is hurt goes on with what it has."""
     extra_cost = extra_rate = 0.0
     for name, choice in choices.items():
@@ -181,24 +183,26 @@ def _payback(every: Mapping[str, Options], choices: Mapping[str, Choice]) -> flo
     return extra_cost / extra_rate
 
 
-def least_change(options: Options) -> Choice:
+def least_change(options: Options) -> TaskOption:
     """What a task does if nobody plans for it."""
     today = options.standing
     if not today.workers:
         return options.choice(0)
     stay = options.layers[-1]
     for index in range(len(stay.units)):
-        if Kind(int(stay.kind[index])) in (Kind.KEEP, Kind.REROUTE):
+        if OptionKind(int(stay.kind[index])) in (OptionKind.KEEP, OptionKind.REROUTE):
             return options.written_out(stay, index)
     return options.choice(0)
 
 
-def _share(amount: float, choices: Mapping[str, Choice]) -> float:
+def _share(amount: float, choices: Mapping[str, TaskOption]) -> float:
     whole = sum(choice.reward for choice in choices.values())
     return amount / whole if whole else 0.0
 
 
-def runner_up_sentence(best: Mapping[str, Choice], other: Mapping[str, Choice], period: Period) -> RunnerUp:
+def runner_up_sentence(
+    best: Mapping[str, TaskOption], other: Mapping[str, TaskOption], period: Period
+) -> RunnerUp:
     """Name what differs, and which term decided."""
     differ = [name for name in best if not best[name].same(other[name])]
     told = []

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everstep.plan.hardware import Gpu, Stack
-from everstep.plan.models import Model
+from everstep.plan.models import ModelFigures
 
 Floats = npt.NDArray[np.float64]
 RECOMPUTE = ("none", "selective", "full")
@@ -26,7 +26,7 @@ WEIGHT, GRADIENT, OPTIMIZER = 2.0, 4.0, 12.0  # bytes a parameter
 STATE = WEIGHT + OPTIMIZER  # what a worker needs to go on: gradients are made anew
 
 
-def activation_per_token(model: Model, stack: Stack, *, shards: int, recompute: str) -> float:
+def activation_per_token(model: ModelFigures, stack: Stack, *, shards: int, recompute: str) -> float:
     """Bytes one layer keeps of one token, on each of its shards."""
     hidden = model.hidden
     if recompute == "full":
@@ -52,7 +52,7 @@ def in_flight(stack: Stack, *, stages: int, chunks: int) -> float:
 
 
 def needed(
-    model: Model,
+    model: ModelFigures,
     stack: Stack,
     *,
     stages: int,

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from everstep.plan.answer import assign
-from everstep.plan.cluster import Assignment, Cluster, Node
+from everstep.plan.cluster import Assignment, Cluster, PlanNode
 from everstep.plan.curve import Curve, from_model
 from everstep.plan.hardware import GPUS
 from everstep.plan.models import PRESETS
@@ -63,7 +63,7 @@ def share(mix: str, *, nodes: int = 16, slots: int = 8) -> list[Shared]:
         _by_rule("weighted", tasks, weights, total),
         _by_rule("sized", tasks, sizes, total),
     ]
-    cluster = Cluster(nodes=[Node(name=f"node-{i}", slots=slots) for i in range(nodes)])
+    cluster = Cluster(nodes=[PlanNode(name=f"node-{i}", slots=slots) for i in range(nodes)])
     for rule, must_run in (("planned", False), ("planned, all run", True)):
         asked = [replace(task, must_run=must_run) for task in tasks]
         plan = assign(cluster, asked, Assignment(), second=False)

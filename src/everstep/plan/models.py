@@ -14,7 +14,7 @@ from everstep.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class ModelFigures:
     """A decoder in numbers, and how it is trained: `batch` sequences of `sequence` tokens a step."""
 
     name: str
@@ -56,14 +56,14 @@ class Model:
         return 3 * (forward + 2 * self.vocab * self.hidden) * self.batch * self.sequence
 
 
-def _gpt3(name: str, layers: int, hidden: int, heads: int, batch: int) -> Model:
-    return Model(
+def _gpt3(name: str, layers: int, hidden: int, heads: int, batch: int) -> ModelFigures:
+    return ModelFigures(
         name=name, layers=layers, hidden=hidden, heads=heads, vocab=51200, sequence=2048, batch=batch
     )
 
 
-def _llama3(name: str, layers: int, hidden: int, heads: int, inner: int, batch: int) -> Model:
-    return Model(
+def _llama3(name: str, layers: int, hidden: int, heads: int, inner: int, batch: int) -> ModelFigures:
+    return ModelFigures(
         name=name,
         layers=layers,
         hidden=hidden,
@@ -94,7 +94,7 @@ PRESETS = {
 }
 
 
-def model(name: str) -> Model:
+def model(name: str) -> ModelFigures:
     if name not in PRESETS:
         near = get_close_matches(name, list(PRESETS), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(PRESETS)}."

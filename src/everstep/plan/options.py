@@ -21,8 +21,8 @@ import numpy.typing as npt
 from everstep.plan.cluster import Cluster
 from everstep.plan.memory import Floats
 from everstep.plan.reroute import live_per_stage
-from everstep.plan.shape import Shape
-from everstep.plan.task import Standing, TaskSpec
+from everstep.plan.shape import ParallelShape
+from everstep.plan.task import TaskSituation, TaskSpec
 from everstep.plan.transition import Source
 
 Ints = npt.NDArray[np.int64]
@@ -30,7 +30,7 @@ NEVER = -np.inf
 MUST_RUN = 1e4  # stopping a task that must run costs so many times the most it could earn
 
 
-class Kind(IntEnum):
+class OptionKind(IntEnum):
     STOP = 0
     KEEP = 1
     REROUTE = 2
@@ -42,36 +42,36 @@ class Kind(IntEnum):
     @property
     def verb(self) -> str:
         return {
-            Kind.STOP: "stops",
-            Kind.KEEP: "keeps its workers",
-            Kind.REROUTE: "keeps its shape and re-routes",
-            Kind.DROP: "drops replicas",
-            Kind.GROW: "adds replicas",
-            Kind.RESHAPE: "changes shape",
-            Kind.START: "starts",
+            OptionKind.STOP: "stops",
+            OptionKind.KEEP: "keeps its workers",
+            OptionKind.REROUTE: "keeps its shape and re-routes",
+            OptionKind.DROP: "drops replicas",
+            OptionKind.GROW: "adds replicas",
+            OptionKind.RESHAPE: "changes shape",
+            OptionKind.START: "starts",
         }[self]
 
     @property
     def infinitive(self) -> str:
         return {
-            Kind.STOP: "stop",
-            Kind.KEEP: "keep its workers",
-            Kind.REROUTE: "re-route",
-            Kind.DROP: "drop replicas",
-            Kind.GROW: "add replicas",
-            Kind.RESHAPE: "change shape",
-            Kind.START: "start",
+            OptionKind.STOP: "stop",
+            OptionKind.KEEP: "keep its workers",
+            OptionKind.REROUTE: "re-route",
+            OptionKind.DROP: "drop replicas",
+            OptionKind.GROW: "add replicas",
+            OptionKind.RESHAPE: "change shape",
+            OptionKind.START: "start",
         }[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class TaskOption:
     """One option, written out."""
 
-    kind: Kind
+    kind: OptionKind
     units: int
     workers: int
-    shape: Shape | None
+    shape: ParallelShape | None
     throughput: float
     transition_s: float
     back_s: float = 0.0
@@ -83,7 +83,7 @@ class Choice:
     def worth(self) -> float:
         return self.reward - self.cost - self.way_back
 
-    def same(self, other: Choice | None) -> bool:
+    def same(self, other: TaskOption | None) -> bool:
         return other is not None and (self.kind, self.workers, self.shape) == (
             other.kind,
             other.workers,
@@ -111,7 +111,7 @@ class Horizon:
 
     running_s: float
     ends_by_repair: float = 0.0
-    target: Choice | None = None  # what the task will want when the repair comes
+    target: TaskOption | None = None  # what the task will want when the repair comes
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +119,7 @@ class Options:
     """A task's options; `units` and `worth` are what the allocation sees, best of all layers."""
 
     task: TaskSpec
-    standing: Standing
+    standing: TaskSituation
     horizon: Horizon
     layers: tuple[Layer, ...]
     units: Ints = field(init=False)
@@ -141,24 +141,24 @@ class Options:
         self.worth = worth[self.units]
         self._winner = where[self.units], index[self.units]
 
-    def choice(self, units: int) -> Choice:
+    def choice(self, units: int) -> TaskOption:
         """The best option of so many units, written out."""
         at = int(np.searchsorted(self.units, units))
         assert self.units[at] == units
         where, index = int(self._winner[0][at]), int(self._winner[1][at])
         return self.written_out(self.layers[where], index)
 
-    def written_out(self, layer: Layer, index: int) -> Choice:
-        kind, workers = Kind(int(layer.kind[index])), int(layer.workers[index])
+    def written_out(self, layer: Layer, index: int) -> TaskOption:
+        kind, workers = OptionKind(int(layer.kind[index])), int(layer.workers[index])
         throughput, cut = float(layer.throughput[index]), int(layer.cut[index])
-        shape: Shape | None = None
-        if kind in (Kind.KEEP, Kind.REROUTE):
+        shape: ParallelShape | None = None
+        if kind in (OptionKind.KEEP, OptionKind.REROUTE):
             shape = self.standing.shape
         elif cut >= 0:
             same_cut = self.task.curve.cuts[cut]
             shape = same_cut.shape(workers // (same_cut.stages * same_cut.shards))
         w, target = self.task.weight, self.horizon.target
-        return Choice(
+        return TaskOption(
             kind=kind,
             units=int(layer.units[index]),
             workers=workers,
@@ -193,7 +193,7 @@ def _fraction(part: Floats, whole: float) -> Floats:
     return part / whole if whole > 0 else np.zeros_like(part)
 
 
-def options(task: TaskSpec, standing: Standing, cluster: Cluster, horizon: Horizon) -> Options:
+def options(task: TaskSpec, standing: TaskSituation, cluster: Cluster, horizon: Horizon) -> Options:
     """All options of a task on a cluster of this size."""
     build = _Build(task, standing, cluster, horizon)
     return Options(task, standing, horizon, tuple(build.layers()))
@@ -202,7 +202,7 @@ def options(task: TaskSpec, standing: Standing, cluster: Cluster, horizon: Horiz
 class _Build:
     """The columns of every layer. One object, because they all read the same dozen facts."""
 
-    def __init__(self, task: TaskSpec, standing: Standing, cluster: Cluster, horizon: Horizon) -> None:
+    def __init__(self, task: TaskSpec, standing: TaskSituation, cluster: Cluster, horizon: Horizon) -> None:
         self.task, self.today, self.horizon = task, standing, horizon
         self.curve, self.costs, self.unit = task.curve, cluster.costs, cluster.unit
         self.top = cluster.capacity // cluster.unit
@@ -258,39 +258,39 @@ class _Build:
         """What kind of change leads there, and its seconds."""
         today, costs = self.today, self.costs
         if not today.workers:
-            return np.full(len(workers), Kind.START, dtype=np.int8), np.zeros(len(workers))
+            return np.full(len(workers), OptionKind.START, dtype=np.int8), np.zeros(len(workers))
         count = workers.astype(np.float64)
-        kind = np.full(len(workers), Kind.RESHAPE, dtype=np.int8)
+        kind = np.full(len(workers), OptionKind.RESHAPE, dtype=np.int8)
         seconds = costs.reshape_s(today.source, self.curve.state_bytes, count, self.parts[np.maximum(cut, 0)])
         if self.cut_today >= 0 and today.source is Source.LIVE:
             same = cut == self.cut_today
             fewer = same & (workers <= today.live_workers)
             more = same & ~fewer
-            kind[fewer], kind[more] = Kind.DROP, Kind.GROW
+            kind[fewer], kind[more] = OptionKind.DROP, OptionKind.GROW
             seconds = np.where(fewer, costs.groups(count), seconds)
             gain = _fraction(throughput - today.rerouted, today.throughput)
             grown = costs.grow_s(self.curve.state_bytes, count, float(self.parts[self.cut_today]), gain)
             seconds = np.where(more, grown, seconds)
         seconds = seconds + self._broken_step_s()
         if self.cut_today < 0:
-            kind[:] = np.where(workers > today.live_workers, Kind.GROW, Kind.DROP)
+            kind[:] = np.where(workers > today.live_workers, OptionKind.GROW, OptionKind.DROP)
         if self.fixed_s is not None:
             seconds = np.full(len(workers), self.fixed_s)
         if not today.damaged:
             still = (workers == today.workers) & (cut == self.cut_today) & (not today.missing)
-            kind[still], seconds = Kind.KEEP, np.where(still, 0.0, seconds)
+            kind[still], seconds = OptionKind.KEEP, np.where(still, 0.0, seconds)
         return kind, seconds
 
     def _stay(self) -> Layer:
         """Stop; go on as today; go on around the dead."""
         today = self.today
-        rows = [(0, 0, 0.0, self._stop_s(), Kind.STOP)]
+        rows = [(0, 0, 0.0, self._stop_s(), OptionKind.STOP)]
         if today.workers and not today.damaged and today.throughput > 0:
-            rows.append((self._units(today.workers), today.workers, today.throughput, 0.0, Kind.KEEP))
+            rows.append((self._units(today.workers), today.workers, today.throughput, 0.0, OptionKind.KEEP))
         live = today.live_workers
         if today.damaged and today.rerouted > 0 and live >= self.task.min_workers:
             seconds = self._broken_step_s()
-            rows.append((self._units(live), live, today.rerouted, seconds, Kind.REROUTE))
+            rows.append((self._units(live), live, today.rerouted, seconds, OptionKind.REROUTE))
         rows = [row for row in rows if row[0] <= self.top]
         units, workers, throughput, seconds_, kinds = zip(*rows, strict=True)
         layer = self._worth(
@@ -374,7 +374,7 @@ class _Build:
             fewer = same & (workers > target.workers)
             seconds = np.where(same, np.where(fewer, self.costs.groups(count), grown), seconds)
         restored = self.costs.reshape_s(Source.DISK, self.curve.state_bytes, count, parts)
-        seconds = np.where(kind == Kind.STOP, restored, seconds)
+        seconds = np.where(kind == OptionKind.STOP, restored, seconds)
         if self.fixed_s is not None:
             seconds = np.full(len(workers), self.fixed_s)
-        return np.where((workers == target.workers) & (cut == goal) & (kind != Kind.STOP), 0.0, seconds)
+        return np.where((workers == target.workers) & (cut == goal) & (kind != OptionKind.STOP), 0.0, seconds)

@@ -16,9 +16,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from everstep.plan.cluster import Assignment, Cluster, Place
-from everstep.plan.options import Choice, Kind
-from everstep.plan.shape import Shape
+from everstep.plan.cluster import Assignment, Cluster, SlotPlace
+from everstep.plan.options import OptionKind, TaskOption
+from everstep.plan.shape import ParallelShape
 
 
 class Unplaceable(Exception):
@@ -41,32 +41,32 @@ class _Seat:
     """One task on its way to its places."""
 
     name: str
-    choice: Choice
-    shape: Shape
-    groups: dict[tuple[int, int], tuple[Place, ...]]  # (replica, stage) -> places that stay
-    had: frozenset[Place]
-    own: list[Place] = field(default_factory=list)  # slots it may keep for other parts of the model
+    choice: TaskOption
+    shape: ParallelShape
+    groups: dict[tuple[int, int], tuple[SlotPlace, ...]]  # (replica, stage) -> places that stay
+    had: frozenset[SlotPlace]
+    own: list[SlotPlace] = field(default_factory=list)  # slots it may keep for other parts of the model
     on_node: Counter[tuple[int, str]] = field(default_factory=Counter)  # (stage, node) -> replicas
     in_rack: Counter[tuple[int, str]] = field(default_factory=Counter)
 
 
-def place(cluster: Cluster, now: Assignment, choices: Mapping[str, Choice]) -> Placement:
+def place(cluster: Cluster, now: Assignment, choices: Mapping[str, TaskOption]) -> Placement:
     """Seat everybody; `choices` in the order of the tasks."""
     room = _Room(cluster)
     seats: list[_Seat] = []
-    places: dict[str, Sequence[Place | None]] = {}
-    shapes: dict[str, Shape] = {}
+    places: dict[str, Sequence[SlotPlace | None]] = {}
+    shapes: dict[str, ParallelShape] = {}
     for name, choice in choices.items():
         if choice.shape is not None and choice.workers:
             shapes[name] = choice.shape
-        if choice.kind is Kind.KEEP:
+        if choice.kind is OptionKind.KEEP:
             places[name] = now.of(name)
             room.take(name, (spot for spot in now.of(name) if spot is not None))
             continue
         seat = _keep_what_stays(cluster, now, name, choice)
-        if choice.kind is Kind.REROUTE:
+        if choice.kind is OptionKind.REROUTE:
             places[name] = _with_holes(seat, len(now.of(name)))
-        elif choice.kind is not Kind.STOP:
+        elif choice.kind is not OptionKind.STOP:
             seats.append(seat)
         room.take(name, (spot for group in seat.groups.values() for spot in group))
     for seat in seats:
@@ -82,27 +82,27 @@ def place(cluster: Cluster, now: Assignment, choices: Mapping[str, Choice]) -> P
     return Placement(Assignment(places=ordered, shapes=shapes), moves, tuple(warnings))
 
 
-def _num_new(old: Sequence[Place | None], new: Sequence[Place | None]) -> int:
+def _num_new(old: Sequence[SlotPlace | None], new: Sequence[SlotPlace | None]) -> int:
     had = set(old)
     return sum(spot is not None and spot not in had for spot in new)
 
 
-def _keep_what_stays(cluster: Cluster, now: Assignment, name: str, choice: Choice) -> _Seat:
+def _keep_what_stays(cluster: Cluster, now: Assignment, name: str, choice: TaskOption) -> _Seat:
     """Groups that go on in the same role; for another cut, the slots it may use again."""
     old = now.of(name)
     live = [p if p is not None and cluster.is_usable(p) else None for p in old]
-    shape = choice.shape or Shape(choice.workers)
+    shape = choice.shape or ParallelShape(choice.workers)
     had = frozenset(p for p in old if p is not None)
     seat = _Seat(name, choice, shape, {}, had)
     was = now.shapes.get(name)
-    if choice.kind is Kind.STOP or not choice.workers:
+    if choice.kind is OptionKind.STOP or not choice.workers:
         return seat
     cut = was if was is not None and was.workers == len(old) else None
-    if cut is None and choice.kind is Kind.REROUTE:
+    if cut is None and choice.kind is OptionKind.REROUTE:
         cut = shape
     if cut is not None and cut.same_cut(shape):
         groups = _live_groups(cut, live)
-        seat.groups = groups if choice.kind is Kind.REROUTE else _chosen(groups, shape)
+        seat.groups = groups if choice.kind is OptionKind.REROUTE else _chosen(groups, shape)
     elif cut is None and choice.shape is None:
         seat.groups = _chosen({(i, 0): (p,) for i, p in enumerate(live) if p is not None}, shape)
     else:
@@ -112,7 +112,9 @@ def _keep_what_stays(cluster: Cluster, now: Assignment, name: str, choice: Choic
     return seat
 
 
-def _live_groups(shape: Shape, live: Sequence[Place | None]) -> dict[tuple[int, int], tuple[Place, ...]]:
+def _live_groups(
+    shape: ParallelShape, live: Sequence[SlotPlace | None]
+) -> dict[tuple[int, int], tuple[SlotPlace, ...]]:
     found = {}
     for index in range(shape.groups):
         members = live[index * shape.shards : (index + 1) * shape.shards]
@@ -123,12 +125,12 @@ def _live_groups(shape: Shape, live: Sequence[Place | None]) -> dict[tuple[int, 
 
 
 def _chosen(
-    groups: dict[tuple[int, int], tuple[Place, ...]], shape: Shape
-) -> dict[tuple[int, int], tuple[Place, ...]]:
+    groups: dict[tuple[int, int], tuple[SlotPlace, ...]], shape: ParallelShape
+) -> dict[tuple[int, int], tuple[SlotPlace, ...]]:
     """Of each stage as many groups as there will be replicas, renumbered. Who sits where most of the task
     sits stays, so that whole nodes come free, but never all on one node if it can be helped."""
     weight = Counter(group[0].node for group in groups.values())
-    by_stage: dict[int, list[tuple[int, tuple[Place, ...]]]] = defaultdict(list)
+    by_stage: dict[int, list[tuple[int, tuple[SlotPlace, ...]]]] = defaultdict(list)
     for (replica, stage), group in groups.items():
         by_stage[stage].append((replica, group))
     chosen = {}
@@ -169,7 +171,7 @@ class _Room:
         for name, slots in self.free.items():
             self.by_count[len(slots)][name] = None
 
-    def take(self, task: str, places: Iterable[Place]) -> None:
+    def take(self, task: str, places: Iterable[SlotPlace]) -> None:
         by_node: dict[str, list[int]] = {}
         for node, slot in places:
             by_node.setdefault(node, []).append(slot)
@@ -230,7 +232,7 @@ def _fill(room: _Room, seat: _Seat, warnings: list[str]) -> None:
             node = _best_node(room, seat, stage, used, near)
             if node is None:
                 raise Unplaceable(seat.name)
-            group = tuple(Place(node, slot) for slot in room.slots(seat.name, node)[: seat.shape.shards])
+            group = tuple(SlotPlace(node, slot) for slot in room.slots(seat.name, node)[: seat.shape.shards])
             room.take(seat.name, group)
             used.add(node)
             near[node] = None
@@ -260,7 +262,7 @@ def _fill_node_by_node(room: _Room, seat: _Seat) -> None:
         count = min(len(slots) // shape.shards, most, len(numbers) - done)
         taken = slots[: count * shape.shards]
         room.take_from(seat.name, node, taken)
-        spots = [Place(node, slot) for slot in taken]
+        spots = [SlotPlace(node, slot) for slot in taken]
         for i, (replica, stage) in enumerate(numbers[done : done + count]):
             seat.groups[replica, stage] = tuple(spots[i * shape.shards : (i + 1) * shape.shards])
             seat.on_node[stage, node] += 1
@@ -300,7 +302,7 @@ def _warn(seat: _Seat, warnings: list[str]) -> None:
             return
 
 
-def _in_order(seat: _Seat) -> tuple[Place | None, ...]:
+def _in_order(seat: _Seat) -> tuple[SlotPlace | None, ...]:
     return tuple(
         place
         for replica in range(seat.shape.replicas)
@@ -309,8 +311,8 @@ def _in_order(seat: _Seat) -> tuple[Place | None, ...]:
     )
 
 
-def _with_holes(seat: _Seat, count: int) -> tuple[Place | None, ...]:
-    places: list[Place | None] = [None] * count
+def _with_holes(seat: _Seat, count: int) -> tuple[SlotPlace | None, ...]:
+    places: list[SlotPlace | None] = [None] * count
     for (replica, stage), group in seat.groups.items():
         first = (replica * seat.shape.stages + stage) * seat.shape.shards
         places[first : first + len(group)] = group

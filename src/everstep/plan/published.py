@@ -25,17 +25,17 @@ import numpy as np
 
 from everstep.plan import memory
 from everstep.plan.hardware import GPUS, Gpu, Stack
-from everstep.plan.models import PRESETS, Model
+from everstep.plan.models import PRESETS, ModelFigures
 from everstep.plan.stacks import EVERSTEP, LLAMA3, MEGATRON_2021, MEGATRON_2022
 from everstep.plan.throughput import Cut, StepTime, step_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PublishedRow:
     """One published figure. `step_s` or `tflops` (per GPU, counting `flops` a step)."""
 
     source: str
-    model: Model
+    model: ModelFigures
     gpu: Gpu
     stack: Stack
     stages: int
@@ -115,13 +115,13 @@ class Row:
         return self.predict()[0] / self.published - 1
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int, batch: int) -> Model:
-    return Model(
+def _gpt(name: str, layers: int, hidden: int, heads: int, batch: int) -> ModelFigures:
+    return ModelFigures(
         name=name, layers=layers, hidden=hidden, heads=heads, vocab=51200, sequence=2048, batch=batch
     )
 
 
-def _narayanan() -> Iterator[Row]:
+def _narayanan() -> Iterator[PublishedRow]:
     for name, heads, hidden, layers, shards, stages, gpus, batch, tflops in (
         ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137),
         ("3.6B", 32, 3072, 30, 2, 1, 64, 512, 138),
@@ -134,7 +134,7 @@ def _narayanan() -> Iterator[Row]:
         ("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163),
         ("1008B", 160, 25600, 128, 8, 64, 3072, 3072, 163),
     ):
-        yield Row(
+        yield PublishedRow(
             source="narayanan",
             model=_gpt(name, layers, hidden, heads, batch),
             gpu=GPUS["A100"],
@@ -148,14 +148,14 @@ def _narayanan() -> Iterator[Row]:
         )
 
 
-def _korthikanti() -> Iterator[Row]:
+def _korthikanti() -> Iterator[PublishedRow]:
     for name, heads, hidden, layers, stages, batch, microbatch, chunks, full_s, present_s in (
         ("22B", 64, 6144, 48, 1, 4, 4, 1, 1.42, 1.10),
         ("175B", 96, 12288, 96, 8, 64, 1, 3, 18.13, 13.75),
         ("530B", 128, 20480, 105, 35, 280, 1, 3, 49.05, 37.83),
         ("1T", 160, 25600, 128, 64, 512, 1, 1, 94.42, 71.49),
     ):
-        row = Row(
+        row = PublishedRow(
             source="korthikanti",
             model=_gpt(name, layers, hidden, heads, batch),
             gpu=GPUS["A100"],
@@ -172,14 +172,14 @@ def _korthikanti() -> Iterator[Row]:
         yield replace(row, stack=MEGATRON_2022, recompute="selective", step_s=present_s)
 
 
-def _llama3() -> Iterator[Row]:
+def _llama3() -> Iterator[PublishedRow]:
     base = PRESETS["llama3-405b"]
     for context, replicas, sequence, batch, tflops in (
         (1, 64, 8192, 2048, 430),
         (1, 128, 8192, 2048, 400),
         (16, 8, 131072, 128, 380),
     ):
-        yield Row(
+        yield PublishedRow(
             source="llama3",
             model=replace(base, sequence=sequence, batch=batch),
             gpu=GPUS["H100"],
@@ -195,8 +195,8 @@ def _llama3() -> Iterator[Row]:
         )
 
 
-def _own() -> Row:
-    model = Model(
+def _own() -> PublishedRow:
+    model = ModelFigures(
         name="gpt-1b",
         layers=18,
         hidden=2048,
@@ -209,7 +209,7 @@ def _own() -> Row:
         tied=False,
         causal_kernel=True,
     )
-    return Row(
+    return PublishedRow(
         source="everstep",
         model=model,
         gpu=GPUS["H200"],
@@ -224,4 +224,4 @@ def _own() -> Row:
     )
 
 
-ROWS: tuple[Row, ...] = (*_narayanan(), *_korthikanti(), *_llama3(), _own())
+ROWS: tuple[PublishedRow, ...] = (*_narayanan(), *_korthikanti(), *_llama3(), _own())

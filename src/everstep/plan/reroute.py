@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from everstep.core.ops import Worker
-from everstep.plan.shape import Shape
+from everstep.core.words.ops import Worker
+from everstep.plan.shape import ParallelShape
 from everstep.schedule import Instance, plan, uniform
 from everstep.schedule.bounds import lower_bound
 
@@ -20,17 +20,17 @@ SCHEDULED_OPS = 2_000  # above this the bound is asked
 MODES = {"staggered": "staggered"}  # schedule of the stack -> mode of the scheduler; others fuse the backward
 
 
-def dead_groups(shape: Shape, missing: Iterable[int]) -> frozenset[Worker]:
+def dead_groups(shape: ParallelShape, missing: Iterable[int]) -> frozenset[Worker]:
     """Groups of shards that lost a worker; `missing` are indices of workers, in worker order."""
     groups = {index // shape.shards for index in missing}
     return frozenset(Worker(g // shape.stages, g % shape.stages) for g in groups)
 
 
-def live_per_stage(shape: Shape, dead: frozenset[Worker]) -> list[int]:
+def live_per_stage(shape: ParallelShape, dead: frozenset[Worker]) -> list[int]:
     return [shape.replicas - sum(w.stage == s for w in dead) for s in range(shape.stages)]
 
 
-def throughput_ratio(shape: Shape, dead: frozenset[Worker], *, batch: int, schedule: str) -> float:
+def throughput_ratio(shape: ParallelShape, dead: frozenset[Worker], *, batch: int, schedule: str) -> float:
     """Throughput with these groups dead over throughput with all alive; 0 if a stage has nobody."""
     if not dead:
         return 1.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Shape:
+class ParallelShape:
     """Workers are numbered replica by replica, stage by stage, shard by shard."""
 
     replicas: int
@@ -24,7 +24,7 @@ class Shape:
         """Places of one (replica, stage): a group of shards is lost when one of them is."""
         return self.replicas * self.stages
 
-    def same_cut(self, other: Shape) -> bool:
+    def same_cut(self, other: ParallelShape) -> bool:
         """The model is cut alike: what a worker holds in one shape, a worker holds in the other."""
         return (self.stages, self.shards) == (other.stages, other.shards)
 

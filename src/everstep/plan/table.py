@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from everstep.plan.answer import Decision, Plan, assign, decide, told
-from everstep.plan.events import World, after, next_events
+from everstep.plan.events import PlanWorld, after, next_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Ready:
 class NextEvents:
     """The table for one world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: PlanWorld) -> None:
         self.world = world
         self._likeness = _likeness(world)
         self._class_of = {event: self._class(event) for event in next_events(world)}
@@ -80,7 +80,7 @@ class NextEvents:
         return f"lose {self._likeness[name]}" if verb == "lose" and name in self._likeness else event
 
 
-def _likeness(world: World) -> dict[str, str]:
+def _likeness(world: PlanWorld) -> dict[str, str]:
     """Per node a word that is the same for nodes whose loss means the same."""
     parts: dict[str, list[str]] = {node.name: [] for node in world.cluster.nodes}
     for task in world.submitted():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from everstep.core.ops import Worker
+from everstep.core.words.ops import Worker
 from everstep.errors import UserError
 from everstep.plan.cluster import Assignment, Cluster
 from everstep.plan.curve import Curve
 from everstep.plan.reroute import dead_groups, live_per_stage, throughput_ratio
-from everstep.plan.shape import Shape
+from everstep.plan.shape import ParallelShape
 from everstep.plan.transition import Source
 
 
@@ -40,12 +40,12 @@ class TaskSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class TaskSituation:
     """A task as the event left it."""
 
     workers: int  # before the event
     throughput: float  # before the event
-    shape: Shape | None
+    shape: ParallelShape | None
     damaged: bool  # lost a worker
     missing: tuple[int, ...]  # workers, by number, that are not there now
     dead: frozenset[Worker]  # groups of shards that are not whole now
@@ -60,7 +60,7 @@ class Standing:
         return (self.shape.groups - len(self.dead)) * self.shape.shards
 
 
-def standing(task: TaskSpec, cluster: Cluster, now: Assignment) -> Standing:
+def standing(task: TaskSpec, cluster: Cluster, now: Assignment) -> TaskSituation:
     """Compare where the task's workers are with what is still usable."""
     places = now.of(task.name)
     before = sum(place is not None for place in places)
@@ -81,7 +81,7 @@ def standing(task: TaskSpec, cluster: Cluster, now: Assignment) -> Standing:
     if shape is None:
         whole = task.curve.at(before) if before else 0.0
         source = Source.LIVE if before > len(gone) and task.curve.replicated else _fallback(cluster)
-        return Standing(
+        return TaskSituation(
             workers=before,
             throughput=whole if before >= task.min_workers else 0.0,
             shape=None,
@@ -98,7 +98,7 @@ def standing(task: TaskSpec, cluster: Cluster, now: Assignment) -> Standing:
         for dead in (before_dead, after_dead)
     }
     alive = min(live_per_stage(shape, after_dead)) > 0
-    return Standing(
+    return TaskSituation(
         workers=before,
         throughput=whole * ratio[before_dead] if before >= task.min_workers else 0.0,
         shape=shape,

@@ -21,8 +21,8 @@ import numpy as np
 from everstep.plan import memory
 from everstep.plan.hardware import Gpu, Stack
 from everstep.plan.memory import Floats
-from everstep.plan.models import Model
-from everstep.plan.shape import Shape
+from everstep.plan.models import ModelFigures
+from everstep.plan.shape import ParallelShape
 
 WHOLE_TRAFFIC, SPLIT_TRAFFIC, SCORE_TRAFFIC = 11.0, 16.0, 6.0  # bf16 elements moved, forward, a token
 UPDATE_BYTES = 30.0  # read and written per parameter by the optimizer
@@ -39,8 +39,8 @@ class Cut:
     chunks: int = 1
     context: int = 1  # workers that share a sequence
 
-    def shape(self, replicas: int) -> Shape:
-        return Shape(replicas, self.stages, self.shards, self.microbatch, self.recompute)
+    def shape(self, replicas: int) -> ParallelShape:
+        return ParallelShape(replicas, self.stages, self.shards, self.microbatch, self.recompute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +59,14 @@ class StepTime:
         return self.compute + self.bubble + self.shards + self.hops + self.reduce + self.update
 
 
-def matmul_rate(model: Model, gpu: Gpu, stack: Stack, shards: int) -> float:
+def matmul_rate(model: ModelFigures, gpu: Gpu, stack: Stack, shards: int) -> float:
     """FLOP/s of one shard's matrix products. A faster chip needs a wider matrix to be kept busy."""
     width = model.hidden / shards
     half = stack.matmul_half * gpu.peak_flops / 312e12
     return gpu.peak_flops * gpu.efficiency * stack.matmul_efficiency * width / (width + half)
 
 
-def layer_forward(model: Model, gpu: Gpu, stack: Stack, cut: Cut) -> tuple[float, float]:
+def layer_forward(model: ModelFigures, gpu: Gpu, stack: Stack, cut: Cut) -> tuple[float, float]:
     """Seconds of one layer's forward, one microbatch: all of it, and its attention alone."""
     tokens = cut.microbatch * model.sequence / cut.context
     rate = matmul_rate(model, gpu, stack, cut.shards)
@@ -83,7 +83,7 @@ def layer_forward(model: Model, gpu: Gpu, stack: Stack, cut: Cut) -> tuple[float
 ATTENTION = 0.7  # efficiency of attention's products relative to a layer's
 
 
-def op_seconds(model: Model, gpu: Gpu, stack: Stack, cut: Cut) -> tuple[float, float]:
+def op_seconds(model: ModelFigures, gpu: Gpu, stack: Stack, cut: Cut) -> tuple[float, float]:
     """Forward and backward of one microbatch on the slowest stage, shard traffic apart."""
     forward, scores = layer_forward(model, gpu, stack, cut)
     again = {"none": 0.0, "selective": scores, "full": forward}[cut.recompute]
@@ -95,7 +95,7 @@ def op_seconds(model: Model, gpu: Gpu, stack: Stack, cut: Cut) -> tuple[float, f
     return forward_s, forward_s * 2 + max(inner, last) * again
 
 
-def layers_per_stage(model: Model, stages: int) -> tuple[int, int]:
+def layers_per_stage(model: ModelFigures, stages: int) -> tuple[int, int]:
     """Layers of an inner stage and of the last; embedding and head count as a layer where that divides."""
     if stages > 1 and model.layers % stages and (model.layers + 2) % stages == 0:
         inner = (model.layers + 2) // stages
@@ -103,12 +103,12 @@ def layers_per_stage(model: Model, stages: int) -> tuple[int, int]:
     return model.layers // stages, model.layers // stages
 
 
-def divides(model: Model, stages: int) -> bool:
+def divides(model: ModelFigures, stages: int) -> bool:
     return model.layers % stages == 0 or (stages > 1 and (model.layers + 2) % stages == 0)
 
 
 def step_time(
-    model: Model, gpu: Gpu, stack: Stack, cut: Cut, replicas: Floats, *, slots_per_node: int = 8
+    model: ModelFigures, gpu: Gpu, stack: Stack, cut: Cut, replicas: Floats, *, slots_per_node: int = 8
 ) -> StepTime:
     """Seconds of one step, for each number of replicas."""
     count = model.batch / (replicas * cut.microbatch)  # microbatches of a replica
@@ -135,7 +135,7 @@ def step_time(
     )
 
 
-def shard_traffic(model: Model, gpu: Gpu, stack: Stack, cut: Cut) -> float:
+def shard_traffic(model: ModelFigures, gpu: Gpu, stack: Stack, cut: Cut) -> float:
     """Seconds a microbatch spends on a stage in all-reduces between shards (and gathers between contexts)."""
     inner, _ = layers_per_stage(model, cut.stages)
     tokens = cut.microbatch * model.sequence / cut.context

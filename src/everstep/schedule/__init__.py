@@ -1,6 +1,6 @@
 """A step as ops on workers: notation, generators, bounds, checker, pictures. Pure."""
 
-from everstep.core.ops import Kind, Microbatch, Op, Worker
+from everstep.core.words.ops import Kind, Microbatch, Op, Worker
 from everstep.schedule.instance import Done, Instance, per_stage, same_cap, uniform
 from everstep.schedule.planner import plan
 from everstep.schedule.schedule import MODES, Planned, Schedule

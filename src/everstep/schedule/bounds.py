@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from everstep.core.ops import Worker
+from everstep.core.words.ops import Worker
 from everstep.schedule.compact import UNLIMITED, stash_limit
 from everstep.schedule.hosts import least_busiest, work_time
 from everstep.schedule.instance import Instance

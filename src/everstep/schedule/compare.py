@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from everstep.core.ops import Worker
+from everstep.core.words.ops import Worker
 from everstep.schedule.instance import Grid, Instance
 from everstep.schedule.planner import plan
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from everstep.core.ops import Kind, Microbatch, Worker, parse_worker
+from everstep.core.words.ops import Kind, Microbatch, Worker, parse_worker
 from everstep.errors import UserError
 from everstep.schedule.instance import Done, Grid, Instance
 from everstep.schedule.normalize import Choice

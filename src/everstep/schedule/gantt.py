@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
-from everstep.core.ops import Kind, Worker
+from everstep.core.words.ops import Kind, Worker
 from everstep.errors import UserError
 from everstep.schedule.instance import Instance
 from everstep.schedule.schedule import STAGGERED_MODES, Planned

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from everstep.core.ops import Kind, Worker
+from everstep.core.words.ops import Kind, Worker
 from everstep.schedule.instance import Instance
 from everstep.schedule.schedule import Planned, Timed
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from everstep.core.ops import Kind, Microbatch, Worker
+from everstep.core.words.ops import Kind, Microbatch, Worker
 from everstep.errors import UserError
 
 Grid = tuple[tuple[float, ...], ...]  # [replica][stage]

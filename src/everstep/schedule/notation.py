@@ -8,7 +8,7 @@ reading, so that a schedule can be kept in a file, edited by hand and checked.
 
 from __future__ import annotations
 
-from everstep.core.ops import Op, Worker, parse_op, parse_worker
+from everstep.core.words.ops import Op, Worker, parse_op, parse_worker
 from everstep.errors import UserError
 from everstep.schedule.schedule import Schedule
 

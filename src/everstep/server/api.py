@@ -21,18 +21,18 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from everstep.core import cluster as msg
-from everstep.core.ops import parse_worker
-from everstep.core.roster import OVER, Node, NodeState, Task, TaskState
-from everstep.core.snapshot import digest
-from everstep.core.survey import Shape
+from everstep.core.cluster.roster import OVER, Node, NodeState, Task, TaskState
+from everstep.core.cluster.snapshot import digest
+from everstep.core.task.owed import Shape
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words.ops import parse_worker
 from everstep.engine.faults import check_fault, parse_fault
 from everstep.engine.job import Job
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.server import gantt, views
+from everstep.server.agent_connections import AgentConnections
 from everstep.server.daemon import Daemon
 from everstep.server.journal import LostLeadership
-from everstep.server.lines import Lines
 from everstep.server.metrics import ClusterMetrics
 from everstep.server.pages import PROTOCOL, TICKET_S, Pages, Tickets
 from everstep.server.viewers import Viewers
@@ -51,7 +51,7 @@ class Api:
     ) -> None:
         """`hosts`: names this server may be called by, beside loopback's; empty with a token means any."""
         self.daemon, self._token, self._hosts = daemon, token, hosts
-        self.lines = Lines(daemon)
+        self.lines = AgentConnections(daemon)
         self.metrics = ClusterMetrics(daemon)
         self._viewers = 0
         self._pages, self._tickets = Pages(), Tickets()

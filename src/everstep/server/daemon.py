@@ -22,17 +22,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.core import actions as act
-from everstep.core import cluster as msg
-from everstep.core import events as ev
-from everstep.core.codec import decode, encode
-from everstep.core.coordinator import Coordinator
-from everstep.core.detector import Heartbeats
-from everstep.core.roster import REACHABLE
-from everstep.core.snapshot import digest, freeze, thaw
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.roster import REACHABLE
+from everstep.core.cluster.snapshot import digest, freeze, thaw
+from everstep.core.faults.detector import Heartbeats
+from everstep.core.words import actions as act
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.codec import decode, encode
 from everstep.diagnose.watch import Watch
 from everstep.plan.ask import choose
-from everstep.schedule.desk import SchedulerDesk
+from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server.journal import Journal, LostLeadership
 
 TICK_S = 0.05
@@ -76,7 +76,7 @@ class Daemon:
         self.listeners: set[Callable[[dict[str, Any]], None]] = set()
         self.news: deque[dict[str, Any]] = deque(maxlen=KEPT_NEWS)
         self.steps: dict[str, StepsOfTask] = {}
-        self.desks: dict[str, SchedulerDesk] = {}
+        self.desks: dict[str, TaskScheduler] = {}
         self.paces: dict[str, Watch] = {}
         self.leads = False
         self.ahead_s = 0.0  # from the machine's moments to those of the wall clock
@@ -221,9 +221,9 @@ class Daemon:
         """What people may ask for later. Also while the journal is read."""
         for action in actions:
             match action:
-                case msg.Record():
+                case msg.RecordRow():
                     self._record(action, now)
-                case msg.Dispatch(order=msg.TellWorker(words=act.ResumeStep())):
+                case msg.Dispatch(order=msg.NotifyWorker(words=act.ResumeStep())):
                     pass
                 case _:
                     self._announce(action, now)
@@ -238,7 +238,7 @@ class Daemon:
                     )
                 case msg.Think():
                     self._in_background(self._think(action))
-                case msg.Record():
+                case msg.RecordRow():
                     self._log_step(action)
                 case msg.TaskEnded():
                     self.desks.pop(action.task, None)
@@ -255,7 +255,7 @@ class Daemon:
                 case msg.ChooseAssignment():
                     self._in_background(self._choose(action))
 
-    def learn(self, told: msg.TimesTold) -> None:
+    def learn(self, told: msg.TimesReported) -> None:
         """For the scheduler and the watch only: not journaled, and forgotten by a restart."""
         desk, task = self._desk(told.task), self.machine.tasks.get(told.task)
         if desk is not None and task is not None:
@@ -265,13 +265,13 @@ class Daemon:
             for found in self.paces[told.task].told(told):
                 self.tell(found)
 
-    def _desk(self, name: str) -> SchedulerDesk | None:
+    def _desk(self, name: str) -> TaskScheduler | None:
         task = self.machine.tasks.get(name)
         if task is None:
             return None
         if name not in self.desks:
             stagger = task.job.get("optimizer", {}).get("stagger")
-            self.desks[name] = SchedulerDesk(task.shape, "decoupled" if stagger == "never" else "staggered")
+            self.desks[name] = TaskScheduler(task.shape, "decoupled" if stagger == "never" else "staggered")
         return self.desks[name]
 
     async def _think(self, action: msg.Think) -> None:
@@ -290,7 +290,7 @@ class Daemon:
         self._background.add(job)
         job.add_done_callback(self._background.discard)
 
-    def _record(self, action: msg.Record, now: float) -> None:
+    def _record(self, action: msg.RecordRow, now: float) -> None:
         record, steps = action.record, self.steps.setdefault(action.task, StepsOfTask())
         losses = dict(record.losses)
         steps.rows.append(
@@ -312,7 +312,7 @@ class Daemon:
         steps.committed += record.microbatches_committed
         self._publish({"at": now, "kind": "step", "task": action.task, "row": steps.rows[-1]})
 
-    def _log_step(self, action: msg.Record) -> None:
+    def _log_step(self, action: msg.RecordRow) -> None:
         steps = self.steps[action.task]
         path = self.folder / "tasks" / f"{action.task}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

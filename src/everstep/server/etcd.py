@@ -35,11 +35,11 @@ from collections.abc import Awaitable, Iterator, Sequence
 from typing import TypeVar
 
 from everstep.errors import InternalError, UserError
-from everstep.server.gateway import Gateway, Json, Refused, Unreachable, bytes_of, end_of, text_of
+from everstep.server.gateway import Gateway, Json, RequestRefused, Unreachable, bytes_of, end_of, text_of
 from everstep.server.journal import (
     MAX_ENTRY_BYTES,
-    Entry,
     JournalBroken,
+    JournalEntry,
     LostLeadership,
     check_entries,
     check_snapshot,
@@ -90,7 +90,7 @@ class EtcdJournal:
         await self._gateway.open()
         try:
             await self._gateway.call("kv/range", {"key": text_of(self._key("leader"))}, within_s=_ANSWER_S)
-        except (Unreachable, Refused) as error:
+        except (Unreachable, RequestRefused) as error:
             await self._gateway.close()
             raise UserError(f"{error}; start etcd, or correct its endpoints and credentials.") from None
 
@@ -130,7 +130,7 @@ class EtcdJournal:
             if await self._create_leader():
                 await self._learn()
                 return True
-        except (Unreachable, Refused):  # the lease may be gone by now; try again with another
+        except (Unreachable, RequestRefused):  # the lease may be gone by now; try again with another
             pass
         await self._resign()
         return False
@@ -172,7 +172,7 @@ class EtcdJournal:
                 answer = await self._gateway.call(
                     "lease/keepalive", {"ID": self._lease}, within_s=self._alive_until - sent_at
                 )
-            except (Unreachable, Refused):
+            except (Unreachable, RequestRefused):
                 answer = {}
             if int(answer.get("TTL", 0)) <= 0:  # it ran out, or nobody could be asked before it did
                 self._lose()
@@ -182,7 +182,7 @@ class EtcdJournal:
     async def _until_vacant(self, revision: int) -> None:
         """Until the leader key is deleted; or for the time of a lease, for a watch can die unheard."""
         watch = {"key": text_of(self._key("leader")), "start_revision": str(revision + 1)}
-        with contextlib.suppress(TimeoutError, Refused):
+        with contextlib.suppress(TimeoutError, RequestRefused):
             async with asyncio.timeout(self._lease_s):
                 stream = self._gateway.stream("watch", {"create_request": watch})
                 async with contextlib.aclosing(stream) as answers:
@@ -203,7 +203,7 @@ class EtcdJournal:
             keeper.cancel()
             await asyncio.wait({keeper})
         if lease is not None:
-            with contextlib.suppress(Unreachable, Refused):
+            with contextlib.suppress(Unreachable, RequestRefused):
                 await self._gateway.call("lease/revoke", {"ID": lease}, within_s=1.0)
 
     # Writing
@@ -243,7 +243,7 @@ class EtcdJournal:
             revision = await self._write("snapshot", self._snapshot, committed, dropped)
             self._snapshot = committed
         if self._compacts:
-            with contextlib.suppress(Unreachable, Refused):  # another may have compacted further
+            with contextlib.suppress(Unreachable, RequestRefused):  # another may have compacted further
                 await self._gateway.call("kv/compaction", {"revision": revision}, within_s=_ANSWER_S)
 
     async def _write(
@@ -282,7 +282,7 @@ class EtcdJournal:
             raise LostLeadership(
                 f"{error}: it is not known who leads; this coordinator must stop acting"
             ) from None
-        except Refused as error:
+        except RequestRefused as error:
             self._lose()
             raise JournalBroken(f"etcd takes no more ({error}); mend it, then restart") from None
 
@@ -292,9 +292,9 @@ class EtcdJournal:
 
     # Reading
 
-    async def entries(self, after: int = 0) -> list[Entry]:
+    async def entries(self, after: int = 0) -> list[JournalEntry]:
         """To be read by the leader: for others, entries may turn into a snapshot meanwhile."""
-        found: list[Entry] = []
+        found: list[JournalEntry] = []
         after = max(after, self._snapshot_upto)  # a page may hold entries of both sides of a snapshot
         first, last, more = after + 1, self._last, True
         while more:
@@ -340,7 +340,7 @@ class EtcdJournal:
     async def _asked(self, method: str, body: Json) -> Json:
         try:
             return await self._gateway.call(method, body, within_s=_ANSWER_S)
-        except Refused as error:
+        except RequestRefused as error:
             raise JournalBroken(f"etcd refuses {method} ({error}); mend it, then restart") from None
 
     def _key(self, name: str) -> str:
@@ -379,7 +379,7 @@ def _packed(page: list[bytes]) -> bytes:
     return b"".join(_LENGTH.pack(len(body)) + body for body in page)
 
 
-def _unpacked(kv: Json, after: int) -> list[Entry]:
+def _unpacked(kv: Json, after: int) -> list[JournalEntry]:
     """The entries of one page behind number `after`; a page is named by its last."""
     data, bodies, at = bytes_of(kv["value"]), [], 0
     while at < len(data):
@@ -390,4 +390,4 @@ def _unpacked(kv: Json, after: int) -> list[Entry]:
     if not bodies:
         raise InternalError(f"page {last} of the journal is empty")
     numbered = enumerate(bodies, last - len(bodies) + 1)
-    return [Entry(number, body) for number, body in numbered if number > after]
+    return [JournalEntry(number, body) for number, body in numbered if number > after]

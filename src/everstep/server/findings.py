@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from everstep.core.incidents import Incident
+from everstep.core.words.incidents import Incident
 
 _RULED_OUT = re.compile(r"ruled out: (.+)|(.+): ruled out", re.DOTALL)
 _WAITS = re.compile(r"(\d+:\d+) waits for (.+) since ([\d.]+) s")

@@ -28,11 +28,11 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from everstep.core import cluster as msg
-from everstep.core.codec import decode
-from everstep.core.coordinator import Coordinator
-from everstep.core.roster import OVER
-from everstep.core.snapshot import thaw
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.roster import OVER
+from everstep.core.cluster.snapshot import thaw
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words.codec import decode
 from everstep.errors import PeerError, UserError
 from everstep.server import views
 from everstep.server.api import Api

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.core.ops import Worker, parse_worker
-from everstep.schedule.desk import SchedulerDesk
+from everstep.core.words.ops import Worker, parse_worker
+from everstep.schedule.task_scheduler import TaskScheduler
 
 MAX_WORKERS = 128
 Measured = Mapping[str, Mapping[str, list[list[int]]]]  # by worker, by step: start and end in nanoseconds
 
 
-def document(desk: SchedulerDesk | None, measured: Measured) -> dict[str, Any]:
+def document(desk: TaskScheduler | None, measured: Measured) -> dict[str, Any]:
     planned = desk.in_force() if desk is not None else None
     steps = [set(map(int, by_step)) for by_step in measured.values()]
     common = set.intersection(*steps) if steps else set()

@@ -33,7 +33,7 @@ class Unreachable(EverstepError):
     """No endpoint answered in time; the request may have been carried out all the same."""
 
 
-class Refused(EverstepError):
+class RequestRefused(EverstepError):
     """etcd has understood and will not: asking again is of no use."""
 
     def __init__(self, code: int, message: str) -> None:
@@ -89,7 +89,7 @@ class Gateway:
                 reason = reason or "no answer in time"
             except (aiohttp.ClientError, OSError) as error:
                 reason = str(error) or type(error).__name__
-            except Refused as error:
+            except RequestRefused as error:
                 if error.code not in _PASSING:
                     raise
                 reason = str(error)
@@ -142,9 +142,9 @@ def _result(answer: Any) -> Json:
         raise aiohttp.ClientPayloadError("the answer is not an object")
     fault = answer.get("error")
     if isinstance(fault, dict):  # of a stream
-        raise Refused(int(fault.get("grpc_code", 2)), str(fault.get("message", fault)))
+        raise RequestRefused(int(fault.get("grpc_code", 2)), str(fault.get("message", fault)))
     if fault is not None:
-        raise Refused(int(answer.get("code", 2)), str(fault))
+        raise RequestRefused(int(answer.get("code", 2)), str(fault))
     result = answer.get("result", answer)
     if not isinstance(result, dict) or "revision" not in result.get("header", {}):
         raise aiohttp.ClientPayloadError("the answer is not etcd's")

@@ -62,7 +62,7 @@ class JournalBroken(EverstepError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     number: int
     body: bytes
 
@@ -79,7 +79,7 @@ class Journal(Protocol):
     async def append(self, bodies: Sequence[bytes]) -> int:
         """Durable on return; the number of the last entry."""
 
-    async def entries(self, after: int = 0) -> list[Entry]:
+    async def entries(self, after: int = 0) -> list[JournalEntry]:
         """All entries behind number `after`, in order."""
 
     async def snapshot(self, upto: int, body: bytes) -> None:
@@ -140,8 +140,8 @@ class SqliteJournal:
         batch = [bytes(body) for body in bodies]
         return await self._in_thread(lambda: self._append(batch))
 
-    async def entries(self, after: int = 0) -> list[Entry]:
-        found: list[Entry] = []
+    async def entries(self, after: int = 0) -> list[JournalEntry]:
+        found: list[JournalEntry] = []
         while page := await self._in_thread(partial(self._page, after)):
             found += page
             after = page[-1].number
@@ -247,13 +247,13 @@ class SqliteJournal:
             self._last += len(rows)
         return self._last
 
-    def _page(self, after: int) -> list[Entry]:
-        def read(database: sqlite3.Connection) -> list[Entry]:
+    def _page(self, after: int) -> list[JournalEntry]:
+        def read(database: sqlite3.Connection) -> list[JournalEntry]:
             rows = database.execute(
                 "SELECT number, checksum, body FROM entries WHERE number > ? ORDER BY number LIMIT ?",
                 (after, _PAGE_ENTRIES),
             )
-            return [Entry(number, self._checked(f"entry {number}", *rest)) for number, *rest in rows]
+            return [JournalEntry(number, self._checked(f"entry {number}", *rest)) for number, *rest in rows]
 
         return self._read(read)
 

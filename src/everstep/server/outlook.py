@@ -17,9 +17,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from everstep.core.coordinator import Coordinator
-from everstep.core.roster import Node, NodeState, Task, TaskState
-from everstep.core.standing import Member
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.roster import Node, NodeState, Task, TaskState
+from everstep.core.task.states import Member
 from everstep.plan.ask import choose, worth
 from everstep.server.daemon import Daemon
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from everstep.core.incidents import Incident
-from everstep.core.recovery import Recovery
+from everstep.core.task.recovery import Recovery
+from everstep.core.words.incidents import Incident
 from everstep.server.daemon import Daemon
 from everstep.server.tfevents import EventFile
 

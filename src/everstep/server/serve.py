@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from everstep.core.cluster import Patience, PolicySet
+from everstep.core.words.cluster_messages import Patience, PolicySet
 from everstep.errors import UserError
 from everstep.server.api import Api
 from everstep.server.daemon import SILENCE_S, Daemon

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from everstep.core.incidents import Incident
+from everstep.core.words.incidents import Incident
 from everstep.errors import UserError
 from everstep.server.daemon import Daemon
 

@@ -6,10 +6,10 @@ import math
 import time
 from typing import Any, NamedTuple
 
-from everstep.core.codec import encode
-from everstep.core.incidents import Incident
-from everstep.core.roster import Node, Task
-from everstep.core.standing import Absent, Joining, Member, Starting
+from everstep.core.cluster.roster import Node, Task
+from everstep.core.task.states import Absent, Joining, Member, Starting
+from everstep.core.words.codec import encode
+from everstep.core.words.incidents import Incident
 from everstep.server import findings
 from everstep.server.daemon import Daemon
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from everstep.core.actions import RecordStep
-from everstep.core.ops import Worker
-from everstep.core.recovery import Recovery
-from everstep.core.rules import Rules
-from everstep.core.walker import Walker
-from everstep.sim.storm.truth import Bag, State, Truth
+from everstep.core.task.recovery import Recovery
+from everstep.core.words.actions import RecordStep
+from everstep.core.words.ops import Worker
+from everstep.core.worker.rules import TaskRules
+from everstep.core.worker.worker_state import WorkerState
+from everstep.sim.storm.truth import Bag, Truth, VirtualState
 
 
 class Violation(Exception):
@@ -29,7 +29,7 @@ class Violation(Exception):
 
 
 class Checkers:
-    def __init__(self, truth: Truth, rules: Rules, *, calm: bool) -> None:
+    def __init__(self, truth: Truth, rules: TaskRules, *, calm: bool) -> None:
         self.truth, self.rules, self.calm = truth, rules, calm
         self.recorded = 0
         self.last_attempt = 0
@@ -56,15 +56,15 @@ class Checkers:
         if one != other:
             raise Violation(f"exactly once: two owners of step {step} at {worker} summed different things")
 
-    def state_saved(self, worker: Worker, step: int, state: State) -> None:
+    def state_saved(self, worker: Worker, step: int, state: VirtualState) -> None:
         if state != self.truth.states[step]:
             raise Violation(f"the right state: {worker} saves another state of step {step}")
 
-    def state_restored(self, worker: Worker, step: int, state: State | None) -> None:
+    def state_restored(self, worker: Worker, step: int, state: VirtualState | None) -> None:
         if state != self.truth.states[step]:
             raise Violation(f"the right state: {worker} restores a checkpoint of step {step} that is not it")
 
-    def resumed(self, me: Worker, epoch: int, others: Iterable[tuple[Worker, Walker]]) -> None:
+    def resumed(self, me: Worker, epoch: int, others: Iterable[tuple[Worker, WorkerState]]) -> None:
         for worker, walker in others:
             if not walker.paused and not walker.joining and walker.epoch != epoch:
                 raise Violation(
@@ -89,7 +89,9 @@ class Checkers:
         if before != after:
             raise Violation(f"journal: replay gives another state\n  was {before}\n  is  {after}")
 
-    def at_the_end(self, recovery: Recovery, walkers: Mapping[Worker, tuple[Walker, State]]) -> None:
+    def at_the_end(
+        self, recovery: Recovery, walkers: Mapping[Worker, tuple[WorkerState, VirtualState]]
+    ) -> None:
         steps = self.rules.steps
         if self.recorded != steps:
             raise Violation(f"in order: the task ends with step {self.recorded} on record, not {steps}")

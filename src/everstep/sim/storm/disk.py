@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from everstep.sim.storm.truth import State
+from everstep.sim.storm.truth import VirtualState
 
 T = TypeVar("T")
 
@@ -38,12 +38,12 @@ class ShelfMemory:
     """What nodes keep in memory: gone with their power."""
 
     def __init__(self) -> None:
-        self._states: dict[tuple[str, int, int], State] = {}  # node, step, stage
+        self._states: dict[tuple[str, int, int], VirtualState] = {}  # node, step, stage
 
-    def put(self, node: str, step: int, stage: int, state: State) -> None:
+    def put(self, node: str, step: int, stage: int, state: VirtualState) -> None:
         self._states[node, step, stage] = state
 
-    def get(self, node: str, step: int, stage: int) -> State | None:
+    def get(self, node: str, step: int, stage: int) -> VirtualState | None:
         return self._states.get((node, step, stage))
 
     def drop(self, node: str, before: int | None = None) -> None:
@@ -57,7 +57,7 @@ class CheckpointDisk:
     """Storage all nodes share. A part is whole once its writer has lived to sync it."""
 
     stages: int
-    parts: dict[int, dict[int, State]] = field(default_factory=dict)  # step -> stage -> durable part
+    parts: dict[int, dict[int, VirtualState]] = field(default_factory=dict)  # step -> stage -> durable part
     shares: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     torn: dict[tuple[int, int], int] = field(default_factory=dict)  # begun and never synced
     committed: int = 0
@@ -65,7 +65,7 @@ class CheckpointDisk:
     def begin(self, step: int, stage: int) -> None:
         self.torn[step, stage] = self.torn.get((step, stage), 0) + 1
 
-    def sync(self, step: int, stage: int, state: State, share: tuple[int, int]) -> None:
+    def sync(self, step: int, stage: int, state: VirtualState, share: tuple[int, int]) -> None:
         """One peer's share of a stage's part; the part is whole when all of them are there."""
         index, count = share
         written = self.shares.setdefault((step, stage, count), set())
@@ -81,5 +81,5 @@ class CheckpointDisk:
         self.committed = max(whole)
         return self.committed
 
-    def read(self, step: int, stage: int) -> State | None:
-        return State(0, 0) if step == 0 else self.parts.get(step, {}).get(stage)
+    def read(self, step: int, stage: int) -> VirtualState | None:
+        return VirtualState(0, 0) if step == 0 else self.parts.get(step, {}).get(stage)

@@ -15,7 +15,7 @@ from enum import StrEnum
 HERE = -1
 
 
-class What(StrEnum):
+class FaultKind(StrEnum):
     KILL = "kill"  # a worker's process, by SIGKILL
     RAISE = "raise"  # a worker raises, reports it, and ends
     NODE = "node"  # a node loses power; it is back after `span`
@@ -32,13 +32,13 @@ class What(StrEnum):
     HEAD = "coordinator"  # the coordinator crashes; what its journal had not synced is lost
 
 
-WHO_WORKERS = (What.KILL, What.RAISE, What.SLOW, What.FLAP, What.HANG, What.CUT)
+WHO_WORKERS = (FaultKind.KILL, FaultKind.RAISE, FaultKind.SLOW, FaultKind.FLAP, FaultKind.HANG, FaultKind.CUT)
 TRIGGERS = ("interrupt", "resume", "plan", "sum", "hold", "update", "copy", "feed", "save", "start", "enter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    what: What
+class StormFault:
+    what: FaultKind
     at_us: int  # from the start, or from the moment that sets it off
     target: int
     span_us: int = 0
@@ -48,7 +48,7 @@ class Fault:
 
     def __str__(self) -> str:
         who = "here" if self.target == HERE else str(self.target)
-        if self.what is What.HEAD:
+        if self.what is FaultKind.HEAD:
             who = ""
         span = f" for {self.span_us / 1e3:g} ms" if self.span_us else ""
         times = f" x{self.factor}" if self.factor > 1 else ""

@@ -15,7 +15,7 @@ from everstep.sim.agenda import Agenda
 from everstep.sim.draw import Draw
 
 
-class Link:
+class VirtualLink:
     __slots__ = ("due", "holds", "last_us", "queue", "receive")
 
     def __init__(self, receive: Callable[[Any], None]) -> None:
@@ -34,7 +34,7 @@ class Network:
     def __init__(self, agenda: Agenda, draw: Draw) -> None:
         self.agenda, self.draw = agenda, draw
 
-    def send(self, link: Link, item: Any, typical_us: int) -> None:
+    def send(self, link: VirtualLink, item: Any, typical_us: int) -> None:
         if link.receive is None:
             return
         agenda = self.agenda
@@ -45,23 +45,23 @@ class Network:
         link.queue.append(item)
         agenda.at(at, self._deliver, link)
 
-    def _deliver(self, link: Link) -> None:
+    def _deliver(self, link: VirtualLink) -> None:
         if link.holds:
             link.due += 1
         elif link.queue and link.receive is not None:
             link.receive(link.queue.popleft())
 
-    def hold(self, link: Link) -> None:
+    def hold(self, link: VirtualLink) -> None:
         link.holds += 1
 
-    def release(self, link: Link) -> None:
+    def release(self, link: VirtualLink) -> None:
         link.holds -= 1
         if link.holds == 0:
             for _ in range(link.due):
                 self.agenda.after(1, self._deliver, link)
             link.due = 0
 
-    def lose_tail(self, link: Link) -> int:
+    def lose_tail(self, link: VirtualLink) -> int:
         """Some of what was sent last never arrives. How many."""
         lost = self.draw.below(len(link.queue) + 1)
         for _ in range(lost):

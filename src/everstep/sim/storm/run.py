@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everstep.sim.storm.agents import ClusterWorld
 from everstep.sim.storm.checkers import Violation
-from everstep.sim.storm.faults import What
-from everstep.sim.storm.head import fingerprint
+from everstep.sim.storm.cluster_world import ClusterWorld
+from everstep.sim.storm.faults import FaultKind
 from everstep.sim.storm.spec import Spec, run_time_us
 from everstep.sim.storm.strikes import Strikes
+from everstep.sim.storm.virtual_coordinator import fingerprint
 from everstep.sim.storm.world import World
 
 SAFETY_RUN_TIMES = 3  # the faults last this many fault-free run times
@@ -21,7 +21,7 @@ LIVENESS_RUN_TIMES = 60
 MOST_EVENTS = 60_000
 # Where live connections break, everybody may come to wait for what was lost, and the detector asks for a new
 # epoch. Nothing else may need that.
-LOSING = (What.CUT, What.PART, What.ONE_WAY)
+LOSING = (FaultKind.CUT, FaultKind.PART, FaultKind.ONE_WAY)
 MOST_STALLS = 3
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from everstep.core.ops import Kind
-from everstep.core.rules import Rules
+from everstep.core.words.ops import Kind
+from everstep.core.worker.rules import TaskRules
 from everstep.sim.draw import Draw
-from everstep.sim.storm.faults import HERE, TRIGGERS, WHO_WORKERS, Fault, What
+from everstep.sim.storm.faults import HERE, TRIGGERS, WHO_WORKERS, FaultKind, StormFault
 
 OP_US = 1_000  # a typical op; all else is in proportion to it
 
@@ -38,7 +38,7 @@ class Weather:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     seed: int
-    rules: Rules
+    rules: TaskRules
     mode: str = "decoupled"
     rejoin_after_steps: int = 0
     max_restarts: int = 200
@@ -46,7 +46,7 @@ class Spec:
     nodes_per_rack: int = 2
     scattered: bool = False  # places are spread over nodes at random, else in order
     weather: Weather = Weather()
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[StormFault, ...] = ()
     moves: tuple[int, ...] = ()  # when another shape is asked for, in us
 
     def keep(self, which: tuple[int, ...]) -> Spec:
@@ -103,12 +103,12 @@ def with_moves(spec: Spec) -> Spec:
     return replace(spec, rules=rules, moves=tuple(draw.below(duration) for _ in range(draw.between(1, 3))))
 
 
-def _draw_rules(draw: Draw) -> Rules:
+def _draw_rules(draw: Draw) -> TaskRules:
     replicas = draw.choice((1, 2, 2, 2, 3, 3, 3, 4))
     stages = draw.choice((1, 2, 2, 2, 3, 3))
     microbatches = draw.choice((1, 1, 2, 2, 3) if replicas * stages <= 6 else (1, 2))
     clip = draw.chance(0.5)
-    return Rules(
+    return TaskRules(
         replicas=replicas,
         stages=stages,
         microbatches=microbatches,
@@ -120,29 +120,31 @@ def _draw_rules(draw: Draw) -> Rules:
     )
 
 
-def draw_faults(draw: Draw, spec: Spec, kinds: tuple[What, ...] = tuple(What)) -> tuple[Fault, ...]:
+def draw_faults(
+    draw: Draw, spec: Spec, kinds: tuple[FaultKind, ...] = tuple(FaultKind)
+) -> tuple[StormFault, ...]:
     """A random few kinds of fault, some faults of these kinds. One seed in sixteen is calm."""
     if draw.chance(1 / 16):
         return ()
     chosen = draw.shuffled(kinds)[: draw.choice((1, 1, 2, 2, 3, 5))]
     if draw.chance(0.7):
-        chosen.append(What.KILL)
+        chosen.append(FaultKind.KILL)
     duration = run_time_us(spec)
     return tuple(draw_fault(draw, draw.choice(chosen), duration) for _ in range(draw.between(1, 6)))
 
 
-def draw_fault(draw: Draw, what: What, duration_us: int) -> Fault:
+def draw_fault(draw: Draw, what: FaultKind, duration_us: int) -> StormFault:
     """One fault of this kind: aimed at something that happens, or at any moment."""
     aimed = draw.chance(0.5)
     target = draw.below(64)
     if aimed and what in WHO_WORKERS and draw.chance(0.6):
         target = HERE
-    return Fault(
+    return StormFault(
         what=what,
         at_us=draw.spread(draw.choice((20, 300, 2_000))) if aimed else draw.below(duration_us),
         target=target,
         span_us=draw.spread(draw.choice((1_000, 10_000, 60_000))),
-        factor=draw.choice((2, 5, 20)) if what in (What.SLOW, What.FLAP, What.LAG) else 1,
+        factor=draw.choice((2, 5, 20)) if what in (FaultKind.SLOW, FaultKind.FLAP, FaultKind.LAG) else 1,
         after=draw.choice(TRIGGERS) if aimed else "",
         nth=draw.between(1, draw.choice((4, 40))),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 _MASK = (1 << 64) - 1
 
 
-class Trace:
+class StormTrace:
     def __init__(self, *, record: bool = False) -> None:
         self.value = 0xCBF29CE484222325
         self.lines: list[str] | None = [] if record else None

@@ -10,33 +10,33 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from everstep.core.ops import Microbatch
-from everstep.core.rules import Rules
+from everstep.core.words.ops import Microbatch
+from everstep.core.worker.rules import TaskRules
 from everstep.sim.draw import Draw
 
 Bag = tuple[tuple[Microbatch, bool], ...]
 _MASK = (1 << 61) - 1
 
 
-class State(NamedTuple):
+class VirtualState(NamedTuple):
     step: int
     chain: int
 
 
-def applied(state: State, step: int, scale: float | None) -> State:
+def applied(state: VirtualState, step: int, scale: float | None) -> VirtualState:
     """The state after one more update. Deterministic on every Python, unlike `hash`."""
     mark = 0 if scale is None else 1 + int(scale * 1e9)
-    return State(step, ((state.chain ^ (step * 1_000_003 + mark)) * 0x9E3779B97F4A7C15 + 1) & _MASK)
+    return VirtualState(step, ((state.chain ^ (step * 1_000_003 + mark)) * 0x9E3779B97F4A7C15 + 1) & _MASK)
 
 
 class Truth:
     """Norms per step and stage are drawn: some near the clip, some beyond it, some not finite."""
 
-    def __init__(self, seed: int, rules: Rules) -> None:
+    def __init__(self, seed: int, rules: TaskRules) -> None:
         draw = Draw(seed, "norms")
         values = (0.01, 0.05, 0.6, 3.0, math.nan) if rules.clip is not None else (0.01,)
         self.norms = [[draw.choice(values) for _ in range(rules.stages)] for _ in range(rules.steps + 1)]
-        self.states = [State(0, 0)]
+        self.states = [VirtualState(0, 0)]
         for step in range(1, rules.steps + 1):
             self.states.append(applied(self.states[-1], step, self._scale(rules, step)))
         microbatches = [Microbatch(k, m) for k in range(rules.replicas) for m in range(rules.microbatches)]
@@ -46,7 +46,7 @@ class Truth:
         norm = self.norms[step][stage]
         return norm * norm
 
-    def _scale(self, rules: Rules, step: int) -> float | None:
+    def _scale(self, rules: TaskRules, step: int) -> float | None:
         squares = [norm * norm for norm in self.norms[step]]
         finite = all(map(math.isfinite, squares))
         return rules.scale(math.sqrt(math.fsum(squares)) if finite else math.nan)

@@ -1,7 +1,7 @@
 """The virtual cluster: nodes, processes, connections, and the coordinator's machine, in virtual time.
 
-Everything that decides is the real thing: `core.recovery`, `core.walker`, `schedule.answer`. The world only
-moves messages, lets time pass and takes things away. A process works as the engine's does: it takes all that
+Everything that decides is the real thing: `core.task.recovery`, `core.worker.worker_state`, `schedule.answer`.
+The world only moves messages, lets time pass and takes things away. A process works as the engine's does: it takes all that
 is in its inbox, runs one task to its end, and looks again; a death in between leaves the task undone.
 """
 
@@ -12,24 +12,24 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from everstep.core import actions as act
-from everstep.core import events as ev
-from everstep.core import messages as msg
-from everstep.core.ops import Kind, Worker
-from everstep.core.walker import Walker
+from everstep.core.words import actions as act
+from everstep.core.words import events as ev
+from everstep.core.words import worker_messages as msg
+from everstep.core.words.ops import Kind, Worker
+from everstep.core.worker.worker_state import WorkerState
 from everstep.schedule import Instance, uniform
 from everstep.schedule.answer import answer
 from everstep.schedule.cache import PlanCache
 from everstep.sim.agenda import Agenda
 from everstep.sim.draw import Draw, Steady
-from everstep.sim.storm.body import Body
 from everstep.sim.storm.checkers import Checkers
 from everstep.sim.storm.disk import CheckpointDisk
-from everstep.sim.storm.head import Head
-from everstep.sim.storm.network import Link, Network
+from everstep.sim.storm.network import Network, VirtualLink
 from everstep.sim.storm.spec import Spec
-from everstep.sim.storm.trace import Trace
-from everstep.sim.storm.truth import State, Truth
+from everstep.sim.storm.trace import StormTrace
+from everstep.sim.storm.truth import Truth, VirtualState
+from everstep.sim.storm.virtual_coordinator import VirtualCoordinator
+from everstep.sim.storm.virtual_worker import VirtualWorker
 
 _SNAPSHOT = "snapshot"
 _SHARE_OF_AN_OP = {  # of the typical op; what is not listed takes a tenth
@@ -41,7 +41,7 @@ _SHARE_OF_AN_OP = {  # of the typical op; what is not listed takes a tenth
 
 
 @dataclass(slots=True)
-class Node:
+class VirtualNode:
     number: int
     up: bool = True
     heard: bool = True  # by the coordinator
@@ -49,7 +49,7 @@ class Node:
     slowness: int = 1  # of its messages
     waiting: list[act.StartWorker] = field(default_factory=list)  # for power, or for the coordinator's word
     starting: dict[Worker, int] = field(default_factory=dict)
-    muffled: list[Link] = field(default_factory=list)  # held while the coordinator does not hear it
+    muffled: list[VirtualLink] = field(default_factory=list)  # held while the coordinator does not hear it
     lost: list[tuple[Worker, int]] = field(default_factory=list)  # gone, and the coordinator does not know
 
 
@@ -57,7 +57,7 @@ class World:
     def __init__(self, spec: Spec, *, record: bool = False) -> None:
         self.spec = spec
         rules = spec.rules
-        self.trace = Trace(record=record)
+        self.trace = StormTrace(record=record)
         self.agenda = Agenda()
         steady = spec.weather.op_times_us is not None
         self.weather = (Steady if steady else Draw)(spec.seed, "weather")
@@ -65,10 +65,10 @@ class World:
         self.truth = Truth(spec.seed, rules)
         self.checkers = Checkers(self.truth, rules, calm=not spec.faults and not spec.moves)
         self.disk = CheckpointDisk(rules.stages)
-        self.head = Head(spec, self.agenda, self.checkers, self.perform)
-        self.bodies: dict[Worker, Body] = {}
-        self.zombies: list[Body] = []  # alive, and given up by the coordinator
-        self.orders: dict[Worker, Link] = {}
+        self.head = VirtualCoordinator(spec, self.agenda, self.checkers, self.perform)
+        self.bodies: dict[Worker, VirtualWorker] = {}
+        self.zombies: list[VirtualWorker] = []  # alive, and given up by the coordinator
+        self.orders: dict[Worker, VirtualLink] = {}
         self.slow: dict[Worker, int] = {}
         self.outcome: str | None = None
         self.num_deaths = 0
@@ -79,7 +79,7 @@ class World:
         if spec.scattered:
             places = Draw(spec.seed, "places").shuffled(places)
         self.home = {w: i // spec.workers_per_node for i, w in enumerate(places)}
-        self.nodes = [Node(n) for n in range(max(self.home.values()) + 1)]
+        self.nodes = [VirtualNode(n) for n in range(max(self.home.values()) + 1)]
         self.plans = _plans(rules.replicas, rules.stages, rules.microbatches)
 
     def begin(self) -> None:
@@ -111,13 +111,18 @@ class World:
         if node.starting.get(worker) != incarnation:
             return
         del node.starting[worker]
-        body = Body(
-            Walker(worker, self.spec.rules), incarnation, node.number, self.truth, self.checkers, self.disk
+        body = VirtualWorker(
+            WorkerState(worker, self.spec.rules),
+            incarnation,
+            node.number,
+            self.truth,
+            self.checkers,
+            self.disk,
         )
-        body.reports = Link(self._heard_report)
+        body.reports = VirtualLink(self._heard_report)
         body.snapshot_out = lambda joiner, step, state: self._send_snapshot(body, joiner, step, state)
         self.bodies[worker] = body
-        self.orders[worker] = Link(lambda order: self._take(body, order))
+        self.orders[worker] = VirtualLink(lambda order: self._take(body, order))
         if not node.heard:
             self._muffle(node, body)
         self._note("start", worker, f"{worker} is up, incarnation {incarnation}, on node {node.number}")
@@ -185,7 +190,7 @@ class World:
         self._sent(self.agenda.now_us, 3, None)
         self.hear(event)
 
-    def _report(self, body: Body, event: ev.Event) -> None:
+    def _report(self, body: VirtualWorker, event: ev.Event) -> None:
         assert body.reports is not None
         self.network.send(body.reports, event, self._delay(self.spec.weather.order_us, body.me))
 
@@ -195,12 +200,12 @@ class World:
 
     # -------------------------------------------------------------- a process lives
 
-    def _take(self, body: Body, order: tuple[str, Any]) -> None:
+    def _take(self, body: VirtualWorker, order: tuple[str, Any]) -> None:
         body.inbox.append(order)
         if body.task is None and body.alive:
             self._turn(body)
 
-    def _turn(self, body: Body) -> None:
+    def _turn(self, body: VirtualWorker) -> None:
         """As the engine's loop: the whole inbox, then one task."""
         if body.hung:
             return
@@ -215,7 +220,7 @@ class World:
         body.moment, body.moved_us = agenda.done, agenda.now_us
         agenda.after(self._time_of(body, task), self._done, body)
 
-    def _done(self, body: Body) -> None:
+    def _done(self, body: VirtualWorker) -> None:
         task = body.task
         if not body.alive or body.hung or task is None:
             return
@@ -238,7 +243,7 @@ class World:
             if kind is msg.SaveCheckpoint:
                 delay = self.weather.spread(self.spec.weather.save_us)
                 self.agenda.after(delay, self._saved, body, task, body.state)
-            if kind is msg.Shelve:
+            if kind is msg.StoreCopy:
                 delay = self.weather.spread(self.spec.weather.save_us)
                 self.agenda.after(delay, self._shelved, body, task, body.state)
             trigger = _TRIGGER_OF.get(kind)
@@ -250,15 +255,15 @@ class World:
         self._carry_out(body)
         self._turn(body)
 
-    def _saved(self, body: Body, task: msg.SaveCheckpoint, state: State) -> None:
+    def _saved(self, body: VirtualWorker, task: msg.SaveCheckpoint, state: VirtualState) -> None:
         if body.alive:
             self.disk.sync(task.state_step, body.me.stage, state, (task.index, task.count))
             self._commit()
 
-    def _shelved(self, body: Body, task: msg.Shelve, state: State) -> None:
+    def _shelved(self, body: VirtualWorker, task: msg.StoreCopy, state: VirtualState) -> None:
         """Here is one task's recovery alone, without nodes that could keep anything."""
 
-    def _obey(self, body: Body, verb: str, value: Any) -> None:
+    def _obey(self, body: VirtualWorker, verb: str, value: Any) -> None:
         walker = body.walker
         if verb == "parcel":
             parcel, facts, payload = value
@@ -297,15 +302,15 @@ class World:
                     walker.snapshot_arrived(state_step)
         self._carry_out(body)
 
-    def _others(self, me: Body) -> Iterator[tuple[Worker, Walker]]:
+    def _others(self, me: VirtualWorker) -> Iterator[tuple[Worker, WorkerState]]:
         return ((w, body.walker) for w, body in self.bodies.items() if body is not me)
 
-    def _carry_out(self, body: Body) -> None:
+    def _carry_out(self, body: VirtualWorker) -> None:
         if body.walker.mail.commands:
             for command in body.walker.take_commands():
                 _CARRY_OUT[type(command)](self, body, command)
 
-    def _send(self, body: Body, command: msg.Send) -> None:
+    def _send(self, body: VirtualWorker, command: msg.Send) -> None:
         target = Worker(command.replica, command.stage)
         payload = body.payload_of(command.parcel)
         link = self._link(body, target)
@@ -316,14 +321,14 @@ class World:
                 self._delay(self.spec.weather.hop_us, body.me, target),
             )
 
-    def _send_snapshot(self, body: Body, joiner: int, state_step: int, state: State) -> None:
+    def _send_snapshot(self, body: VirtualWorker, joiner: int, state_step: int, state: VirtualState) -> None:
         target = Worker(joiner, body.me.stage)
         link = self._link(body, target)
         if link is not None:
             takes = self.spec.weather.copy_us or 4 * self.spec.weather.hop_us
             self.network.send(link, (_SNAPSHOT, (state_step, state)), takes)
 
-    def _link(self, body: Body, target: Worker) -> Link | None:
+    def _link(self, body: VirtualWorker, target: Worker) -> VirtualLink | None:
         """The connection to the process that the sender was told of, if that one still lives."""
         incarnation = body.book.get(target)
         if incarnation is None:
@@ -333,16 +338,16 @@ class World:
             there = self._body(target, incarnation)
             if there is None:
                 return None
-            link = body.links[target, incarnation] = Link(lambda item: self._take(there, item))
+            link = body.links[target, incarnation] = VirtualLink(lambda item: self._take(there, item))
         return link
 
-    def _body(self, worker: Worker, incarnation: int) -> Body | None:
+    def _body(self, worker: Worker, incarnation: int) -> VirtualWorker | None:
         body = self.bodies.get(worker)
         if body is not None and body.incarnation == incarnation:
             return body
         return next((z for z in self.zombies if z.me == worker and z.incarnation == incarnation), None)
 
-    def _tell_sealed(self, body: Body, command: msg.TellSealed) -> None:
+    def _tell_sealed(self, body: VirtualWorker, command: msg.TellSealed) -> None:
         self._report(
             body,
             ev.StepSealed(
@@ -355,7 +360,7 @@ class World:
             ),
         )
 
-    def _tell_invalid(self, body: Body, command: msg.TellInvalid) -> None:
+    def _tell_invalid(self, body: VirtualWorker, command: msg.TellInvalid) -> None:
         self._report(
             body,
             ev.UpdateInvalidated(
@@ -363,11 +368,11 @@ class World:
             ),
         )
 
-    def _tell_unrestored(self, body: Body, command: msg.TellUnrestored) -> None:
+    def _tell_unrestored(self, body: VirtualWorker, command: msg.TellUnrestored) -> None:
         failed = ev.RestoreFailed(worker=body.me, incarnation=body.incarnation, step=command.state_step)
         self._report(body, failed)
 
-    def _tell_copied(self, body: Body, command: msg.TellCopied) -> None:
+    def _tell_copied(self, body: VirtualWorker, command: msg.TellCopied) -> None:
         self._report(
             body,
             ev.StateCopied(worker=body.me, incarnation=body.incarnation, state_step=command.state_step),
@@ -375,7 +380,7 @@ class World:
         self._trigger("enter", body.me)
 
     def stall(self) -> None:
-        """Everybody waits and nothing is under way: after a while the detector says so (`core.detector`)."""
+        """Everybody waits and nothing is under way: after a while `core.faults.detector` says so."""
         self.num_stalls += 1
         self._note("stall", Worker(0, 0), "everybody waits for something that was lost")
         because = "everybody waits, nobody works"
@@ -420,18 +425,18 @@ class World:
         self.agenda.after(min(silence, span_us), self._declare_lost, node)
         self.agenda.after(span_us, self._power_is_back, node)
 
-    def _power_is_back(self, node: Node) -> None:
+    def _power_is_back(self, node: VirtualNode) -> None:
         node.up = True
         self._note("back", Worker(node.number, 0), f"node {node.number} is back")
         self._start_waiting(node)
 
-    def _start_waiting(self, node: Node) -> None:
+    def _start_waiting(self, node: VirtualNode) -> None:
         if node.up and node.heard:
             waiting, node.waiting = node.waiting, []
             for action in waiting:
                 self._agent_starts(action)
 
-    def _declare_lost(self, node: Node) -> None:
+    def _declare_lost(self, node: VirtualNode) -> None:
         lost, node.lost = node.lost, []
         for worker, incarnation in lost:
             self.hear(self._exit(worker, incarnation, f"node {node.number} fell silent"))
@@ -451,13 +456,13 @@ class World:
             self.agenda.after(silence, self._give_up_on, node)
         self.agenda.after(span_us, self._heard_again, node)
 
-    def _muffle(self, node: Node, body: Body) -> None:
+    def _muffle(self, node: VirtualNode, body: VirtualWorker) -> None:
         assert body.reports is not None
         for link in (body.reports, self.orders[body.me]):
             self.network.hold(link)
             node.muffled.append(link)
 
-    def _give_up_on(self, node: Node) -> None:
+    def _give_up_on(self, node: VirtualNode) -> None:
         """Its workers live on as zombies: cut off from the coordinator, not from each other."""
         if node.heard or not node.up:
             return
@@ -472,7 +477,7 @@ class World:
             self.hear(self._exit(worker, incarnation, f"node {node.number} fell silent"))
         node.starting.clear()
 
-    def _heard_again(self, node: Node) -> None:
+    def _heard_again(self, node: VirtualNode) -> None:
         """The agent ends what the coordinator has given up, before it starts anything new."""
         node.heard = True
         for link in node.muffled:
@@ -482,11 +487,11 @@ class World:
             self._end_zombie(zombie)
         self._start_waiting(node)
 
-    def _end_zombie(self, zombie: Body) -> None:
+    def _end_zombie(self, zombie: VirtualWorker) -> None:
         self.zombies.remove(zombie)
         self._drop_process(zombie)
 
-    def _bury(self, body: Body, reason: str) -> None:
+    def _bury(self, body: VirtualWorker, reason: str) -> None:
         self.num_deaths += 1
         self._note("death", body.me, f"KILL {body.me} ({reason}) in {_short(body.task)}")
         del self.bodies[body.me]
@@ -495,7 +500,7 @@ class World:
         self.network.lose_tail(body.reports)
         self._drop_process(body)
 
-    def _drop_process(self, body: Body) -> None:
+    def _drop_process(self, body: VirtualWorker) -> None:
         body.alive = False
         body.inbox.clear()
         for link in body.links.values():
@@ -511,7 +516,7 @@ class World:
 
     # -------------------------------------------------------------- time and trace
 
-    def _time_of(self, body: Body, task: msg.Task) -> int:
+    def _time_of(self, body: VirtualWorker, task: msg.WorkItem) -> int:
         measured = self.spec.weather.op_times_us
         if measured is not None:
             kind = task.op.kind if type(task) is msg.Compute else _KIND_OF.get(type(task))
@@ -549,7 +554,7 @@ _TRIGGER_OF: dict[type, str] = {
     msg.Snapshot: "copy",
     msg.ApplyFeed: "feed",
     msg.SaveCheckpoint: "save",
-    msg.Shelve: "save",
+    msg.StoreCopy: "save",
 }
 _PERFORM: dict[type, Callable[[World, Any], None]] = {
     act.StartWorker: World._start_worker,
@@ -563,7 +568,7 @@ _PERFORM: dict[type, Callable[[World, Any], None]] = {
     act.FinishTask: World._finish,
     act.FailTask: World._fail,
 }
-_CARRY_OUT: dict[type, Callable[[World, Body, Any], None]] = {
+_CARRY_OUT: dict[type, Callable[[World, VirtualWorker, Any], None]] = {
     msg.Send: World._send,
     msg.Forget: lambda world, body, command: body.forget(command),
     msg.ReleaseGradients: lambda world, body, command: body.release_gradients(command),

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from everstep.plan import Curve
-from everstep.plan.shape import Shape
+from everstep.plan.shape import ParallelShape
 
 KINDS = ("detection", "transition", "replay", "waiting", "sub-healthy", "overhead")
 
 
 @dataclass(slots=True, kw_only=True)
-class Task:
+class StudyTask:
     """One training job in a study."""
 
     name: str
@@ -28,7 +28,7 @@ class Task:
     weight: float = 1.0
     min_workers: int = 1
     nodes: list[int] = field(default_factory=list)  # that it owns, also while one of them is away
-    shape: Shape | None = None
+    shape: ParallelShape | None = None
     healthy: float = 0.0  # FLOP/s on its first allocation
     rate: float = 0.0  # FLOP/s while it runs
     overhead: float = 0.0  # share of the rate that a policy spends while nothing fails
@@ -89,11 +89,11 @@ class Life:
 
     slots: int
     num_nodes: int
-    tasks: Sequence[Task]
+    tasks: Sequence[StudyTask]
     severe_per_1000_node_days: float
     now_s: float = 0.0
     away: dict[int, float] = field(default_factory=dict)  # node -> when it is back
-    owner: dict[int, Task] = field(default_factory=dict)
+    owner: dict[int, StudyTask] = field(default_factory=dict)
     spares: list[int] = field(default_factory=list)
 
     def advance(self, to_s: float) -> None:
@@ -103,12 +103,12 @@ class Life:
                 task.advance(dt)
             self.now_s = to_s
 
-    def give(self, task: Task, nodes: Sequence[int]) -> None:
+    def give(self, task: StudyTask, nodes: Sequence[int]) -> None:
         task.nodes = list(nodes)
         for node in nodes:
             self.owner[node] = task
 
-    def here(self, task: Task) -> list[int]:
+    def here(self, task: StudyTask) -> list[int]:
         """Its nodes that are not away."""
         return [node for node in task.nodes if node not in self.away]
 
@@ -122,6 +122,6 @@ class Life:
         return sum(task.weight * task.healthy for task in self.tasks)
 
 
-def lost_by_kind(tasks: Sequence[Task]) -> Mapping[str, float]:
+def lost_by_kind(tasks: Sequence[StudyTask]) -> Mapping[str, float]:
     """Weighted, over all tasks."""
     return {kind: sum(t.weight * t.lost[kind] for t in tasks) for kind in KINDS}

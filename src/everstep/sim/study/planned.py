@@ -14,12 +14,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from everstep.plan import Assignment, Cluster, Costs, Node, Place, TaskSpec, decide
+from everstep.plan import Assignment, Cluster, Costs, PlanNode, SlotPlace, TaskSpec, decide
 from everstep.plan.memory import Floats
-from everstep.plan.options import Choice, Kind
+from everstep.plan.options import OptionKind, TaskOption
 from everstep.plan.placement import Unplaceable, place
 from everstep.sim.study.failures import Failure, Seen
-from everstep.sim.study.life import Life, Task
+from everstep.sim.study.life import Life, StudyTask
 from everstep.sim.study.policies import Policy, concave_hull, ratio_without
 
 RESTART_PROCESS_S = 60.0  # a process with CUDA, its state copied from a peer or from memory: our assumption
@@ -40,7 +40,7 @@ class Means:
     fast_detection: bool = True  # progress of ops, not iteration times
 
 
-class Planned(Policy):
+class PlannedPolicy(Policy):
     """Whoever plans for the whole cluster at every severe failure and every return."""
 
     means: Means = Means()
@@ -53,13 +53,13 @@ class Planned(Policy):
         places, shapes = {}, {}
         for task in life.tasks:
             if task.shape is not None:
-                slots = [Place(str(n), s) for n in task.nodes for s in range(life.slots)]
+                slots = [SlotPlace(str(n), s) for n in task.nodes for s in range(life.slots)]
                 places[task.name], shapes[task.name] = slots[: task.shape.workers], task.shape
         self.now = Assignment(places=places, shapes=shapes)
 
     # -------------------------------------------------------------- what happens
 
-    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+    def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         raise AssertionError("a planned policy looks at all tasks of a node")
 
     def struck(self, life: Life, failure: Failure) -> None:
@@ -71,10 +71,10 @@ class Planned(Policy):
         for task in here[:1] if failure.severity == 2 else here:
             self._heal_in_place(life, task, failure)
 
-    def returned(self, life: Life, node: int, task: Task | None) -> None:
+    def returned(self, life: Life, node: int, task: StudyTask | None) -> None:
         self._plan(life, [], None)
 
-    def _heal_in_place(self, life: Life, task: Task, failure: Failure) -> None:
+    def _heal_in_place(self, life: Life, task: StudyTask, failure: Failure) -> None:
         """A reconnect, or one process restarted."""
         if task.waiting:
             return
@@ -93,19 +93,19 @@ class Planned(Policy):
         else:
             task.stall(detection=seen, transition=RESTART_PROCESS_S, replay=again)
 
-    def _again(self, task: Task) -> float:
+    def _again(self, task: StudyTask) -> float:
         """Work of the broken step that is done again: the dead worker's share, or all of it."""
         groups = task.shape.replicas if task.shape is not None else 1
         return task.step_s() * (1 / max(1, groups - 1) if self.means.mid_step else 0.5)
 
-    def _seen(self, task: Task, failure: Failure) -> float:
+    def _seen(self, task: StudyTask, failure: Failure) -> float:
         if failure.seen is Seen.STATISTICS:
             return self.steps_to_see_a_hang * task.step_s()
         return self.seen_s[failure.seen]
 
     # -------------------------------------------------------------- planning
 
-    def _plan(self, life: Life, hit: Sequence[Task], failure: Failure | None) -> None:
+    def _plan(self, life: Life, hit: Sequence[StudyTask], failure: Failure | None) -> None:
         cluster = self._cluster(life)
         specs = [self._spec(task) for task in life.tasks]
         decision = decide(cluster, specs, self.now)
@@ -114,9 +114,11 @@ class Planned(Policy):
         for task in life.tasks:
             choice = decision.choices[task.name]
             was_running = not task.waiting and task.rate > 0
-            changed = choice.kind is not Kind.KEEP
+            changed = choice.kind is not OptionKind.KEEP
             if task in hit and failure is not None:
-                extra = 0.0 if self.means.mid_step or choice.kind is not Kind.REROUTE else self._again(task)
+                extra = (
+                    0.0 if self.means.mid_step or choice.kind is not OptionKind.REROUTE else self._again(task)
+                )
                 task.stall(detection=self._seen(task, failure), transition=choice.transition_s, replay=extra)
             elif changed and (was_running or choice.throughput > 0) and self._differs(before, task, choice):
                 task.pause(choice.transition_s)
@@ -124,7 +126,7 @@ class Planned(Policy):
             task.waiting = choice.throughput <= 0
             task.shape = choice.shape if choice.shape is not None else task.shape
 
-    def _differs(self, before: Assignment, task: Task, choice: Choice) -> bool:
+    def _differs(self, before: Assignment, task: StudyTask, choice: TaskOption) -> bool:
         return choice.shape != before.shapes.get(task.name) or before.places.get(
             task.name
         ) != self.now.places.get(task.name)
@@ -137,7 +139,7 @@ class Planned(Policy):
         else:
             foreseen = set(life.away) if aware else set()
         nodes = [
-            Node(
+            PlanNode(
                 name=str(n),
                 slots=life.slots,
                 lost=n in life.away,
@@ -152,7 +154,7 @@ class Planned(Policy):
             costs=Costs(memory_copies=True),
         )
 
-    def _spec(self, task: Task) -> TaskSpec:
+    def _spec(self, task: StudyTask) -> TaskSpec:
         scheduled = self._as_scheduled(task)
         return TaskSpec(
             name=task.name,
@@ -162,7 +164,7 @@ class Planned(Policy):
             must_run=True,
         )
 
-    def _as_scheduled(self, task: Task) -> Task:
+    def _as_scheduled(self, task: StudyTask) -> StudyTask:
         """Without staggering: a fused backward, and one optimizer step for all stages. Without re-routing:
         a lost worker's state comes from another host's memory, and the task is formed anew.
         """
@@ -172,7 +174,7 @@ class Planned(Policy):
             task.curve = replace(curve, schedule=schedule, replicated=reroute)
         return task
 
-    def _seat(self, cluster: Cluster, choices: Mapping[str, Choice]) -> Assignment:
+    def _seat(self, cluster: Cluster, choices: Mapping[str, TaskOption]) -> Assignment:
         if len(cluster.nodes) > LARGE_NODES:
             return self._seat_simply(cluster, choices)
         try:
@@ -180,35 +182,37 @@ class Planned(Policy):
         except Unplaceable:
             return self._seat_simply(cluster, choices)
 
-    def _seat_simply(self, cluster: Cluster, choices: Mapping[str, Choice]) -> Assignment:
+    def _seat_simply(self, cluster: Cluster, choices: Mapping[str, TaskOption]) -> Assignment:
         """Who stays, stays; others in the order of nodes. Counts are right, neighbours may not be."""
         lost = {n.name for n in cluster.nodes if n.lost}
-        places: dict[str, list[Place | None]] = {}
+        places: dict[str, list[SlotPlace | None]] = {}
         shapes = {}
-        taken: set[Place] = set()
+        taken: set[SlotPlace] = set()
         for name, choice in choices.items():
             if choice.shape is None or choice.throughput <= 0:
                 continue
             shapes[name] = choice.shape
-            if choice.kind in (Kind.KEEP, Kind.REROUTE):
+            if choice.kind in (OptionKind.KEEP, OptionKind.REROUTE):
                 places[name] = [None if p is None or p.node in lost else p for p in self.now.of(name)]
                 taken.update(p for p in places[name] if p is not None)
-        free = [p for n in cluster.nodes for s in cluster.offered(n) if (p := Place(n.name, s)) not in taken]
+        free = [
+            p for n in cluster.nodes for s in cluster.offered(n) if (p := SlotPlace(n.name, s)) not in taken
+        ]
         free.reverse()
         for name, shape in shapes.items():
             if name not in places:
                 places[name] = [free.pop() if free else None for _ in range(shape.workers)]
         return Assignment(places=places, shapes=shapes)
 
-    def _indices(self, task: Task, node: int) -> list[int]:
+    def _indices(self, task: StudyTask, node: int) -> list[int]:
         name = str(node)
         return [i for i, p in enumerate(self.now.of(task.name)) if p is not None and p.node == name]
 
-    def _holes(self, task: Task) -> list[int]:
+    def _holes(self, task: StudyTask) -> list[int]:
         return [i for i, p in enumerate(self.now.of(task.name)) if p is None]
 
 
-class Unicron(Planned):
+class Unicron(PlannedPolicy):
     """Detection by agents: 0.3 s for an exception, 1.8 s for an exit, 5.6 s for a lost node, three iterations
     for what only shows in their time [U]; the broken step is resumed, a process is restarted in place, a
     severe failure reconfigures the cluster by plan, in whole nodes.
@@ -219,7 +223,7 @@ class Unicron(Planned):
     seen_s: ClassVar = {Seen.EXCEPTION: 0.3, Seen.EXIT: 1.8, Seen.SILENCE: 5.6}
 
 
-class Everstep(Planned):
+class Everstep(PlannedPolicy):
     """Exits by pidfd and exceptions by hook in tens of milliseconds (bench/heal.py: 24 ms, 41 ms at the 95th
     percentile; 0.1 s here), a lost node like Unicron, a hang by one op overdue, at most one iteration; work
     goes on around the dead at once, and moves only where the plan says that it pays.
@@ -250,10 +254,10 @@ class Ideal(Policy):
         self._best = hull_waf(life.tasks, life.num_nodes * life.slots)
         self._share(life)
 
-    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+    def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         self._share(life)
 
-    def returned(self, life: Life, node: int, task: Task | None) -> None:
+    def returned(self, life: Life, node: int, task: StudyTask | None) -> None:
         self._share(life)
 
     def spare_lost(self, life: Life, failure: Failure) -> None:
@@ -265,7 +269,7 @@ class Ideal(Policy):
             task.rate = task.healthy * scale
 
 
-def hull_waf(tasks: Sequence[Task], most: int) -> Floats:
+def hull_waf(tasks: Sequence[StudyTask], most: int) -> Floats:
     """The best WAF of any number of workers: marginal gains of all concave hulls, largest first."""
     gains = np.concatenate(
         [task.weight * np.diff(concave_hull(task.curve.throughput[: most + 1])) for task in tasks]

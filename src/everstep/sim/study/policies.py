@@ -18,7 +18,7 @@ import numpy as np
 from everstep.plan.memory import STATE, Floats
 from everstep.plan.reroute import dead_groups, throughput_ratio
 from everstep.sim.study.failures import Failure, Seen
-from everstep.sim.study.life import Life, Task
+from everstep.sim.study.life import Life, StudyTask
 
 MINUTE_S = 60.0
 STORAGE = 20e9  # bytes/s of the shared storage, as `plan.transition.Costs` has it
@@ -39,11 +39,11 @@ class Policy(ABC):
                 task.overhead += write / (write + self.checkpoint_s)
 
     @abstractmethod
-    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+    def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         """A node of this task is in trouble; if severely, it is away already."""
 
     @abstractmethod
-    def returned(self, life: Life, node: int, task: Task | None) -> None:
+    def returned(self, life: Life, node: int, task: StudyTask | None) -> None:
         """A node is back, or new (then nobody owns it)."""
 
     def spare_lost(self, life: Life, failure: Failure) -> None:
@@ -51,7 +51,7 @@ class Policy(ABC):
             life.spares.remove(failure.node)
 
 
-def take_spare(life: Life, task: Task, node: int) -> bool:
+def take_spare(life: Life, task: StudyTask, node: int) -> bool:
     """Put a spare in the place of a lost node; the lost one will be a spare when it is back."""
     ready = [spare for spare in life.spares if spare not in life.away]
     if not ready:
@@ -63,13 +63,13 @@ def take_spare(life: Life, task: Task, node: int) -> bool:
     return True
 
 
-def best_on(life: Life, task: Task, nodes: int) -> float:
+def best_on(life: Life, task: StudyTask, nodes: int) -> float:
     """The best shape that fits on so many nodes."""
     most = min(nodes * life.slots, task.curve.most)
     return float(task.curve.throughput[: most + 1].max(initial=0.0))
 
 
-def same_cut_on(life: Life, task: Task, nodes: int) -> float:
+def same_cut_on(life: Life, task: StudyTask, nodes: int) -> float:
     """Whole replicas of the cut it started with."""
     if task.shape is None or (cut := task.curve.like(task.shape)) is None:
         return best_on(life, task, nodes)
@@ -77,7 +77,7 @@ def same_cut_on(life: Life, task: Task, nodes: int) -> float:
     return float(np.max(cut.throughput[: replicas + 1], initial=0.0))
 
 
-def by_size(task: Task, seconds: Mapping[float, float]) -> float:
+def by_size(task: StudyTask, seconds: Mapping[float, float]) -> float:
     """A constant known for some model sizes: the one of the nearest size not above."""
     parameters = task.curve.state_bytes / STATE
     fitting = [s for size, s in seconds.items() if size <= parameters * 1.05]
@@ -97,16 +97,16 @@ class Megatron(Policy):
     restart_s = (9 + 14) * MINUTE_S
     checkpoint_s = 30 * MINUTE_S
 
-    def replay_s(self, task: Task) -> float:
+    def replay_s(self, task: StudyTask) -> float:
         return 0.5 * self.checkpoint_s
 
-    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+    def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         seen = self.visible_s if failure.seen is Seen.SILENCE else self.timeout_s
         task.stall(detection=seen, transition=self.restart_s, replay=self.replay_s(task))
         if failure.severity == 1 and not take_spare(life, task, failure.node):
             task.waiting = True
 
-    def returned(self, life: Life, node: int, task: Task | None) -> None:
+    def returned(self, life: Life, node: int, task: StudyTask | None) -> None:
         if task is None:
             life.spares.append(node)
             for waiting in [t for t in life.tasks if t.waiting]:
@@ -122,7 +122,7 @@ class MegatronInMemory(Megatron):
 
     name = "megatron+memory"
 
-    def replay_s(self, task: Task) -> float:
+    def replay_s(self, task: StudyTask) -> float:
         return task.step_s()
 
 
@@ -139,13 +139,13 @@ class Elastic(Policy):
     restart_s = 200.0
     checkpoint_s = 30 * MINUTE_S
 
-    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+    def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         again = 0.5 * self.checkpoint_s
         task.stall(detection=self.seen_s[failure.seen], transition=self.restart_s, replay=again)
         if failure.severity == 1 and not take_spare(life, task, failure.node):
             _run_on(task, same_cut_on(life, task, len(life.here(task))))
 
-    def returned(self, life: Life, node: int, task: Task | None) -> None:
+    def returned(self, life: Life, node: int, task: StudyTask | None) -> None:
         task = _adopt(life, node, task)
         before = 0.0 if task.waiting else task.rate
         rate = same_cut_on(life, task, len(life.here(task)))
@@ -166,12 +166,12 @@ class Varuna(Policy):
     seen_s = 180.0
     restart_s: ClassVar = {0.35e9: 78.7, 2.7e9: 515.0, 6.7e9: 701.0}
 
-    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+    def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         task.stall(detection=self.seen_s, transition=by_size(task, self.restart_s), replay=5 * task.step_s())
         if failure.severity == 1 and not take_spare(life, task, failure.node):
             _run_on(task, best_on(life, task, len(life.here(task))))
 
-    def returned(self, life: Life, node: int, task: Task | None) -> None:
+    def returned(self, life: Life, node: int, task: StudyTask | None) -> None:
         task = _adopt(life, node, task)
         rate = best_on(life, task, len(life.here(task)))
         if task.waiting or rate > task.rate:
@@ -191,13 +191,13 @@ class Bamboo(Policy):
     overhead = 1 - 1 / 1.3
     reform_s: ClassVar = {0.35e9: 100.0, 2.7e9: 230.0, 6.7e9: 450.0}
 
-    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+    def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         reform = by_size(task, self.reform_s)
         task.stall(detection=5.0, transition=15.0 + reform, replay=0.5 * task.step_s())
         if failure.severity == 1 and not take_spare(life, task, failure.node):
             _run_on(task, same_cut_on(life, task, len(life.here(task))))
 
-    def returned(self, life: Life, node: int, task: Task | None) -> None:
+    def returned(self, life: Life, node: int, task: StudyTask | None) -> None:
         task = _adopt(life, node, task)
         rate = same_cut_on(life, task, len(life.here(task)))
         if task.waiting or rate > task.rate:
@@ -216,19 +216,19 @@ class Oobleck(Policy):
     name = "oobleck"
     change_s: ClassVar = {0.35e9: 2.0, 2.7e9: 6.0, 6.7e9: 10.0}
 
-    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+    def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         change = by_size(task, self.change_s)
         times = 1 if failure.severity == 1 else 2
         task.stall(detection=5.0, transition=times * change, replay=0.5 * task.step_s())
         if failure.severity == 1 and not take_spare(life, task, failure.node):
             _run_on(task, self._rate(life, task))
 
-    def returned(self, life: Life, node: int, task: Task | None) -> None:
+    def returned(self, life: Life, node: int, task: StudyTask | None) -> None:
         task = _adopt(life, node, task)
         _run_on(task, self._rate(life, task))
         task.pause(by_size(task, self.change_s))
 
-    def _rate(self, life: Life, task: Task) -> float:
+    def _rate(self, life: Life, task: StudyTask) -> float:
         here = len(life.here(task))
         if best_on(life, task, here) <= 0:
             return 0.0
@@ -248,7 +248,7 @@ class Recycle(Policy):
     change_s = 10.0
     restart_s = 60.0
 
-    def failed(self, life: Life, failure: Failure, task: Task) -> None:
+    def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         spare = failure.severity == 1 and take_spare(life, task, failure.node)
         rate = self._rate(life, task, extra=None if failure.severity == 1 else failure.node)
         away_s = 0.0 if failure.severity == 1 and not spare else self.restart_s
@@ -260,14 +260,14 @@ class Recycle(Policy):
         if not away_s:
             _run_on(task, rate)
 
-    def returned(self, life: Life, node: int, task: Task | None) -> None:
+    def returned(self, life: Life, node: int, task: StudyTask | None) -> None:
         if task is None:
             life.spares.append(node)
             return
         _run_on(task, self._rate(life, task, extra=None))
         task.pause(self.change_s)
 
-    def _rate(self, life: Life, task: Task, *, extra: int | None) -> float:
+    def _rate(self, life: Life, task: StudyTask, *, extra: int | None) -> float:
         """`extra`: a node that is there, but whose first worker is being restarted."""
         missing = [
             i * life.slots + slot
@@ -277,7 +277,7 @@ class Recycle(Policy):
         return ratio_without(task, missing) * task.healthy
 
 
-def ratio_without(task: Task, missing: list[int]) -> float:
+def ratio_without(task: StudyTask, missing: list[int]) -> float:
     """Throughput with these workers gone over throughput with all, by re-routing."""
     if task.shape is None:
         return max(0.0, 1 - len(missing) / max(1, task.curve.most))
@@ -298,12 +298,12 @@ def concave_hull(values: Floats) -> Floats:
     return np.interp(np.arange(len(values)), corners, values[corners])
 
 
-def _run_on(task: Task, rate: float) -> None:
+def _run_on(task: StudyTask, rate: float) -> None:
     task.rate = rate
     task.waiting = rate <= 0
 
 
-def _adopt(life: Life, node: int, task: Task | None) -> Task:
+def _adopt(life: Life, node: int, task: StudyTask | None) -> StudyTask:
     """A node that nobody owns goes to the task that is furthest below its healthy rate."""
     if task is None:
         task = min(life.tasks, key=lambda t: t.rate / t.healthy)

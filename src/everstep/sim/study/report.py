@@ -7,7 +7,7 @@ from typing import Any
 
 from everstep.sim.study.failures import DAY_S, Trace
 from everstep.sim.study.life import KINDS
-from everstep.sim.study.study import Result, Setup, Summary
+from everstep.sim.study.study import Setup, StudyResult, Summary
 
 
 def document(trace: Trace, setup: Setup, summaries: Mapping[str, Summary]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _lost(summary: Summary, kind: str) -> float:
     return summary.mean(lambda result: result.lost[kind])
 
 
-def _accumulated(result: Result) -> float:
+def _accumulated(result: StudyResult) -> float:
     return result.accumulated_waf
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from everstep.errors import UserError
-from everstep.plan import Assignment, Cluster, Curve, Node, TaskSpec, assign
+from everstep.plan import Assignment, Cluster, Curve, PlanNode, TaskSpec, assign
 from everstep.sim.study.failures import Failure, Trace
-from everstep.sim.study.life import Life, Task, lost_by_kind
-from everstep.sim.study.planned import Everstep, Ideal, Means, Planned, Unicron
+from everstep.sim.study.life import Life, StudyTask, lost_by_kind
+from everstep.sim.study.planned import Everstep, Ideal, Means, PlannedPolicy, Unicron
 from everstep.sim.study.policies import (
     Bamboo,
     Elastic,
@@ -75,7 +75,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class StudyResult:
     """One policy's life under one trace. WAF is weighted FLOP/s; accumulated, weighted FLOPs."""
 
     policy: str
@@ -91,7 +91,7 @@ class Result:
         return self.accumulated_waf / self.healthy_waf
 
 
-def run(policy: Policy, trace: Trace, life: Life, *, record: bool = False) -> Result:
+def run(policy: Policy, trace: Trace, life: Life, *, record: bool = False) -> StudyResult:
     """Live through the trace."""
     healthy = life.healthy_waf() * trace.horizon_s
     policy.begin(life)
@@ -108,7 +108,7 @@ def run(policy: Policy, trace: Trace, life: Life, *, record: bool = False) -> Re
     life.advance(trace.horizon_s)
     points.append((trace.horizon_s, _accumulated(life)))
     tasks = life.tasks
-    return Result(
+    return StudyResult(
         policy=policy.name,
         accumulated_waf=float(_accumulated(life)),
         healthy_waf=healthy,
@@ -146,7 +146,7 @@ def _fail(policy: Policy, life: Life, failure: Failure) -> int:
     if failure.severity == 1:
         life.away[failure.node] = life.now_s + failure.repair_s
     task = life.owner.get(failure.node)
-    if isinstance(policy, Planned):
+    if isinstance(policy, PlannedPolicy):
         policy.struck(life, failure)
     elif task is None:
         policy.spare_lost(life, failure)
@@ -172,7 +172,7 @@ def first_life(setup: Setup, trace: Trace) -> Life:
             f"spares is {setup.spares}, but only {len(present)} nodes are there; keep some to work."
         )
     working = present[: len(present) - setup.spares]
-    tasks = [Task(name=t.name, curve=t.curve, weight=t.weight) for t in setup.tasks]
+    tasks = [StudyTask(name=t.name, curve=t.curve, weight=t.weight) for t in setup.tasks]
     life = Life(
         slots=setup.slots,
         num_nodes=trace.nodes,
@@ -191,14 +191,14 @@ def first_life(setup: Setup, trace: Trace) -> Life:
 
 
 def _first_allocation(
-    setup: Setup, tasks: Sequence[Task], working: Sequence[int]
-) -> Iterator[tuple[Task, list[int], int]]:
+    setup: Setup, tasks: Sequence[StudyTask], working: Sequence[int]
+) -> Iterator[tuple[StudyTask, list[int], int]]:
     if len(tasks) == 1:
         most = len(working) * setup.slots
         table = tasks[0].curve.throughput[: most + 1]
         yield tasks[0], list(working), int(table.argmax())
         return
-    nodes = [Node(name=str(n), slots=setup.slots) for n in working]
+    nodes = [PlanNode(name=str(n), slots=setup.slots) for n in working]
     specs = [TaskSpec(name=t.name, curve=t.curve, weight=t.weight, must_run=True) for t in tasks]
     plan = assign(Cluster(nodes=nodes, whole_nodes=True), specs, Assignment(), second=False)
     free = list(working)
@@ -225,12 +225,12 @@ class Summary:
     """One policy over all seeds."""
 
     policy: str
-    results: list[Result] = field(default_factory=list)
+    results: list[StudyResult] = field(default_factory=list)
 
-    def mean(self, of: Callable[[Result], float]) -> float:
+    def mean(self, of: Callable[[StudyResult], float]) -> float:
         return sum(map(of, self.results)) / len(self.results)
 
-    def half_width(self, of: Callable[[Result], float]) -> float:
+    def half_width(self, of: Callable[[StudyResult], float]) -> float:
         """Of the 95 % confidence interval of the mean, by Student's t."""
         count = len(self.results)
         if count < 2:

@@ -1,0 +1,69 @@
+"""Whose memory keeps whose state: the tier between a live replica and the disk.
+
+A shelf is memory of a node that outlives the workers on it. Every few steps one worker of each stage puts a
+copy of its state on the shelf of a node that has no worker of that stage, so that one node's loss never takes
+a stage's last replica and its copy together (GEMINI's placement, for pipelines). When a shape ends, its
+workers leave their states on the shelves of their own nodes, and the workers of the next shape take what they
+need from there, each byte from the nearest copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.core.cluster.roster import KeptState, Node, NodeState, Task
+from everstep.core.words.cluster_messages import MemoryAddress
+from everstep.core.words.ops import Worker
+
+MOST_KEPT = 3  # states of a task, where none of them is on two nodes
+
+
+def shelf_for(nodes: Mapping[str, Node], task: Task, worker: Worker) -> MemoryAddress:
+    """Where this worker's copies go: the next node in the ring, one without its stage if there is one."""
+    own = task.seats[worker].node
+    ring = sorted(nodes)
+    here = ring.index(own)
+    others = [
+        nodes[name]
+        for name in ring[here + 1 :] + ring[:here]
+        if nodes[name].state is NodeState.UP and nodes[name].shelf_port
+    ]
+    with_stage = {seat.node for w, seat in task.seats.items() if w.stage == worker.stage}
+    apart = [node for node in others if node.name not in with_stage]
+    return (apart or others or [nodes[own]])[0].shelf
+
+
+def leaves(task: Task, worker: Worker) -> bool:
+    """One worker of a stage on each node leaves its state behind."""
+    node = task.seats[worker].node
+    return worker == min(w for w, seat in task.seats.items() if w.stage == worker.stage and seat.node == node)
+
+
+def whole_steps(task: Task) -> list[int]:
+    """The steps on record whose states are whole, oldest first."""
+    return sorted(step for step, kept in task.kept.items() if kept.whole and step <= task.recorded)
+
+
+def needed_from(nodes: Mapping[str, Node], task: Task) -> int:
+    """States older than this are not needed: a newer one survives any node's loss, or there are enough."""
+    doors = sum(node.shelf_port > 0 and node.state is NodeState.UP for node in nodes.values())
+    whole = whole_steps(task)
+    safe = [
+        step
+        for step in whole
+        if all(len(holders) >= min(2, doors) for holders in task.kept[step].copies.values())
+    ]
+    return max([0, *safe, *(step + 1 for step in whole[:-MOST_KEPT])])
+
+
+def copies_for(
+    nodes: Mapping[str, Node], kept: KeptState, worker: Worker, own: str
+) -> tuple[tuple[MemoryAddress, Any], ...]:
+    """Of every stage one copy: that of the worker's own node, or the readers are spread over the holders."""
+    chosen = []
+    for stage in range(kept.stages):
+        holders = sorted(kept.copies[stage])
+        node = own if own in holders else holders[(worker.replica + worker.stage) % len(holders)]
+        chosen.append((nodes[node].shelf, kept.copies[stage][node]))
+    return tuple(chosen)

@@ -1,0 +1,271 @@
+"""Who has stopped? Two detectors that look from outside, and never at the training path.
+
+**Heartbeats** (coordinator). A node that says nothing for `patience_s` is *silent*, no more than that: a cut
+between it and the coordinator looks the same as its death. It is given up only when somebody else agrees: its
+workers' peers wait for them (see `Coordinator`), or nobody can speak for it at all for a long time.
+
+**Progress** (agent). Each worker writes what it does into shared memory; the agent looks there a few times a
+second. What an op should take comes from the worker's own reports. A worker can be
+
+    working   its beacon moves on: whatever it is, it is not hung, only perhaps slow
+    overdue   in one op for `overdue_factor` times its usual time: a suspicion. If its threads ran meanwhile,
+              or stood in line for a CPU, it is slow or starved rather than hung, and gets ten times as long
+    stopped   its beacon stands still and the kernel says the process is stopped: evidence
+    waiting   for somebody else, for longer than a usual step: never blamed, but a witness
+
+                     look: beacon moved ┌─────────┐
+              ┌────────────────────────►│ working │◄──────────── moved again: WorkerMoved
+              │                         └────┬────┘                        │
+              │  stands still, busy, too long│   stands still, kernel: T   │   not busy, a step long
+              │                         ┌────▼────┐   ┌─────────┐   ┌──────┴──┐
+              └─────────────────────────┤ overdue │   │ stopped │   │ waiting │
+                                        └─────────┘   └─────────┘   └─────────┘
+
+**locate** (coordinator) joins what all agents of a task say. A hang needs two observations that agree: a
+worker that is overdue by much, or stopped, and a worker that waits. A waiting worker is never the culprit.
+If all wait and nobody is busy, something was lost between them: that is no worker's fault.
+
+Rejected: a limit on step time (Unicron's three iterations). It is blind to who, and at 100 s a step it is
+blind for five minutes; an op of the same job lasts a second or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from everstep.core.words.cluster_messages import OpOverdue, WorkerMoved
+from everstep.core.words.ops import Worker
+
+# ------------------------------------------------------------------ heartbeats
+
+
+class Heartbeats:
+    """When was each node last heard?"""
+
+    def __init__(self, *, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self._heard: dict[str, float] = {}
+        self._silent: set[str] = set()
+
+    def heard(self, node: str, now: float) -> bool:
+        """True: it was silent and is back."""
+        self._heard[node] = now
+        if node in self._silent:
+            self._silent.discard(node)
+            return True
+        return False
+
+    def forget(self, node: str) -> None:
+        self._heard.pop(node, None)
+        self._silent.discard(node)
+
+    def fell_silent(self, now: float) -> list[tuple[str, float]]:
+        """The nodes that have fallen silent since the last call, and for how long."""
+        found = [
+            (node, now - heard)
+            for node, heard in self._heard.items()
+            if now - heard > self.patience_s and node not in self._silent
+        ]
+        self._silent.update(node for node, _ in found)
+        return found
+
+    def excuse(self, now: float) -> None:
+        """The listener itself was away, so nobody is judged: everyone gets a new start."""
+        for node in self._heard:
+            if node not in self._silent:
+                self._heard[node] = now
+
+    def age_s(self, node: str, now: float) -> float | None:
+        return now - self._heard[node] if node in self._heard else None
+
+
+# ------------------------------------------------------------------ progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectorLimits:
+    overdue_factor: float = 4.0  # of an op's usual time: a suspicion
+    overdue_floor_s: float = 0.15
+    hang_factor: float = 12.0  # of an op's usual time: evidence, if somebody waits
+    hang_floor_s: float = 1.0
+    active_factor: float = 10.0  # times longer where the process was running, or starved of a CPU
+    hang_alone_s: float = 60.0  # where there is nobody who could wait
+    wait_factor: float = 1.0  # of a usual step
+    wait_floor_s: float = 0.25
+    stall_factor: float = 5.0  # of a usual step: everybody waits
+    stall_floor_s: float = 3.0
+    first_op_s: float = 120.0  # before an op's usual time is known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """One look at one worker. `moment` changes whenever it writes; `stopped` is asked only if it does not."""
+
+    moment: int
+    step: int
+    busy: bool
+    doing: str
+    age_s: float  # since it last wrote
+
+
+IDLE = ("Paused", "a snapshot of a peer's state")  # told to wait: nobody's fault
+
+
+class ProgressWatch:
+    """One agent's view of its workers. `look` says what is worth a report; silence means all is well."""
+
+    def __init__(self, limits: DetectorLimits) -> None:
+        self.limits = limits
+        self._seen: dict[tuple[str, Worker], _Seen] = {}
+
+    def expects(self, task: str, worker: Worker, times: Mapping[str, float]) -> None:
+        """A worker has told how long ops take there."""
+        self._of(task, worker).times = dict(times)
+
+    def forget(self, task: str, worker: Worker) -> None:
+        self._seen.pop((task, worker), None)
+
+    def stands_still(self, task: str, worker: Worker, glance: Glance) -> bool:
+        """Has it written nothing since the last look? Then it is worth asking the kernel."""
+        return self._of(task, worker).moment == glance.moment
+
+    def look(
+        self,
+        task: str,
+        worker: Worker,
+        incarnation: int,
+        glance: Glance,
+        *,
+        stopped: bool,
+        now: float,
+        active_s: float = 0.0,
+    ) -> OpOverdue | WorkerMoved | None:
+        seen = self._of(task, worker)
+        moved = glance.moment != seen.moment
+        seen.watch_step(glance, now)
+        seen.moment = glance.moment
+        if moved and not stopped:
+            was, seen.reported_s, seen.still, seen.told_stopped = seen.reported_s > 0, 0.0, 0, False
+            return WorkerMoved(task=task, worker=worker, incarnation=incarnation) if was else None
+        seen.still += 1
+        limit, expected = self._limit(seen, glance)
+        news = stopped and seen.still >= 2 and not seen.told_stopped
+        longer = glance.age_s > limit and glance.age_s >= 2 * seen.reported_s  # told again at twice the time
+        if not news and not longer:
+            return None
+        seen.reported_s, seen.told_stopped = max(glance.age_s, 1e-3), stopped
+        return OpOverdue(
+            task=task,
+            worker=worker,
+            incarnation=incarnation,
+            doing=glance.doing,
+            busy=glance.busy,
+            stopped=stopped,
+            elapsed_s=glance.age_s,
+            expected_s=expected,
+            step=glance.step,
+            active_s=active_s,
+        )
+
+    def _limit(self, seen: _Seen, glance: Glance) -> tuple[float, float]:
+        """(overdue after, expected), in seconds."""
+        limits = self.limits
+        if glance.doing in IDLE:
+            return float("inf"), 0.0
+        if not glance.busy:
+            step = seen.step_s if seen.step_s is not None else limits.first_op_s
+            return max(limits.wait_floor_s, limits.wait_factor * step), step
+        expected = seen.times.get(_kind(glance.doing))
+        if expected is None:
+            return limits.first_op_s, limits.first_op_s
+        return max(limits.overdue_floor_s, limits.overdue_factor * expected), expected
+
+    def _of(self, task: str, worker: Worker) -> _Seen:
+        return self._seen.setdefault((task, worker), _Seen({}))
+
+
+@dataclass(slots=True)
+class _Seen:
+    times: dict[str, float]
+    moment: int = -1
+    still: int = 0  # looks in a row without a change
+    reported_s: float = 0.0
+    told_stopped: bool = False
+    step: int = 0
+    step_at: float = 0.0
+    step_s: float | None = None  # a usual step, smoothed
+
+    def watch_step(self, glance: Glance, now: float) -> None:
+        if glance.step == self.step + 1 and self.step > 0:
+            took = now - self.step_at
+            self.step_s = took if self.step_s is None else 0.7 * self.step_s + 0.3 * took
+        if glance.step != self.step:
+            self.step, self.step_at = glance.step, now
+
+
+def _kind(doing: str) -> str:
+    """'1F0.3' is an F."""
+    return next((letter for letter in doing if letter.isalpha()), "")
+
+
+# ------------------------------------------------------------------ who is it?
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hung:
+    worker: Worker
+    because: str
+    waiting: tuple[Worker, ...]  # ruled out: they wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled:
+    because: str
+
+
+def locate(
+    overdue: Mapping[Worker, OpOverdue], *, members: int, limits: DetectorLimits
+) -> Hung | Stalled | None:
+    """What the overdue reports of one task add up to. `members`: how many workers it has now."""
+    waiting = tuple(sorted(w for w, report in overdue.items() if not report.busy and not report.stopped))
+    stopped = [report for report in overdue.values() if report.stopped]
+    if stopped:
+        worst = max(stopped, key=lambda report: report.elapsed_s)
+        return Hung(
+            worker=worst.worker,
+            because=f"worker {worst.worker} has not moved for {worst.elapsed_s:.2f} s in {worst.doing}, "
+            f"and the kernel says its process is stopped{_and_waiting(waiting)}",
+            waiting=waiting,
+        )
+    busy = [report for report in overdue.values() if report.busy]
+    if busy:
+        worst = max(busy, key=lambda report: report.elapsed_s / max(report.expected_s, 1e-6))
+        patience = max(limits.hang_floor_s, limits.hang_factor * worst.expected_s)
+        if worst.active_s > 0.5 * worst.elapsed_s:
+            patience *= limits.active_factor
+        if not waiting:
+            patience = max(patience, limits.hang_alone_s)
+        if worst.elapsed_s < patience:
+            return None
+        return Hung(
+            worker=worst.worker,
+            because=f"worker {worst.worker} has been in {worst.doing} for {worst.elapsed_s:.2f} s, usually "
+            f"{worst.expected_s:.3f} s{_and_waiting(waiting)}",
+            waiting=waiting,
+        )
+    patience = max((_stall_after(report, limits) for report in overdue.values()), default=0.0)
+    if len(waiting) >= members > 0 and min(r.elapsed_s for r in overdue.values()) >= patience:
+        return Stalled(because=f"all {members} workers wait and none is busy: something between them is lost")
+    return None
+
+
+def _stall_after(report: OpOverdue, limits: DetectorLimits) -> float:
+    return max(limits.stall_floor_s, limits.stall_factor * report.expected_s)
+
+
+def _and_waiting(waiting: tuple[Worker, ...]) -> str:
+    if not waiting:
+        return ""
+    few = ", ".join(map(str, waiting[:4])) + (" and others" if len(waiting) > 4 else "")
+    return f"; {few} {'waits' if len(waiting) == 1 else 'wait'} for it"

@@ -1,0 +1,222 @@
+"""From the survivors' ledgers to what is still owed.
+
+All arithmetic on sets, no state: given who lives and what each says it has done, find for every step that
+somebody is in: which stages have its sum already, which (microbatch, stage) has been run where, who lacks a
+sum that a peer holds. Two steps can be open at once, never three: a stage cannot seal a step before its
+neighbours have entered it.
+
+A stage that holds its sum owes nothing for it. But the boundary tensors a dead worker had made live only in
+its outbox, and a neighbour stage that must redo a microbatch may ask for them. Then a live peer runs that
+microbatch once more as a *ghost*: for its outputs only, its gradients are in the sum already. That needs the
+weights from before the update; they are at hand, because no update is final before every stage has sealed
+(see `rewind` below).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from everstep.core.words.actions import BrokenStep
+from everstep.core.words.ops import Kind, Microbatch, Worker
+from everstep.core.words.worker_messages import Ledger, Parcel, ParcelKind, Place
+from everstep.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    replicas: int
+    stages: int
+    microbatches: int
+
+    def workers(self) -> list[Worker]:
+        return [Worker(k, s) for k in range(self.replicas) for s in range(self.stages)]
+
+    def all_microbatches(self) -> list[Microbatch]:
+        return [Microbatch(k, m) for k in range(self.replicas) for m in range(self.microbatches)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owed:
+    low: int
+    high: int
+    broken: Mapping[int, BrokenStep]
+    owing: frozenset[int]  # the stages with ops still to run in a broken step
+    give: Mapping[Worker, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
+    ghosts: Mapping[Worker, frozenset[tuple[int, Microbatch]]] = field(default_factory=dict)
+    rewind: int | None = (
+        None  # a ghost's host has updated this step eagerly already: that must be undone first
+    )
+
+
+def what_is_owed(
+    shape: Shape, ledgers: Mapping[Worker, Ledger], *, steps: int, entering: Mapping[Worker, int]
+) -> Owed:
+    """`ledgers` are the members'; `entering` are joiners and the step from which they are members too."""
+    low = min(ledger.step for ledger in ledgers.values())
+    high = max(ledger.step for ledger in ledgers.values())
+    if high > low + 1:
+        raise InternalError(f"workers are in steps {low} to {high}; more than two steps cannot be open")
+    broken: dict[int, BrokenStep] = {}
+    give: dict[Worker, dict[int, tuple[int, ...]]] = {}
+    ghosts: dict[Worker, set[tuple[int, Microbatch]]] = {}
+    owing: set[int] = set()
+    for step in range(low, min(high, steps) + 1):
+        view = _StepView(shape, ledgers, step)
+        alive = {*ledgers, *(w for w, first in entering.items() if first <= step)}
+        for stage in range(shape.stages):
+            holders = view.holders(stage)
+            lacking = tuple(w.replica for w in view.peers(stage) if w not in holders)
+            if holders and lacking:
+                give.setdefault(view.giver(stage), {})[step] = lacking
+            if not holders and view.is_owing(stage):
+                owing.add(stage)
+        for (microbatch, stage), (host, kinds) in view.ghosts().items():
+            ghosts.setdefault(Worker(host, stage), set()).add((step, microbatch))
+            view.done[microbatch, stage] = (host, kinds)
+        broken[step] = BrokenStep(frozenset(w for w in shape.workers() if w not in alive), view.done)
+    hosts_ahead = [w for w in ghosts if ledgers[w].step > low]
+    return Owed(
+        low=low,
+        high=high,
+        broken=broken,
+        owing=frozenset(owing),
+        give=give,
+        ghosts={w: frozenset(which) for w, which in ghosts.items()},
+        rewind=low if hosts_ahead else None,
+    )
+
+
+class _StepView:
+    """One step as the ledgers show it."""
+
+    def __init__(self, shape: Shape, ledgers: Mapping[Worker, Ledger], step: int) -> None:
+        self.shape = shape
+        self.ledgers = ledgers
+        self.step = step
+        self.run = self._run_by_the_living()
+        self.complete = [bool(self.holders(stage)) for stage in range(shape.stages)]
+        self.done: dict[Place, tuple[int, str]] = {}
+        for stage in range(shape.stages):
+            for microbatch in shape.all_microbatches():
+                place = (microbatch, stage)
+                if self.complete[stage]:
+                    host = self.run[place][0] if place in self.run else self.holders(stage)[0].replica
+                    self.done[place] = (host, "FIW")
+                elif place in self.run:
+                    self.done[place] = self.run[place]
+
+    def peers(self, stage: int) -> list[Worker]:
+        return [w for w in self.ledgers if w.stage == stage]
+
+    def holders(self, stage: int) -> list[Worker]:
+        """The workers that hold the stage's sum of this step."""
+        return [
+            w
+            for w in self.peers(stage)
+            if self.ledgers[w].step > self.step
+            or (self.ledgers[w].step == self.step and any(op.kind is Kind.R for op in self.ledgers[w].done))
+        ]
+
+    def giver(self, stage: int) -> Worker:
+        """A holder that has reduced the step itself: one that entered after it has the state, not the sum."""
+        return next((w for w in self.holders(stage) if self._has_reduced(w)), self.holders(stage)[0])
+
+    def _has_reduced(self, worker: Worker) -> bool:
+        ledger = self.ledgers[worker]
+        ops = ledger.done if ledger.step == self.step else ledger.done_before
+        return any(op.kind is Kind.R for op in ops)
+
+    def is_owing(self, stage: int) -> bool:
+        return any(self.run.get((m, stage), (0, ""))[1] != "FIW" for m in self.shape.all_microbatches())
+
+    def ghosts(self) -> dict[Place, tuple[int, str]]:
+        """What must be run again at complete stages, as (host, kinds that need not be)."""
+        wanted: dict[Place, set[str]] = {}
+
+        def want_activation(microbatch: Microbatch, stage: int) -> None:
+            """Somebody will run F of (microbatch, stage): is its input still to be had?"""
+            if stage > 0 and self.complete[stage - 1] and "F" not in self._kinds(microbatch, stage - 1):
+                want(microbatch, stage - 1, "F")
+
+        def want_gradient(microbatch: Microbatch, stage: int) -> None:
+            last = stage == self.shape.stages - 1
+            if not last and self.complete[stage + 1] and "I" not in self._kinds(microbatch, stage + 1):
+                want(microbatch, stage + 1, "F")
+                want(microbatch, stage + 1, "I")
+
+        def want(microbatch: Microbatch, stage: int, kind: str) -> None:
+            kinds = wanted.setdefault((microbatch, stage), set())
+            if kind in kinds or kind in self._kinds(microbatch, stage):
+                return
+            kinds.add(kind)
+            if kind == "F":
+                want_activation(microbatch, stage)
+            else:
+                want_gradient(microbatch, stage)
+
+        for stage in range(self.shape.stages):
+            if self.complete[stage]:
+                continue
+            for microbatch in self.shape.all_microbatches():
+                kinds = self._kinds(microbatch, stage)
+                if "F" not in kinds:
+                    want_activation(microbatch, stage)
+                if "I" not in kinds and not self._has_gradient(microbatch, stage):
+                    want_gradient(microbatch, stage)
+        return self._give_hosts({place: kinds for place, kinds in wanted.items() if kinds})
+
+    def _give_hosts(self, wanted: Mapping[Place, set[str]]) -> dict[Place, tuple[int, str]]:
+        """The worker with the stash, else one that has not updated yet, else any; the least burdened of
+        them.
+        """
+        load: dict[Worker, int] = {}
+        hosted = {}
+        for (microbatch, stage), kinds in sorted(wanted.items()):
+            if (microbatch, stage) in self.run:
+                host = Worker(self.run[microbatch, stage][0], stage)
+            else:
+                host = min(self.peers(stage), key=lambda w: (self.ledgers[w].step, load.get(w, 0), w))
+            load[host] = load.get(host, 0) + 1
+            hosted[microbatch, stage] = (host.replica, "".join(k for k in "FIW" if k not in kinds))
+        return hosted
+
+    def _run_by_the_living(self) -> dict[Place, tuple[int, str]]:
+        run: dict[Place, tuple[int, str]] = {}
+        for worker, ledger in self.ledgers.items():
+            ops = (
+                ledger.done
+                if ledger.step == self.step
+                else (ledger.done_before if ledger.step == self.step + 1 else ())
+            )
+            kinds: dict[Place, str] = {}
+            for op in ops:
+                if op.microbatch is not None:
+                    place = (op.microbatch, op.stage)
+                    kinds[place] = kinds.get(place, "") + op.kind
+            for place, which in kinds.items():
+                if place in run:
+                    raise InternalError(
+                        f"{place[0]} was run by two workers of stage {place[1]} in step {self.step}"
+                    )
+                run[place] = (worker.replica, "".join(k for k in "FIW" if k in which))
+        return run
+
+    def _kinds(self, microbatch: Microbatch, stage: int) -> str:
+        return self.run.get((microbatch, stage), (0, ""))[1]
+
+    def _has_gradient(self, microbatch: Microbatch, stage: int) -> bool:
+        """Has the worker with the stash received the gradient already?"""
+        if (microbatch, stage) not in self.run:
+            return False
+        ledger = self.ledgers[Worker(self.run[microbatch, stage][0], stage)]
+        return any(_is(parcel, self.step, microbatch, stage) for parcel in ledger.holding)
+
+
+def _is(parcel: Parcel, step: int, microbatch: Microbatch, stage: int) -> bool:
+    return (
+        parcel.what is ParcelKind.GRADIENT
+        and parcel.step == step
+        and parcel.stage == stage
+        and parcel.microbatch == microbatch
+    )

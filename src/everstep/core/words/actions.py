@@ -1,0 +1,118 @@
+"""What shall happen. Imperative, frozen; each says why, in the sentence that logs and people read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from everstep.core.words.incidents import Incident
+from everstep.core.words.ops import Microbatch, Worker
+from everstep.core.words.worker_messages import Place, Resume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWorker:
+    worker: Worker
+    incarnation: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterruptWorkers:
+    """Finish the op in hand, report a ledger, wait."""
+
+    workers: tuple[Worker, ...]
+    epoch: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenStep:
+    """A step that some worker is in: who takes no part, and what is done, as (host, kinds) per place."""
+
+    dead: frozenset[Worker]
+    done: Mapping[Place, tuple[int, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputePlan:
+    """Order the ops that are owed in each broken step, and find the schedule that repeats after them."""
+
+    epoch: int
+    broken: Mapping[int, BrokenStep]
+    dead: frozenset[Worker]  # from the first whole step on
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeStep:
+    worker: Worker
+    order: Resume
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyState:
+    source: Worker
+    joiner: Worker
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopFeeding:
+    source: Worker
+    joiner: Worker
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordStep:
+    """All stages have sealed this step: it is part of the run for good."""
+
+    step: int
+    epoch: int
+    attempt: int
+    losses: tuple[tuple[Microbatch, float], ...]
+    norm: float
+    microbatches_committed: int
+    replayed_elsewhere: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseIncident:
+    incident: Incident
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishTask:
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishShape:
+    """The last step of this shape is sealed: its workers leave their states behind and go."""
+
+    step: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailTask:
+    because: str
+
+
+Action = (
+    StartWorker
+    | InterruptWorkers
+    | ComputePlan
+    | ResumeStep
+    | CopyState
+    | StopFeeding
+    | RecordStep
+    | CloseIncident
+    | FinishTask
+    | FinishShape
+    | FailTask
+)

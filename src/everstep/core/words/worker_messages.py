@@ -1,0 +1,352 @@
+"""What workers tell each other, and what they are told: parcels, ledgers, orders.
+
+A parcel is named by what it is, never by its place in a stream: two parcels of one name hold the same thing,
+so a receiver drops the second, any live holder can send it again, and no sender has to know what a dead one
+had sent.
+
+`attempt` counts how often a step was taken back (a restored checkpoint, an undone update before it); a parcel
+of an earlier attempt was computed from weights that no longer count. `round` is the epoch in which a stage's
+reduce group was formed: parts of different rounds are never added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from everstep.core.words.ops import Microbatch, Op
+
+Place = tuple[Microbatch, int]  # (microbatch, stage)
+
+
+class ParcelKind(StrEnum):
+    ACTIVATION = "A"  # into `stage`, of `microbatch`
+    GRADIENT = "G"  # into `stage`, of `microbatch`
+    PART = "P"  # `sender`'s gradients for the chunk that `owner` sums
+    SUM = "S"  # the chunk that `owner` has summed
+    HELD = "H"  # `sender` holds the whole sum
+    TIED = "T"  # the sum of the tied tensor at `stage`
+    NEWS = "N"  # `stage` has sealed the step; its gradient's sum of squares
+    COPY = "C"  # the whole sum, for a peer whose owner of a chunk died
+    FEED = "J"  # the whole sum and its scale, for a worker that is joining
+
+
+class Parcel(NamedTuple):
+    """The name of a message between two workers. Its payload (a tensor) and value (small facts) travel
+    with it.
+    """
+
+    what: ParcelKind
+    attempt: int
+    step: int
+    stage: int
+    microbatch: Microbatch | None = None
+    round: int = 0
+    sender: int = -1
+    owner: int = -1
+
+    def __str__(self) -> str:
+        detail = self.microbatch or (
+            f"{self.sender}>{self.owner}" if self.what is ParcelKind.PART else self.sender
+        )
+        return f"{self.what}[{self.step} stage {self.stage} {detail}]"
+
+
+class Part(NamedTuple):
+    """The small facts of a PART: what its sender added up, so that a sum is checked before it is used."""
+
+    microbatches: tuple[Microbatch, ...]
+    losses: tuple[tuple[Microbatch, float], ...]
+    executed: int  # ops this worker ran for the step, to show that nothing was run twice
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Who makes up the stages, from a step on."""
+
+    from_step: int
+    live: tuple[tuple[int, ...], ...]  # per stage, the replicas, ascending
+    rounds: tuple[int, ...]  # per stage, the epoch in which this group was formed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What a worker has done, told when it is asked to pause."""
+
+    step: int  # the step it is in; all earlier ones are updated
+    done: tuple[Op, ...] = ()  # its ops of that step; R once it holds the sum
+    done_before: tuple[Op, ...] = ()  # its ops of the step before, while that one is open somewhere
+    holding: tuple[Parcel, ...] = ()  # activations and gradients it has received and not used
+    joining: bool = False  # not yet a member: its state is that after `step - 1`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """All a worker needs to go on: the rest of the broken steps, and the step that repeats after them."""
+
+    epoch: int
+    attempts: tuple[tuple[int, int], ...]  # (from this step on, attempt), ascending
+    step: int  # the step the worker is in when it goes on
+    lists: Mapping[int, tuple[Op, ...]] = field(default_factory=dict)  # for these steps
+    steady: tuple[Op, ...] = ()  # for all later ones
+    hosts: Mapping[int, Mapping[Place, int]] = field(default_factory=dict)  # where it is not the home
+    steady_hosts: Mapping[Place, int] = field(default_factory=dict)
+    members: tuple[Members, ...] = ()
+    ghosts: frozenset[tuple[int, Microbatch]] = frozenset()  # (step, microbatch) to run for outputs only
+    give: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # step -> peers that lack its sum
+    awaits: frozenset[int] = frozenset()  # steps whose sum this worker is given: it adds up nothing itself
+    feeds: Mapping[int, int | None] = field(default_factory=dict)  # joining replica -> last step to feed it
+    rewind: int | None = None  # undo this step's eager update, and decide it anew
+    shares: tuple[tuple[int, int, float], ...] = ()  # step, stage, its part of the norm: who knew may be dead
+    restore: int | None = None  # load the state kept of this step (0: the initial state)
+    until: int | None = None  # the last step of this shape: after it the state is shelved, and that is all
+
+    def attempt(self, step: int) -> int:
+        return [attempt for first, attempt in self.attempts if first <= step][-1]
+
+    def ops(self, step: int) -> tuple[Op, ...]:
+        return self.lists.get(step, self.steady)
+
+    def host(self, step: int, microbatch: Microbatch, stage: int) -> int:
+        return self.hosts.get(step, self.steady_hosts).get((microbatch, stage), microbatch.home)
+
+    def members_at(self, step: int) -> Members:
+        fitting = [m for m in self.members if m.from_step <= step]
+        return fitting[-1] if fitting else self.members[0]
+
+
+# ------------------------------------------------------------------ what a walker asks its body to do
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run F, I, W or B of one microbatch. Its input is the parcel in hand, if any; its output is `output`.
+
+    A ghost is run for its output alone, which died with its holder; its gradients are in the sum already.
+    """
+
+    op: Op
+    step: int
+    input: Parcel | None
+    output: Parcel | None
+    ghost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Contribute:
+    """Close the step's gradients. Answer: the losses of the microbatches run here."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SumChunk:
+    """Add up the parts of the chunk that is ours, in the order of `members`. Answer: its sum of squares."""
+
+    step: int
+    members: tuple[int, ...]
+    parts: tuple[Parcel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AssembleSum:
+    """Put the chunks of all owners together, or take a peer's whole sum.
+
+    Answer: the whole sum's sum of squares where it is not that of its chunks (a tied pair inside one stage),
+    else None.
+    """
+
+    step: int
+    members: tuple[int, ...]
+    chunks: tuple[Parcel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CombineTied:
+    """Add the tied tensor's other half, lower stage first. Answer: the stage's sum of squares."""
+
+    step: int
+    other: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer step. `scale` None: a skipped step. `keep`: it may have to be undone."""
+
+    step: int
+    scale: float | None
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """Take the last kept update back, exactly."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Copy the state as it is now, and stream the copy to a joining peer."""
+
+    joiner: int
+    state_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyFeed:
+    """A joining worker follows a step it took no part in."""
+
+    step: int
+    scale: float | None
+    feed: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Load the state kept of this step, or build the initial state for 0. Answer: False if it is gone."""
+
+    state_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheckpoint:
+    """Write a share of this stage's part of the checkpoint: the `index`-th of `count`, one a live peer."""
+
+    state_step: int
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCopy:
+    """Copy the state to memory that outlives this worker. `leaving`: it is this worker's last deed."""
+
+    state_step: int
+    leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do until something arrives."""
+
+    missing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Between an interrupt and the order to go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last step is updated, sealed and valid."""
+
+
+WorkItem = (
+    Compute
+    | Contribute
+    | SumChunk
+    | AssembleSum
+    | CombineTied
+    | Update
+    | Undo
+    | Snapshot
+    | ApplyFeed
+    | Restore
+    | SaveCheckpoint
+    | StoreCopy
+    | Wait
+    | Paused
+    | Finished
+)
+
+
+# ------------------------------------------------------------------ what it asks its shell to do meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a parcel to the worker of this replica and stage. `value` are the small facts that go with it."""
+
+    parcel: Parcel
+    replica: int
+    stage: int
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Free the payloads of these parcels."""
+
+    parcels: tuple[Parcel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseGradients:
+    """The stage has sealed this step: its local gradients are not needed again."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSum:
+    """Sealed, valid and fed: the sum of this step is not needed again."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardWork:
+    """Throw away the stashes and gradients of this step and later ones (None: everything of every step)."""
+
+    from_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TellSealed:
+    """For the record: this stage's sum of this step is in the hands of every live peer."""
+
+    step: int
+    microbatches: int
+    executed: int
+    losses: tuple[tuple[Microbatch, float], ...]
+    sum_of_squares: float
+
+
+@dataclass(frozen=True, slots=True)
+class TellInvalid:
+    """The norm of all stages forbids an update that was made eagerly."""
+
+    step: int
+    norm: float
+    attempt: int  # of the step after it, which is in vain
+
+
+@dataclass(frozen=True, slots=True)
+class TellCopied:
+    """A joining worker holds the state after this step."""
+
+    state_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellUnrestored:
+    """The state that was to be loaded is not there any more."""
+
+    state_step: int
+
+
+Command = (
+    Send
+    | Forget
+    | ReleaseGradients
+    | ReleaseSum
+    | DiscardWork
+    | TellSealed
+    | TellInvalid
+    | TellCopied
+    | TellUnrestored
+)

@@ -1,0 +1,113 @@
+"""What a worker has received and not used, what it has sent and may have to send again, and its commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from everstep.core.words.ops import Microbatch, Worker
+from everstep.core.words.worker_messages import Command, Forget, Parcel, ParcelKind, Resume, Send
+
+
+class Mailbox:
+    """Names only; the shell keeps the payloads, and frees them when told to `Forget`."""
+
+    def __init__(self, me: Worker) -> None:
+        self.me = me
+        self.order = Resume(epoch=0, attempts=((0, 0),), step=1)  # the last one this worker was given
+        self.box: dict[Parcel, Any] = {}  # parcels here and not yet used, with their small facts
+        self.outbox: dict[Parcel, int] = {}  # boundary parcels of open steps -> replica they went to
+        self.commands: list[Command] = []
+
+    def name(
+        self,
+        what: ParcelKind,
+        step: int,
+        stage: int,
+        microbatch: Microbatch | None = None,
+        *,
+        round: int = 0,
+        sender: int = -1,
+        owner: int = -1,
+    ) -> Parcel:
+        """A parcel of the step's current attempt."""
+        return Parcel(what, self.order.attempt(step), step, stage, microbatch, round, sender, owner)
+
+    def send(self, parcel: Parcel, to: Worker, value: Any = None) -> None:
+        """Only members get mail."""
+        if to.replica in self.order.members_at(parcel.step).live[to.stage]:
+            self.commands.append(Send(parcel, to.replica, to.stage, value))
+
+    def post(self, parcel: Parcel) -> None:
+        """Send a boundary parcel to its host and keep it: the host may die."""
+        assert parcel.microbatch is not None
+        host = self.order.host(parcel.step, parcel.microbatch, parcel.stage)
+        self.outbox[parcel] = host
+        self.send(parcel, Worker(host, parcel.stage))
+
+    def redirect(self) -> None:
+        """Hosts have changed: what went to another one goes to the new one, too."""
+        for parcel, sent_to in list(self.outbox.items()):
+            assert parcel.microbatch is not None
+            if self.order.host(parcel.step, parcel.microbatch, parcel.stage) != sent_to:
+                self.post(parcel)
+
+    def repost(self, peer: Worker) -> None:
+        """The connection to this peer was lost for a while."""
+        for parcel, replica in list(self.outbox.items()):
+            if Worker(replica, parcel.stage) == peer:
+                self.send(parcel, peer)
+
+    def use(self, parcel: Parcel) -> None:
+        """A received parcel has served."""
+        if parcel in self.box:
+            del self.box[parcel]
+            self.commands.append(Forget((parcel,)))
+
+    def drop(self, is_over: Callable[[Parcel], bool]) -> None:
+        """Forget parcels, received or sent. A feed is final whatever the attempt; it is only ever used."""
+        received = [p for p in self.box if is_over(p) and p.what is not ParcelKind.FEED]
+        sent = [p for p in self.outbox if is_over(p)]
+        for parcel in received:
+            del self.box[parcel]
+        for parcel in sent:
+            del self.outbox[parcel]
+        if received or sent:
+            self.commands.append(Forget((*received, *sent)))
+
+    def drop_sent(self, step: int) -> None:
+        over = tuple(parcel for parcel in self.outbox if parcel.step == step)
+        for parcel in over:
+            del self.outbox[parcel]
+        if over:
+            self.commands.append(Forget(over))
+
+    def drop_stale(self, from_step: int) -> None:
+        """Forget every parcel of these steps that belongs to an attempt before this one."""
+        self.drop(lambda p: p.step >= from_step and p.attempt < self.order.attempt(p.step))
+
+    # -------------------------------------------------------------- who is who
+
+    def peers(self, step: int) -> tuple[int, ...]:
+        """The replicas of this worker's stage in a step, itself among them."""
+        return self.order.members_at(step).live[self.me.stage]
+
+    def other_peers(self, step: int) -> list[Worker]:
+        return [Worker(k, self.me.stage) for k in self.peers(step) if k != self.me.replica]
+
+    def is_first_peer(self, step: int) -> bool:
+        """One of them speaks for all."""
+        return self.peers(step)[0] == self.me.replica
+
+    def round(self, step: int) -> int:
+        return self.order.members_at(step).rounds[self.me.stage]
+
+    def wards(self, step: int) -> Iterator[Worker]:
+        """Those of other stages that hear from this one: its own replica's, and those whose peer is dead."""
+        live = self.order.members_at(step).live
+        mine = live[self.me.stage]
+        for stage, replicas in enumerate(live):
+            for replica in replicas if stage != self.me.stage else ():
+                speaker = replica if replica in mine else mine[replica % len(mine)]
+                if speaker == self.me.replica:
+                    yield Worker(replica, stage)

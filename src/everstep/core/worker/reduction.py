@@ -1,0 +1,149 @@
+"""The reduce of one step at one stage, as parcels: every peer owns a chunk of the gradient.
+
+    contribute    send each owner this worker's part of its chunk
+    sum           the owner adds the parts, in the order of replicas, and sends the sum to all
+    assemble      with every owner's chunk in hand, the worker holds the sum, and says so
+    seal          all live peers hold it: nobody can come asking for the local gradients any more
+
+As many bytes as a ring moves, in two hops whatever the number of peers, and with no group to be formed: when
+a peer dies, only what it owned or had not sent is missing. Any holder can give the whole sum to a peer that
+lacks it. Where nobody holds it, the parts count for nothing and the reduce starts over in a new round.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from everstep.core.words.ops import Kind, Microbatch, Op, Worker
+from everstep.core.words.worker_messages import (
+    AssembleSum,
+    Contribute,
+    Parcel,
+    ParcelKind,
+    Part,
+    SumChunk,
+    Wait,
+    WorkItem,
+)
+from everstep.core.worker.mailbox import Mailbox
+from everstep.core.worker.rules import TaskRules
+from everstep.core.worker.step_state import StepState
+from everstep.errors import InternalError
+
+
+class Reduction:
+    """Decides for the step it is given; keeps nothing itself."""
+
+    def __init__(self, mail: Mailbox, rules: TaskRules) -> None:
+        self.mail, self.rules, self.me = mail, rules, mail.me
+
+    def next(self, state: StepState) -> WorkItem:
+        box, peers = self.mail.box, self.mail.peers(state.step)
+        copy = self.copy(state.step)
+        if copy in box:
+            return AssembleSum(state.step, peers, (copy,))
+        if state.step in self.mail.order.awaits:  # the parts that are left may lack a dead peer's
+            return Wait(str(copy))
+        if state.own_part is None:
+            return Contribute(state.step)
+        others = [k for k in peers if k != self.me.replica]
+        if state.own_chunk_squares is None:
+            parts = tuple(self._part(state, sender=k, owner=self.me.replica) for k in others)
+            if missing := [part for part in parts if part not in box]:
+                return Wait(str(missing[0]))
+            state.everyone = self._check([state.own_part, *(box[part] for part in parts)], state.step)
+            return SumChunk(state.step, peers, parts)
+        chunks = tuple(self._chunk(state, owner=k) for k in others)
+        if missing := [chunk for chunk in chunks if chunk not in box]:
+            return Wait(str(missing[0]))
+        return AssembleSum(state.step, peers, chunks)
+
+    def contributed(self, state: StepState, losses: tuple[tuple[Microbatch, float], ...]) -> None:
+        state.own_part = Part(state.accumulated(), losses, state.executed)
+        for peer in self.mail.other_peers(state.step):
+            self.mail.send(
+                self._part(state, sender=self.me.replica, owner=peer.replica), peer, state.own_part
+            )
+
+    def summed(self, state: StepState, task: SumChunk, squares: float) -> None:
+        state.own_chunk_squares = squares
+        for part in task.parts:
+            self.mail.use(part)
+        for peer in self.mail.other_peers(state.step):
+            self.mail.send(self._chunk(state, owner=self.me.replica), peer, squares)
+
+    def assembled(self, state: StepState, task: AssembleSum, squares: float | None) -> None:
+        """`squares`: the shell's word, where the whole is not the sum of its chunks."""
+        box = self.mail.box
+        if task.chunks and task.chunks[0].what is ParcelKind.COPY:
+            state.reduced_squares, state.everyone = box[task.chunks[0]]
+        else:
+            of = {chunk.sender: float(box[chunk]) for chunk in task.chunks}
+            of[self.me.replica] = state.own_chunk_squares or 0.0
+            state.reduced_squares = math.fsum(of[k] for k in task.members)
+        if squares is not None:
+            state.reduced_squares = squares
+        for chunk in task.chunks:
+            self.mail.use(chunk)
+        state.holds_sum = True
+        state.done[Op(Kind.R, None, self.me.stage)] = None
+        if not self.rules.is_tied(self.me.stage):
+            state.sum_of_squares = state.reduced_squares
+        self.tell_held(state)
+
+    def all_hold(self, state: StepState) -> bool:
+        return all(
+            self._held(state.step, peer.replica) in self.mail.box
+            for peer in self.mail.other_peers(state.step)
+        )
+
+    def tell_held(self, state: StepState) -> None:
+        for peer in self.mail.other_peers(state.step):
+            self.mail.send(self._held(state.step, self.me.replica), peer)
+
+    def tell_one(self, step: int, peer: Worker) -> None:
+        """That this worker held the sum of a step it has closed since."""
+        self.mail.send(self._held(step, self.me.replica), peer)
+
+    def give(self, state: StepState, peer: Worker) -> None:
+        """The whole sum, for a peer that lacks it."""
+        self.mail.send(self.copy(state.step), peer, (state.reduced_squares, state.everyone))
+
+    def resend(self, state: StepState, peer: Worker) -> None:
+        """The connection to this peer was lost for a while."""
+        if state.holds_sum:
+            self.mail.send(self._held(state.step, self.me.replica), peer)
+        if state.own_part is not None and not state.sealed:
+            self.mail.send(
+                self._part(state, sender=self.me.replica, owner=peer.replica), peer, state.own_part
+            )
+        if state.own_chunk_squares is not None and not state.sealed:
+            self.mail.send(self._chunk(state, owner=self.me.replica), peer, state.own_chunk_squares)
+
+    def copy(self, step: int) -> Parcel:
+        """Of this round: what a giver sent before it died must not reach half of those who begin anew."""
+        return self.mail.name(ParcelKind.COPY, step, self.me.stage, round=self.mail.round(step))
+
+    def _held(self, step: int, sender: int) -> Parcel:
+        return self.mail.name(ParcelKind.HELD, step, self.me.stage, sender=sender)
+
+    def _part(self, state: StepState, *, sender: int, owner: int) -> Parcel:
+        return self.mail.name(
+            ParcelKind.PART, state.step, self.me.stage, round=state.round, sender=sender, owner=owner
+        )
+
+    def _chunk(self, state: StepState, *, owner: int) -> Parcel:
+        return self.mail.name(ParcelKind.SUM, state.step, self.me.stage, round=state.round, sender=owner)
+
+    def _check(self, parts: list[Any], step: int) -> Part:
+        """Exactly once, checked at run time: every microbatch is in this sum, and none twice."""
+        microbatches = [m for part in parts for m in part.microbatches]
+        distinct, total = len(set(microbatches)), self.rules.total_microbatches
+        if len(microbatches) != total or distinct != total:
+            raise InternalError(
+                f"step {step}, stage {self.me.stage}: the sum would hold {len(microbatches)} "
+                f"microbatches, {distinct} distinct, instead of each of {total} once"
+            )
+        losses = tuple(sorted(loss for part in parts for loss in part.losses))
+        return Part(tuple(sorted(microbatches)), losses, sum(part.executed for part in parts))

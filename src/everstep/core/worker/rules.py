@@ -1,0 +1,53 @@
+"""What a task fixes for all its workers, and what follows from a gradient's norm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRules:
+    replicas: int
+    stages: int
+    microbatches: int
+    steps: int
+    clip: float | None = None
+    stagger: str = "auto"  # "auto", "always", "never"
+    eager_below: float = 0.5  # auto: step eagerly while the last norm is below this share of the clip
+    tied: tuple[int, int] | None = None  # the two stages that hold one tied tensor, lower first
+    checkpoint_every: int = 0
+    shelve_every: int = 0  # steps between two copies of the state in memory that outlives the worker
+
+    @property
+    def total_microbatches(self) -> int:
+        return self.replicas * self.microbatches
+
+    def scale(self, norm: float) -> float | None:
+        """What the gradient is multiplied with; None skips the step."""
+        if not math.isfinite(norm):
+            return None
+        return 1.0 if self.clip is None or norm <= self.clip else self.clip / norm
+
+    def allows_eager(self, step: int, last_norm: float | None) -> bool:
+        """May a stage step before the norm of all stages is known?
+
+        Where recent norms are near the clip it would often be undone, so it waits. The last step waits too:
+        nobody is there to gain from it.
+        """
+        if self.stagger == "never" or step == self.steps or self.stages == 1:
+            return False
+        if self.stagger == "always":
+            return True
+        if last_norm is None or not math.isfinite(last_norm):
+            return False
+        return self.clip is None or last_norm < self.eager_below * self.clip
+
+    def is_tied(self, stage: int) -> bool:
+        return self.tied is not None and stage in self.tied
+
+    def other_tied(self, stage: int) -> int:
+        """The stage that holds the other half of the tied tensor."""
+        assert self.tied is not None
+        lower, higher = self.tied
+        return higher if stage == lower else lower

@@ -1,0 +1,503 @@
+"""The body of a walker: runs its tasks with torch, keeps its tensors, sends its parcels.
+
+The walker decides, in names; here the names get tensors. One thread computes and talks to the walker; parcels
+and orders reach it through one queue, so nothing here needs a lock.
+
+    links' I/O thread ──┐
+                        ├──► inbox ──► run(): walker.next() ──► task ──► torch ──► walker.finished()
+    control thread  ────┘                                  └──► commands ──► links, control
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everstep.core.words import worker_messages as msg
+from everstep.core.words.ops import Kind, Microbatch, Worker
+from everstep.core.words.worker_messages import Parcel, ParcelKind
+from everstep.core.worker.worker_state import WorkerState
+from everstep.engine import device as devices
+from everstep.engine import frames
+from everstep.engine.beacon import Beacon
+from everstep.engine.faults import PlantedFault
+from everstep.engine.links import Address, Links
+from everstep.engine.optimizer import Updater
+from everstep.engine.recorder import WorkerRecorder
+from everstep.engine.stage import Stage
+from everstep.engine.stopwatch import Moment, Stopwatch
+
+_MEND_AFTER_S, _MEND_MOST_S = 0.5, 8.0
+Order = tuple[str, Any]  # (verb, value): what recovery tells this worker
+Report = Callable[[str, Mapping[str, Any]], None]
+Groups = list[dict[str, Any]]  # of an optimizer
+
+
+@dataclass(slots=True, kw_only=True)
+class Ports:
+    """What the body needs of the world outside: told facts, where states are kept, a clock.
+
+    `save` and `shelve` are given live tensors and copy them before they return; `load` gives None if the
+    state is gone; `directed` is told what an order to go on says about states, before that order is obeyed.
+    """
+
+    report: Report
+    save: Callable[[int, tuple[int, int], Mapping[str, Tensor], Groups], None]
+    load: Callable[[int, list[str]], Mapping[str, Tensor] | None]
+    shelve: Callable[[int, bool, Mapping[str, Tensor]], None] = lambda step, leaving, state: None
+    directed: Callable[[Any], None] = lambda directions: None
+    clock_ns: Callable[[], int] = time.monotonic_ns
+
+
+class WorkerLoop:
+    def __init__(
+        self,
+        me: Worker,
+        walker: WorkerState,
+        build: Callable[[], tuple[Stage, Updater]],
+        *,
+        ports: Ports,
+        links: Links,
+        inbox: queue.SimpleQueue[Order],
+        beacon: Beacon | None = None,
+        recorder: WorkerRecorder | None = None,
+        faults: tuple[PlantedFault, ...] = (),
+    ) -> None:
+        self.me, self.walker, self.ports, self.links, self.inbox = me, walker, ports, links, inbox
+        self.beacon = beacon
+        self.recorder = recorder
+        self.faults = list(faults)
+        self._build = build
+        self.stage, self.updater = build()
+        self.rules = walker.rules
+        self.book: dict[Worker, Address] = {}
+        self.payloads: dict[Parcel, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}  # of steps that are updated and not sealed
+        self.released: set[int] = set()
+        self.sums: dict[int, Tensor] = {}
+        self._spare_sums: list[Tensor] = []
+        self._arriving: dict[str, Tensor] = {}  # a state on its way to this joining worker
+        self._taken = 0  # the last step whose gradients left the stage's buffer
+        self._touched = False  # has the initial state been changed?
+        self._told_epoch = 0
+        self._breaks: dict[Address, int] = {}  # of connections to live peers, since one held
+        self._mending: set[Address] = set()
+        self._waits_for: tuple[int, str] | None = None
+        self._finishing = False
+        self.stopwatch = Stopwatch(clock_ns=ports.clock_ns)
+
+    # -------------------------------------------------------------- the loop
+
+    def run(self) -> None:
+        """Until told to stop."""
+        while True:
+            while not self.inbox.empty():
+                if not self._take(self.inbox.get()):
+                    return
+            task = self.walker.next()
+            self._carry_out()
+            if self._finishing and (isinstance(task, msg.Paused | msg.Finished) or self.walker.joining):
+                return
+            if isinstance(task, msg.Wait | msg.Paused | msg.Finished):
+                self._shine(
+                    busy=False, doing=task.missing if isinstance(task, msg.Wait) else type(task).__name__
+                )
+                if not self._take(self.inbox.get()):
+                    return
+                continue
+            answer = self._do(task)
+            self.walker.finished(task, answer)
+            self._carry_out()
+
+    def _take(self, order: Order) -> bool:
+        """One thing from the inbox. False: stop."""
+        verb, value = order
+        match verb:
+            case "frame":
+                self._arrived(value)
+            case "interrupt":
+                self.ports.report("ledger", {"epoch": value, "ledger": self.walker.interrupt(value)})
+            case "resume":
+                order_, self.book, directions = value
+                self.ports.directed(directions)
+                self.links.forget(set(self.book.values()))
+                self._breaks = {a: n for a, n in self._breaks.items() if a in self.book.values()}
+                self.walker.resume(order_)
+            case "copy":
+                joiner, address = value
+                self.book[Worker(joiner, self.me.stage)] = address
+                self.walker.copy_to(joiner)
+            case "stop_feeding":
+                self.walker.stop_feeding(value)
+            case "faults":  # somebody plays with a demo
+                self.faults = list(value)
+            case "broken":
+                self._broke(value)
+            case "mend":
+                self._mend(value)
+            case "mended":
+                self._mended(*value)
+            case "failed":
+                raise value
+            case "finish":  # the last step is sealed; its update and its checkpoint may still be to do
+                self._finishing = True
+            case "stop":
+                return False
+        self._carry_out()
+        return True
+
+    def _broke(self, address: Address) -> None:
+        """A connection broke. Whoever was at its other end may be dead: wait a little, longer each time."""
+        breaks = self._breaks[address] = self._breaks.get(address, 0) + 1
+        if address not in self._mending:
+            self._mending.add(address)
+            self._later(min(_MEND_AFTER_S * 2 ** (breaks - 1), _MEND_MOST_S), ("mend", address))
+
+    def _mend(self, address: Address) -> None:
+        """If the peer is still one of us, send again what may be lost."""
+        self._mending.discard(address)
+        for peer, known in self.book.items():
+            if known == address:
+                self.walker.link_reopened(peer)
+                self._later(_MEND_AFTER_S, ("mended", (address, self._breaks[address])))
+
+    def _mended(self, address: Address, breaks: int) -> None:
+        """It has held since: that is worth a word."""
+        if self._breaks.get(address) == breaks:
+            del self._breaks[address]
+            for peer, known in self.book.items():
+                if known == address:
+                    self.ports.report("mended", {"peer": str(peer)})
+
+    def _later(self, seconds: float, order: Order) -> None:
+        timer = threading.Timer(seconds, self.inbox.put, (order,))
+        timer.daemon = True
+        timer.start()
+
+    def _arrived(self, frame: frames.Incoming) -> None:
+        if frame.kind == frames.STATE:
+            self._state_arrived(frame)
+            return
+        assert frame.parcel is not None
+        value = frames.value_of(frame.parcel.what, frame.facts)
+        if self.walker.arrived(frame.parcel, value) and frame.tensor is not None:
+            self.payloads[frame.parcel] = frame.tensor
+
+    # -------------------------------------------------------------- tasks
+
+    def _do(self, task: msg.WorkItem) -> Any:
+        match task:
+            case msg.Compute():
+                return self._compute(task)
+            case msg.Contribute():
+                self._maybe_die(task.step, "R", "before")
+                return self._losses(task.step)
+            case msg.SumChunk():
+                return self._sum_chunk(task)
+            case msg.AssembleSum():
+                return self._assemble(task)
+            case msg.CombineTied():
+                return self._combine(task)
+            case msg.Update():
+                return self._update(task)
+            case msg.Undo():
+                return self.updater.undo()
+            case msg.Snapshot():
+                return self._snapshot(task)
+            case msg.ApplyFeed():
+                return self._apply(task.step, self.payloads[task.feed], task.scale)
+            case msg.Restore():
+                return self._restore(task.state_step)
+            case msg.SaveCheckpoint():
+                share = task.index, task.count
+                groups = self.updater.groups(task.state_step)
+                return self.ports.save(task.state_step, share, self.updater.state(), groups)
+            case msg.StoreCopy():
+                return self.ports.shelve(task.state_step, task.leaving, self.updater.state())
+
+    def _compute(self, task: msg.Compute) -> None:
+        op = task.op
+        microbatch = op.microbatch
+        assert microbatch is not None
+        self._shine(busy=True, doing=str(op))
+        self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
+        started = self.stopwatch.moment()
+        number = self._number(microbatch)
+        given = None if task.input is None else self.payloads[task.input]
+        output: Tensor | None = None
+        if op.kind is Kind.F:
+            output = self.stage.forward(task.step, number, given)
+        elif op.kind is Kind.W:
+            self.stage.weight_grad(task.step, number)
+        else:
+            output = self.stage.input_grad(task.step, number, given)
+            if op.kind is Kind.B:
+                self.stage.weight_grad(task.step, number)
+            elif task.ghost:
+                self.stage.drop(task.step, number)
+        if task.output is not None:
+            assert output is not None
+            self.payloads[task.output] = devices.to_host(output)
+        self._time(op.kind, started)
+        self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
+        if self._told_epoch != self.walker.epoch:
+            self._told_epoch = self.walker.epoch
+            self.ports.report("resumed", {"epoch": self.walker.epoch, "at_ns": started.clock_ns})
+
+    def _losses(self, step: int) -> list[tuple[Microbatch, float]]:
+        if not self.stage.is_last:
+            return []
+        return [
+            (op.microbatch, float(self.stage.loss(step, self._number(op.microbatch))))
+            for op in self.walker.now.done
+            if op.kind is Kind.F and op.microbatch is not None
+        ]
+
+    def _sum_chunk(self, task: msg.SumChunk) -> float:
+        """Replica by replica in their order, so that the sum does not depend on who was first."""
+        started = self.stopwatch.moment()
+        self._maybe_die(task.step, "R", "during")
+        mine = self._chunk(task.members, self.me.replica)
+        parts = {part.sender: self.payloads[part] for part in task.parts}
+        total: Tensor | None = None
+        for replica in task.members:
+            part = self.stage.gradients[mine] if replica == self.me.replica else parts[replica]
+            part = devices.to_device(part, self.stage.device)
+            total = part if total is None else total + part
+        assert total is not None
+        mean = self._sum(task.step)
+        torch.div(total, self.rules.total_microbatches, out=mean[mine])
+        self._time(Kind.R, started)
+        return float(torch.linalg.vector_norm(mean[mine], dtype=torch.float64).square())
+
+    def _assemble(self, task: msg.AssembleSum) -> float | None:
+        mean = self._sum(task.step)
+        for chunk in task.chunks:
+            where = slice(None) if chunk.what is ParcelKind.COPY else self._chunk(task.members, chunk.sender)
+            mean[where].copy_(self.payloads[chunk], non_blocking=True)
+        self._maybe_die(task.step, "R", "after")
+        if self.stage.has_tied_pair:
+            self.stage.join_tied(mean)
+            return self.updater.sum_of_squares(mean)
+        return None
+
+    def _combine(self, task: msg.CombineTied) -> float:
+        mean, other = self._sum(task.step), devices.to_device(self.payloads[task.other], self.stage.device)
+        own = self.stage.tied_part(mean)
+        lower_first = (own, other) if self.me.stage < task.other.stage else (other, own)
+        self.stage.set_tied_part(mean, lower_first[0] + lower_first[1])
+        return self.updater.sum_of_squares(mean)
+
+    def _update(self, task: msg.Update) -> None:
+        started = self.stopwatch.moment()
+        self._shine(busy=True, doing=f"{self.me.stage}U")
+        self._maybe_die(task.step, "U", "before")
+        if task.keep:
+            self.updater.keep()
+        self._apply(task.step, self.sums[task.step], task.scale)
+        if task.step > self._taken:  # else this is an update made anew after an undo
+            self._taken = task.step
+            self.gradients[task.step] = self.stage.take_gradients()
+            if task.step in self.released:
+                self._release_gradients(task.step)
+        self._time(Kind.U, started)
+        if (told := self.stopwatch.step(task.step)) is not None:
+            self.ports.report("times", told)
+        self._maybe_die(task.step, "U", "after")
+
+    def _apply(self, step: int, mean: Tensor, scale: float | None) -> None:
+        self._touched = True
+        if scale is not None:
+            self.updater.apply(step, devices.to_device(mean, self.stage.device), scale)
+
+    # -------------------------------------------------------------- states
+
+    def _snapshot(self, task: msg.Snapshot) -> None:
+        target = self.book.get(Worker(task.joiner, self.me.stage))
+        if target is None:
+            return
+        state = {
+            name: devices.to_host(t) if t.is_cuda else t.detach().clone()
+            for name, t in self.updater.state().items()
+        }
+        for name, tensor in state.items():
+            self.links.send(target, frames.STATE, None, {"name": name}, tensor.contiguous())
+        self.links.send(
+            target, frames.STATE, None, {"state_step": task.state_step, "tensors": len(state)}, None
+        )
+
+    def _state_arrived(self, frame: frames.Incoming) -> None:
+        if "name" in frame.facts and frame.tensor is not None:
+            self._arriving[frame.facts["name"]] = frame.tensor
+            return
+        arrived, self._arriving = self._arriving, {}
+        if self.walker.joining and len(arrived) >= frame.facts["tensors"]:
+            if self.walker.wants_snapshot(frame.facts["state_step"]):
+                self._touched = True
+                self.updater.load(arrived)
+            self.walker.snapshot_arrived(frame.facts["state_step"])
+
+    def _restore(self, state_step: int) -> bool:
+        """False: the state is gone."""
+        self.stage.discard()
+        if state_step == 0:
+            if self._touched:
+                self.stage, self.updater = self._build()
+                self._touched = False
+            return True
+        state = self.ports.load(state_step, list(self.stage.slots))
+        self._touched = True
+        if state is not None:
+            self.updater.load(state)
+        return state is not None
+
+    # -------------------------------------------------------------- commands
+
+    def _carry_out(self) -> None:
+        for command in self.walker.take_commands():
+            match command:
+                case msg.Send():
+                    self._send(command)
+                case msg.Forget():
+                    for parcel in command.parcels:
+                        self.payloads.pop(parcel, None)
+                case msg.ReleaseGradients():
+                    self.released.add(command.step)
+                    if command.step in self.gradients:
+                        self._release_gradients(command.step)
+                case msg.ReleaseSum():
+                    self._spare_sums.append(self.sums.pop(command.step))
+                    self.payloads = {
+                        p: t
+                        for p, t in self.payloads.items()
+                        if p.what is not ParcelKind.TIED or p.step > command.step
+                    }
+                case msg.DiscardWork():
+                    self._discard(command.from_step)
+                case msg.TellSealed():
+                    self.ports.report("sealed", {"sealed": command})
+                case msg.TellInvalid():
+                    self.ports.report(
+                        "invalid", {"step": command.step, "norm": command.norm, "attempt": command.attempt}
+                    )
+                case msg.TellCopied():
+                    self.ports.report("copied", {"state_step": command.state_step})
+                case msg.TellUnrestored():
+                    self.ports.report("unrestored", {"state_step": command.state_step})
+
+    def _send(self, command: msg.Send) -> None:
+        address = self.book.get(Worker(command.replica, command.stage))
+        if address is not None:
+            parcel = command.parcel
+            payload = self._payload(parcel)
+            self._post(address, parcel, command, payload)
+            if self.recorder is not None and payload is not None:
+                self.recorder.sent(parcel, command.replica, command.stage, payload.nbytes)
+            if parcel.what is ParcelKind.PART:
+                self._maybe_die(parcel.step, "R", "sending")
+
+    def _post(self, address: Address, parcel: Parcel, command: msg.Send, payload: Tensor | None) -> None:
+        what = (address, parcel.what, parcel, frames.facts_of(command.value), payload)
+        lag_s = sum(fault.lag_s(parcel.step, command.stage) for fault in self.faults)
+        if lag_s:
+            late = threading.Timer(lag_s, self.links.send, what)
+            late.daemon = True
+            late.start()
+        else:
+            self.links.send(*what)
+
+    def _payload(self, parcel: Parcel) -> Tensor | None:
+        match parcel.what:
+            case ParcelKind.ACTIVATION | ParcelKind.GRADIENT:
+                return self.payloads[parcel]
+            case ParcelKind.PART:
+                flat = self.gradients.get(parcel.step, self.stage.gradients)
+                return devices.to_host(flat[self._chunk(self.walker.mail.peers(parcel.step), parcel.owner)])
+            case ParcelKind.SUM:
+                where = self._chunk(self.walker.mail.peers(parcel.step), self.me.replica)
+                return devices.to_host(self.sums[parcel.step][where])
+            case ParcelKind.COPY | ParcelKind.FEED:
+                return devices.to_host(self.sums[parcel.step])
+            case ParcelKind.TIED:
+                if parcel not in self.payloads:  # before combining changes it
+                    self.payloads[parcel] = devices.to_host(self.stage.tied_part(self.sums[parcel.step]))
+                return self.payloads[parcel]
+            case _:
+                return None
+
+    def _release_gradients(self, step: int) -> None:
+        self.stage.recycle(self.gradients.pop(step))
+        self.released.discard(step)
+
+    def _discard(self, from_step: int | None) -> None:
+        self.stage.discard()
+        for table in (self.gradients, self.sums):
+            for step in [s for s in table if from_step is None or s >= from_step]:
+                del table[step]
+        self.released = {s for s in self.released if from_step is not None and s < from_step}
+        self._taken = 0 if from_step is None else min(self._taken, from_step - 1)
+        if from_step is None:
+            self.payloads = {p: t for p, t in self.payloads.items() if p in self.walker.mail.box}
+
+    # -------------------------------------------------------------- small things
+
+    def _number(self, microbatch: Microbatch) -> int:
+        """Its number in the whole step, whoever runs it."""
+        return microbatch.home * self.rules.microbatches + microbatch.number
+
+    def _chunk(self, members: tuple[int, ...], owner: int) -> slice:
+        size, at = self.stage.size, members.index(owner)
+        return slice(size * at // len(members), size * (at + 1) // len(members))
+
+    def _sum(self, step: int) -> Tensor:
+        if step not in self.sums:
+            self.sums[step] = (
+                self._spare_sums.pop()
+                if self._spare_sums
+                else torch.empty(self.stage.size, dtype=torch.float32, device=self.stage.device)
+            )
+        return self.sums[step]
+
+    def _time(self, kind: Kind, started: Moment) -> None:
+        """An op is over, except for what a planted fault adds to it."""
+        for fault in self.faults:
+            if fault.slows(self.walker.now.step):
+                time.sleep((fault.factor - 1) * (self.ports.clock_ns() - started.clock_ns) / 1e9)
+        ended_ns, own_ns = self.stopwatch.op(kind, started, on_a_core=self.stage.device.type == "cpu")
+        if self.recorder is not None:
+            self.recorder.op(self.walker.now.step, started.clock_ns, ended_ns, own_ns)
+
+    def _shine(self, *, busy: bool, doing: str) -> None:
+        now = self.walker.now
+        if not busy and self._waits_for == (now.step, doing):
+            return  # woken by something else: it waits for the same thing, since then
+        self._waits_for = None if busy else (now.step, doing)
+        if self.beacon is not None:
+            self.beacon.write(
+                at_ns=self.ports.clock_ns(),
+                epoch=self.walker.epoch,
+                step=now.step,
+                done=now.executed,
+                num_ops=len(now.todo),
+                busy=busy,
+                doing=doing,
+            )
+
+    def _maybe_die(self, step: int, op: str, when: str) -> None:
+        for fault in self.faults:
+            if fault.strikes(step, op, when):
+                self.faults.remove(fault)
+                if fault.how == "raise":
+                    self._shine(busy=True, doing=f"raises at {op}")
+                    raise RuntimeError(f"planted fault at step {step} {op}")
+                self._shine(busy=True, doing=f"dies at {op}")
+                os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,245 @@
+"""`everstep.train`: a person's own model, data and optimizer, trained by workers that heal.
+
+The script that calls it is run once by the launcher (`everstep run train.py`, or plain `python train.py`) and
+once by every worker. Up to the call all of them do the same; in the launcher the call checks the job, starts
+the workers and returns a `Result`; in a worker it trains and ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from everstep.core.words.cluster_messages import Patience
+from everstep.engine import context
+from everstep.engine.data import Dataset
+from everstep.engine.faults import PlantedFault, check_fault, parse_fault
+from everstep.engine.job import Job, OptimizerSpec
+from everstep.engine.model import Factory, Loss, Model
+from everstep.engine.optimizer import OptimizerFactory
+from everstep.engine.preflight import preflight
+from everstep.engine.program import Program
+from everstep.engine.resolve import optimizer_of
+from everstep.errors import EverstepError, UserError
+from everstep.launch.local import fork_servers as births
+from everstep.launch.local.outcome import Outcome
+from everstep.launch.local.page import RunPage
+from everstep.launch.local.plain_lines import PlainLines
+from everstep.launch.local.report import document
+from everstep.launch.local.run import LocalTask, Watcher
+from everstep.node.fork_server import ForkServer
+
+Layers = Model | Mapping[str, Factory] | Sequence[Factory]
+Batch = Callable[[int, int], Any]
+_OPTIMIZER_KEYS = frozenset(f.name for f in fields(OptimizerSpec)) - {"build", "options"}
+_IN_THE_SCRIPT = "in-the:script"  # what a job says of a model, data or optimizer that no job file names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run leaves behind: the loss of every step, and the story of every incident."""
+
+    losses: dict[int, float]  # by step, from 1; means over all microbatches
+    grad_norms: dict[int, float]  # global, before clipping
+    document: dict[str, Any]  # what `everstep run --json` prints
+
+    @property
+    def incidents(self) -> list[dict[str, Any]]:
+        """What was healed, each with worker, step, noticed_ms, replanned_ms, resumed_ms and steps_lost."""
+        found: list[dict[str, Any]] = self.document["incidents"]
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalLaunch:
+    """What `everstep run` adds to the script's own words, and what it gets back."""
+
+    script: list[str]
+    overrides: Mapping[str, int] = field(default_factory=dict)
+    kills: Sequence[str] = ()
+    watch: Callable[[Job], AbstractContextManager[Watcher]] = lambda job: nullcontext(PlainLines(job))
+    result: Result | None = None
+
+
+launch: LocalLaunch | None = None  # set by `everstep run`; a plain `python train.py` makes its own
+
+
+def train(
+    *,
+    model: Layers,
+    data: Dataset | Batch,
+    loss: Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    replicas: int = 1,
+    stages: int = 1,
+    microbatches: int = 4,
+    steps: int = 100,
+    **settings: Any,
+) -> Result:
+    """Train `model` on `replicas` x `stages` workers; each replica brings `microbatches` to every step.
+
+    model       a `Model`, or its layers: a dict or list of functions that each build one `nn.Module`
+    data        an object with batch(step, microbatch) -> (inputs, targets), or that function; the same
+                arguments must give the same tensors
+    loss        of (output, targets), one number; cross entropy if not given
+    optimizer   a function of named parameters, such as `lambda named: torch.optim.SGD(named, lr=0.1)`; AdamW
+                if not given, set by lr, betas, eps and weight_decay
+    settings    other keys of a job: precision, accumulate, recompute, seed, device, threads, log, checkpoint;
+                and of its optimizer: warmup, decay, floor, clip, stagger
+    """
+    found = _model(model, loss)
+    dataset: Dataset = data if isinstance(data, Dataset) else _Function(data)
+    here = context.current_worker()
+    if here is not None:
+        here.train(Program(here.job, found, dataset, optimizer or optimizer_of(here.job)))
+        raise SystemExit(0)
+    call = _this_launch()
+    shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches, "steps": steps}
+    if optimizer is not None:
+        settings.setdefault("decay", "constant")  # the rate is the optimizer's own, unless the call says more
+    job = _job({**shape, **call.overrides}, settings)
+    faults = parse_kills(call.kills, job)
+    preflight(job, model=found, data=dataset, optimizer=optimizer)
+    with call.watch(job) as watch:
+        outcome = run_job(job, faults=faults, watch=watch, script=call.script)
+    call.result = result_of(outcome, job)
+    if outcome.failure is not None:
+        raise EverstepError(outcome.failure)
+    return call.result
+
+
+def parse_kills(texts: Sequence[str], job: Job) -> tuple[PlantedFault, ...]:
+    """The faults of `--kill`, each of which must be able to strike."""
+    faults = tuple(parse_fault(text) for text in texts)
+    for fault in faults:
+        check_fault(
+            fault, replicas=job.replicas, stages=job.stages, microbatches=job.microbatches, steps=job.steps
+        )
+    return faults
+
+
+def run_job(
+    job: Job,
+    *,
+    faults: tuple[PlantedFault, ...] = (),
+    patience: Patience | None = None,
+    watch: Watcher = lambda kind, what: None,
+    script: list[str] | None = None,
+    born: ForkServer | None = None,
+    tick_s: float = 0.1,
+    page: RunPage | None = None,
+) -> Outcome:
+    """Start the workers, run the job to its end, and leave no process behind, however it ends.
+
+    `born`: the nursery to use, for several runs in a row. `page`: where people may watch it.
+    """
+    home = births.nursery(job.threads) if born is None else nullcontext(born)
+    with home as mother, _interruptible(watch) as safely:
+        return LocalTask(
+            job,
+            nursery=mother,
+            faults=faults,
+            patience=patience,
+            watch=safely,
+            script=script,
+            tick_s=tick_s,
+            page=page,
+        ).run()
+
+
+def result_of(outcome: Outcome, job: Job) -> Result:
+    rows = outcome.by_step()
+    return Result(
+        losses={step: rows[step].loss for step in sorted(rows)},
+        grad_norms={step: rows[step].grad_norm for step in sorted(rows)},
+        document=document(outcome, steps=job.steps),
+    )
+
+
+# ------------------------------------------------------------------ from a call to a job
+
+
+def _model(given: Layers, loss: Loss | None) -> Model:
+    model = given if isinstance(given, Model) else Model(layers=given)  # type: ignore[arg-type]
+    return model if loss is None else replace(model, loss=loss)
+
+
+class _Function:
+    """A data function in the form of a dataset."""
+
+    def __init__(self, function: Any) -> None:
+        if not callable(function):
+            raise UserError(
+                f"data is a {type(function).__name__}; give a function of (step, microbatch), or "
+                "an object with batch(step, microbatch)."
+            )
+        self.batch = function
+
+
+def _job(shape: Mapping[str, int], settings: Mapping[str, Any]) -> Job:
+    settings = dict(settings)
+    optimizer = {key: settings.pop(key) for key in list(settings) if key in _OPTIMIZER_KEYS}
+    if isinstance(settings.get("checkpoint"), str | Path):
+        settings["checkpoint"] = {"folder": str(settings["checkpoint"])}
+    return Job.from_dict(
+        {
+            "base": str(Path.cwd()),
+            "model": {"build": _IN_THE_SCRIPT},
+            "optimizer": optimizer,
+            "data": {"build": _IN_THE_SCRIPT},
+            **shape,
+            **settings,
+        }
+    )
+
+
+def _this_launch() -> LocalLaunch:
+    global launch
+    if launch is None:
+        path = getattr(sys.modules["__main__"], "__file__", None)
+        if path is None:
+            raise UserError(
+                "everstep.train was called outside a script, and workers need one to run; put "
+                "the call in a file, and run it with everstep run FILE."
+            )
+        launch = LocalLaunch(script=[path, *sys.argv[1:]])
+    if launch.result is not None:
+        raise UserError("everstep.train was called a second time; a script trains once.")
+    return launch
+
+
+# ------------------------------------------------------------------ ending early
+
+
+@contextlib.contextmanager
+def _interruptible(watch: Watcher) -> Iterator[Watcher]:
+    """Ctrl-C and SIGTERM end a run between two of its turns, never inside one; a second, at once."""
+    asked: list[int] = []
+
+    def on_signal(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    def safely(kind: str, what: Any) -> None:
+        watch(kind, what)
+        if kind == "tick" and len(asked) == 1:
+            asked.append(0)  # raised once: the turns that follow are those of the ending
+            raise KeyboardInterrupt if asked[0] == signal.SIGINT else SystemExit(128 + asked[0])
+
+    if threading.current_thread() is not threading.main_thread():
+        yield watch
+        return
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield safely
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

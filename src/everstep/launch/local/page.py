@@ -1,0 +1,303 @@
+"""The launcher's end of a run's page: a port on loopback, and a follower behind it once somebody calls.
+
+Until a browser calls, the page is a listening socket in the launcher's selector and nothing else. Then the
+follower (`server.follower`) is started with that socket, gets a snapshot, and is sent every event. Sending
+never waits: a follower that does not read is let go, and the next call starts another. So the page can fail
+in any way it likes; training goes on.
+
+Whoever has the address with its token may cancel the run, and in a demo hurt its workers. The token stands
+behind the `#`, which browsers send to nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from everstep.core.cluster.snapshot import freeze
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words.codec import encode
+from everstep.core.words.ops import Worker, parse_worker
+from everstep.errors import UserError
+from everstep.node.worker_processes import Loop
+
+if TYPE_CHECKING:
+    from everstep.launch.local.run import LocalTask
+
+LOOPBACK = "127.0.0.1"
+KEPT_ACTIONS = 300
+KEPT_ROWS = 2000
+MAX_UNSENT = 8 << 20  # bytes
+MAX_LOG = 1 << 20
+FAREWELL_S = 5.0
+SLOWER = 3.0  # times, a slowed worker
+
+
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """What goes wrong in here ends the page and not the run that called."""
+
+    @wraps(method)
+    def safely(self: RunPage, *arguments: Any) -> None:
+        if self._broken:
+            return
+        try:
+            method(self, *arguments)
+        except Exception as error:  # the border to the run's main loop
+            self._broken = True
+            print(f"page: given up ({type(error).__name__}: {error})", file=sys.stderr, flush=True)
+            with contextlib.suppress(Exception):
+                self._unwatch()
+                self._hang_up()
+
+    return safely
+
+
+class RunPage:
+    """One address for one run after another. `attach` and `detach` are called by the run itself."""
+
+    def __init__(self, *, port: int = 0, may_hurt: bool = False) -> None:
+        self.may_hurt = may_hurt
+        self.token = secrets.token_urlsafe(18)
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._listener.bind((LOOPBACK, port))
+        except OSError as error:
+            self._listener.close()
+            raise UserError(f"--web {port} cannot be used: {error.strerror}.") from None
+        self._listener.listen(64)
+        self._follower: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._unsent, self._unread = bytearray(), bytearray()
+        self._loop: Loop | None = None
+        self._watched: int | None = None  # file descriptor
+        self._broken = False
+        self._task: LocalTask | None = None
+        self._actions: deque[tuple[float, msg.ClusterAction]] = deque(maxlen=KEPT_ACTIONS)
+        self._slowed: set[tuple[Worker, int]] = set()  # with the incarnation: a new life is fast again
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOOPBACK}:{self._listener.getsockname()[1]}/#token={self.token}"
+
+    @property
+    def watched(self) -> bool:
+        """Has somebody called?"""
+        return self._line is not None
+
+    # -------------------------------------------------------------- a run's life
+
+    @_harmless
+    def attach(self, task: LocalTask, loop: Loop) -> None:
+        self._task, self._loop = task, loop
+        self._actions.clear()
+        if self._line is not None:
+            self._begin()
+        self._watch()
+
+    @_harmless
+    def detach(self) -> None:
+        """The run is over; the page may stay."""
+        self._unwatch()
+        self._loop = None
+        self._slowed.clear()
+        self._flush()
+
+    @_harmless
+    def heard(self, event: msg.ClusterEvent, actions: list[msg.ClusterAction], now: float) -> None:
+        """The run has handled this event, and this follows."""
+        self._actions += [(now, action) for action in actions if not isinstance(action, msg.RecordRow)]
+        if self._line is not None:
+            self._send({"at": now, "event": encode(event)})
+
+    @_harmless
+    def tick(self) -> None:
+        """Between two turns of the run."""
+        if self._unsent:
+            self._flush()
+
+    def compare(self, losses: Mapping[int, float]) -> None:
+        """Losses of the same job without faults, to be drawn beside those of the run."""
+        if self._line is not None:
+            self._send({"without_faults": {str(step): loss for step, loss in losses.items()}})
+
+    def stay(self) -> None:
+        """Until nobody serves it any more, or Ctrl-C."""
+        if self._follower is not None:
+            with contextlib.suppress(KeyboardInterrupt):
+                self._follower.wait()
+
+    def close(self) -> None:
+        """No run will follow. What was said is still read: the follower ends by itself."""
+        self._listener.close()
+        self._hang_up()
+        if self._follower is not None:
+            try:
+                self._follower.wait(FAREWELL_S)
+            except subprocess.TimeoutExpired:
+                self._follower.kill()
+                self._follower.wait()
+
+    def __enter__(self) -> RunPage:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -------------------------------------------------------------- the follower
+
+    @_harmless
+    def _called(self) -> None:
+        """Somebody is at the door: the follower opens it."""
+        self._unwatch()
+        ours, theirs = socket.socketpair()
+        fds = (self._listener.fileno(), theirs.fileno())
+        command = [sys.executable, "-m", "everstep.server.follower", *map(str, fds)]
+        with theirs:
+            try:
+                self._follower = subprocess.Popen(
+                    command, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                )
+            except OSError:
+                ours.close()  # no page, then
+                return
+        ours.setblocking(False)
+        self._line = ours
+        self._unsent.clear()
+        self._unread.clear()
+        self._watch()
+        self._send({"token": self.token, "may_hurt": self.may_hurt})
+        self._begin()
+
+    def _begin(self) -> None:
+        assert self._task is not None
+        outcome, name = self._task.outcome, next(iter(self._task.coordinator.tasks), "")
+        rows = [row.told() | {"at": row.at} for row in outcome.rows[-KEPT_ROWS:]]
+        first = outcome.rows[0].step if rows else 0
+        steps = {name: {"rows": rows, "first": first, "committed": outcome.committed}} if rows else {}
+        self._send(
+            {
+                "state": freeze(self._task.coordinator),
+                "ahead_s": time.time() - time.monotonic(),
+                "actions": [(at, encode(action)) for at, action in self._actions],
+                "steps": steps,
+            }
+        )
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._line is None:
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: self._line.send(self._unsent)]
+        except BlockingIOError:
+            if len(self._unsent) > MAX_UNSENT:
+                self._let_go()
+        except OSError:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """It does not read, or is gone. The next call starts another."""
+        if self._line is None:
+            return
+        self._unwatch()
+        self._hang_up()
+        if self._follower is not None:
+            self._follower.kill()
+            self._follower.wait()
+            self._follower = None
+        self._watch()
+
+    def _watch(self) -> None:
+        """For words of the follower, or for somebody at the door where there is none."""
+        if self._loop is not None:
+            self._watched = (self._line or self._listener).fileno()
+            self._loop.watch(self._watched, self._called if self._line is None else self._read)
+
+    def _unwatch(self) -> None:
+        if self._loop is not None and self._watched is not None:
+            self._loop.unwatch(self._watched)
+        self._watched = None
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    # -------------------------------------------------------------- what readers ask
+
+    @_harmless
+    def _read(self) -> None:
+        assert self._line is not None
+        try:
+            data = self._line.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._let_go()
+            return
+        self._unread += data
+        *lines, rest = self._unread.split(b"\n")
+        self._unread = bytearray(rest)
+        for line in lines:
+            asked = json.loads(line)
+            self._send({"answer": asked["ask"], "value": self._answer(asked)})
+
+    def _answer(self, asked: Mapping[str, Any]) -> Any:
+        assert self._task is not None
+        try:
+            match asked["what"]:
+                case "readings":
+                    return self._task.told_readings()
+                case "gantt":
+                    return self._task.told_gantt()
+                case "log":
+                    path = self._task.words(parse_worker(asked["worker"]))
+                    return path.read_bytes()[-min(MAX_LOG, asked["bytes"]) :].decode(errors="replace")
+                case "cancel":
+                    self._task.finish("a person cancelled it on its page")
+                    return "it ends"
+                case verb if self.may_hurt:
+                    return self._hurt(verb, parse_worker(asked["worker"]))
+        except (OSError, KeyError, UserError) as error:
+            return {"error": str(error)}
+        return {"error": "that may be done in a demo only"}
+
+    def _hurt(self, verb: str, worker: Worker) -> Any:
+        assert self._task is not None
+        if worker not in self._task.processes:
+            return {"error": f"worker {worker} is not there now; choose another."}
+        match verb:
+            case "kill":
+                self._task.kill(worker)
+                return f"SIGKILL is sent to worker {worker}"
+            case "stop":
+                with contextlib.suppress(ProcessLookupError):
+                    pidfd = self._task.processes[worker].child.pidfd
+                    signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+                return f"worker {worker} is stopped; watch who notices"
+            case "slow":
+                life = worker, self._task.processes[worker].incarnation
+                slowed = life in self._slowed
+                self._slowed ^= {life}
+                self._task.slow(worker, 1.0 if slowed else SLOWER)
+                if slowed:
+                    return f"worker {worker} is as fast again as it was"
+                return f"worker {worker} now takes {SLOWER:g} times as long; once more, and it is fast again"
+        return {"error": f"{verb!r} is not kill, stop or slow"}

@@ -1,0 +1,59 @@
+"""A run told in plain lines on stderr: for logs, for pipes, and for a script run without the command line."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from everstep.core.words import actions as act
+from everstep.engine.job import Job
+from everstep.launch.local.report import incident_line, resume_line, step_line
+from everstep.launch.local.run import LocalTask
+
+
+class PlainLines:
+    """A watcher. Long runs get about a hundred step lines, and all their incidents.
+
+    `decisions`: also every action of recovery, with the time since the run began, and why.
+    """
+
+    def __init__(self, job: Job, *, every: int | None = None, decisions: bool = False) -> None:
+        self.job, self.decisions = job, decisions
+        self._started = time.monotonic()
+        self.every = every or max(1, job.steps // 100)
+        self._begun = False
+
+    def __call__(self, kind: str, what: Any) -> None:
+        match kind, what:
+            case "tick", LocalTask() if not self._begun:
+                self._begin(what)
+            case "step", row if row.step % self.every == 0 or row.step in (1, self.job.steps):
+                self.say(step_line(row, self.job.steps))
+            case "incident", incident:
+                self.say(incident_line(incident))
+            case "raised", (worker, error, traceback):
+                self.say(f"worker {worker} raised {error}\n{traceback.rstrip()}")
+            case "action", action if self.decisions:
+                self._decision(action)
+            case "action", act.StartWorker(incarnation=incarnation) if incarnation > 1:
+                self.say(f"starting {what.worker} again: {what.because}")
+            case "action", act.CopyState():
+                self.say(what.because)
+
+    def _decision(self, action: act.Action) -> None:
+        who = getattr(action, "worker", None) or " ".join(map(str, getattr(action, "workers", ())))
+        what = f"{type(action).__name__} {who}".strip()
+        self.say(f"{time.monotonic() - self._started:9.3f} s  {what:<32} {action.because}")
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def _begin(self, task: LocalTask) -> None:
+        self._begun = True
+        for refused in task.outcome.refused_checkpoints:
+            self.say(f"refused: {refused}")
+        folder = self.job.checkpoint.folder if self.job.checkpoint else ""
+        resumed = resume_line(task.outcome, folder)
+        if resumed is not None:
+            self.say(resumed)

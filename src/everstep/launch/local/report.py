@@ -1,0 +1,146 @@
+"""A run in words and in JSON: the sentences of a step and an incident, and the document of `--json`.
+
+The times of an incident, all in milliseconds:
+
+    killed ──────────► evidence ──────────► plan ──────────► first op of the new epoch
+           noticed                replanned
+    └───────────────────────── resumed ─────────────────────┘
+
+`noticed` and `resumed` need the moment of the kill, which only a scripted fault or our own kill can tell; for
+a death nobody planned, noticed is unknown and resumed counts from the evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from everstep.core.words.incidents import Incident
+from everstep.launch.local.outcome import Outcome, StepRow
+
+
+def healthy_step_s(outcome: Outcome) -> float:
+    """The median step that no incident touched; the first is left out, for it warms up."""
+    touched = {incident.step for incident in outcome.incidents}
+    quiet = [row.seconds for row in outcome.rows[1:] if row.step not in touched]
+    return median(quiet) if quiet else 0.0
+
+
+def steps_lost(incident: Incident, outcome: Outcome, healthy_s: float) -> float:
+    """How much longer the disturbed step took than a healthy one, in healthy steps.
+
+    After a restore from a checkpoint the steps done again are part of it: the time runs from the last record
+    before the evidence to the record of the disturbed step that counts.
+    """
+    before = [row.at for row in outcome.rows if row.at <= incident.evidence_at]
+    after = [row.at for row in outcome.rows if row.at > incident.evidence_at and row.step >= incident.step]
+    if not before or not after or healthy_s <= 0:
+        return 0.0
+    return max(0.0, (after[0] - before[-1]) / healthy_s - 1)
+
+
+def incident_document(incident: Incident, outcome: Outcome, healthy_s: float) -> dict[str, Any]:
+    start = incident.evidence_at if incident.killed_at is None else incident.killed_at
+    return {
+        "number": incident.number,
+        "worker": str(incident.workers[0]) if incident.workers else "",
+        "workers": [str(worker) for worker in incident.workers],
+        "what": incident.what,
+        "step": incident.step,
+        "noticed_ms": None if incident.killed_at is None else _ms(incident.evidence_at, start),
+        "replanned_ms": _ms(incident.planned_at, incident.evidence_at),
+        "resumed_ms": _ms(incident.resumed_at, start),
+        "replayed_ops": incident.replayed_ops,
+        "replayed_ops_elsewhere": incident.replayed_elsewhere,
+        "steps_lost": round(steps_lost(incident, outcome, healthy_s), 3),
+        "restored_from": incident.restored_from,
+        "restored_where": incident.restored_where,
+    }
+
+
+def document(outcome: Outcome, *, steps: int, healthy_s: float | None = None) -> dict[str, Any]:
+    """The whole run."""
+    healthy = healthy_step_s(outcome) if healthy_s is None else healthy_s
+    rows = outcome.by_step()
+    return {
+        "steps": steps,
+        "resumed_from": outcome.resumed_from,
+        "refused_checkpoints": outcome.refused_checkpoints,
+        "failure": outcome.failure,
+        "losses": {str(step): rows[step].loss for step in sorted(rows)},
+        "microbatches": {"issued": outcome.issued, "committed": outcome.committed},
+        "healthy_step_ms": round(healthy * 1e3, 3),
+        "incidents": [incident_document(incident, outcome, healthy) for incident in outcome.incidents],
+    }
+
+
+def step_line(row: StepRow, steps: int) -> str:
+    width = len(str(steps))
+    time = f"{row.seconds * 1e3:6.0f} ms" if row.seconds else "        -"
+    return f"step {row.step:{width}d}/{steps}  loss {row.loss:.6f}  grad norm {row.grad_norm:.4g}  {time}"
+
+
+def incident_line(incident: Incident) -> str:
+    """Told when the incident closes; what it cost in steps is known a step later."""
+    if not incident.stops_training:
+        return f"incident {incident.number} since step {incident.step}: {death(incident)}; {tried(incident)}"
+    told = f"{death(incident)}; {', '.join(times(incident))}"
+    return f"incident {incident.number} in step {incident.step}: {told}"
+
+
+def tried(incident: Incident) -> str:
+    """What was done about it, and what came of that."""
+    return "; ".join(f"{each.what}: {each.outcome or each.because}" for each in incident.remedies)
+
+
+def death(incident: Incident) -> str:
+    return f"worker {' and '.join(str(worker) for worker in incident.workers)} {incident.what}"
+
+
+def times(incident: Incident) -> list[str]:
+    """How long each part of the healing took, in words."""
+    start = incident.evidence_at if incident.killed_at is None else incident.killed_at
+    told = [
+        f"replanned in {_told(_ms(incident.planned_at, incident.evidence_at))}",
+        f"resumed after {_told(_ms(incident.resumed_at, start))}",
+    ]
+    if incident.killed_at is not None:
+        told.insert(0, f"noticed in {_told(_ms(incident.evidence_at, start))}")
+    if incident.restored_from is not None:
+        told.append(
+            "back at the initial state"
+            if incident.restored_from == 0
+            else f"back at step {incident.restored_from}, from {incident.restored_where}"
+        )
+    else:
+        told.append(f"{incident.replayed_ops} ops to replay")
+    return told
+
+
+def resume_line(outcome: Outcome, folder: str) -> str | None:
+    if outcome.resumed_from == 0:
+        return None
+    return f"resumes after step {outcome.resumed_from}, from the checkpoint in {folder!r}"
+
+
+def summary_line(told: Mapping[str, Any]) -> str:
+    """The last line of a run, from its document."""
+    if not told["losses"]:
+        return f"nothing left to do: the checkpoint of step {told['resumed_from']} is the job's last"
+    step, loss = list(told["losses"].items())[-1]
+    count = len(told["incidents"])
+    healed = {0: "no incident", 1: "1 incident healed"}.get(count, f"{count} incidents healed")
+    batches = told["microbatches"]
+    return (
+        f"{step} of {told['steps']} steps, loss {loss:.6f}, {healed}; "
+        f"microbatches: {batches['issued']} issued, {batches['committed']} committed once"
+    )
+
+
+def _ms(later: float | None, earlier: float) -> float | None:
+    return None if later is None else round((later - earlier) * 1e3, 3)
+
+
+def _told(ms: float | None) -> str:
+    return "?" if ms is None else f"{ms:.0f} ms"

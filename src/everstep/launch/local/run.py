@@ -1,0 +1,316 @@
+"""A whole task on this machine: coordinator, crew and workers in one process tree, no second shell.
+
+The same machine as on a cluster, with one node and one task: `Coordinator` decides, `Crew` carries out. What
+a cluster sends over a wire is a call here, and there is no journal: if this process ends, so do its workers,
+and the next run goes on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.task.owed import Shape
+from everstep.core.task.recovery import Recovery
+from everstep.core.task.states import Running
+from everstep.core.words import actions as act
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.codec import encode
+from everstep.core.words.ops import Worker
+from everstep.diagnose.watch import Watch
+from everstep.engine.beacon import Reading
+from everstep.engine.faults import PlantedFault
+from everstep.engine.job import Job
+from everstep.launch.local.outcome import Outcome, StepLog
+from everstep.node.fork_server import ForkServer
+from everstep.node.recent_ops import last_steps
+from everstep.node.worker_processes import WorkerProcess, WorkerProcesses
+from everstep.schedule.task_scheduler import TaskScheduler
+from everstep.server import gantt
+
+if TYPE_CHECKING:
+    from everstep.launch.local.page import RunPage
+
+NODE, TASK = "here", "task"
+LOOK_EVERY_S = 0.02
+Watcher = Callable[[str, Any], None]  # ("step" | "incident" | "action" | "raised" | "tick", what)
+
+
+class LocalTask:
+    """Runs one job to its end. `run` blocks; `watch` is told what happens meanwhile."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        nursery: ForkServer,
+        faults: tuple[PlantedFault, ...] = (),
+        patience: msg.Patience | None = None,
+        watch: Watcher = lambda kind, what: None,
+        script: list[str] | None = None,
+        tick_s: float = 0.1,
+        detect: bool = True,
+        slots: int | None = None,
+        page: RunPage | None = None,
+    ) -> None:
+        """`detect` off: only deaths are noticed; to measure what detection costs. `slots`: for the largest
+        shape it may take, if it is to change its shape.
+        """
+        self._slots = slots or job.replicas * job.stages
+        self._page = page
+        self.job, self.nursery, self.faults, self.watch, self.script = job, nursery, faults, watch, script
+        self.tick_s = min(tick_s, LOOK_EVERY_S)
+        self.shape = Shape(job.replicas, job.stages, job.microbatches)
+        self.desk = TaskScheduler(self.shape, mode_of(job))
+        self.pace = Watch(TASK)
+        self.outcome = Outcome()
+        self.coordinator = Coordinator(patience=patience)
+        self._loop = _Loop()
+        self._detect = detect
+        self._reports = 0
+        self._over = False
+        self._last_step_at = 0.0
+        self._looked_at = 0.0
+        self._log: StepLog | None = None
+        self._told: object = None
+
+    # -------------------------------------------------------------- life
+
+    def run(self) -> Outcome:
+        # Short, because the path of a Unix socket may have no more than 107 characters.
+        with tempfile.TemporaryDirectory(prefix="everstep-") as name:
+            self.crew = WorkerProcesses(
+                loop=self._loop,
+                report=self._reported,
+                folder=Path(name),
+                nursery=lambda job: self.nursery,
+                detect=self._detect,
+            )
+            self.crew.open()
+            if self._page is not None:
+                self._page.attach(self, self._loop)
+            if self.job.log is not None:
+                self._log = StepLog(self.job.path(self.job.log))
+            try:
+                self._begin()
+                while not self._over:
+                    self._turn()
+            finally:
+                self._close()
+        if self.recovery is not None:
+            self.outcome.incidents = self.recovery.incidents
+            done = self.recovery.recorded - self.outcome.resumed_from
+            self.outcome.issued = done * self.job.microbatches_in_step
+        return self.outcome
+
+    @property
+    def recovery(self) -> Recovery | None:
+        """None until it is known from which step the task starts."""
+        task = self.coordinator.tasks.get(TASK)
+        return None if task is None else task.recovery
+
+    @property
+    def running(self) -> bool:
+        """Is training going on, with nothing to mend at the moment?"""
+        return self.recovery is not None and isinstance(self.recovery.phase, Running)
+
+    @property
+    def processes(self) -> dict[Worker, WorkerProcess]:
+        return {worker: process for (_, worker), process in self.crew.processes.items()}
+
+    def kill(self, worker: Worker) -> None:
+        """SIGKILL, and remember when."""
+        self.crew.kill(TASK, worker)
+
+    def slow(self, worker: Worker, factor: float) -> None:
+        """From now on its ops take so many times as long; 1: as long as they did."""
+        fault = f"stage={worker.stage},replica={worker.replica},step=1,how=slow,factor={factor:g}"
+        self.crew.plant(TASK, worker, (fault,) if factor != 1 else ())
+
+    def finish(self, because: str) -> None:
+        """End the task now, in good order, before its last step."""
+        self.watch("action", act.FinishTask(because=because))
+        self._hear(msg.CancelRequested(task=TASK))
+
+    def reshape(self, replicas: int, stages: int) -> None:
+        """Take another shape at the next step boundary; training goes on from where it is."""
+        job = self.job.reshaped(replicas, stages)
+        shape = Shape(job.replicas, job.stages, job.microbatches)
+        self._hear(msg.ReshapeRequested(task=TASK, job=job.to_dict(), shape=shape))
+
+    def words(self, worker: Worker) -> Path:
+        """The file with what a worker printed; kept where the job has a log folder."""
+        return self.crew.words(TASK, worker)
+
+    def readings(self) -> dict[Worker, Reading | None]:
+        """What every live worker is doing right now."""
+        return self.crew.readings(TASK)
+
+    def told_readings(self) -> list[dict[str, Any]]:
+        """The same, as an agent tells it to whoever looks."""
+        return [
+            {
+                "worker": str(worker),
+                "incarnation": process.incarnation,
+                "pid": process.child.pid,
+                "reading": encode(process.beacon.read()),
+            }
+            for worker, process in self.processes.items()
+        ]
+
+    def told_gantt(self) -> dict[str, Any]:
+        """The last step, as planned and as run."""
+        measured = {str(worker): last_steps(p.beacon.path) for worker, p in self.processes.items()}
+        return gantt.document(self.desk, {worker: steps for worker, steps in measured.items() if steps})
+
+    def _begin(self) -> None:
+        self._hear(msg.NodeJoined(node=NODE, boot=NODE, slots=self._slots, host="127.0.0.1"))
+        self._hear(
+            msg.TaskSubmitted(
+                task=TASK,
+                job=self.job.to_dict(),
+                shape=self.shape,
+                steps=self.job.steps,
+                secret=secrets.token_hex(32),
+                has_checkpoints=self.job.checkpoint is not None,
+                script=tuple(self.script or ()),
+                faults=tuple(fault.text() for fault in self.faults),
+            )
+        )
+
+    def _close(self) -> None:
+        if not self._over:  # it ends early, by Ctrl-C: what stops now is no incident
+            self._hear(msg.CancelRequested(task=TASK))
+            with contextlib.suppress(KeyboardInterrupt):
+                while not self._over:
+                    self._turn()
+        self.crew.close()
+        if self._page is not None:
+            self._page.detach()
+        self._loop.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _turn(self) -> None:
+        if not self._loop.serve(self.tick_s) and self.running:
+            self.desk.think_ahead()
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = now
+            self.crew.tick(now)
+        due = self.coordinator.due_at()
+        if due is not None and due <= now:
+            self._hear(msg.TimePassed())
+        if self._page is not None:
+            self._page.tick()
+        self.watch("tick", self)
+
+    # -------------------------------------------------------------- events and actions
+
+    def _reported(self, report: msg.NodeReport) -> None:
+        match report:
+            case msg.TimesReported():
+                self.desk.learn(report)
+                for found in self.pace.told(report):
+                    self._hear(found)
+                return
+            case msg.CheckpointFound():
+                self.outcome.resumed_from = report.step
+                self.outcome.refused_checkpoints = list(report.refused)
+            case msg.TaskEvent(event=ev.WorkerRaised() as raised):
+                self.watch("raised", (raised.worker, raised.error, raised.traceback))
+        self._reports += 1
+        self._hear(msg.FromNode(node=NODE, boot=NODE, number=self._reports, report=report))
+
+    def _hear(self, event: msg.ClusterEvent) -> None:
+        now = time.monotonic()
+        actions = self.coordinator.handle(event, now)
+        if self._page is not None:
+            self._page.heard(event, actions, now)
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: msg.ClusterAction) -> None:
+        match action:
+            case msg.Dispatch(order=order):
+                self._tell_watcher(action)
+                if isinstance(order, msg.NotifyWorker) and isinstance(order.words, act.ResumeStep):
+                    self._last_step_at = self._last_step_at or time.monotonic()
+                self.coordinator.acknowledged(NODE, action.number)
+                self.crew.carry_out(order)
+            case msg.Think():
+                self.watch("action", action.question)
+                answer = self.desk.answer(action.question, action.slow)
+                self._hear(msg.PlanAnswered(task=TASK, event=answer))
+            case msg.RecordRow():
+                self._record(action.record)
+            case msg.IncidentClosed(number=number):
+                for incident in self.coordinator.log.incidents:
+                    if incident.number == number:
+                        self.watch("incident", incident)
+            case msg.TaskEnded():
+                self.outcome.failure = action.because if action.state == "failed" else None
+                self._over = True
+            case msg.TaskReshaped(shape=shape):
+                self.shape, self.desk = shape, TaskScheduler(shape, mode_of(self.job))
+            case msg.NodeChanged() | msg.ChooseAssignment():
+                pass
+
+    def _tell_watcher(self, action: msg.Dispatch) -> None:
+        match action.order:
+            case msg.NotifyWorker(words=words) if words is not self._told:  # one interrupt, told to many
+                self._told = words
+                self.watch("action", words)
+            case msg.StartProcess(worker=worker, incarnation=incarnation):
+                because = action.because
+                self.watch("action", act.StartWorker(worker=worker, incarnation=incarnation, because=because))
+
+    def _record(self, record: act.RecordStep) -> None:
+        now = time.monotonic()
+        row = self.outcome.add(record, now=now, since=self._last_step_at)
+        self._last_step_at = now
+        if self._log is not None:
+            self._log.write(row)
+        self.watch("step", row)
+        if record.step < self.job.steps:
+            stale = self.desk.wants_new_schedule(record.step - self.outcome.resumed_from, record.step)
+            if stale is not None:
+                event = ev.ProfileChanged(because=f"a new schedule: {stale}")
+                self._hear(msg.PlanAnswered(task=TASK, event=event))
+
+
+def mode_of(job: Job) -> str:
+    return "decoupled" if job.optimizer.stagger == "never" else "staggered"
+
+
+class _Loop:
+    """A selector as a crew's loop."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def watch(self, fd: int, ready: Callable[[], object]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, ready)
+
+    def unwatch(self, fd: int) -> None:
+        self._selector.unregister(fd)
+
+    def serve(self, within_s: float) -> bool:
+        """Handle what is ready. A handler may end others, so what was ready may be gone."""
+        ready = self._selector.select(within_s)
+        for key, _ in ready:
+            now = self._selector.get_map().get(key.fd)
+            if now is not None and now.data is key.data:
+                key.data()
+        return bool(ready)
+
+    def close(self) -> None:
+        self._selector.close()

@@ -1,0 +1,162 @@
+"""Where workers are born: a process that has imported torch once and forks a worker whenever one is needed.
+
+Importing torch takes seconds; forking takes milliseconds. So a dead worker is back before a step or two have
+passed, and a test can afford real processes. The nursery runs no torch op and never touches CUDA: what is
+forked after that would be broken.
+
+The nursery hands out a pidfd with each child and does not reap a child before it is told to, so its exit code
+can be read in peace. When the nursery's owner goes away, the nursery ends its children and itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from everstep.errors import InternalError
+
+_PRELOAD = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker")
+
+# Some builds of torch allocate with mimalloc, which gives free memory back after 10 ms; the next op faults it
+# in again: 8 % of a step on two cores. A worker needs the same memory a moment later, so it keeps it.
+_ALLOCATOR = {"MIMALLOC_PURGE_DELAY": "-1"}
+
+
+class ForkedProcess(NamedTuple):
+    pid: int
+    pidfd: int
+
+
+class ForkServer:
+    """The owner's side. `threads`: of each worker's tensor ops; some libraries read it only as they are
+    loaded.
+    """
+
+    def __init__(self, *, threads: int = 1) -> None:
+        self._threads = threads
+        self.warm = False
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> ForkServer:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "everstep.node.fork_server", str(theirs.fileno())]
+        env = {**_ALLOCATOR, **os.environ, "OMP_NUM_THREADS": str(self._threads)}
+        self._process = subprocess.Popen(
+            command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+        self._socket = ours
+        self.warm = False
+        return self
+
+    def warm_up(self) -> None:
+        """Wait until torch is loaded. A spawn before that waits as well."""
+        assert self._socket is not None, "the nursery is not started"
+        self._socket.send(json.dumps({"ping": True}).encode())
+        if not self._socket.recv(4096):
+            raise InternalError("the nursery has died; its last words are on stderr")
+        self.warm = True
+
+    def spawn(self, spec: dict[str, Any], *, output: Path) -> ForkedProcess:
+        """Fork a worker. Its stdout and stderr go to the file `output`."""
+        assert self._socket is not None, "the nursery is not started"
+        self._socket.send(json.dumps({"spawn": spec, "output": str(output)}).encode())
+        data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
+        if not data or not fds:
+            raise InternalError("the nursery has died; its last words are on stderr")
+        return ForkedProcess(json.loads(data)["pid"], fds[0])
+
+    def reap(self, child: ForkedProcess) -> None:
+        assert self._socket is not None
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps({"reap": child.pid}).encode())
+        os.close(child.pidfd)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:  # it is still loading torch, on a busy machine
+                self._process.kill()
+                self._process.wait()
+
+
+def exit_reason(pid: int) -> str:
+    """Why a child that is not reaped yet has ended, in words. Field 52 of /proc/PID/stat is its wait
+    status.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "ended"
+    status = int(fields[49])
+    if os.WIFSIGNALED(status):
+        return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"exited with code {os.WEXITSTATUS(status)}"
+
+
+# ------------------------------------------------------------------ the nursery itself
+
+
+def serve(fd: int) -> None:
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    sock = socket.socket(fileno=fd)
+    children: set[int] = set()
+    while data := sock.recv(1 << 20):
+        request = json.loads(data)
+        if "ping" in request:
+            sock.send(b"{}")
+            continue
+        if "reap" in request:
+            os.waitpid(request["reap"], 0)
+            children.discard(request["reap"])
+            continue
+        pid = os.fork()
+        if pid == 0:
+            sock.close()
+            _live(request["spawn"], request["output"])
+        children.add(pid)
+        pidfd = os.pidfd_open(pid)
+        socket.send_fds(sock, [json.dumps({"pid": pid}).encode()], [pidfd])
+        os.close(pidfd)
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _live(spec: dict[str, Any], output: str) -> None:
+    """The child's whole life."""
+    code = 1
+    try:
+        os.setsid()
+        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        from everstep.node import worker
+
+        code = worker.main(spec)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when this ends
+    serve(int(sys.argv[1]))
+    os._exit(0)  # with torch loaded, the interpreter's own end takes a second, and the owner waits for it

@@ -1,0 +1,101 @@
+"""A task's scheduler at work: it learns how long ops take, answers recovery's questions, and thinks ahead.
+
+Two things change a schedule in force: a stage's share of the work that has become another (`drift`), which is
+asked for here, and a worker that has become slow, which the coordinator asks for, with the speeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from everstep.core.task.owed import Shape
+from everstep.core.words.actions import ComputePlan
+from everstep.core.words.cluster_messages import TimesReported
+from everstep.core.words.events import PlanComputed
+from everstep.core.words.ops import Worker
+from everstep.schedule.answer import answer
+from everstep.schedule.cache import PlanCache
+from everstep.schedule.instance import Grid, Instance
+from everstep.schedule.planner import plan
+from everstep.schedule.profile import Profile
+from everstep.schedule.schedule import Planned
+from everstep.schedule.sharing import shared_period
+
+FIRST_LOOK = 3  # steps after which the schedule is made again, with measured times
+LEAST_STEPS = 20  # between two schedules for the sake of stages' shares
+LOOKS = 5  # steps on end that must show another share
+GOOD_ENOUGH = 0.03  # over the bound
+STILL_LESS = (1.3, 2.0)  # times slower than it is, as if: what a slow worker may be better off with
+
+
+class TaskScheduler:
+    def __init__(self, shape: Shape, mode: str) -> None:
+        self.profile = Profile(shape)
+        self._mode = mode
+        self._plans: PlanCache | None = None
+        self._slow: dict[Worker, float] = {}
+        self._gone: frozenset[Worker] = frozenset()
+        self._stale = 0  # steps on end
+        self._asked_at = 0
+        self._all_ready = False
+
+    def learn(self, told: TimesReported) -> None:
+        self.profile.learn(told.worker, told.times, told.ops or None)
+
+    def answer(self, question: ComputePlan, slow: Mapping[Worker, float] | None = None) -> PlanComputed:
+        """`slow`: workers that take so many times as long as their stage."""
+        known = dict(slow or {})
+        if self._plans is None or known != self._slow or self.profile.drift() is not None:
+            self._slow = known
+            planner = partial(plan_with_speeds, slow=frozenset(known)) if known else plan
+            self._plans = PlanCache(self.profile.instance(known), planner=planner)
+        self._gone, self._all_ready = question.dead, False
+        return answer(question, self._plans, self._mode)
+
+    def wants_new_schedule(self, steps_run: int, step: int) -> str | None:
+        """After this step: is the schedule in force out of date? One sentence if so."""
+        stale = self.profile.drift()
+        self._stale = self._stale + 1 if stale is not None else 0
+        if steps_run == FIRST_LOOK or (self._stale >= LOOKS and step - self._asked_at >= LEAST_STEPS):
+            self._stale, self._asked_at = 0, step
+            return stale
+        return None
+
+    def in_force(self) -> tuple[Planned, Instance] | None:
+        """The schedule of steps as they are now, and the times it was made with."""
+        if self._plans is None:
+            return None
+        return self._plans.get(self._gone, self._mode), self._plans.healthy
+
+    def think_ahead(self) -> None:
+        """In an idle moment: plan for one of the deaths that may come next."""
+        if self._plans is not None and not self._all_ready:
+            self._all_ready = self._plans.prepare(self._gone, self._mode, most=1) == 0
+
+
+def plan_with_speeds(instance: Instance, mode: str, *, slow: frozenset[Worker]) -> Planned:
+    """A slow worker's last microbatch may cost the pipeline more than its time: try with still less work."""
+    best = plan(instance, mode)
+    for times in STILL_LESS if best.gap > GOOD_ENOUGH else ():
+        other = plan(_slower(instance, slow, times), mode)
+        period = shared_period(other, instance, ())
+        if period < best.value:
+            best = replace(other, period=period, makespan=period, lower_bound=best.lower_bound)
+    return best
+
+
+def _slower(instance: Instance, slow: frozenset[Worker], times: float) -> Instance:
+    def scaled(grid: Grid) -> Grid:
+        return tuple(
+            tuple(t * times if Worker(k, s) in slow else t for s, t in enumerate(row))
+            for k, row in enumerate(grid)
+        )
+
+    return replace(
+        instance,
+        forward=scaled(instance.forward),
+        input_grad=scaled(instance.input_grad),
+        weight_grad=scaled(instance.weight_grad),
+    )

@@ -1,0 +1,68 @@
+"""What a rank finds in its environment: all that torchrun sets, and what makes PyTorch leave evidence.
+
+A variable that the person has set is left alone, except those that say who a rank is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# Only where unset. The flight recorder costs nothing measurable; a fault without it leaves no record.
+FOR_DIAGNOSIS = {
+    "TORCH_FR_BUFFER_SIZE": "2000",  # collectives remembered
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # NCCL's watchdog writes the record before it ends a rank
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun: a failed collective ends the rank
+    "NCCL_DEBUG": "WARN",  # NCCL says on stderr what went wrong
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """One rank of one life. All ranks are on this machine."""
+
+    rank: int
+    ranks: int
+    life: int
+    max_restarts: int
+    run_id: str
+    master_address: str
+    master_port: int
+    folder: Path  # of this rank in this life
+
+
+def rank_environment(place: RankPlace, inherited: Mapping[str, str]) -> dict[str, str]:
+    return {**inherited, **_unset(place, inherited), **_identity(place)}
+
+
+def _identity(place: RankPlace) -> dict[str, str]:
+    rank, ranks = str(place.rank), str(place.ranks)
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "ROLE_RANK": rank,
+        "GROUP_RANK": "0",
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "ROLE_WORLD_SIZE": ranks,
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": place.master_address,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(place.life),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(place.folder / "error.json"),
+    }
+
+
+def _unset(place: RankPlace, inherited: Mapping[str, str]) -> dict[str, str]:
+    wanted = {
+        **FOR_DIAGNOSIS,
+        "TORCH_FR_DUMP_TEMP_FILE": str(place.folder / "collectives_rank_"),  # PyTorch adds it
+    }
+    if place.ranks > 1:  # as torchrun: not every rank may take all cores
+        wanted["OMP_NUM_THREADS"] = "1"
+    return {name: value for name, value in wanted.items() if name not in inherited}

@@ -1,0 +1,138 @@
+"""What ranks write: kept as it is in files, passed on line by line with the rank in front, its end kept.
+
+One thread reads all pipes and writes to the terminal, so that a terminal which does not take more (Ctrl-S, a
+pager) holds the ranks up, as it would any program, but never the one who watches over them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import threading
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO
+
+_CHUNK_BYTES = 1 << 16
+_TAIL_BYTES = 8192
+_MAX_LINE_BYTES = 1 << 16  # a longer one is passed on in parts
+
+
+class OutputStream:
+    """One pipe of one rank. What is read goes to file and tail at once, to the terminal when it can."""
+
+    def __init__(self, rank: int, path: Path, terminal: BinaryIO) -> None:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self.num_bytes = 0
+        self._prefix = f"[{rank}] ".encode()
+        self._file = path.open("ab", buffering=0)
+        self._terminal = terminal
+        self._tail: deque[bytes] = deque()
+        self._partial = b""
+        self._lines: list[bytes] = []
+        self._lock = threading.Lock()
+        self.is_closed = False
+
+    def started(self) -> None:
+        """The rank holds the writing end now."""
+        os.close(self.writer)
+
+    def take(self) -> None:
+        """Everything that is in the pipe now."""
+        with self._lock:
+            while not self.is_closed:
+                try:
+                    data = os.read(self.reader, _CHUNK_BYTES)
+                except BlockingIOError:
+                    return
+                if not data:
+                    self._close()
+                    return
+                self._keep(data)
+
+    def show(self) -> None:
+        with self._lock:
+            lines, self._lines = self._lines, []
+        with contextlib.suppress(OSError, ValueError):
+            if lines:
+                self._terminal.write(b"".join(lines))
+                self._terminal.flush()
+
+    def tail(self) -> str:
+        with self._lock:
+            return b"".join(self._tail)[-_TAIL_BYTES:].decode(errors="replace")
+
+    def close(self) -> None:
+        with self._lock:
+            if not self.is_closed:
+                self._close()
+
+    def _close(self) -> None:
+        self.is_closed = True
+        if self._partial:
+            self._lines.append(self._prefix + self._partial + b"\n")
+            self._partial = b""
+        self._file.close()
+
+    def _keep(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        self._file.write(data)
+        self._tail.append(data)
+        while sum(map(len, self._tail)) - len(self._tail[0]) > _TAIL_BYTES:
+            self._tail.popleft()
+        *whole, self._partial = (self._partial + data).splitlines(keepends=True) or [b""]
+        if self._partial.endswith((b"\n", b"\r")):
+            whole, self._partial = [*whole, self._partial], b""
+        elif len(self._partial) > _MAX_LINE_BYTES:
+            whole, self._partial = [*whole, self._partial + b"\n"], b""
+        self._lines += [self._prefix + line for line in whole]
+
+
+class Pump:
+    """The thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._new: deque[OutputStream] = deque()
+        self._is_closing = False
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._work, name="everstep-output", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, stream: OutputStream) -> None:
+        self._new.append(stream)
+        os.write(self._wake_writer, b"+")
+
+    def close(self) -> None:
+        """When all that was written has been shown; a terminal that takes nothing is not waited for long."""
+        self._is_closing = True
+        os.write(self._wake_writer, b"-")
+        self._thread.join(timeout=2)
+
+    def _work(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    os.read(self._wake_reader, 4096)
+                    continue
+                self._read(key.data)
+            while self._new:
+                stream = self._new.popleft()
+                self._selector.register(stream.reader, selectors.EVENT_READ, stream)
+            if self._is_closing:
+                for key in list(self._selector.get_map().values()):
+                    if key.data is not None:
+                        self._read(key.data)
+                return
+
+    def _read(self, stream: OutputStream) -> None:
+        stream.take()
+        if stream.is_closed:
+            self._selector.unregister(stream.reader)
+            os.close(stream.reader)
+        stream.show()

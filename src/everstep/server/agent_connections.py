@@ -1,0 +1,145 @@
+"""The WebSockets of the agents: one line a node, numbered both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words.codec import decode, encode
+from everstep.errors import PeerError
+from everstep.server.daemon import Daemon
+
+MAX_MESSAGE = 64 << 20
+MAX_QUEUED = 100_000  # messages to one agent that does not read
+MAX_SLOTS = 4096
+_NAME = 64
+
+
+class AgentConnections:
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        daemon.send = self.send
+        self._queues: dict[str, asyncio.Queue[dict[str, Any] | None]] = {}
+        self._boots: dict[str, str] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._questions = 0
+
+    @property
+    def nodes(self) -> set[str]:
+        """Who is connected now."""
+        return set(self._queues)
+
+    def send(self, node: str, message: dict[str, Any]) -> None:
+        """To a node that is connected; else it is kept with its pending orders, and sent when it comes."""
+        queue = self._queues.get(node)
+        if queue is not None:
+            if queue.qsize() >= MAX_QUEUED:
+                queue.put_nowait(None)
+                del self._queues[node]
+            else:
+                queue.put_nowait(message)
+
+    async def ask(self, node: str, question: dict[str, Any], *, within_s: float = 5.0) -> Any:
+        """A node's answer, for people who look. PeerError if it does not come."""
+        if node not in self._queues:
+            raise PeerError(f"node {node} is not connected")
+        self._questions += 1
+        number = self._questions
+        self._asked[number] = asyncio.get_running_loop().create_future()
+        self.send(node, {"ask": number, **question})
+        try:
+            return await asyncio.wait_for(self._asked[number], within_s)
+        except TimeoutError:
+            raise PeerError(f"node {node} does not answer") from None
+        finally:
+            del self._asked[number]
+
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        line = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, heartbeat=None, timeout=1.0)
+        await line.prepare(request)
+        try:
+            first = await line.receive_json(timeout=10.0)
+            hello, done = _hello(first)
+        except (PeerError, TypeError, ValueError, TimeoutError) as error:
+            await line.send_json({"refused": f"this is no agent's hello: {error}"})
+            await line.close()
+            return line
+        if self._busy(hello):
+            sentence = f"node {hello.node} is connected already; give this agent another --node."
+            await line.send_json({"refused": sentence})
+            await line.close()
+            return line
+        await self._converse(line, hello, done)
+        return line
+
+    def _busy(self, hello: msg.NodeJoined) -> bool:
+        """Another agent of the same name is connected, and alive."""
+        age = self.daemon.hearts.age_s(hello.node, time.monotonic())
+        other = self._boots.get(hello.node, hello.boot) != hello.boot
+        return hello.node in self._queues and other and age is not None and age < 1.0
+
+    async def _converse(self, line: web.WebSocketResponse, hello: msg.NodeJoined, done: int) -> None:
+        node = hello.node
+        known = self.daemon.machine.nodes.get(node)
+        if known is not None and known.boot == hello.boot:
+            self.daemon.machine.acknowledged(node, done)
+        old = self._queues.pop(node, None)
+        if old is not None:
+            old.put_nowait(None)
+        self.daemon.hearts.heard(node, time.monotonic())
+        await self.daemon.told(hello)
+        queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        state = self.daemon.machine.nodes[node]
+        queue.put_nowait({"welcome": node, "heard": state.heard})
+        for number, order, because in state.pending:
+            queue.put_nowait({"number": number, "order": encode(order), "because": because})
+        self._queues[node], self._boots[node] = queue, hello.boot
+        writing = asyncio.create_task(self._write(line, queue))
+        try:
+            async for message in line:
+                if message.type is aiohttp.WSMsgType.TEXT:
+                    self._take(hello, json.loads(message.data))
+        except (PeerError, KeyError, TypeError, ValueError) as error:
+            self.daemon.say(f"node {node} said something that makes no sense: {error}")
+        finally:
+            writing.cancel()
+            if self._queues.get(node) is queue:
+                del self._queues[node]
+
+    async def _write(self, line: web.WebSocketResponse, queue: asyncio.Queue[dict[str, Any] | None]) -> None:
+        while (message := await queue.get()) is not None:
+            await line.send_str(json.dumps(message, separators=(",", ":")))
+        await line.close()
+
+    def _take(self, hello: msg.NodeJoined, message: Mapping[str, Any]) -> None:
+        node = hello.node
+        if self.daemon.hearts.heard(node, time.monotonic()):
+            self.daemon.tell(hello)  # it was silent and is back
+        if "beat" in message:
+            self.daemon.machine.acknowledged(node, int(message["done"]))
+            return
+        if "answer" in message:
+            asked = self._asked.get(message["answer"])
+            if asked is not None and not asked.done():
+                asked.set_result(message["value"])
+            return
+        report = decode(msg.NodeReport, message["report"])
+        if isinstance(report, msg.TimesReported):
+            self.daemon.learn(report)
+            return
+        number = int(message["number"])
+        self.daemon.tell(msg.FromNode(node=node, boot=hello.boot, number=number, report=report))
+
+
+def _hello(message: Any) -> tuple[msg.NodeJoined, int]:
+    hello = decode(msg.NodeJoined, message["hello"])
+    if not 1 <= hello.slots <= MAX_SLOTS or not 1 <= len(hello.node) <= _NAME:
+        raise PeerError(f"{hello.slots} slots on a node named {hello.node!r}")
+    return hello, int(message["done"])

@@ -1,0 +1,197 @@
+"""A virtual worker's hands: what the engine does with tensors, done with symbols.
+
+The walker decides, this obeys; the two together are a process. A payload that is asked for and not there
+raises, as it would in the engine: an outbox was dropped too early.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from everstep.core.words import worker_messages as msg
+from everstep.core.words.cluster_messages import NotifyWorker
+from everstep.core.words.ops import Kind, Worker
+from everstep.core.worker.worker_state import WorkerState
+from everstep.sim.storm.checkers import Checkers
+from everstep.sim.storm.disk import CheckpointDisk, ShelfMemory
+from everstep.sim.storm.network import VirtualLink
+from everstep.sim.storm.truth import Truth, VirtualState, applied
+
+_HALVES = {Kind.B: (Kind.I, Kind.W)}
+
+
+class VirtualWorker:
+    """One process: a walker, its payloads, its inbox."""
+
+    def __init__(
+        self,
+        walker: WorkerState,
+        incarnation: int,
+        node: int,
+        truth: Truth,
+        checkers: Checkers,
+        disk: CheckpointDisk,
+    ) -> None:
+        self.walker, self.incarnation, self.node = walker, incarnation, node
+        self.me: Worker = walker.me
+        self.truth, self.checkers, self.disk = truth, checkers, disk
+        self.state = VirtualState(0, 0)
+        self.kept: VirtualState | None = None
+        self.payloads: dict[msg.Parcel, Any] = {}
+        self.inputs: dict[tuple[int, Any], bool] = {}  # (step, microbatch) -> right weights so far?
+        self.gradients: dict[int, list[tuple[Any, bool]]] = {}
+        self.sums: dict[int, tuple[tuple[Any, bool], ...]] = {}
+        self.inbox: deque[tuple[str, Any]] = deque()
+        self.book: dict[Worker, int] = {}  # the incarnations it was told of
+        self.links: dict[tuple[Worker, int], VirtualLink] = {}
+        self.reports: VirtualLink | None = None
+        self.task: msg.WorkItem | None = None
+        self.told_epoch = 0
+        self.alive = True
+        self.hung = False
+        self.moment = 0  # changes whenever it does something, as a beacon would
+        self.moved_us = 0
+        self.shelving = 0  # copies under way to a shelf
+        self.directions: dict[int, NotifyWorker] = {}  # by epoch: what orders to go on said about states
+        self.shelf: ShelfMemory | None = None
+        self.snapshot_out: Callable[[int, int, VirtualState], None] = lambda joiner, step, state: None
+
+    # -------------------------------------------------------------- tasks
+
+    def do(self, task: msg.WorkItem) -> Any:
+        """Run a task to its end; its answer."""
+        return _DO[type(task)](self, task)
+
+    def _compute(self, task: msg.Compute) -> None:
+        op, right = task.op, self.state == self.truth.states[task.step - 1]
+        key = (task.step, op.microbatch)
+        payloads, inputs = self.payloads, self.inputs
+        for kind in _HALVES.get(op.kind, (op.kind,)):
+            if kind is Kind.W:
+                self.gradients.setdefault(task.step, []).append((op.microbatch, inputs.pop(key)))
+                continue
+            right = right and (task.input is None or payloads[task.input])
+            if kind is Kind.I:
+                right = right and inputs[key]
+            inputs[key] = right
+        if task.output is not None:
+            payloads[task.output] = right
+        if task.ghost and op.kind is Kind.I:
+            del inputs[key]
+
+    def _contribute(self, task: msg.Contribute) -> tuple[Any, ...]:
+        self.gradients.setdefault(task.step, [])
+        if self.me.stage != self.walker.rules.stages - 1:
+            return ()
+        return tuple((op.microbatch, 1.0) for op in self.walker.now.done if op.kind is Kind.F)
+
+    def _sum_chunk(self, task: msg.SumChunk) -> float:
+        bag = list(self.gradients[task.step])
+        for part in task.parts:
+            bag += self.payloads[part]
+        bag.sort()
+        self.sums[task.step] = tuple(bag)
+        first = self.me.replica == task.members[0]
+        return self.truth.squares(task.step, self.me.stage) if first else 0.0
+
+    def _assemble(self, task: msg.AssembleSum) -> None:
+        for chunk in task.chunks:
+            bag = self.payloads[chunk]
+            if chunk.what is msg.ParcelKind.COPY:
+                self.sums[task.step] = bag
+            else:
+                self.checkers.sums_agree(self.me, task.step, bag, self.sums[task.step])
+
+    def _combine(self, task: msg.CombineTied) -> float:
+        self.checkers.sum_is_whole(self.me, task.step, self.payloads[task.other])
+        return self.truth.squares(task.step, self.me.stage)
+
+    def _update(self, task: msg.Update) -> None:
+        if task.keep:  # it may be undone: then another stage's update was invalid, and so is this sum
+            self.checkers.sum_is_whole(self.me, task.step, self.sums[task.step])
+            self.kept = self.state
+        else:
+            self.checkers.sum_used(self.me, task.step, self.sums[task.step])
+        self.state = applied(self.state, task.step, task.scale)
+
+    def _undo(self, task: msg.Undo) -> None:
+        assert self.kept is not None, "an undo without a kept state"
+        self.state, self.kept = self.kept, None
+
+    def _snapshot(self, task: msg.Snapshot) -> None:
+        self.snapshot_out(task.joiner, task.state_step, self.state)
+
+    def _apply_feed(self, task: msg.ApplyFeed) -> None:
+        self.checkers.sum_used(self.me, task.step, self.payloads[task.feed])
+        self.state = applied(self.state, task.step, task.scale)
+
+    def _restore(self, task: msg.Restore) -> bool:
+        told = self.directions.get(self.walker.epoch)
+        if told is not None and told.kept:
+            assert self.shelf is not None
+            shelf = told.kept[self.me.stage][0]
+            state = self.shelf.get(shelf.node, task.state_step, self.me.stage)
+            if state is None:
+                return False
+        else:
+            state = self.disk.read(task.state_step, self.me.stage)
+        self.checkers.state_restored(self.me, task.state_step, state)
+        assert state is not None
+        self.state = state
+        return True
+
+    def _shelve(self, task: msg.StoreCopy) -> None:
+        self.checkers.state_saved(self.me, task.state_step, self.state)
+        self.shelving += 1
+
+    def _save(self, task: msg.SaveCheckpoint) -> None:
+        self.checkers.state_saved(self.me, task.state_step, self.state)
+        self.disk.begin(task.state_step, self.me.stage)
+
+    # -------------------------------------------------------------- commands
+
+    def payload_of(self, parcel: msg.Parcel) -> Any:
+        match parcel.what:
+            case msg.ParcelKind.ACTIVATION | msg.ParcelKind.GRADIENT:
+                return self.payloads[parcel]
+            case msg.ParcelKind.PART:
+                return tuple(self.gradients[parcel.step])
+            case msg.ParcelKind.SUM | msg.ParcelKind.COPY | msg.ParcelKind.FEED | msg.ParcelKind.TIED:
+                return self.sums[parcel.step]
+        return None
+
+    def forget(self, command: msg.Forget) -> None:
+        for parcel in command.parcels:
+            self.payloads.pop(parcel, None)
+
+    def release_gradients(self, command: msg.ReleaseGradients) -> None:
+        del self.gradients[command.step]
+
+    def release_sum(self, command: msg.ReleaseSum) -> None:
+        self.checkers.sum_used(self.me, command.step, self.sums.pop(command.step))
+        self.checkers.kept(self.me, len(self.payloads))
+
+    def discard(self, command: msg.DiscardWork) -> None:
+        first = command.from_step
+        for store in (self.gradients, self.sums):
+            for step in [s for s in store if first is None or s >= first]:
+                del store[step]
+        self.inputs.clear()
+
+
+_DO: dict[type, Callable[[VirtualWorker, Any], Any]] = {
+    msg.Compute: VirtualWorker._compute,
+    msg.Contribute: VirtualWorker._contribute,
+    msg.SumChunk: VirtualWorker._sum_chunk,
+    msg.AssembleSum: VirtualWorker._assemble,
+    msg.CombineTied: VirtualWorker._combine,
+    msg.Update: VirtualWorker._update,
+    msg.Undo: VirtualWorker._undo,
+    msg.Snapshot: VirtualWorker._snapshot,
+    msg.ApplyFeed: VirtualWorker._apply_feed,
+    msg.Restore: VirtualWorker._restore,
+    msg.SaveCheckpoint: VirtualWorker._save,
+    msg.StoreCopy: VirtualWorker._shelve,
+}
