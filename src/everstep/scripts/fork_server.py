@@ -99,7 +99,7 @@ class PlainBirths:
 # ------------------------------------------------------------------ forked
 
 
-class ForkedProcess:
+class ForkedRank:
     def __init__(self, pid: int, pidfd: int, cradle: socket.socket) -> None:
         self.pid, self.pidfd, self._cradle = pid, pidfd, cradle
 
@@ -143,7 +143,7 @@ class Cradle:
         assert self._socket is not None, "the cradle is not open"
         told = {"command": list(birth.command), "environment": birth.environment, "cwd": os.getcwd()}
         pid, pidfd = self._ask(told, [birth.stdout, birth.stderr, birth.line])
-        return ForkedProcess(pid, pidfd, self._socket)
+        return ForkedRank(pid, pidfd, self._socket)
 
     @property
     def fork_store(self) -> Callable[[int], int] | None:

@@ -1,8 +1,8 @@
 """The virtual cluster: nodes, processes, connections, and the coordinator's machine, in virtual time.
 
-Everything that decides is the real thing: `core.task.recovery`, `core.worker.worker_state`, `schedule.answer`.
-The world only moves messages, lets time pass and takes things away. A process works as the engine's does: it takes all that
-is in its inbox, runs one task to its end, and looks again; a death in between leaves the task undone.
+Everything that decides is the real thing: `core.task.recovery`, `core.worker`, `schedule.answer`. The world
+only moves messages, lets time pass and takes things away. A process works as the engine's does: it takes all
+that is in its inbox, runs one task to its end, and looks again; a death in between leaves the task undone.
 """
 
 from __future__ import annotations
