@@ -132,9 +132,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "index.json is missing": lambda path: (path / "index.json").unlink(),
     "index.json is not JSON": lambda path: os.truncate(path / "index.json", 50),
     # bit-flipped
-    "part-0.safetensors: tensor 'optimizer/embed.weight/step' has not the bytes": flip,
+    "part-0.safetensors: tensor 'optimizer/embed.weight/step' fails its checksum": flip,
     "part-0.safetensors cannot be read": lambda path: flip(path, at=7),
-    "index.json has not the bytes": lambda path: (path / "index.json").write_text(
+    "index.json fails its checksum": lambda path: (path / "index.json").write_text(
         (path / "index.json").read_text().replace('"rows":20', '"rows":21')
     ),
     # pointing outside

@@ -84,7 +84,7 @@ def test_verify_and_prune(everstep: Callable, tmp_path: Path) -> None:
     ran = everstep("ckpt", "verify", tmp_path, "--all", "--json")
     assert ran.code == 1
     assert [row["ok"] for row in ran.document()["checkpoints"]] == [True, True, False]
-    assert "has not the bytes" in ran.document()["checkpoints"][2]["because"]
+    assert "fails its checksum" in ran.document()["checkpoints"][2]["because"]
     dry = everstep("ckpt", "prune", tmp_path, "--keep", "1", "--dry-run", "--json").document()
     assert (dry["removed"], dry["kept"]) == ([10], [20, 30])  # 20 is the newest that is whole
     assert everstep("ckpt", "prune", tmp_path, "--keep", "1").out == "removed: 10\n"

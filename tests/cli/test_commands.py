@@ -146,3 +146,20 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_training_does_not_start_over_in_silence_when_no_checkpoint_is_sound(
+    everstep: Everstep, job_file: Path
+) -> None:
+    everstep("train", job_file, "--no-web")
+    folder = job_file.parent / "checkpoints"
+    for index in folder.glob("step-*/index.json"):
+        index.write_text("{")
+    ran = everstep("train", job_file, "--no-web")
+    assert ran.code == 1
+    assert str(folder) in ran.err
+    assert "--start-over" in ran.err
+    assert "Traceback" not in ran.err
+    again = everstep("train", job_file, "--no-web", "--start-over", "--json").document()
+    assert again["resumed_from"] == 0
+    assert len(list(folder.glob("*.corrupt"))) >= 2

@@ -431,3 +431,47 @@ def test_a_joiner_that_catches_up_while_another_is_planned_for_is_let_in_at_the_
     drama.seal()
     assert place is not recovery.places[W01]
     assert isinstance(recovery.places[W01], Member)
+
+
+def searching() -> tuple[Coordinator, msg.FindCheckpoint]:
+    """A task that waits to hear which checkpoint it starts from."""
+    coordinator = Coordinator()
+    coordinator.handle(msg.NodeJoined(node="a", boot="1", slots=1, host="a"), 0.0)
+    submitted = msg.TaskSubmitted(
+        task="t", job={}, shape=Shape(1, 1, 1), steps=9, secret="s", has_checkpoints=True
+    )
+    orders = coordinator.handle(submitted, 0.0)
+    (find,) = [o.order for o in orders if isinstance(o, msg.Dispatch)]
+    assert isinstance(find, msg.FindCheckpoint)
+    return coordinator, find
+
+
+def test_checkpoints_that_cannot_be_read_are_tried_again_and_then_fail_the_task_in_words() -> None:
+    coordinator, find = searching()
+    now = 0.0
+    for number in range(1, 100):
+        report = msg.CheckpointUnusable(task="t", because="folder x cannot be read: EIO", passing=True)
+        actions = coordinator.handle(msg.FromNode(node="a", boot="1", number=number, report=report), now)
+        coordinator.validate()
+        if coordinator.tasks["t"].state is not TaskState.SEARCHING:
+            break
+        assert "folder x cannot be read: EIO; tried again in" in coordinator.tasks["t"].because
+        due = coordinator.due_at()
+        assert due is not None
+        assert due > now
+        now = due
+        (again,) = coordinator.handle(msg.TimePassed(), now)
+        assert isinstance(again, msg.Dispatch)
+        assert again.order == find
+    assert number == coordinator.patience.checkpoint_retries + 1
+    assert 30 < now < 300
+    (ended,) = [a for a in actions if isinstance(a, msg.TaskEnded)]
+    assert (ended.state, ended.because) == ("failed", "folder x cannot be read: EIO")
+
+
+def test_a_task_whose_checkpoints_are_of_no_use_fails_at_once_and_starts_nothing() -> None:
+    coordinator, _ = searching()
+    report = msg.CheckpointUnusable(task="t", because="version 99", passing=False)
+    actions = coordinator.handle(msg.FromNode(node="a", boot="1", number=1, report=report), 1.0)
+    assert coordinator.tasks["t"].state is TaskState.FAILED
+    assert not any(isinstance(a, msg.Dispatch) and isinstance(a.order, msg.StartProcess) for a in actions)

@@ -79,7 +79,7 @@ def test_a_state_that_is_gone_or_damaged_is_refused(door: MemoryServer, here: Pa
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UserError, match="has not the bytes that were written"):
+    with pytest.raises(UserError, match="fails its checksum"):
         memory.open_kept("t", 8, [(here, part)]).read()
     with pytest.raises(UserError, match="not whole"):
         memory.open_kept("t", 8, [(here, part), (here, part)])

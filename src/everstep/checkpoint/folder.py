@@ -23,7 +23,7 @@ from everstep.checkpoint.index import Part, Refused
 from everstep.checkpoint.parts import CHUNK_BYTES, Planned, plan_whole, stored_of
 from everstep.checkpoint.places import place_of, root_of
 from everstep.checkpoint.ranges import Access
-from everstep.checkpoint.reader import Checkpoint, open_in
+from everstep.checkpoint.reader import Checkpoint, UnusableCheckpoint, open_in, unusable
 from everstep.errors import InternalError, UserError
 from everstep.layout.box import Box
 
@@ -102,15 +102,13 @@ def prune(root: str | Path, *, keep: int, keep_every: int = 0, dry_run: bool = F
     place = place_of(root)
     gone = doomed([number for number, _ in place.complete()], keep, keep_every)
     if gone:
-        newest, _ = newest_valid(root)
-        gone = [step for step in gone if newest is None or step != newest.step]
+        newest, refused = newest_valid(root)
+        if newest is None:
+            raise UserError(f"no checkpoint in {place} passes its checks, so all stay: {refused[0]}")
+        gone = [step for step in gone if step != newest.step]
     for step in () if dry_run else gone:
         place.remove(f"step-{step:08d}")
     return gone
-
-
-def remove(root: str | Path, step: int) -> None:
-    place_of(root).remove(f"step-{step:08d}")
 
 
 def clean(root: str | Path) -> list[Path]:
@@ -137,7 +135,7 @@ def open_step(root: str | Path, name: str, access: Access = "pread") -> Checkpoi
     try:
         return open_in(place, name, access)
     except Refused as refused:
-        raise UserError(f"checkpoint {place}/{name} is damaged: {refused}.") from refused
+        raise unusable(f"{place}/{name}", refused) from refused
 
 
 def newest_valid(root: str | Path) -> tuple[Checkpoint | None, list[str]]:
@@ -148,6 +146,6 @@ def newest_valid(root: str | Path) -> tuple[Checkpoint | None, list[str]]:
             found = open_step(root, name)
             found.verify()
             return found, refused
-        except UserError as error:
+        except UnusableCheckpoint as error:
             refused.append(str(error))
     return None, refused

@@ -38,6 +38,14 @@ class Refused(Exception):
     """Why a checkpoint is not believed: a file and a reason."""
 
 
+class CannotRead(Refused):
+    """The system could not read it: nothing is known of what is written there."""
+
+
+class UnknownVersion(Refused):
+    """It is of a format that another Everstep writes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """A box of a tensor in one file."""
@@ -159,14 +167,17 @@ def _trusted(data: bytes) -> dict[str, Any]:
     index = outer.get("index") if isinstance(outer, dict) else None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise Refused("index.json is not the index of an Everstep checkpoint")
+    version = index.get("version")
+    if type(version) is int and version != VERSION:
+        raise UnknownVersion(f"index.json is of version {version}, and we read version {VERSION}")
     try:
         text = canonical(index)
     except (ValueError, RecursionError) as error:
         raise Refused(f"index.json holds what no index holds: {error}") from error
     if outer.get("xxh3") != digest(text.encode("utf-8", "surrogatepass")):
-        raise Refused("index.json has not the bytes that were written")
-    if index.get("version") != VERSION:
-        raise Refused(f"index.json is of version {index.get('version')}, and we read version {VERSION}")
+        raise Refused("index.json fails its checksum")
+    if version != VERSION:
+        raise Refused(f"index.json is of version {version!r}, which is no number")
     shape = {"step": int, "meta": dict, "groups": list, "tied": dict, "parts": list}
     wrong = next((key for key, kind in shape.items() if not isinstance(index.get(key), kind)), None)
     if wrong is not None:

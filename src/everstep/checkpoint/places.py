@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -20,12 +21,13 @@ from typing import Any
 
 from everstep.checkpoint import index as indexes
 from everstep.checkpoint import parts
-from everstep.checkpoint.index import Part, Refused
+from everstep.checkpoint.index import CannotRead, Part, Refused
 from everstep.checkpoint.parts import CHUNK_BYTES, Planned, Progress
 from everstep.checkpoint.ranges import Access, RangeFile, RemoteFile
 from everstep.errors import InternalError, UserError
 
 STEP = re.compile(r"step-(\d{8,18})")
+_SET_ASIDE = re.compile(r"step-\d{8,18}\.(corrupt|unreadable|unknown)(-\d+)?")
 _RENAME_EXCHANGE = 2
 
 
@@ -42,12 +44,35 @@ class LocalPlace:
 
     def complete(self) -> list[tuple[int, str]]:
         """The steps that were committed, oldest first; not yet verified."""
-        found = []
-        for path in self.root.glob("step-*"):
-            match = STEP.fullmatch(path.name)
-            if match and path.is_dir() and not path.is_symlink():
-                found.append((int(match[1]), path.name))
-        return sorted(found)
+        return sorted(
+            (int(match[1]), name) for name in self._folders() if (match := STEP.fullmatch(name)) is not None
+        )
+
+    def set_aside(self) -> list[str]:
+        """Checkpoints that were found to be of no use, and kept for a person to look at."""
+        return sorted(name for name in self._folders() if _SET_ASIDE.fullmatch(name))
+
+    def put_aside(self, folder: str, why: str) -> str:
+        """By one rename, out of the readers' sight; its new name."""
+        taken = self._folders()
+        names = (f"{folder}.{why}" + (f"-{count}" if count > 1 else "") for count in itertools.count(1))
+        name = next(name for name in names if name not in taken)
+        self._rename(folder, name)
+        return name
+
+    def _folders(self) -> list[str]:
+        """The folders here; none if the root is not there, and an OSError if it cannot be read."""
+        try:
+            with os.scandir(self.root) as entries:
+                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            if self.root.is_symlink():
+                raise  # what it leads to may come back
+            return []
+
+    def _rename(self, old: str, new: str) -> None:
+        os.rename(self.root / old, self.root / new)
+        _fsync_folder(self.root)
 
     def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile:
         """A plain file of this folder: a link could lead anywhere."""
@@ -56,6 +81,8 @@ class LocalPlace:
             mode = path.lstat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             raise Refused(f"{name} is missing") from None
+        except OSError as error:
+            raise CannotRead(f"{name} cannot be read: {error}") from error
         if not stat.S_ISREG(mode):
             raise Refused(f"{name} is not a plain file")
         return RangeFile(path, access)
@@ -134,18 +161,36 @@ class RemotePlace(LocalPlace):
         return self._url
 
     def complete(self) -> list[tuple[int, str]]:
+        return [(step, name) for step, name in super().complete() if self._has_index(name)]
+
+    def _folders(self) -> list[str]:
         self._fs.invalidate_cache()
-        found = []
-        with contextlib.suppress(FileNotFoundError):
-            for path in self._fs.ls(self._path, detail=False):
-                match = STEP.fullmatch(path.rstrip("/").rpartition("/")[2])
-                if match and self._fs.exists(f"{self._path}/{match[0]}/index.json"):
-                    found.append((int(match[1]), match[0]))
-        return sorted(found)
+        try:
+            return [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def _has_index(self, folder: str) -> bool:
+        return self._kind(f"{self._path}/{folder}/index.json") == "file"
+
+    def _kind(self, path: str) -> str | None:
+        """None: not there. Not `exists` or `isfile`: they say no when the store does not answer."""
+        try:
+            return str(self._fs.info(path)["type"])
+        except FileNotFoundError:
+            return None
+
+    def _rename(self, old: str, new: str) -> None:
+        """A copy and a removal, where a store has no rename."""
+        self._fs.mv(f"{self._path}/{old}", f"{self._path}/{new}", recursive=True)
 
     def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile:
         path = f"{self._path}/{folder}/{name}"
-        if not self._fs.isfile(path):
+        try:
+            kind = self._kind(path)
+        except OSError as error:
+            raise CannotRead(f"{name} cannot be read: {error}") from error
+        if kind != "file":
             raise Refused(f"{name} is missing")
         return RemoteFile(self._fs, path)
 
@@ -195,14 +240,10 @@ class RemotePlace(LocalPlace):
         self._fs.rm(f"{self._path}/{folder}", recursive=True)
 
     def clean(self) -> list[Path]:
-        left = []
-        with contextlib.suppress(FileNotFoundError):
-            for path in self._fs.ls(self._path, detail=False):
-                match = STEP.fullmatch(path.rstrip("/").rpartition("/")[2])
-                if match and not self._fs.exists(f"{self._path}/{match[0]}/index.json"):
-                    self._fs.rm(path, recursive=True)
-                    left.append(Path(path))
-        return left
+        left = [name for name in self._folders() if STEP.fullmatch(name) and not self._has_index(name)]
+        for name in left:
+            self._fs.rm(f"{self._path}/{name}", recursive=True)
+        return [Path(self._path, name) for name in left]
 
 
 def place_of(root: str | Path) -> LocalPlace:

@@ -14,6 +14,10 @@ from typing import Any, Literal
 Access = Literal["pread", "mmap"]
 
 
+class EndedEarly(OSError):
+    """The file is shorter than what is to be read of it: not a fault of the disk."""
+
+
 class RangeFile:
     """A local file, opened at the first read."""
 
@@ -39,14 +43,14 @@ class RangeFile:
         while done < total:
             count = os.preadv(number, [out[done:]], offset + done)
             if count <= 0:
-                raise OSError(f"{self.path.name} ends {total - done} bytes too early")
+                raise EndedEarly(f"{self.path.name} ends {total - done} bytes too early")
             done += count
         self.bytes_read += total  # a statistic: two threads may lose a count, never a byte
 
     def _mapped(self, offset: int, length: int) -> memoryview:
         assert self._map is not None
         if offset < 0 or offset + length > len(self._map):
-            raise OSError(f"{self.path.name} ends before byte {offset + length}")
+            raise EndedEarly(f"{self.path.name} ends before byte {offset + length}")
         return memoryview(self._map)[offset : offset + length]
 
     def _open(self) -> int:
@@ -85,7 +89,7 @@ class RemoteFile(RangeFile):
     def read(self, offset: int, out: memoryview) -> None:
         data = self._fs.cat_file(self._name, start=offset, end=offset + len(out)) if len(out) else b""
         if len(data) != len(out):
-            raise OSError(f"{self._name} ends {len(out) - len(data)} bytes too early")
+            raise EndedEarly(f"{self._name} ends {len(out) - len(data)} bytes too early")
         out[:] = data
         self.bytes_read += len(out)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -22,10 +22,12 @@ from everstep.checkpoint import dtypes
 from everstep.checkpoint.dtypes import Array
 from everstep.checkpoint.index import (
     MAX_INDEX_BYTES,
+    CannotRead,
     Entry,
     Index,
     Refused,
     Slice,
+    UnknownVersion,
     digest,
     in_file_name,
     no_duplicates,
@@ -33,7 +35,7 @@ from everstep.checkpoint.index import (
 )
 from everstep.checkpoint.parts import BLOCK_BYTES, Progress
 from everstep.checkpoint.places import STEP, LocalPlace
-from everstep.checkpoint.ranges import Access, RangeFile
+from everstep.checkpoint.ranges import Access, EndedEarly, RangeFile
 from everstep.checkpoint.stored import BAND_BYTES, FilePiece, Pieces, Stored, bands
 from everstep.errors import UserError
 from everstep.layout.box import Box, offset_of, row_major, whole
@@ -45,6 +47,14 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 100 << 20
 _Row = tuple[str, list[int], int, int]  # dtype, shape, begin and end in the file
+
+
+class UnusableCheckpoint(UserError):
+    """Why a checkpoint cannot be loaded. Only a corrupt one is known to be of no use."""
+
+    def __init__(self, sentence: str, kind: Literal["corrupt", "unreadable", "unknown"]) -> None:
+        super().__init__(sentence)
+        self.kind = kind
 
 
 @dataclass(slots=True)
@@ -153,7 +163,7 @@ class Checkpoint:
             try:
                 found = self._files[name] = self.place.file(self.name, name, self.access)
             except Refused as refused:
-                raise UserError(f"checkpoint {self} is damaged: {refused}.") from refused
+                raise unusable(str(self), refused) from refused
         return found
 
     def close(self) -> None:
@@ -180,14 +190,12 @@ class Checkpoint:
         try:
             self.file(one.file).read(one.at + start, out)
         except OSError as error:
-            raise UserError(f"checkpoint {self} is damaged: {one.file} cannot be read: {error}.") from error
+            raise unusable(str(self), failed_read(one.file, error)) from error
         for at in range(0, len(out), one.chunk_bytes):
             chunk = (start + at) // one.chunk_bytes
             if digest(out[at : at + one.chunk_bytes]) != one.hash_of(chunk):
-                raise UserError(
-                    f"checkpoint {self} is damaged: {one.file}: tensor {name!r} has not the bytes that "
-                    f"were written, in its chunk {chunk}."
-                )
+                because = f"{one.file}: tensor {name!r} fails its checksum, in its chunk {chunk}"
+                raise unusable(str(self), Refused(because))
 
 
 @dataclass(frozen=True)
@@ -265,7 +273,7 @@ def _check_part(file: RangeFile, name: str, size: int, told: dict[str, _Row]) ->
             raise Refused(f"{name} has {actual} bytes, and {size} were written")
         header, start = read_header(file, name)
     except OSError as error:
-        raise Refused(f"{name} cannot be read: {error}") from error
+        raise failed_read(name, error) from error
     try:
         held = {
             key: (row["dtype"], row["shape"], *(start + at for at in row["data_offsets"]))
@@ -339,5 +347,21 @@ def read_small(file: RangeFile, name: str, limit: int) -> bytes:
         data = bytearray(size)
         file.read(0, memoryview(data))
     except OSError as error:
-        raise Refused(f"{name} cannot be read: {error}") from error
+        raise failed_read(name, error) from error
     return bytes(data)
+
+
+def failed_read(name: str, error: OSError) -> Refused:
+    """A file that ends early is damaged; of one the system cannot read, nothing is known."""
+    kind = Refused if isinstance(error, EndedEarly) else CannotRead
+    return kind(f"{name} cannot be read: {error}")
+
+
+def unusable(checkpoint: str, refused: Refused) -> UnusableCheckpoint:
+    match refused:
+        case CannotRead():
+            return UnusableCheckpoint(f"checkpoint {checkpoint} cannot be read: {refused}.", "unreadable")
+        case UnknownVersion():
+            return UnusableCheckpoint(f"checkpoint {checkpoint} is not understood: {refused}.", "unknown")
+        case _:
+            return UnusableCheckpoint(f"checkpoint {checkpoint} is damaged: {refused}.", "corrupt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ import typer
 
 from everstep.cli import render
 from everstep.engine.job import Job, load_job
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, UserError
 
 if TYPE_CHECKING:
     from everstep.launch.local.page import RunPage
@@ -23,6 +24,10 @@ KILL = typer.Option(
     help="SIGKILL this worker in this step, before this op: F3, I2, W5 (F1.3: of replica "
     "1), R or U. May be given several times.",
 )
+START_OVER = typer.Option(
+    "--start-over",
+    help="Go on without checkpoints that cannot be used: from an older one, or from step 1. They are kept.",
+)
 WEB = typer.Option(
     "--web", min=0, max=65535, metavar="PORT", help="Of its page, on this machine only; 0: any free one."
 )
@@ -32,6 +37,7 @@ JSON = typer.Option("--json", help="Print one JSON document on stdout, and nothi
 def train_command(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="Its keys: docs/job-file.md.")],
     kill: Annotated[list[str] | None, KILL] = None,
+    start_over: Annotated[bool, START_OVER] = False,
     web: Annotated[int, WEB] = 0,
     no_web: Annotated[bool, typer.Option("--no-web", help="No page.")] = False,
     tensorboard: Annotated[
@@ -52,6 +58,10 @@ def train_command(
       everstep train examples/job.toml --kill stage=1,replica=0,step=7,op=F3 --kill stage=0,replica=1,step=9
     """
     job = load_job(job_file)
+    if start_over:
+        if job.checkpoint is None:
+            raise UserError("--start-over needs a job with a [checkpoint] table; remove the option.")
+        job = replace(job, checkpoint=replace(job.checkpoint, start_over=True))
     from everstep.engine.preflight import preflight
     from everstep.launch.local import api, report
 

@@ -291,6 +291,9 @@ class Agent:
 
     def _order_failed(self, order: msg.Order, error: Exception) -> None:
         self.say(f"{type(order).__name__} failed: {type(error).__name__}: {error}")
+        if isinstance(order, msg.FindCheckpoint):
+            because = f"its checkpoints cannot be looked at: {type(error).__name__}: {error}"
+            self._report(msg.CheckpointUnusable(task=order.task, because=because, passing=True))
         if isinstance(order, msg.StartProcess):
             exited = ev.WorkerExited(
                 worker=order.worker,

@@ -8,26 +8,21 @@ from dataclasses import asdict
 from typing import Any
 
 from everstep.checkpoint import folder
+from everstep.checkpoint.search import Newest, newest_to_use
 from everstep.engine.job import Job
 
 
 class Checkpoints:
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.refused: list[str] = []  # a sentence for each that was not believed
 
-    def newest(self) -> int:
-        """The step of the newest whole checkpoint, 0 if there is none. Refused ones make room."""
+    def newest(self, known: int = 0) -> Newest:
+        """The newest whole checkpoint; `NoStart` if that cannot be said, or needs an operator's word."""
         spec = self.job.checkpoint
         if spec is None:
-            return 0
+            return Newest(0)
         root = folder.root_of(self.job.base, spec.folder)
-        folder.clean(root)
-        found, self.refused = folder.newest_valid(root)
-        for step in folder.complete_steps(root):
-            if found is None or step > found.step:
-                folder.remove(root, step)
-        return 0 if found is None else found.step
+        return newest_to_use(root, known=known, start_over=spec.start_over)
 
     def commit(self, step: int, told: list[dict[str, Any]]) -> None:
         """All parts of this step lie in the folder: from now on it is a checkpoint."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
+from everstep.checkpoint.search import NoStart
 from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
 from everstep.core.words import actions as act
 from everstep.core.words import cluster_messages as msg
@@ -287,9 +288,12 @@ class WorkerProcesses:
     def at_leisure(self, order: msg.FindCheckpoint | msg.CommitCheckpoint) -> list[msg.NodeReport]:
         """Work on the disk, which may take long; touches nothing of the crew, so any thread may do it."""
         if isinstance(order, msg.FindCheckpoint):
-            checkpoints = Checkpoints(Job.from_dict(order.job))
-            step = checkpoints.newest()
-            return [msg.CheckpointFound(task=order.task, step=step, refused=tuple(checkpoints.refused))]
+            try:
+                found = Checkpoints(Job.from_dict(order.job)).newest(order.known)
+            except NoStart as error:
+                because = str(error)
+                return [msg.CheckpointUnusable(task=order.task, because=because, passing=error.passing)]
+            return [msg.CheckpointFound(task=order.task, step=found.step, refused=found.refused)]
         checkpoints = Checkpoints(self.tasks[order.task].job)
         checkpoints.commit(order.step, list(order.parts))
         return [msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=order.step))]

@@ -76,6 +76,7 @@ class Coordinator(NodeDesk):
     def due_at(self) -> float | None:
         """When `TimePassed` is wanted next, if at all."""
         dues = [task.not_before[worker] for task in self.tasks.values() for worker in task.held]
+        dues += [task.search_at for task in self.tasks.values() if task.search_at is not None]
         for node in self.nodes.values():
             if node.state is NodeState.SILENT and (ends_at := self._silence_ends_at(node)) is not None:
                 dues.append(ends_at)
@@ -124,6 +125,8 @@ class Coordinator(NodeDesk):
                 return self._of_worker(task, inner, now)
             case msg.CheckpointFound(task=name, step=step):
                 return self._found(name, step, now)
+            case msg.CheckpointUnusable() as unusable:
+                return self._not_found(unusable, now)
             case msg.PartWritten() as part:
                 return self._part_written(part, now)
             case msg.StateFetched() as fetched:
@@ -333,6 +336,8 @@ class Coordinator(NodeDesk):
         for task in list(self.tasks.values()):
             for worker in [w for w in task.held if task.not_before[w] <= now]:
                 actions += self._start(task, task.held.pop(worker), now)
+            if task.search_at is not None and task.search_at <= now:
+                actions += self._search(task)
         for node in list(self.nodes.values()):
             over = now - node.since >= self.patience.isolation_s
             if node.state is NodeState.ISOLATED and over:

@@ -125,7 +125,7 @@ class NodeDesk(TaskDesk):
         for task_name, seats in taken.items():
             task = self.tasks[task_name]
             if task.state is TaskState.SEARCHING:  # the answer may have died with the node
-                task.state = TaskState.WAITING
+                task.state, task.search_at = TaskState.WAITING, None
             actions += self._grant(task, now)
             if state is NodeState.GONE and task.state is TaskState.RUNNING:
                 self._blame_node(task, node, [worker for worker, seat in seats if seat.incarnation], now)

@@ -163,6 +163,8 @@ class Task:
     recorded: int = 0
     lived: Lived = field(default_factory=Lived)  # before it was paused or took another shape
     on_disk: int = 0  # the step of the newest checkpoint that is known
+    searches: int = 0  # for it that failed
+    search_at: float | None = None  # when it is looked for again
     kept: dict[int, KeptState] = field(default_factory=dict)  # by step: states in memory
     kept_step: int | None = None  # the newest of them that is whole and on record
     next_shape: NextShape | None = None

@@ -72,16 +72,40 @@ class TaskDesk(ShelfDesk):
             return self._begin(task, task.kept_step, now)
         if not task.has_checkpoints:
             return self._begin(task, 0, now)
+        task.searches = 0
+        return self._search(task)
+
+    def _search(self, task: Task) -> Actions:
+        """Each time on another node, where there are several: one may see what another does not."""
+        task.search_at = None
+        if not task.seats:  # they were asked to go meanwhile
+            task.state, task.because = TaskState.WAITING, "it waits for slots"
+            return []
         task.state, task.because = TaskState.SEARCHING, "its newest checkpoint is looked for"
-        node = self.nodes[next(iter(task.seats.values())).node]
-        return self._order(node, msg.FindCheckpoint(task=task.name, job=task.job), task.because)
+        nodes = sorted({seat.node for seat in task.seats.values()})
+        node = self.nodes[nodes[task.searches % len(nodes)]]
+        order = msg.FindCheckpoint(task=task.name, job=task.job, known=task.on_disk)
+        return self._order(node, order, task.because)
+
+    def _not_found(self, event: msg.CheckpointUnusable, now: float) -> Actions:
+        """A read that failed is no reason to start from nothing: look again, then fail with the reason."""
+        task = self.tasks.get(event.task)
+        if task is None or task.state is not TaskState.SEARCHING or task.search_at is not None:
+            return []
+        if not event.passing or task.searches >= self.patience.checkpoint_retries:
+            return self._end(task.name, TaskState.FAILED, event.because, now, gently=False)
+        wait_s = min(self.patience.backoff_most_s, self.patience.backoff_s * 2**task.searches)
+        task.searches += 1
+        task.search_at = now + wait_s
+        task.because = f"{event.because}; tried again in {wait_s:.0f} s"
+        return []
 
     def _found(self, name: str, step: int, now: float) -> Actions:
         """Its newest checkpoint on disk is known."""
         task = self.tasks.get(name)
         if task is None or task.state is not TaskState.SEARCHING:
             return []
-        task.on_disk = step
+        task.on_disk, task.search_at = step, None
         return self._begin(task, step, now)
 
     def _begin(self, task: Task, step: int, now: float) -> Actions:
@@ -123,7 +147,7 @@ class TaskDesk(ShelfDesk):
         if state is TaskState.PAUSED and not task.has_checkpoints:
             return []  # the API has refused it in words already
         task.state, task.after, task.after_because, task.because = TaskState.ENDING, state, because, because
-        task.question = None
+        task.question, task.search_at = None, None
         task.held.clear()
         task.overdue.clear()
         task.slow.clear()

@@ -46,6 +46,7 @@ class Patience:
     lonely_silence_s: float = 30.0  # a silent node nobody else can speak for is given up after this
     awaited_silence_s: float = 10.0  # one that owes a ledger; an agent may be looking for us
     rejoin_after_steps: int = 0
+    checkpoint_retries: int = 6  # of reading a task's checkpoints, with back-off; then the task fails
 
 
 # ------------------------------------------------------------------ what a node reports
@@ -66,6 +67,15 @@ class CheckpointFound:
     task: str
     step: int
     refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointUnusable:
+    """A task's checkpoints give no step to start from. `passing`: it may be otherwise later."""
+
+    task: str
+    because: str
+    passing: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +187,7 @@ NodeReport = (
     | SlowLinkFound
     | SlowLinkEnded
     | CheckpointFound
+    | CheckpointUnusable
     | PartWritten
     | StateFetched
     | OpOverdue
@@ -448,6 +459,7 @@ class KeepOnly:
 class FindCheckpoint:
     task: str
     job: Any
+    known: int = 0  # a step that was committed: the newest cannot be older
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
