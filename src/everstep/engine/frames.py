@@ -1,7 +1,7 @@
-"""The bytes of a message between two workers: a fixed header, small facts as JSON, then the raw tensor.
+"""The bytes of a message between two workers: a fixed header, shapes, small facts as JSON, the raw tensors.
 
-    magic 4 | kind 1 | dtype 1 | dims 1 | - | facts length 4 | parcel: 8 x int32 | shape: dims x int64 | facts
-    | tensor
+    magic 4 | kind 1 | - | tensors 2 | shapes length 4 | facts length 4 | parcel: 8 x int32
+    | per tensor: dtype 1, dims 1, dims x int64 | facts | the tensors, one after the other
 
 No pickle. Every length is bounded before memory is taken for it.
 """
@@ -20,14 +20,14 @@ from everstep.core.words.ops import Microbatch
 from everstep.core.words.worker_messages import Parcel, ParcelKind, Part
 from everstep.errors import PeerError
 
-MAGIC = b"EVS1"
-HEAD = struct.Struct("<4s c B B x I 8i")
+MAGIC = b"EVS2"
+HEAD = struct.Struct("<4s c x H I I 8i")
 MAX_FACTS = 16 << 20
 MAX_TENSOR = 64 << 30
+MAX_TENSORS = 4096
 MAX_DIMS = 8
 STATE = "X"  # not a parcel: one tensor of a state that a joining worker copies
 DTYPES = [
-    None,
     torch.float32,
     torch.bfloat16,
     torch.float64,
@@ -39,10 +39,12 @@ DTYPES = [
 ]
 
 
-def encode(kind: str, parcel: Parcel | None, facts: Any, tensor: Tensor | None) -> bytes:
-    """Everything before the tensor's own bytes."""
+def encode(kind: str, parcel: Parcel | None, facts: Any, *tensors: Tensor) -> bytes:
+    """Everything before the tensors' own bytes."""
     body = b"" if facts is None else json.dumps(facts, separators=(",", ":")).encode()
-    shape = () if tensor is None else tuple(tensor.shape)
+    shapes = b"".join(
+        struct.pack(f"<BB{t.ndim}q", DTYPES.index(t.dtype), t.ndim, *t.shape) for t in tensors
+    )
     numbers = (
         (0,) * 8
         if parcel is None
@@ -56,9 +58,8 @@ def encode(kind: str, parcel: Parcel | None, facts: Any, tensor: Tensor | None) 
             parcel.owner,
         )
     )
-    dtype = 0 if tensor is None else DTYPES.index(tensor.dtype)
-    head = HEAD.pack(MAGIC, kind.encode(), dtype, len(shape), len(body), *numbers)
-    return head + struct.pack(f"<{len(shape)}q", *shape) + body
+    head = HEAD.pack(MAGIC, kind.encode(), len(tensors), len(shapes), len(body), *numbers)
+    return head + shapes + body
 
 
 class Incoming:
@@ -68,34 +69,50 @@ class Incoming:
         self._empty = empty  # (shape, dtype) -> a tensor in host memory
         self._head = bytearray(HEAD.size)
         self._tail = bytearray()
-        self.tensor: Tensor | None = None
+        self.tensors: tuple[Tensor, ...] = ()
         self.kind = ""
         self.parcel: Parcel | None = None
         self.facts: Any = None
         self._want = memoryview(self._head)
-        self._part = 0  # 0 head, 1 shape and facts, 2 tensor, 3 whole
+        self._part = 0  # 0 head, 1 shapes and facts, 2 and on: the tensors
 
     @property
     def want(self) -> memoryview:
         """Where the next bytes go. Empty: the frame is whole."""
         return self._want
 
+    @property
+    def tensor(self) -> Tensor | None:
+        """Of a message that has at most one."""
+        return self.tensors[0] if self.tensors else None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def took(self, count: int) -> bool:
         """Bytes have been put into `want`. True: the frame is whole."""
         self._want = self._want[count:]
-        while not self._want and self._part < 3:
+        while not self._want and self._part < 2 + len(self.tensors):
             self._part += 1
             if self._part == 1:
                 self._read_head()
             elif self._part == 2:
                 self._read_tail()
-        return self._part == 3
+            if 2 <= self._part < 2 + len(self.tensors):
+                self._want = raw(self.tensors[self._part - 2])
+        return self._part >= 2 + len(self.tensors)
 
     def _read_head(self) -> None:
-        magic, kind, dtype, dims, facts, *numbers = HEAD.unpack(self._head)
-        if magic != MAGIC or dims > MAX_DIMS or facts > MAX_FACTS or dtype >= len(DTYPES):
+        magic, kind, tensors, shapes, facts, *numbers = HEAD.unpack(self._head)
+        if (
+            magic != MAGIC
+            or tensors > MAX_TENSORS
+            or shapes > tensors * (2 + 8 * MAX_DIMS)
+            or facts > MAX_FACTS
+        ):
             raise PeerError("a peer sent something that is not a message of Everstep")
-        self.kind, self._dtype, self._dims = kind.decode("ascii", "replace"), DTYPES[dtype], dims
+        self.kind, self._count, self._shapes = kind.decode("ascii", "replace"), tensors, shapes
         if self.kind != STATE:
             try:
                 what = ParcelKind(self.kind)
@@ -104,23 +121,37 @@ class Incoming:
             attempt, step, stage, home, number, round_, sender, owner = numbers
             microbatch = None if home < 0 else Microbatch(home, number)
             self.parcel = Parcel(what, attempt, step, stage, microbatch, round_, sender, owner)
-        self._tail = bytearray(8 * dims + facts)
+        self._tail = bytearray(shapes + facts)
         self._want = memoryview(self._tail)
 
     def _read_tail(self) -> None:
-        shape = struct.unpack_from(f"<{self._dims}q", self._tail)
-        body = bytes(self._tail[8 * self._dims :])
+        forms = self._forms(bytes(self._tail[: self._shapes]))
+        body = bytes(self._tail[self._shapes :])
         try:
             self.facts = json.loads(body) if body else None
         except ValueError:
             raise PeerError("a peer sent facts that are not JSON") from None
-        if self._dtype is None:
-            self._want = memoryview(b"")
-            return
-        if any(n < 0 for n in shape) or math.prod(shape) * self._dtype.itemsize > MAX_TENSOR:
-            raise PeerError(f"a peer announced a tensor of shape {shape}, more than any message may hold")
-        self.tensor = self._empty(shape, self._dtype)
-        self._want = raw(self.tensor)
+        self.tensors = tuple(self._empty(shape, dtype) for shape, dtype in forms)
+
+    def _forms(self, shapes: bytes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What the tensors will be, all of it checked before memory is taken for the first."""
+        forms, at, total = [], 0, 0
+        try:
+            for _ in range(self._count):
+                dtype, dims = DTYPES[shapes[at]], shapes[at + 1]
+                shape = struct.unpack_from(f"<{dims}q", shapes, at + 2)
+                at += 2 + 8 * dims
+                forms.append((shape, dtype))
+                total += math.prod(shape) * dtype.itemsize
+                if any(n < 0 for n in shape) or total > MAX_TENSOR:
+                    raise PeerError(
+                        f"a peer announced a tensor of shape {shape}, more than any message may hold"
+                    )
+        except (IndexError, struct.error):
+            raise PeerError("a peer sent something that is not a message of Everstep") from None
+        if at != len(shapes):
+            raise PeerError("a peer sent something that is not a message of Everstep")
+        return forms
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -137,6 +168,7 @@ def facts_of(value: Any) -> Any:
             [list(m) for m in value.microbatches],
             [[*m, loss] for m, loss in value.losses],
             value.executed,
+            value.weights,
         ]
     if isinstance(value, tuple) and len(value) == 2:  # of a COPY
         return [value[0], None if value[1] is None else facts_of(value[1])]
@@ -155,9 +187,10 @@ def value_of(what: ParcelKind, facts: Any) -> Any:
 
 
 def _part(facts: Any) -> Part:
-    microbatches, losses, executed = facts
+    microbatches, losses, executed, weights = facts
     return Part(
         tuple(Microbatch(*m) for m in microbatches),
         tuple((Microbatch(home, number), loss) for home, number, loss in losses),
         executed,
+        tuple(weights),
     )

@@ -102,17 +102,17 @@ class Links:
         self._wake()
         self._thread.join(timeout=2)
 
-    def send(self, to: Address, kind: str, parcel: Parcel | None, facts: Any, tensor: Tensor | None) -> None:
-        """Send, or queue. Never blocks; the tensor must not be written to until its step is over."""
-        head = frames.encode(kind, parcel, facts, tensor)
+    def send(self, to: Address, kind: str, parcel: Parcel | None, facts: Any, *tensors: Tensor) -> None:
+        """Send, or queue. Never blocks; the tensors must not be written to until their step is over."""
+        head = frames.encode(kind, parcel, facts, *tensors)
         link = self._out.get(to)
         if link is None or link.broken:
             link = self._open(to)
         with link.lock:
+            idle = not link.queue
             link.queue.append(memoryview(head))
-            if tensor is not None and tensor.numel():
-                link.queue.append(frames.raw(tensor))
-            if link.connected and len(link.queue) <= 2:
+            link.queue.extend(frames.raw(tensor) for tensor in tensors if tensor.numel())
+            if link.connected and idle:
                 self._push(link)
             if link.queue or link.broken:
                 self._ask.append(link)

@@ -76,8 +76,8 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
         recorder = WorkerRecorder.beside(spec["beacon"], me, replicas=job.replicas, stages=job.stages)
 
     def deliver(frame: Incoming) -> None:
-        if recorder is not None and frame.parcel is not None and frame.tensor is not None:
-            recorder.got(frame.parcel, frame.tensor.nbytes)  # now: this worker may be busy for long
+        if recorder is not None and frame.parcel is not None and frame.tensors:
+            recorder.got(frame.parcel, frame.nbytes)  # now: this worker may be busy for long
         inbox.put(("frame", frame))
 
     links = Links(

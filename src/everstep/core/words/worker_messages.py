@@ -58,8 +58,9 @@ class Part(NamedTuple):
     """The small facts of a PART: what its sender added up, so that a sum is checked before it is used."""
 
     microbatches: tuple[Microbatch, ...]
-    losses: tuple[tuple[Microbatch, float], ...]
+    losses: tuple[tuple[Microbatch, float], ...]  # sums; in a whole step's part, as `Reduction` scales them
     executed: int  # ops this worker ran for the step, to show that nothing was run twice
+    weights: tuple[float, ...]  # of the microbatches, in their order
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +137,24 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Contribute:
-    """Close the step's gradients. Answer: the losses of the microbatches run here."""
+    """Close the step's gradients. Answer: the losses of the microbatches run here, at the last stage, and the
+    weight of each microbatch.
+    """
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class SumChunk:
-    """Add up the parts of the chunk that is ours, in the order of `members`. Answer: its sum of squares."""
+    """Add up the parts of the chunk that is ours, in the order of `members`, and divide by `weight`.
+
+    Answer: the sum of squares of the quotient.
+    """
 
     step: int
     members: tuple[int, ...]
     parts: tuple[Parcel, ...]
+    weight: float  # of all the step's microbatches
 
 
 @dataclass(frozen=True, slots=True)

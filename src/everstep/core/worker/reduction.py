@@ -8,11 +8,17 @@
 As many bytes as a ring moves, in two hops whatever the number of peers, and with no group to be formed: when
 a peer dies, only what it owned or had not sent is missing. Any holder can give the whole sum to a peer that
 lacks it. Where nobody holds it, the parts count for nothing and the reduce starts over in a new round.
+
+A microbatch has a weight: 1, or what its loss says (how many tokens it counts). Its gradients are those of a
+sum; the owner divides the sum of all by the sum of all weights. The weights travel in the parts, beside the
+names of the microbatches they are of, so each is counted exactly once, and their sum is correctly rounded, so
+it does not depend on who ran what.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from everstep.core.words.ops import Kind, Microbatch, Op, Worker
@@ -53,14 +59,22 @@ class Reduction:
             if missing := [part for part in parts if part not in box]:
                 return Wait(str(missing[0]))
             state.everyone = self._check([state.own_part, *(box[part] for part in parts)], state.step)
-            return SumChunk(state.step, peers, parts)
+            return SumChunk(state.step, peers, parts, math.fsum(state.everyone.weights))
         chunks = tuple(self._chunk(state, owner=k) for k in others)
         if missing := [chunk for chunk in chunks if chunk not in box]:
             return Wait(str(missing[0]))
         return AssembleSum(state.step, peers, chunks)
 
-    def contributed(self, state: StepState, losses: tuple[tuple[Microbatch, float], ...]) -> None:
-        state.own_part = Part(state.accumulated(), losses, state.executed)
+    def contributed(
+        self,
+        state: StepState,
+        losses: Iterable[tuple[Microbatch, float]],
+        weights: Mapping[Microbatch, float],
+    ) -> None:
+        microbatches = state.accumulated()
+        state.own_part = Part(
+            microbatches, tuple(losses), state.executed, tuple(weights[m] for m in microbatches)
+        )
         for peer in self.mail.other_peers(state.step):
             self.mail.send(
                 self._part(state, sender=self.me.replica, owner=peer.replica), peer, state.own_part
@@ -145,5 +159,13 @@ class Reduction:
                 f"step {step}, stage {self.me.stage}: the sum would hold {len(microbatches)} "
                 f"microbatches, {distinct} distinct, instead of each of {total} once"
             )
-        losses = tuple(sorted(loss for part in parts for loss in part.losses))
-        return Part(tuple(sorted(microbatches)), losses, sum(part.executed for part in parts))
+        weighted = sorted((m, w) for part in parts for m, w in zip(part.microbatches, part.weights, strict=True))
+        weight = math.fsum(w for _, w in weighted)
+        share = total / weight if weight else math.nan  # so that the mean of all losses is the step's loss
+        losses = tuple(sorted((m, loss * share) for part in parts for m, loss in part.losses))
+        return Part(
+            tuple(m for m, _ in weighted),
+            losses,
+            sum(part.executed for part in parts),
+            tuple(w for _, w in weighted),
+        )

@@ -184,7 +184,7 @@ class WorkerState:
             case Compute():
                 self._computed(task)
             case Contribute():
-                self.reduction.contributed(self.now, tuple(answer or ()))
+                self.reduction.contributed(self.now, *answer)
             case SumChunk():
                 self.reduction.summed(self.now, task, float(answer))
             case AssembleSum():

@@ -52,6 +52,10 @@ class Checkers:
         if tuple(m for m, _ in bag) != self._everyone:
             raise Violation(f"exactly once: the sum of step {step} at {worker} holds {_count(bag)}")
 
+    def divisor(self, worker: Worker, step: int, weight: float) -> None:
+        if weight != self.truth.weight(step):
+            raise Violation(f"exactly once: {worker} divides the sum of step {step} by another weight")
+
     def sums_agree(self, worker: Worker, step: int, one: Bag, other: Bag) -> None:
         if one != other:
             raise Violation(f"exactly once: two owners of step {step} at {worker} summed different things")

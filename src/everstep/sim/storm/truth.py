@@ -29,6 +29,11 @@ def applied(state: VirtualState, step: int, scale: float | None) -> VirtualState
     return VirtualState(step, ((state.chain ^ (step * 1_000_003 + mark)) * 0x9E3779B97F4A7C15 + 1) & _MASK)
 
 
+def weight(step: int, microbatch: Microbatch) -> float:
+    """What a microbatch counts: of no two steps alike, often 0, in tenths that no order of summing hides."""
+    return ((7 * step + 5 * microbatch.home + 3 * microbatch.number) % 11) / 10
+
+
 class Truth:
     """Norms per step and stage are drawn: some near the clip, some beyond it, some not finite."""
 
@@ -41,6 +46,10 @@ class Truth:
             self.states.append(applied(self.states[-1], step, self._scale(rules, step)))
         microbatches = [Microbatch(k, m) for k in range(rules.replicas) for m in range(rules.microbatches)]
         self.whole_sum: Bag = tuple((m, True) for m in microbatches)
+
+    def weight(self, step: int) -> float:
+        """Of all microbatches of a step."""
+        return math.fsum(weight(step, microbatch) for microbatch, _ in self.whole_sum)
 
     def squares(self, step: int, stage: int) -> float:
         norm = self.norms[step][stage]

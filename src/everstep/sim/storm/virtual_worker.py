@@ -17,7 +17,7 @@ from everstep.core.worker.worker_state import WorkerState
 from everstep.sim.storm.checkers import Checkers
 from everstep.sim.storm.disk import CheckpointDisk, ShelfMemory
 from everstep.sim.storm.network import VirtualLink
-from everstep.sim.storm.truth import Truth, VirtualState, applied
+from everstep.sim.storm.truth import Truth, VirtualState, applied, weight
 
 _HALVES = {Kind.B: (Kind.I, Kind.W)}
 
@@ -82,12 +82,14 @@ class VirtualWorker:
             del inputs[key]
 
     def _contribute(self, task: msg.Contribute) -> tuple[Any, ...]:
-        self.gradients.setdefault(task.step, [])
+        mine = self.gradients.setdefault(task.step, [])
+        weights = {microbatch: weight(task.step, microbatch) for microbatch, _ in mine}
         if self.me.stage != self.walker.rules.stages - 1:
-            return ()
-        return tuple((op.microbatch, 1.0) for op in self.walker.now.done if op.kind is Kind.F)
+            return (), weights
+        return [(op.microbatch, 1.0) for op in self.walker.now.done if op.kind is Kind.F], weights
 
     def _sum_chunk(self, task: msg.SumChunk) -> float:
+        self.checkers.divisor(self.me, task.step, task.weight)
         bag = list(self.gradients[task.step])
         for part in task.parts:
             bag += self.payloads[part]
