@@ -37,26 +37,25 @@ def received(data: bytes, chunk: int = 1 << 20) -> frames.Incoming:
     numbers=st.lists(st.integers(0, 2**31 - 1), min_size=5, max_size=5),
     microbatch=st.none() | st.builds(Microbatch, st.integers(0, 99), st.integers(0, 99)),
     chunk=st.integers(1, 99),
-    shape=st.none() | st.lists(st.integers(0, 4), max_size=4),
-    dtype=st.sampled_from([d for d in frames.DTYPES if d is not None]),
+    forms=st.lists(
+        st.tuples(st.lists(st.integers(0, 4), max_size=4), st.sampled_from(frames.DTYPES)), max_size=4
+    ),
 )
-def test_a_message_arrives_as_it_was_sent(what, numbers, microbatch, chunk, shape, dtype) -> None:
+def test_a_message_arrives_as_it_was_sent(what, numbers, microbatch, chunk, forms) -> None:
     attempt, step, stage, round_, sender = numbers
     parcel = Parcel(what, attempt, step, stage, microbatch, round_, sender, 3)
-    tensor = None if shape is None else torch.randint(0, 2, shape).to(dtype)
-    payload = b"" if tensor is None else bytes(frames.raw(tensor))
-    frame = received(frames.encode(what, parcel, {"x": [1.5, None]}, tensor) + payload, chunk)
+    tensors = [torch.randint(0, 2, shape).to(dtype) for shape, dtype in forms]
+    payload = b"".join(bytes(frames.raw(tensor)) for tensor in tensors)
+    frame = received(frames.encode(what, parcel, {"x": [1.5, None]}, *tensors) + payload, chunk)
     assert (frame.parcel, frame.facts) == (parcel, {"x": [1.5, None]})
-    assert (frame.tensor is None) == (tensor is None)
-    if tensor is not None:
-        assert frame.tensor.dtype == dtype
-        assert torch.equal(frame.tensor, tensor)
+    assert [t.dtype for t in frame.tensors] == [dtype for _, dtype in forms]
+    assert all(torch.equal(a, b) for a, b in zip(frame.tensors, tensors, strict=True))
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        Part((Microbatch(0, 1), Microbatch(1, 0)), ((Microbatch(0, 1), 2.5),), 6),
+        Part((Microbatch(0, 1), Microbatch(1, 0)), ((Microbatch(0, 1), 2.5),), 6, (3.0, 0.0)),
     ],
 )
 def test_the_facts_of_a_part_and_of_a_copy_survive_the_wire(value: Part) -> None:
@@ -64,24 +63,34 @@ def test_the_facts_of_a_part_and_of_a_copy_survive_the_wire(value: Part) -> None
     assert frames.value_of(ParcelKind.COPY, frames.facts_of((0.25, value))) == (0.25, value)
 
 
+def head(kind: bytes, *, tensors: int = 0, shapes: int = 0, facts: int = 0) -> bytes:
+    return frames.HEAD.pack(frames.MAGIC, kind, tensors, shapes, facts, *[0] * 8)
+
+
+def form(dtype: int, *shape: int) -> bytes:
+    return struct.pack(f"<BB{len(shape)}q", dtype, len(shape), *shape)
+
+
 @pytest.mark.parametrize(
-    ("head", "why"),
+    ("sent", "why"),
     [
         (b"GET / HTTP/1.1\r\n" + bytes(64), "not a message"),
-        (frames.HEAD.pack(b"EVS1", b"?", 0, 0, 0, *[0] * 8), "unknown kind"),
-        (frames.HEAD.pack(b"EVS1", b"A", 1, 9, 0, *[0] * 8), "not a message"),
-        (frames.HEAD.pack(b"EVS1", b"A", 1, 0, 2**32 - 1, *[0] * 8), "not a message"),
-        (
-            frames.HEAD.pack(b"EVS1", b"A", 1, 2, 0, *[0] * 8) + struct.pack("<2q", 2**40, 2**40),
-            "more than any",
-        ),
-        (frames.HEAD.pack(b"EVS1", b"A", 1, 1, 0, *[0] * 8) + struct.pack("<q", -1), "more than any"),
-        (frames.HEAD.pack(b"EVS1", b"H", 0, 0, 3, *[0] * 8) + b"{]}", "not JSON"),
+        (head(b"?"), "unknown kind"),
+        (head(b"A", tensors=9999), "not a message"),
+        (head(b"A", shapes=10), "not a message"),
+        (head(b"A", facts=2**32 - 1), "not a message"),
+        (head(b"A", tensors=1, shapes=18) + form(0, 2**40, 2**40), "more than any"),
+        (head(b"A", tensors=1, shapes=10) + form(0, -1), "more than any"),
+        (head(b"A", tensors=2, shapes=20) + 2 * form(0, 2**34), "more than any"),
+        (head(b"A", tensors=1, shapes=2) + bytes([99, 0]), "not a message"),
+        (head(b"A", tensors=1, shapes=2) + bytes([0, 3]), "not a message"),
+        (head(b"A", tensors=1, shapes=18) + form(0, 1) + bytes(8), "not a message"),
+        (head(b"H", facts=3) + b"{]}", "not JSON"),
     ],
 )
-def test_what_is_not_a_message_is_refused_before_memory_is_taken(head: bytes, why: str) -> None:
+def test_what_is_not_a_message_is_refused_before_memory_is_taken(sent: bytes, why: str) -> None:
     with pytest.raises(PeerError, match=why):
-        received(head)
+        received(sent)
 
 
 class End:
@@ -145,7 +154,7 @@ def test_nobody_listens_at_an_address_is_reported_too(ends: tuple[End, End]) -> 
 def test_a_stranger_without_the_token_is_shown_the_door(ends: tuple[End, End]) -> None:
     here, there = ends
     with socket.create_connection(there.links.address) as stranger:
-        stranger.sendall(b"x" * 32 + frames.encode("A", name(1), None, None))
+        stranger.sendall(b"x" * 32 + frames.encode("A", name(1), None))
         stranger.settimeout(20)
         try:
             answer = stranger.recv(1)

@@ -45,6 +45,14 @@ def no_batch(): return 3
 counter = itertools.count()
 class Made:
     def __init__(self, batch): self.batch = batch
+def arrays(): return Made(lambda s, m: (torch.zeros(2, 3).numpy(), torch.zeros(2, 1)))
+def numbers(): return Made(lambda s, m: {"ids": 3, "labels": 4})
+def changing(): return Made(lambda s, m: (torch.zeros(*[2] * min(s, 3), 3)[0], torch.zeros(2, 1)))
+def masked(): return Made(lambda s, m: (torch.zeros(2, 3), torch.tensor([1, -100])))
+def tokens(): return [lambda: nn.Linear(3, 4)]
+class Odd(nn.Linear):
+    def forward(self, x): return {x}
+def odd_output(): return [lambda: Odd(3, 4)]
 def one_tensor(): return Made(lambda s, m: torch.zeros(3))
 def impure(): return Made(lambda s, m: (torch.full((2, 3), next(counter)), torch.zeros(2, 1)))
 def short(): return Made(lambda s, m: [Data().batch(s, m)][m])
@@ -138,19 +146,31 @@ def test_a_script_gives_its_things_itself() -> None:
         (lambda: users("mine:broken"), "layer '0' cannot be built: TypeError"),
         (
             lambda: users("mine:wrong_shapes"),
-            "layer '1' cannot take what layer '0' gives, shape (2, 4): Runtime",
+            "layer '1' cannot take what layer '0' gives, a tensor of shape (2, 4): Runtime",
         ),
         (lambda: users("mine:in_place"), "layer '1' changes its input in place; use inplace=False"),
-        (lambda: users("mine:two_outputs"), "layer '0' gives a tuple; a layer gives one tensor"),
+        (
+            lambda: users("mine:two_outputs"),
+            "the loss cannot take what layer '0' gives, a tuple of 2: Tensor[2, 4], Tensor[1, 4]",
+        ),
+        (lambda: users("mine:two_outputs"), "; return one tensor, or give a loss that takes them all."),
+        (lambda: users("mine:odd_output"), "layer '0' gives a set; a layer gives a tensor, or tuples"),
         (lambda: users("mine:statistics"), "layer '0' keeps running statistics"),
         (lambda: users("mine:frozen"), "no parameter to train"),
-        (lambda: users("mine:vector_loss"), "the loss is of shape (2,); it must be one number"),
+        (lambda: users("mine:vector_loss"), "the loss gives a tensor of shape (2,); it must be one number"),
         (
             lambda: users("mine:bad_loss"),
-            "the loss cannot take an output of shape (2, 1) and targets of shape",
+            "the loss cannot take what layer '0' gives, a tensor of shape (2, 1), and the targets",
         ),
         (lambda: users(data="mine:no_batch"), "data.build 'mine:no_batch' gave a int without batch"),
-        (lambda: users(data="mine:one_tensor"), "data batch(1, 0) gave a Tensor; give two tensors"),
+        (
+            lambda: users(data="mine:one_tensor"),
+            "data batch(1, 0) gave a tensor of shape (3,); return (inputs",
+        ),
+        (lambda: users(data="mine:arrays"), "gave a ndarray where a tensor belongs; turn arrays into"),
+        (lambda: users(data="mine:numbers"), "gave a dict with the keys ids, labels without a tensor"),
+        (lambda: users(data="mine:changing"), "data gives 1-D float32, 2-D float32 at first and 3-D float32"),
+        (lambda: users("mine:tokens", "mine:masked"), "some targets are -100, which do not count"),
         (lambda: users(data="mine:impure"), "gave two different answers"),
         (lambda: users(data="mine:short"), "data batch(100, 3) raised IndexError: list index out of range"),
         (lambda: users(optimizer="mine:no_optimizer"), "optimizer.build gave a str"),

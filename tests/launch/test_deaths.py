@@ -11,7 +11,7 @@ import pytest
 
 from bench.sweep import TOLERANCE, Point, Sweep, compare, points
 from everstep.core.words.ops import Worker
-from everstep.engine.job import CheckpointSpec, ModelSpec, OptimizerSpec
+from everstep.engine.job import CheckpointSpec, DataSpec, ModelSpec, OptimizerSpec
 
 CHOSEN = [
     "op stage=0,replica=0,step=3,op=F0",
@@ -65,6 +65,21 @@ def test_what_is_trained_does_not_matter(sweep: Sweep, changes: dict) -> None:
     assert len(healed.incidents) == 2
     difference = compare(clean, healed, job)["max_relative_loss_difference"]
     assert difference <= (0.0 if job.accumulate == "fp64" else TOLERANCE)
+
+
+def test_masks_side_losses_and_token_weights_keep_their_bits_through_deaths(sweep: Sweep) -> None:
+    job = replace(
+        sweep.job,
+        replicas=2,
+        stages=2,
+        model=ModelSpec(build="masked:model"),
+        data=DataSpec(build="masked:Data"),
+        base=str(Path(__file__).parent),
+    )
+    clean = sweep.run(job, ())
+    healed = sweep.run(job, ("stage=1,replica=0,step=3,op=I1", "stage=0,replica=1,step=4,op=W2"))
+    assert len(healed.incidents) == 2
+    assert compare(clean, healed, job)["max_relative_loss_difference"] == 0.0
 
 
 def test_everything_killed_restarts_from_the_newest_checkpoint_that_is_whole(

@@ -1,20 +1,23 @@
 """Data as a function of (step, microbatch): any worker can ask for any batch, and asks again after a death.
 
-A dataset has one method, `batch(step, microbatch) -> (inputs, targets)`. It must be pure: the same arguments
-give the same tensors, on every worker, at any time. `microbatch` counts through the whole step, over all
-replicas, so the batch does not depend on who runs it.
+A dataset has one method, `batch(step, microbatch)`. It gives (inputs, targets), for the first layer and for
+the loss, or one dict, such as {"input_ids", "attention_mask", "labels"}, which both of them get whole. It
+must be pure: the same arguments give the same tensors, on every worker, at any time. `microbatch` counts
+through the whole step, over all replicas, so the batch does not depend on who runs it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everstep.engine import keys
+from everstep.engine.boundary import Value
 from everstep.errors import UserError
 
 
@@ -22,11 +25,19 @@ from everstep.errors import UserError
 class Dataset(Protocol):
     """What gives training its data: a function of (step, microbatch) in the form of an object."""
 
-    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets. `step` counts from 1, `microbatch` from 0 through the whole step, over all
-        replicas. The same arguments give the same tensors, in every process, however often.
+    def batch(self, step: int, microbatch: int) -> tuple[Value, Value] | Mapping[str, Value]:
+        """Inputs and targets, or a dict. `step` counts from 1, `microbatch` from 0 through the whole step,
+        over all replicas. The same arguments give the same tensors, in every process, however often.
         """
         ...
+
+
+def split(batch: Any) -> tuple[Value, Value]:
+    """What of a batch the first layer gets, and what the loss."""
+    if isinstance(batch, Mapping):
+        return dict(batch), dict(batch)
+    inputs, targets = batch
+    return inputs, targets
 
 
 class Synthetic:

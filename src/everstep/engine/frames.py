@@ -42,9 +42,7 @@ DTYPES = [
 def encode(kind: str, parcel: Parcel | None, facts: Any, *tensors: Tensor) -> bytes:
     """Everything before the tensors' own bytes."""
     body = b"" if facts is None else json.dumps(facts, separators=(",", ":")).encode()
-    shapes = b"".join(
-        struct.pack(f"<BB{t.ndim}q", DTYPES.index(t.dtype), t.ndim, *t.shape) for t in tensors
-    )
+    shapes = b"".join(struct.pack(f"<BB{t.ndim}q", DTYPES.index(t.dtype), t.ndim, *t.shape) for t in tensors)
     numbers = (
         (0,) * 8
         if parcel is None

@@ -18,12 +18,22 @@ from torch.overrides import TorchFunctionMode
 from everstep.errors import UserError
 
 Factory = Callable[[], nn.Module]
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Any], Any]  # of (output, targets): a mean, or (sum, weight)
 
 
 def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
     """Mean over all positions; the last dimension of the output is the vocabulary."""
     return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), targets.reshape(-1))
+
+
+def token_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy summed over the tokens that count (targets of -100 do not), and how many they are.
+
+    With the weight the gradient of a step is that of all its tokens, however they are spread over
+    microbatches.
+    """
+    logits, targets = output.reshape(-1, output.shape[-1]), targets.reshape(-1)
+    return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +44,7 @@ class Model:
     """
 
     layers: Mapping[str, Factory]  # name to a function that builds the nn.Module
-    loss: Loss = cross_entropy  # of (output, targets), one number
+    loss: Loss = cross_entropy  # of (output, targets): a mean, or (sum, weight) such as `token_loss`
     tied: tuple[tuple[str, str], ...] = ()  # such as (("embed.weight", "head.weight"),)
 
     def __post_init__(self) -> None:

@@ -7,14 +7,17 @@ the look at shapes, silently: it is not the user's mistake, and the workers will
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from everstep.engine import device
-from everstep.engine.data import Dataset
+from everstep.engine.boundary import Value, advice, described, mapped, take_apart, tensors_in
+from everstep.engine.data import Dataset, split
 from everstep.engine.job import Job
 from everstep.engine.model import Model, check_tied, parameter_count, partition, skeleton, slots, told
 from everstep.engine.optimizer import OptimizerFactory
@@ -32,7 +35,7 @@ class Checked:
     optimizer: OptimizerFactory
     parts: list[range]  # the layers of each stage
     parameters: int
-    batch: tuple[Tensor, Tensor]
+    batch: tuple[Value, Value]  # what the first layer gets, and what the loss
 
 
 def preflight(
@@ -67,45 +70,70 @@ def preflight(
     )
 
 
-def _batch(job: Job, data: Dataset) -> tuple[Tensor, Tensor]:
-    def ask(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        call = f"data batch({step}, {microbatch})"
-        try:
-            made = data.batch(step, microbatch)
-        except UserError:
-            raise
-        except Exception as error:  # the user's function
-            raise UserError(f"{call} raised {told(error)}.") from error
-        pair = isinstance(made, tuple | list) and len(made) == 2
-        if not pair or not all(isinstance(t, Tensor) for t in made):
-            raise UserError(f"{call} gave a {type(made).__name__}; give two tensors, inputs and targets.")
-        return made[0], made[1]
-
-    first, again = ask(1, 0), ask(1, 0)
-    if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(first, again, strict=True)):
+def _batch(job: Job, data: Dataset) -> tuple[Value, Value]:
+    first, again = _ask(data, 1, 0), _ask(data, 1, 0)
+    if not _alike(first, again, lambda a, b: a.shape == b.shape and torch.equal(a, b)):
         raise UserError(
             "data batch(1, 0) gave two different answers to two calls; make it a function of its "
             "arguments and the seed alone, or a healed run cannot repeat it."
         )
-    last = ask(job.steps, job.microbatches_in_step - 1)
-    for a, b, what in zip(first, last, ("inputs", "targets"), strict=True):
-        if a.dtype != b.dtype or a.ndim != b.ndim:
-            raise UserError(
-                f"data gives {what} of {a.ndim} dimensions of {a.dtype}, then of {b.ndim} of "
-                f"{b.dtype}; make every batch alike."
-            )
+    last = _ask(data, job.steps, job.microbatches_in_step - 1)
+    if not _alike(first, last, lambda a, b: a.dtype == b.dtype and a.ndim == b.ndim):
+        raise UserError(
+            f"data gives {_forms(first)} at first and {_forms(last)} at last; make every batch alike, in "
+            "keys, types and number of dimensions."
+        )
     return first
 
 
-def _vocabulary(job: Job, batch: tuple[Tensor, Tensor]) -> None:
+def _ask(data: Dataset, step: int, microbatch: int) -> tuple[Value, Value]:
+    call = f"data batch({step}, {microbatch})"
+    try:
+        made = data.batch(step, microbatch)
+    except UserError:
+        raise
+    except Exception as error:  # the user's function
+        raise UserError(f"{call} raised {told(error)}.") from error
+    pair = isinstance(made, tuple | list) and len(made) == 2
+    if not pair and not isinstance(made, Mapping):
+        raise UserError(
+            f"{call} gave {described(made)}; return (inputs, targets), or a dict such as "
+            '{"input_ids": ..., "labels": ...}.'
+        )
+    try:
+        if tensors_in(made):
+            return split(made)
+    except UserError:
+        odd = next(part for part in (made.values() if isinstance(made, Mapping) else made) if _is_odd(part))
+        raise UserError(f"{call} gave {described(odd)} where a tensor belongs; {advice(odd)}.") from None
+    raise UserError(f"{call} gave {described(made)} without a tensor; {advice(made)}.")
+
+
+def _is_odd(part: Any) -> bool:
+    try:
+        return not tensors_in(part) and part is not None
+    except UserError:
+        return True
+
+
+def _alike(one: Value, other: Value, same: Callable[[Tensor, Tensor], bool]) -> bool:
+    (a, tree_a), (b, tree_b) = take_apart(one), take_apart(other)
+    return tree_a == tree_b and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _forms(batch: tuple[Value, Value]) -> str:
+    return ", ".join(f"{t.ndim}-D {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(batch))
+
+
+def _vocabulary(job: Job, batch: tuple[Value, Value]) -> None:
     form = job.model.gpt()
     if form is None:
         return
     for tokens, what in zip(batch, ("inputs", "targets"), strict=True):
-        if tokens.is_floating_point() or tokens.ndim != 2:
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
+            kind = f" and {tokens.dtype}" if isinstance(tokens, Tensor) else ""
             raise UserError(
-                f"data gives {what} of shape {tuple(tokens.shape)} and {tokens.dtype}; "
-                "a GPT takes token numbers in rows x length."
+                f"data gives as {what} {described(tokens)}{kind}; a GPT takes token numbers in rows x length."
             )
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < form.vocab:
             raise UserError(
@@ -114,43 +142,63 @@ def _vocabulary(job: Job, batch: tuple[Tensor, Tensor]) -> None:
             )
 
 
-def _run(job: Job, model: Model, batch: tuple[Tensor, Tensor]) -> None:
+def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
     """The layers one after another, each as if it were the first of its stage."""
-    x, targets = (t.to("meta") for t in batch)
     dtype = DTYPES[job.precision]
+    value, targets = (mapped(lambda t: t.to("meta"), part) for part in batch)
+    value = mapped(lambda t: t.to(dtype).requires_grad_() if t.is_floating_point() else t, value)
     before = "the data"
     for name in model.layers:
         module = _layer(model, name).to(dtype)
-        shape = tuple(x.shape)
-        if x.is_floating_point():
-            x = x.detach().to(dtype).requires_grad_()
+        given = described(value)
+        value = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), value)
         try:
-            x = module(x)
+            value = module(value)
         except NotImplementedError:  # an op without a meta kernel: its shapes show on the workers
             return
         except Exception as error:  # the user's module
             if "leaf Variable" in str(error):
                 raise UserError(f"layer {name!r} changes its input in place; use inplace=False.") from error
             raise UserError(
-                f"layer {name!r} cannot take what {before} gives, shape {shape}: {told(error)}."
+                f"layer {name!r} cannot take what {before} gives, {given}: {told(error)}."
             ) from error
-        if not isinstance(x, Tensor):
-            raise UserError(f"layer {name!r} gives a {type(x).__name__}; a layer gives one tensor.")
+        try:
+            tensors_in(value)
+        except UserError:
+            raise UserError(
+                f"layer {name!r} gives {described(value)}; a layer gives a tensor, or tuples, lists and "
+                "dicts of tensors."
+            ) from None
         before = f"layer {name!r}"
+    _try_loss(model, before, value, targets, batch[1])
+
+
+def _try_loss(model: Model, last: str, output: Value, targets: Value, real_targets: Value) -> None:
+    output = mapped(lambda t: t.float() if t.is_floating_point() else t, output)
     try:
-        loss = model.loss(x.float(), targets)
-    except NotImplementedError:  # as above
+        made = model.loss(output, targets)
+    except NotImplementedError:  # an op without a meta kernel: its shapes show on the workers
         return
     except Exception as error:  # the user's loss
+        fix = "" if isinstance(output, Tensor) else "; return one tensor, or give a loss that takes them all"
         raise UserError(
-            f"the loss cannot take an output of shape {tuple(x.shape)} and targets of shape "
-            f"{tuple(targets.shape)}: {told(error)}."
+            f"the loss cannot take what {last} gives, {described(output)}, and the targets, "
+            f"{described(targets)}: {told(error)}{fix}."
         ) from error
+    weighted = isinstance(made, tuple | list)
+    loss = made[0] if weighted and len(made) == 2 else made
     if not isinstance(loss, Tensor) or loss.ndim:
-        given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
-        raise UserError(f"the loss is of {given}; it must be one number, such as a mean.")
+        raise UserError(
+            f"the loss gives {described(loss)}; it must be one number, such as a mean, or (sum, weight)."
+        )
     if not loss.requires_grad:
         raise UserError("no gradient comes back from the loss; is its argument detached?")
+    masked = any(not t.is_floating_point() and bool((t == -100).any()) for t in tensors_in(real_targets))
+    if masked and not weighted:
+        raise UserError(
+            "some targets are -100, which do not count, and the loss is a mean, which would count every "
+            "microbatch alike; let the loss return (sum, weight), such as everstep.token_loss."
+        )
 
 
 def _layer(model: Model, name: str) -> nn.Module:

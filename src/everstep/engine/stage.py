@@ -17,6 +17,7 @@ rounded to fp32 is, practically always, the same bits in any order and under any
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -29,10 +30,11 @@ from torch.utils.checkpoint import checkpoint
 
 from everstep.engine import device as devices
 from everstep.engine import keys
-from everstep.engine.data import Dataset
+from everstep.engine.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
+from everstep.engine.data import Dataset, split
 from everstep.engine.linear import Queue, take_over
 from everstep.engine.model import Model, Slot, built, end, slots, trained
-from everstep.errors import InternalError
+from everstep.errors import InternalError, UserError
 
 Precision = Literal["fp32", "bf16"]
 Accumulate = Literal["fp32", "fp64"]
@@ -43,15 +45,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 class Stash:
     """What is held of one microbatch between its ops."""
 
-    input: Tensor | None
-    output: Tensor | None  # the loss, on the last stage
+    inputs: dict[int, Tensor]  # the boundary's tensors that want a gradient, by their number
+    outputs: list[Tensor] | None  # what gradients come back for, in order; the loss, on the last stage
+    weight: Tensor | float | None = None  # of the microbatch, on the last stage
     queue: Queue = field(default_factory=list)
     others: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (gradient view's parameter, gradient)
 
     @property
     def open(self) -> bool:
         """Between F and I."""
-        return self.output is not None
+        return self.outputs is not None
 
 
 class Stage:
@@ -88,49 +91,61 @@ class Stage:
         self._spare: list[Tensor] = []
         self._stashes: dict[tuple[int, int], Stash] = {}
         self._losses: dict[tuple[int, int], Tensor] = {}
+        self._weights: dict[tuple[int, int], float] = {}
+        self._target_shapes: list[tuple[int, ...]] | None = None  # of a loss without weights
         self._forward_bytes = -1  # not measured yet
         self._kept: list[Tensor] = []
 
     # The ops.
 
-    def forward(self, step: int, microbatch: int, x: Tensor | None = None) -> Tensor | None:
-        """F. The boundary tensor for the next stage; None on the last stage, which keeps the loss instead."""
+    def forward(self, step: int, microbatch: int, given: Boundary | None = None) -> Boundary | None:
+        """F. What the next stage gets; None on the last stage, which keeps the loss instead."""
         if (step, microbatch) in self._stashes:
             raise InternalError(f"forward of step {step}, microbatch {microbatch} was run twice here.")
-        inputs, targets = self.data.batch(step, microbatch) if self.is_first or self.is_last else (None, None)
-        given = self._enter(inputs if self.is_first else x)
+        batch = self.data.batch(step, microbatch) if self.is_first or self.is_last else None
+        inputs, targets = (None, None) if batch is None else split(batch)
+        wanted, value = ({}, self._fed(inputs)) if self.is_first else self._enter(given)
+        weight: Tensor | float | None = None
         with _Measured(self) if self._forward_bytes < 0 else nullcontext():
-            output = given
             for index, module in zip(self.layers, self._modules, strict=True):
-                output = self._layer(module, self._key(step, microbatch, index), output)
+                value = self._layer(module, self._key(step, microbatch, index), value)
             if self.is_last:
-                assert targets is not None
                 devices.seed(self.device, self._key(step, microbatch, self.layers.stop))
-                output = self.model.loss(output.float(), devices.to_device(targets, self.device))
-        self._stashes[step, microbatch] = Stash(given if given.requires_grad else None, output)
+                value, weight = self._loss(value, targets)
         if not self.is_last:
-            return output.detach()
+            boundary = Boundary.of(value)
+            outputs = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+            self._stashes[step, microbatch] = Stash(wanted, outputs)
+            return boundary
+        self._stashes[step, microbatch] = Stash(wanted, [value], weight)
         self._losses = {key: loss for key, loss in self._losses.items() if key[0] >= step - 1}
-        self._losses[step, microbatch] = output.detach().float()
+        self._losses[step, microbatch] = value.detach().float()
         return None
 
-    def input_grad(self, step: int, microbatch: int, grad: Tensor | None = None) -> Tensor | None:
-        """I. The gradient for the previous stage; None on the first."""
+    def input_grad(self, step: int, microbatch: int, given: Gradients | None = None) -> Gradients | None:
+        """I. The gradients for the previous stage; None on the first."""
         stash = self._stashes.get((step, microbatch))
-        if stash is None or stash.output is None:
+        if stash is None or stash.outputs is None:
             raise InternalError(f"step {step}, microbatch {microbatch}: input gradient with no forward here.")
         self._queue.clear()
-        if grad is not None:
-            grad = devices.to_device(grad, self.device)
-        torch.autograd.backward(stash.output, grad)
-        stash.queue, stash.output = self._queue.copy(), None
+        weight = float(stash.weight if given is None else given.weight)  # type: ignore[arg-type]
+        self._keep_weight(step, microbatch, weight)
+        if given is None:
+            torch.autograd.backward(stash.outputs)
+        elif given.tensors:
+            grads = [devices.to_device(grad, self.device) for grad in given.tensors]
+            torch.autograd.backward([stash.outputs[i] for i in given.of], grads)
+        stash.queue, stash.outputs = self._queue.copy(), None
         self._queue.clear()
         for parameter in self._views:
             if parameter.grad is not None:
                 stash.others.append((parameter, parameter.grad))
                 parameter.grad = None
-        given, stash.input = stash.input, None
-        return None if self.is_first or given is None else given.grad
+        inputs, stash.inputs = stash.inputs, {}
+        if self.is_first:
+            return None
+        found = {i: t.grad for i, t in enumerate(inputs.values()) if t.grad is not None}
+        return Gradients(tuple(found.values()), tuple(found), weight)
 
     def weight_grad(self, step: int, microbatch: int) -> None:
         """W. Adds the microbatch's gradients to the buffer, and lets go of everything held for it."""
@@ -149,8 +164,14 @@ class Stage:
         del self._stashes[step, microbatch]
 
     def loss(self, step: int, microbatch: int) -> Tensor:
-        """The loss of a microbatch of this step or the one before: 0-dim, fp32, last stage only."""
+        """The loss of a microbatch of this step or the one before: 0-dim, fp32, last stage only. A sum, where
+        the loss has a weight.
+        """
         return self._losses[step, microbatch]
+
+    def weight(self, step: int, microbatch: int) -> float:
+        """What a microbatch counts, known from its I on; 1, unless the loss says otherwise."""
+        return self._weights[step, microbatch]
 
     # The gradient buffers.
 
@@ -168,7 +189,7 @@ class Stage:
 
     def discard(self, step: int | None = None) -> None:
         """Throw work away: the stashes and losses of a step, or of all, and all of the gradient buffer."""
-        for table in (self._stashes, self._losses):
+        for table in (self._stashes, self._losses, self._weights):
             for key in [key for key in table if step is None or key[0] == step]:
                 del table[key]
         self._gradients.zero_()
@@ -232,27 +253,56 @@ class Stage:
 
     # How.
 
-    def _enter(self, x: Tensor | None) -> Tensor:
-        if x is None:
-            raise InternalError("a stage that is not the first was given no boundary tensor.")
-        x = devices.to_device(x.detach(), self.device)
-        if not x.is_floating_point():
-            return x
-        return x.to(DTYPES[self.precision]).requires_grad_(not self.is_first)
+    def _fed(self, inputs: Value) -> Value:
+        """A batch as the first layer gets it: on the device, numbers in the precision of the layers."""
 
-    def _layer(self, module: nn.Module, seed: int, x: Tensor) -> Tensor:
-        def run(x: Tensor) -> Tensor:
+        def fed(tensor: Tensor) -> Tensor:
+            tensor = devices.to_device(tensor.detach(), self.device)
+            return tensor.to(DTYPES[self.precision]) if tensor.is_floating_point() else tensor
+
+        return mapped(fed, inputs)
+
+    def _enter(self, given: Boundary | None) -> tuple[dict[int, Tensor], Value]:
+        """What the stage before has sent, and those of its tensors that want a gradient."""
+        if given is None:
+            raise InternalError("a stage that is not the first was given no boundary tensor.")
+        tensors = [devices.to_device(tensor.detach(), self.device) for tensor in given.tensors]
+        wanted = {index: tensors[index].requires_grad_() for index in given.graded}
+        return wanted, put_together(given.tree, tensors)
+
+    def _loss(self, output: Value, targets: Value) -> tuple[Tensor, Tensor | float]:
+        """The loss to differentiate, and what it counts."""
+        output = mapped(lambda t: t.float() if t.is_floating_point() else t, output)
+        made = self.model.loss(output, mapped(lambda t: devices.to_device(t, self.device), targets))
+        if isinstance(made, tuple | list):
+            return made[0], made[1]
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(targets)]
+        if self._target_shapes is None:
+            self._target_shapes = shapes
+        if shapes != self._target_shapes:
+            raise UserError(uneven(self._target_shapes, shapes))
+        return made, 1.0
+
+    def _keep_weight(self, step: int, microbatch: int, weight: float) -> None:
+        if not 0 <= weight < math.inf:
+            raise UserError(
+                f"the loss of step {step}, microbatch {microbatch} has the weight {weight}; it must be 0 or "
+                "more, such as the number of tokens that count."
+            )
+        self._weights = {key: known for key, known in self._weights.items() if key[0] >= step - 1}
+        self._weights[step, microbatch] = weight
+
+    def _layer(self, module: nn.Module, seed: int, value: Value) -> Value:
+        def run(value: Value) -> Value:
             devices.seed(self.device, seed)  # inside, so that a recompute draws the same dropout
-            output: Tensor = module(x)
-            return output
+            return module(value)
 
         # The model's last layer is not recomputed: its backward follows its forward at once.
         if self.recompute and not (self.is_last and module is self._modules[-1]):
             if self._forward_bytes < 0:
-                self._kept.append(x)
-            kept: Tensor = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
-            return kept
-        return run(x)
+                self._kept.extend(tensors_in(value))
+            return checkpoint(run, value, use_reentrant=False, preserve_rng_state=False)
+        return run(value)
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
         """Memory of the storages behind some tensors, the weights' own left out."""
@@ -269,6 +319,19 @@ class Stage:
         else:
             flat = old.zero_()
         return flat, {p: self.slots[name].of(flat) for name, p in self.parameters.items()}
+
+
+def uneven(before: list[tuple[int, ...]], now: list[tuple[int, ...]]) -> str:
+    """Why microbatches of different sizes are refused where the loss is a mean."""
+    return (
+        f"the targets of one microbatch have shape {_shapes(before)}, of another {_shapes(now)}, and the "
+        "loss is a mean, which would count a small microbatch as much as a large one; let the loss return "
+        "(sum, weight), such as everstep.token_loss."
+    )
+
+
+def _shapes(shapes: list[tuple[int, ...]]) -> str:
+    return " and ".join(map(str, shapes))
 
 
 class _Measured(saved_tensors_hooks):

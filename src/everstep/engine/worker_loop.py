@@ -29,6 +29,7 @@ from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
 from everstep.engine import frames
 from everstep.engine.beacon import Beacon
+from everstep.engine.boundary import Boundary, Gradients
 from everstep.engine.faults import PlantedFault
 from everstep.engine.links import Address, Links
 from everstep.engine.optimizer import Updater
@@ -81,6 +82,7 @@ class WorkerLoop:
         self.rules = walker.rules
         self.book: dict[Worker, Address] = {}
         self.payloads: dict[Parcel, Tensor] = {}
+        self.boundaries: dict[Parcel, Boundary | Gradients] = {}  # activations and gradients, in and out
         self.gradients: dict[int, Tensor] = {}  # of steps that are updated and not sealed
         self.released: set[int] = set()
         self.sums: dict[int, Tensor] = {}
@@ -188,9 +190,15 @@ class WorkerLoop:
             self._state_arrived(frame)
             return
         assert frame.parcel is not None
-        value = frames.value_of(frame.parcel.what, frame.facts)
-        if self.walker.arrived(frame.parcel, value) and frame.tensor is not None:
-            self.payloads[frame.parcel] = frame.tensor
+        parcel = frame.parcel
+        if not self.walker.arrived(parcel, frames.value_of(parcel.what, frame.facts)):
+            return
+        if parcel.what is ParcelKind.ACTIVATION:
+            self.boundaries[parcel] = Boundary.arrived(frame.tensors, frame.facts)
+        elif parcel.what is ParcelKind.GRADIENT:
+            self.boundaries[parcel] = Gradients.arrived(frame.tensors, frame.facts)
+        elif frame.tensor is not None:
+            self.payloads[parcel] = frame.tensor
 
     # -------------------------------------------------------------- tasks
 
@@ -200,7 +208,7 @@ class WorkerLoop:
                 return self._compute(task)
             case msg.Contribute():
                 self._maybe_die(task.step, "R", "before")
-                return self._losses(task.step)
+                return self._losses(task.step), self._weights(task.step)
             case msg.SumChunk():
                 return self._sum_chunk(task)
             case msg.AssembleSum():
@@ -232,8 +240,8 @@ class WorkerLoop:
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
         started = self.stopwatch.moment()
         number = self._number(microbatch)
-        given = None if task.input is None else self.payloads[task.input]
-        output: Tensor | None = None
+        given: Any = None if task.input is None else self.boundaries[task.input]
+        output: Boundary | Gradients | None = None
         if op.kind is Kind.F:
             output = self.stage.forward(task.step, number, given)
         elif op.kind is Kind.W:
@@ -246,7 +254,7 @@ class WorkerLoop:
                 self.stage.drop(task.step, number)
         if task.output is not None:
             assert output is not None
-            self.payloads[task.output] = devices.to_host(output)
+            self.boundaries[task.output] = output.on_host()
         self._time(op.kind, started)
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
         if self._told_epoch != self.walker.epoch:
@@ -262,6 +270,10 @@ class WorkerLoop:
             if op.kind is Kind.F and op.microbatch is not None
         ]
 
+    def _weights(self, step: int) -> dict[Microbatch, float]:
+        done = self.walker.now.accumulated()
+        return {microbatch: self.stage.weight(step, self._number(microbatch)) for microbatch in done}
+
     def _sum_chunk(self, task: msg.SumChunk) -> float:
         """Replica by replica in their order, so that the sum does not depend on who was first."""
         started = self.stopwatch.moment()
@@ -275,7 +287,7 @@ class WorkerLoop:
             total = part if total is None else total + part
         assert total is not None
         mean = self._sum(task.step)
-        torch.div(total, self.rules.total_microbatches, out=mean[mine])
+        torch.div(total, task.weight, out=mean[mine])
         self._time(Kind.R, started)
         return float(torch.linalg.vector_norm(mean[mine], dtype=torch.float64).square())
 
@@ -331,9 +343,7 @@ class WorkerLoop:
         }
         for name, tensor in state.items():
             self.links.send(target, frames.STATE, None, {"name": name}, tensor.contiguous())
-        self.links.send(
-            target, frames.STATE, None, {"state_step": task.state_step, "tensors": len(state)}, None
-        )
+        self.links.send(target, frames.STATE, None, {"state_step": task.state_step, "tensors": len(state)})
 
     def _state_arrived(self, frame: frames.Incoming) -> None:
         if "name" in frame.facts and frame.tensor is not None:
@@ -370,6 +380,7 @@ class WorkerLoop:
                 case msg.Forget():
                     for parcel in command.parcels:
                         self.payloads.pop(parcel, None)
+                        self.boundaries.pop(parcel, None)
                 case msg.ReleaseGradients():
                     self.released.add(command.step)
                     if command.step in self.gradients:
@@ -398,15 +409,25 @@ class WorkerLoop:
         address = self.book.get(Worker(command.replica, command.stage))
         if address is not None:
             parcel = command.parcel
-            payload = self._payload(parcel)
-            self._post(address, parcel, command, payload)
-            if self.recorder is not None and payload is not None:
-                self.recorder.sent(parcel, command.replica, command.stage, payload.nbytes)
+            facts, tensors = self._contents(command)
+            self._post(address, command, facts, tensors)
+            if self.recorder is not None and tensors:
+                sent = sum(tensor.nbytes for tensor in tensors)
+                self.recorder.sent(parcel, command.replica, command.stage, sent)
             if parcel.what is ParcelKind.PART:
                 self._maybe_die(parcel.step, "R", "sending")
 
-    def _post(self, address: Address, parcel: Parcel, command: msg.Send, payload: Tensor | None) -> None:
-        what = (address, parcel.what, parcel, frames.facts_of(command.value), payload)
+    def _contents(self, command: msg.Send) -> tuple[Any, tuple[Tensor, ...]]:
+        """The small facts and the tensors that go with a parcel."""
+        if command.parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
+            boundary = self.boundaries[command.parcel]
+            return boundary.facts, boundary.tensors
+        payload = self._payload(command.parcel)
+        return frames.facts_of(command.value), () if payload is None else (payload,)
+
+    def _post(self, address: Address, command: msg.Send, facts: Any, tensors: tuple[Tensor, ...]) -> None:
+        parcel = command.parcel
+        what = (address, parcel.what, parcel, facts, *tensors)
         lag_s = sum(fault.lag_s(parcel.step, command.stage) for fault in self.faults)
         if lag_s:
             late = threading.Timer(lag_s, self.links.send, what)
@@ -417,8 +438,6 @@ class WorkerLoop:
 
     def _payload(self, parcel: Parcel) -> Tensor | None:
         match parcel.what:
-            case ParcelKind.ACTIVATION | ParcelKind.GRADIENT:
-                return self.payloads[parcel]
             case ParcelKind.PART:
                 flat = self.gradients.get(parcel.step, self.stage.gradients)
                 return devices.to_host(flat[self._chunk(self.walker.mail.peers(parcel.step), parcel.owner)])
@@ -446,7 +465,9 @@ class WorkerLoop:
         self.released = {s for s in self.released if from_step is not None and s < from_step}
         self._taken = 0 if from_step is None else min(self._taken, from_step - 1)
         if from_step is None:
-            self.payloads = {p: t for p, t in self.payloads.items() if p in self.walker.mail.box}
+            box = self.walker.mail.box
+            self.payloads = {p: t for p, t in self.payloads.items() if p in box}
+            self.boundaries = {p: b for p, b in self.boundaries.items() if p in box}
 
     # -------------------------------------------------------------- small things
 

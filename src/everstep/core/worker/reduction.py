@@ -159,7 +159,9 @@ class Reduction:
                 f"step {step}, stage {self.me.stage}: the sum would hold {len(microbatches)} "
                 f"microbatches, {distinct} distinct, instead of each of {total} once"
             )
-        weighted = sorted((m, w) for part in parts for m, w in zip(part.microbatches, part.weights, strict=True))
+        weighted = sorted(
+            (m, w) for part in parts for m, w in zip(part.microbatches, part.weights, strict=True)
+        )
         weight = math.fsum(w for _, w in weighted)
         share = total / weight if weight else math.nan  # so that the mean of all losses is the step's loss
         losses = tuple(sorted((m, loss * share) for part in parts for m, loss in part.losses))
