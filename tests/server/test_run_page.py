@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from bench.browser import CHROMIUM, browser
 from everstep.cli.client import Client
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest
@@ -32,6 +31,7 @@ from everstep.errors import EverstepError
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.run import _Loop
+from harness.browser import CHROMIUM, browser
 
 NODE, TASK = "here", "task"
 

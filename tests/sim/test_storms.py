@@ -12,7 +12,7 @@ from everstep.sim.draw import Draw
 from everstep.sim.storm import draw_spec, run_storm, with_moves
 from everstep.sim.storm.faults import FaultKind
 from everstep.sim.storm.shrink import shrink
-from tests.sim.mutants import MUTANTS, planted
+from harness.mutants import MUTANTS, planted
 
 SEEDS = Path(__file__).parent / "seeds.txt"
 # Of each planted bug a seed at which it is seen; `bench/simulate.py mutants` looks for them from 0 on.
