@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from everstep.core.words.worker_messages import Parcel
@@ -103,7 +104,7 @@ class Links:
         self._thread.join(timeout=2)
 
     def send(self, to: Address, kind: str, parcel: Parcel | None, facts: Any, *tensors: Tensor) -> None:
-        """Send, or queue. Never blocks; the tensors must not be written to until their step is over."""
+        """Send, or queue. Never blocks; a tensor must not be written to while this `borrows` it."""
         head = frames.encode(kind, parcel, facts, *tensors)
         link = self._out.get(to)
         if link is None or link.broken:
@@ -117,6 +118,12 @@ class Links:
             if link.queue or link.broken:
                 self._ask.append(link)
                 self._wake()
+
+    def borrows(self, tensor: Tensor) -> bool:
+        """Is any of the memory behind this tensor still queued?"""
+        storage = tensor.untyped_storage()
+        memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+        return any(self._queues(link, memory) for link in list(self._out.values()))
 
     def forget(self, keep: set[Address]) -> None:
         """Close the connections to everybody else."""
@@ -160,6 +167,10 @@ class Links:
         link.queue.append(memoryview(self._token))
         self._out[to] = link
         return link
+
+    def _queues(self, link: _Outgoing, memory: range) -> bool:
+        with link.lock:
+            return any(np.frombuffer(view, np.uint8).ctypes.data in memory for view in link.queue)
 
     def _push(self, link: _Outgoing) -> None:
         """Give the kernel what it takes. The caller holds the lock."""

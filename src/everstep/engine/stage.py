@@ -194,13 +194,6 @@ class Stage:
                 del table[key]
         self._gradients.zero_()
 
-    def join_tied(self, flat: Tensor) -> None:
-        """Both halves of a tied pair that this stage holds get the sum of the two."""
-        for first, second in self.model.tied:
-            if first in self.slots and second in self.slots:
-                a, b = self.slots[first].of(flat), self.slots[second].of(flat)
-                b.copy_(a.add_(b))
-
     # What is here.
 
     @property
