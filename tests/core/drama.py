@@ -12,11 +12,11 @@ from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.copy_placement import shelf_for
-from everstep.core.task.owed import Shape
 from everstep.core.words import actions as act
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Microbatch, Worker
+from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Ledger
 from everstep.plan.ask import choose
 from everstep.schedule.task_scheduler import TaskScheduler

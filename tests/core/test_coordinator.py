@@ -9,11 +9,11 @@ import pytest
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.roster import NodeState, TaskState
 from everstep.core.cluster.snapshot import digest, freeze, thaw
-from everstep.core.task.owed import Shape
 from everstep.core.task.states import Joining, Member
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from tests.core.drama import Drama
 
 W00, W01, W10, W11 = Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)

@@ -4,11 +4,11 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.copy_placement import copies_for, leaves, shelf_for
 from everstep.core.cluster.roster import TaskState
 from everstep.core.cluster.snapshot import digest, freeze, thaw
-from everstep.core.task.owed import Shape
 from everstep.core.words import actions as act
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from everstep.plan.ask import AGREE_S, PACE, TRANSITION_S, transition_s
 from tests.core.drama import Drama
 

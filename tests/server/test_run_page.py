@@ -23,10 +23,10 @@ import pytest
 from everstep.cli.client import Client
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest
-from everstep.core.task.owed import Shape
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from everstep.errors import EverstepError
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.page import RunPage

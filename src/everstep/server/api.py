@@ -23,9 +23,9 @@ from aiohttp import web
 
 from everstep.core.cluster.roster import OVER, Node, NodeState, Task, TaskState
 from everstep.core.cluster.snapshot import digest
-from everstep.core.task.owed import Shape
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import parse_worker
+from everstep.core.words.shape import Shape
 from everstep.engine.faults import check_fault, parse_fault
 from everstep.engine.job import Job
 from everstep.errors import EverstepError, PeerError, UserError

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from everstep.core.task.owed import Shape
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Lived
 from everstep.core.words.actions import ComputePlan, StartWorker
 from everstep.core.words.cluster_messages import MemoryAddress, OpOverdue, Order
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 
 
 class NodeState(StrEnum):

@@ -5,7 +5,6 @@ The ground floor of `core.task.recovery`; it asks for nothing and decides nothin
 
 from __future__ import annotations
 
-from everstep.core.task.owed import Shape
 from everstep.core.task.states import (
     Absent,
     Assembling,
@@ -22,6 +21,7 @@ from everstep.core.words.actions import Action, FailTask, StartWorker
 from everstep.core.words.events import StepSealed
 from everstep.core.words.incidents import Incident, IncidentLog, TaskIncidents
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Members
 
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from everstep.core.task.owed import Shape
 from everstep.core.words.actions import (
     ComputePlan,
     CopyState,
@@ -26,6 +25,7 @@ from everstep.core.words.actions import (
 )
 from everstep.core.words.events import Event
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 
 # ------------------------------------------------------------------ how patient to be
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.task.owed import Shape
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Running
 from everstep.core.words import actions as act
@@ -25,6 +24,7 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.codec import encode
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from everstep.diagnose.watch import Watch
 from everstep.engine.beacon import Reading
 from everstep.engine.faults import PlantedFault

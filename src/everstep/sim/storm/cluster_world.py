@@ -18,12 +18,12 @@ from typing import Any
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest
 from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
-from everstep.core.task.owed import Shape
 from everstep.core.task.recovery import Recovery
 from everstep.core.words import actions as act
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Finished, Paused, SaveCheckpoint, StoreCopy, Wait
 from everstep.core.worker.worker_state import WorkerState
 from everstep.schedule.answer import answer
