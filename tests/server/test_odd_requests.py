@@ -27,28 +27,9 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-job_keys = st.sampled_from(
-    [
-        "steps",
-        "replicas",
-        "stages",
-        "microbatches",
-        "threads",
-        "seed",
-        "device",
-        "model",
-        "data",
-        "optimizer",
-        "checkpoint",
-        "log",
-        "base",
-        "precision",
-        "accumulate",
-        "recompute",
-        "memory_interval",
-        "what",
-    ]
-)
+KEYS = """steps replicas stages microbatches threads seed device model data optimizer checkpoint log base
+precision accumulate recompute memory_interval what"""
+job_keys = st.sampled_from(KEYS.split())
 jobs = st.dictionaries(job_keys, values, max_size=3).map(lambda changes: {**JOB, **changes})
 submissions = st.fixed_dictionaries(
     {"name": st.text(max_size=8) | st.just("job")},
