@@ -160,7 +160,7 @@ class Stage:
         del self._stashes[step, microbatch]
 
     def drop(self, step: int, microbatch: int) -> None:
-        """Let go of a microbatch between I and W, so that it leaves no trace in the gradients."""
+        """Let go of a microbatch before its W, so that it leaves no trace in the gradients."""
         del self._stashes[step, microbatch]
 
     def loss(self, step: int, microbatch: int) -> Tensor:

@@ -244,8 +244,6 @@ class WorkerLoop:
             output = self.stage.input_grad(task.step, number, given)
             if op.kind is Kind.B:
                 self.stage.weight_grad(task.step, number)
-            elif task.ghost:
-                self.stage.drop(task.step, number)
         if task.output is not None:
             assert output is not None
             self.tensors.boundaries[task.output] = output.on_host()
@@ -349,6 +347,9 @@ class WorkerLoop:
                     self.tensors.forget(command.parcels)
                 case msg.ReleaseGradients():
                     self.tensors.release_gradients(command.step)
+                case msg.DropStashes():
+                    for microbatch in command.microbatches:
+                        self.stage.drop(command.step, self._number(microbatch))
                 case msg.ReleaseSum():
                     self.tensors.release_sum(command.step)
                 case msg.DiscardWork():

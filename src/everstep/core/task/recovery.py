@@ -206,6 +206,28 @@ class Recovery(Admission):
         phase.awaited.discard(event.worker)
         return [] if phase.awaited else self._survey(phase)
 
+    def _unrestored(self, event: RestoreFailed) -> list[Action]:
+        """The state that a worker was to load is gone. A peer of its stage may have it already; if none has,
+        all go back to an older one. Either way the others may be at work: they pause first.
+        """
+        place = self.places[event.worker]
+        if not isinstance(place, Member) or place.incarnation != event.incarnation:
+            return []
+        if event.step == self.kept:
+            self.kept = None
+        match self.phase:
+            case Running():
+                self.places[event.worker] = Joining(place.incarnation)
+                return self._gather(f"worker {event.worker} could not load the state of step {event.step}")
+            case Gathering() as phase:
+                self.places[event.worker] = Joining(place.incarnation)
+                phase.awaited.discard(event.worker)
+                return [] if phase.awaited else self._survey(phase)
+            case Planning(restore=int()):
+                return self._assemble()  # nobody has moved yet
+            case _:
+                return []
+
     def _survey(self, phase: Gathering) -> list[Action]:
         ledgers = self._settle_joiners(phase.ledgers)
         if any(not any(w.stage == s for w in ledgers) for s in range(self.shape.stages)):

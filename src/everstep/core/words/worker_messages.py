@@ -125,7 +125,8 @@ class Resume:
 class Compute:
     """Run F, I, W or B of one microbatch. Its input is the parcel in hand, if any; its output is `output`.
 
-    A ghost is run for its output alone, which died with its holder; its gradients are in the sum already.
+    A ghost is run for its output alone, which died with its holder; its gradients are in the sum already. But
+    its stash is kept until `DropStashes`: if the sum is lost too, its W is owed after all.
     """
 
     op: Op
@@ -299,6 +300,14 @@ class ReleaseGradients:
 
 
 @dataclass(frozen=True, slots=True)
+class DropStashes:
+    """Let go of what F and I of these microbatches left for a W: their gradients are in the sum, here."""
+
+    step: int
+    microbatches: tuple[Microbatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseSum:
     """Sealed, valid and fed: the sum of this step is not needed again."""
 
@@ -350,6 +359,7 @@ Command = (
     Send
     | Forget
     | ReleaseGradients
+    | DropStashes
     | ReleaseSum
     | DiscardWork
     | TellSealed

@@ -26,6 +26,7 @@ from everstep.core.words.worker_messages import (
     Compute,
     Contribute,
     DiscardWork,
+    DropStashes,
     Finished,
     Ledger,
     Parcel,
@@ -190,6 +191,7 @@ class WorkerState:
             case AssembleSum():
                 self.reduction.assembled(self.now, task, answer)
                 self.now.todo.pop()
+                self._drop_ghosts()
             case CombineTied():
                 self.now.combined = True
                 self.now.sum_of_squares = float(answer)
@@ -261,6 +263,15 @@ class WorkerState:
             self.mail.use(task.input)
         if task.output is not None:
             self.mail.post(task.output)
+        if task.ghost:
+            self._drop_ghosts()
+
+    def _drop_ghosts(self) -> None:
+        """A worker that holds the sum never runs W of a ghost. One that does not may have to: the last holder
+        may die. A ghost that has run F alone may be asked for its I until the step is closed.
+        """
+        if self.now.holds_sum and (over := self.now.ghost_stashes(Kind.I)):
+            self._command(DropStashes(self.now.step, over))
 
     # -------------------------------------------------------------- seal, validate, update
 
@@ -359,6 +370,8 @@ class WorkerState:
         assert state.sealed
         assert state.valid
         self._closed = state.step
+        if state.ghosts and (over := state.ghost_stashes(Kind.F, Kind.I)):
+            self._command(DropStashes(state.step, over))
         self._command(ReleaseSum(state.step))
         self.mail.drop(lambda parcel: parcel.step <= state.step)
 
