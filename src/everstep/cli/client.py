@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from everstep.launch import tokens
 from everstep.launch.client import DEFAULT_ADDRESS, Client
 
 __all__ = ["DEFAULT_ADDRESS", "Address", "Ca", "Client", "Token"]
@@ -24,9 +23,8 @@ Token = Annotated[
     str,
     typer.Option(
         envvar="EVERSTEP_TOKEN",
-        help="The coordinator's token, or @FILE that holds it.",
-        callback=lambda value: tokens.found(value),
-        show_default="this user's own",
+        help="The coordinator's token.",
+        show_default=False,
         show_envvar=True,
         rich_help_panel="Cluster",
     ),
