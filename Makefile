@@ -11,8 +11,8 @@ demo: $(RUNS)            ## train, kill, heal, compare; about a minute on a lapt
 test: lint types unit    ## what must hold before anything lands
 
 lint: $(STAMP)
-	.venv/bin/ruff check src tests bench examples
-	.venv/bin/ruff format --check -q src tests bench examples
+	.venv/bin/ruff check src tests bench harness tools examples
+	.venv/bin/ruff format --check -q src tests bench harness tools examples
 
 types: $(STAMP)
 	.venv/bin/mypy
@@ -21,10 +21,10 @@ unit: $(STAMP)
 	$(PY) -m pytest
 
 docs: $(STAMP)           ## the API reference, every picture and every quoted output, made anew (some minutes)
-	$(PY) bench/docs.py
+	$(PY) -m tools.docs
 
 sweep: $(STAMP)          ## SIGKILL at every kind of moment, with real processes (minutes)
-	$(PY) bench/sweep.py
+	$(PY) -m bench.sweep
 
 cluster: $(STAMP)        ## coordinator, agents and workers as real processes, with everything that dies
 	$(PY) -m pytest tests/server tests/docs --slow -m slow
@@ -46,7 +46,7 @@ slurm: $(STAMP)          ## a real Slurm, made for it: nodes lost, drained, retu
 fabric-test: $(STAMP)    ## a leaf-spine network of namespaces, made, used and removed (root; some three minutes)
 	if [ "$$(id -u)" = 0 ] && ! command -v tc >/dev/null && command -v apt-get >/dev/null; then \
 	  apt-get install -qq -y iproute2 >/dev/null; fi
-	$(PY) bench/fabric.py test --skip
+	$(PY) -m bench.fabric test --skip
 
 # What it takes to run; test tools come with the first `make test`. Python compiles what is used as it is used:
 # compiling all of torch beforehand takes longer than the demo.

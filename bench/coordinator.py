@@ -33,10 +33,10 @@ from typing import Any
 
 import aiohttp
 
-from bench.cluster import Cluster, replayed, small_job
 from everstep.cli.client import Client
 from everstep.engine.job import Job
 from everstep.launch.local.api import run_job
+from harness.cluster import Cluster, replayed, small_job
 
 
 def clean_losses(folder: Path, steps: int) -> dict[int, float]:

@@ -28,8 +28,8 @@ from typing import Any
 import aiohttp
 import psutil
 
-from bench.browser import Page, browser
-from bench.cluster import Cluster, small_job
+from harness.browser import Page, browser
+from harness.cluster import Cluster, small_job
 
 SLOTS = 8
 BEAT_S = 0.25

@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import Cluster, small_job
 from everstep.core.task.states import Member
 from everstep.core.words.cluster_messages import Patience
 from everstep.core.words.incidents import Incident
@@ -36,6 +35,7 @@ from everstep.engine.job import Job
 from everstep.launch.local.outcome import StepRow
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from harness.cluster import Cluster, small_job
 
 EAGER = Patience(restarts_per_place=10_000, restarts_per_node=10_000, backoff_s=0.0)  # faults come on and on
 ENDLESS = 100_000  # steps

@@ -18,6 +18,7 @@ import json
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from everstep.fabric import Flow, Routing, Topology, allocate, clos, reallocate
 from everstep.fabric import scenarios as sc
 from everstep.fabric.bound import linear_bound_s, lower_bound_s
 from everstep.fabric.policies import POLICIES, ecmp, route
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
 LINE_RATE = 0.93  # of a link, that every planned flow must reach; headers take 0.044 of it
 
@@ -39,8 +42,8 @@ def run_ecmp(args: argparse.Namespace) -> dict[str, Any]:
     A busy machine starves all flows alike. A planned measurement below the line is therefore made again, and
     counted; with two flows on one link it would fail every time.
     """
-    from fabric_testbed import Testbed
-    from fabric_traffic import bulk_rates, flow
+    from bench.fabric_traffic import bulk_rates, flow
+    from harness.fabric_testbed import Testbed
 
     cases = {
         "2 leaves, 4 flows": (2, 100.0, [flow(f"f{n}", 1, 2) for n in range(4)]),
@@ -106,8 +109,8 @@ def _tell_ecmp(name: str, row: dict[str, Any]) -> None:
 
 
 def run_gloo(args: argparse.Namespace) -> dict[str, Any]:
-    from fabric_testbed import Testbed
-    from fabric_traffic import gloo_run
+    from bench.fabric_traffic import gloo_run
+    from harness.fabric_testbed import Testbed
 
     testbed = Testbed(leaves=2, spines=4, rate_mbit=100.0)
     nbytes = 4_000_000
@@ -134,10 +137,9 @@ def run_gloo(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_moving(args: argparse.Namespace) -> dict[str, Any]:
-    from fabric_testbed import Testbed
-    from fabric_traffic import watched_run
-
+    from bench.fabric_traffic import watched_run
     from everstep.fabric.watch import WatchLimits
+    from harness.fabric_testbed import Testbed
 
     testbed = Testbed(leaves=2, spines=4, rate_mbit=100.0)
     table: dict[str, Any] = {}
@@ -456,7 +458,7 @@ def main() -> None:
     QUIET = args.as_json
     args.exit_code = 0
     if args.what in ("ecmp", "gloo", "moving", "test"):
-        import fabric_testbed
+        from harness import fabric_testbed
 
         reason = fabric_testbed.why_not()
         if reason is not None:

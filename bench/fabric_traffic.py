@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fabric_testbed import Testbed, enter
 
 from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.engine.links import Address, Links
@@ -25,6 +24,7 @@ from everstep.fabric import Flow, Routing, allocate
 from everstep.fabric.document import topology_document
 from everstep.fabric.watch import MoveFlow, WatchLimits
 from everstep.node.steer import FlowWatch, Steering, steering
+from harness.fabric_testbed import Testbed, enter
 
 PORTS = range(24000, 28000)
 MESSAGE = 32 * 1024

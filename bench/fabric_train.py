@@ -23,13 +23,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import fabric_testbed
-from fabric_testbed import Testbed
-
 from everstep.cli.client import Client
 from everstep.errors import EverstepError
 from everstep.fabric import flows_of
 from everstep.fabric.document import tasks_from, topology_document
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
+from harness import fabric_testbed
+from harness.fabric_testbed import Testbed
 
 JOB = """
 steps = {steps}

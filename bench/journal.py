@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from everstep.server.etcd import EtcdJournal
 from everstep.server.journal import Journal, SqliteJournal
-from tests.server.etcd_process import ABSENT, BINARY, Etcd, Member
-from tests.server.journal_writer import read_back
+from harness.etcd import ABSENT, BINARY, Etcd, Member
+from harness.journal_writer import read_back
 
 ROOT = Path(__file__).parent.parent
 ENTRY = b"x" * 300
@@ -112,7 +112,7 @@ async def read_costs(path: Path, entries: int) -> Found:
 
 
 def writer(*arguments: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.server.journal_writer", *arguments]
+    command = [sys.executable, "-m", "harness.journal_writer", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT)
 
 

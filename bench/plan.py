@@ -14,11 +14,11 @@ import argparse
 import gc
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,44 +26,16 @@ import numpy as np
 from everstep.plan import Assignment, Cluster, PlanNode, TaskSpec, assign, decide, from_model, from_table
 from everstep.plan.events import PlanWorld, after
 from everstep.plan.hardware import GPUS, Stack
-from everstep.plan.mixes import MIXES, share
 from everstep.plan.models import PRESETS
 from everstep.plan.published import ROWS, PublishedRow
 from everstep.plan.stacks import MEGATRON
 from everstep.plan.table import NextEvents
 
-Table = list[dict[str, Any]]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
+from tools.planner_tables import Table, errors, mixes, show, summary_of_errors
 
 # ------------------------------------------------------------------ the model against what was published
-
-
-def errors() -> Table:
-    rows = []
-    for row in ROWS:
-        predicted, cut, parts = row.predict()
-        step = float(parts.total[0])
-        rows.append(
-            {
-                "source": row.source,
-                "model": row.model.name + (" 128K" if row.context > 1 else ""),
-                "GPUs": f"{row.gpus} {row.gpu.name}",
-                "shape": f"{row.replicas} x {row.stages} x {row.shards}"
-                + (f" x {row.context}" if row.context > 1 else ""),
-                "recompute": row.recompute,
-                "published": round(row.published, 1),
-                "predicted": round(predicted, 1),
-                "error": f"{row.error():+.1%}",
-                "microbatch": cut.microbatch,
-                "bubble": f"{float(parts.bubble[0]) / step:.0%}",
-                "wires": f"{float((parts.shards + parts.hops + parts.reduce)[0]) / step:.0%}",
-            }
-        )
-    return rows
-
-
-def summary_of_errors() -> str:
-    found = [abs(row.error()) for row in ROWS]
-    return f"{len(found)} rows, median error {statistics.median(found):.1%}, worst {max(found):.1%}"
 
 
 FITTED = ("matmul_efficiency", "matmul_half", "traffic", "reduce_exposed")
@@ -115,24 +87,6 @@ def fit() -> Table:
 
 
 # ------------------------------------------------------------------ rules of thumb
-
-
-def mixes() -> Table:
-    rows: Table = []
-    for mix in MIXES:
-        shared = share(mix)
-        best_rule = max(x.waf for x in shared[:3])
-        for x in shared:
-            rows.append(
-                {
-                    "mix": mix,
-                    "rule": x.rule,
-                    "workers": " ".join(map(str, x.workers)),
-                    "WAF, PFLOP/s": f"{x.waf / 1e15:.2f}",
-                    "vs best rule": f"{x.waf / best_rule:.2f}",
-                }
-            )
-    return rows
 
 
 # ------------------------------------------------------------------ how long planning takes
@@ -225,13 +179,6 @@ def _told(seconds: float) -> str:
 
 
 # ------------------------------------------------------------------ printing
-
-
-def show(rows: Table, *, markdown: bool = True) -> str:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(str(row.get(c, "")) for c in columns) + " |" for row in rows]
-    return "\n".join(lines)
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import Cluster, small_job
 from everstep.engine.job import Job
 from everstep.engine.model import partition, slots
 from everstep.engine.resolve import model_of
@@ -29,6 +28,7 @@ from everstep.layout.assign import settled
 from everstep.layout.builders import replicated
 from everstep.layout.layout import Layout, Tensor, merged
 from everstep.layout.reshard import reshard
+from harness.cluster import Cluster, small_job
 
 NODES = 6
 EVERY = 4  # steps between two changes

@@ -57,7 +57,7 @@ def storms(args: argparse.Namespace) -> dict[str, Any]:
 
 def mutants(_: argparse.Namespace) -> dict[str, Any]:
     """A seed that fails without the bug does not count."""
-    from tests.sim.mutants import MUTANTS, planted
+    from harness.mutants import MUTANTS, planted
 
     found: dict[str, Any] = {}
     for name in MUTANTS:

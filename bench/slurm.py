@@ -3,11 +3,11 @@
     python -m bench.slurm                  all four, some five minutes on 2 cores: `make slurm`
     python -m bench.slurm node first       only these
 
-A Slurm is made of Debian's munged, slurmctld and four slurmd on this machine (`bench/slurm_cluster.py`), and
-taken down afterwards. A node is killed by SIGKILL to its slurmd and to all that ran on it, and returns when
-its slurmd is started again. Losses are compared with those of a clean `everstep train` by ==. A microbatch's
-data take 100 ms to come, so that a run is not over before Slurm has noticed anything: what is shown here is
-Slurm, not speed.
+`harness/slurm_cluster.py` makes a Slurm of Debian's munged, slurmctld and four slurmd on this machine, and
+takes it down afterwards. A node is killed by SIGKILL to its slurmd and to all that ran on it, and returns
+when its slurmd is started again. Losses are compared with those of a clean `everstep train` by ==. A
+microbatch's data take 100 ms to come, so that a run is not over before Slurm has noticed anything: what is
+shown here is Slurm, not speed.
 
 `--json` prints one document, `--transcript FILE` keeps what was said while it ran.
 """
@@ -30,12 +30,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.slurm_cluster import SlurmCluster, missing
 from everstep.engine.job import load_job
 from everstep.launch.client import Client
 from everstep.launch.local.api import run_job
 from everstep.launch.slurm.sbatch import newest
 from everstep.launch.slurm.shell import SCRIPT
+from harness.slurm_cluster import SlurmCluster, missing
 
 EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
 STEPS, SHORT, INTERVAL = 200, 90, 20

@@ -76,3 +76,13 @@ def test_imports_point_up_and_pure_packages_are_pure(package: str, path: Path) -
 def test_every_package_of_the_house_is_on_the_list() -> None:
     packages = {path.parent.name for path in SRC.glob("*/__init__.py")}
     assert packages <= set(FLOORS)
+
+
+@pytest.mark.parametrize(
+    ("room", "closed"), [("tests", {"bench"}), ("bench", {"tests"}), ("harness", {"tests", "bench", "tools"})]
+)
+def test_rooms_outside_src_keep_apart(room: str, closed: set[str]) -> None:
+    """What tests and benches share lives in harness/; what makes docs lives in tools/."""
+    for path in sorted((SRC.parents[1] / room).rglob("*.py")):
+        for name in imports(path):
+            assert name.split(".")[0] not in closed, f"{path}: {room} does not import {name}"

@@ -91,7 +91,11 @@ everstep.train(model=[lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 2)], replica
             "",
             "layer '0' cannot take what the data gives",
         ),
-        ("lambda s, m: torch.ones(3, 4)", "", "data batch(1, 0) gave a Tensor; give two tensors"),
+        (
+            "lambda s, m: torch.ones(3, 4)",
+            "",
+            "data batch(1, 0) gave a tensor of shape (3, 4);",
+        ),
         ("lambda s, m: (torch.rand(3, 4), torch.ones(3, 2))", "", "two different answers to two calls"),
         ("lambda step: 1", "", "data batch(1, 0) raised TypeError"),
         ("7", "", "data is a int; give a function of (step, microbatch)"),

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.core.task.owed import Shape
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.actions import ComputePlan, ResumeStep
 from everstep.core.words.codec import decode, encode
 from everstep.core.words.ops import Kind, Microbatch, Op, Worker
+from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Ledger, Members, Parcel, ParcelKind, Resume
 from everstep.errors import PeerError
 
@@ -57,7 +57,7 @@ SAMPLES: list[Any] = [
         number=4,
         report=msg.TaskEvent(
             task="t",
-            event=ev.StepSealed(step=1, stage=0, attempt=1, microbatches=4, executed=12, losses=((M, 1.5),)),
+            event=ev.StepSealed(step=1, stage=0, microbatches=4, executed=12, losses=((M, 1.5),)),
         ),
     ),
 ]

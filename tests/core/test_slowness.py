@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from everstep.core.task.owed import Shape
 from everstep.core.task.states import Gathering, Running
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.actions import ComputePlan
 from everstep.core.words.incidents import Incident
 from everstep.core.words.ops import Kind, Worker
+from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Ledger
 from everstep.schedule.task_scheduler import TaskScheduler
 from tests.core.drama import Drama
@@ -152,7 +152,6 @@ def test_a_slowness_found_while_a_death_is_planned_for_is_planned_for_next() -> 
             boot=drama.coordinator.nodes[node].boot,
             number=number,
             report=msg.TaskEvent(task="t", event=exited),
-            sender=msg.Sender("t", Worker(0, 0), 1),
         ),
         1.0,
     )

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.newcomer import first_command
-from bench.pages import DOCS, ROOT, blocks
+from tools.newcomer import first_command
+from tools.pages import DOCS, ROOT, blocks
 
 BIN = Path(sys.executable).parent
 
@@ -132,7 +132,7 @@ def test_the_quick_start_has_a_cluster(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 def test_a_newcomer_sees_a_failure_healed() -> None:
     """Clone, the README's command, and nothing else; some minutes where pip's cache is empty."""
-    subprocess.run([sys.executable, "bench/newcomer.py"], cwd=ROOT, check=True, timeout=540)
+    subprocess.run([sys.executable, "tools/newcomer.py"], cwd=ROOT, check=True, timeout=540)
 
 
 def last_loss(text: str) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import typer
 
-from bench import api_reference
-from bench.pages import DOCS, PICTURES, ROOT, Block, blocks, commands, links, pages, picture_commands
 from everstep.cli.main import build_app
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
+from tools import api_reference
+from tools.pages import DOCS, PICTURES, ROOT, Block, blocks, commands, links, pages, picture_commands
 
 PAGES = pages()
 named = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
@@ -107,7 +107,7 @@ def test_the_api_reference_is_what_the_docstrings_say() -> None:
     made = api_reference.rendered()
     assert {path.name for path in (DOCS / "api").glob("*.md")} == set(made)
     stale = [name for name, text in made.items() if (DOCS / "api" / name).read_text() != text]
-    assert not stale, f"{stale}: run `python bench/docs.py api` and commit what it writes"
+    assert not stale, f"{stale}: run `python -m tools.docs api` and commit what it writes"
 
 
 def test_what_a_user_may_import_has_a_docstring() -> None:

@@ -3,6 +3,8 @@
 import queue
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from everstep.core.words.ops import Microbatch
 from everstep.core.words.worker_messages import Parcel, ParcelKind, Part
 from everstep.engine import frames
+from everstep.engine.handshake import ANSWER, HELLO, PROOF, Opener
 from everstep.engine.links import Address, Links
 from everstep.errors import PeerError
 
@@ -151,16 +154,78 @@ def test_nobody_listens_at_an_address_is_reported_too(ends: tuple[End, End]) -> 
     assert here.inbox.get(timeout=20) == ("broken", nowhere)
 
 
+def closed(sock: socket.socket) -> bool:
+    sock.settimeout(20)
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_who_listens_at_an_old_address_is_not_sent_the_secret(ends: tuple[End, End]) -> None:
+    here, _ = ends
+    with socket.create_server(("127.0.0.1", 0)) as imposter:
+        where = Address(*imposter.getsockname())
+        here.links.send(where, "A", name(1), None, torch.ones(3))
+        line, _ = imposter.accept()
+        with line:
+            line.settimeout(20)
+            heard = line.recv(HELLO, socket.MSG_WAITALL)
+            line.sendall(bytes(ANSWER))  # no proof
+            heard += line.recv(1 << 16)
+        assert len(heard) == HELLO
+        assert TOKEN not in heard
+        assert here.inbox.get(timeout=20) == ("broken", where)
+
+
+def test_idle_connections_until_no_descriptor_is_left_do_not_end_a_worker() -> None:
+    code = """
+import resource, socket, sys, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+from everstep.engine.links import Links
+links = Links(token=b"t" * 32, host="127.0.0.1", deliver=lambda f: print(f.parcel.step, flush=True),
+              broken=lambda a: None, failed=lambda e: print("failed", e, flush=True),
+              empty=lambda shape, dtype: torch.empty(shape, dtype=dtype))
+links.start()
+print(links.address.port, flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        there = Address("127.0.0.1", int(worker.stdout.readline()))
+        idle = [socket.create_connection(there) for _ in range(100)]
+        here = End()
+        here.links.send(there, "A", name(7), None, torch.ones(3))
+        assert worker.stdout.readline() == "7\n"
+        for sock in idle:
+            sock.close()
+        here.links.stop()
+        worker.stdin.close()
+
+
+def test_a_path_that_swallows_everything_is_noticed(ends: tuple[End, End]) -> None:
+    here, there = ends
+    here.links.send(there.links.address, "A", name(1), None, torch.ones(3))
+    there.inbox.get(timeout=20)
+    ((_, sock),) = here.links.sockets()
+    assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 10_000
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
 def test_a_stranger_without_the_token_is_shown_the_door(ends: tuple[End, End]) -> None:
     here, there = ends
     with socket.create_connection(there.links.address) as stranger:
         stranger.sendall(b"x" * 32 + frames.encode("A", name(1), None))
-        stranger.settimeout(20)
-        try:
-            answer = stranger.recv(1)
-        except ConnectionResetError:
-            answer = b""
-        assert answer == b""
+        assert closed(stranger)
+    with socket.create_connection(there.links.address) as stranger:  # speaks our language, not our secret
+        opener = Opener(b"u" * 32)
+        stranger.sendall(opener.hello())
+        assert len(stranger.recv(ANSWER, socket.MSG_WAITALL)) == ANSWER
+        stranger.sendall(bytes(PROOF) + frames.encode("A", name(1), None))
+        assert closed(stranger)
     here.links.send(there.links.address, "A", name(2), None, torch.ones(3))
     assert there.inbox.get(timeout=20)[1].parcel == name(2)
     assert there.inbox.empty()

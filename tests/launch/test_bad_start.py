@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from bench.sweep import Sweep
 from everstep.engine.job import ModelSpec
+from harness.sweep import Sweep
 
 
 def test_a_model_that_cannot_be_built_is_told_in_its_own_words() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.sweep import TOLERANCE, Point, Sweep, compare, points
 from everstep.core.words.ops import Worker
 from everstep.engine.job import CheckpointSpec, DataSpec, ModelSpec, OptimizerSpec
+from harness.sweep import TOLERANCE, Point, Sweep, compare, points
 
 CHOSEN = [
     "op stage=0,replica=0,step=3,op=F0",

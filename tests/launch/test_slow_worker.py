@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import slow
+from harness import slow_workers as slow
 
 JOB = {"replicas": 2, "stages": 1, "microbatches": 4, "steps": 21}
 FROM = slow.SLOW_FROM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.plan import errors, mixes, show, summary_of_errors
+from tools.planner_tables import errors, mixes, show, summary_of_errors
 
 DOC = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 

@@ -6,9 +6,9 @@ import os
 import signal
 from pathlib import Path
 
-from bench.cluster import Cluster, replayed, small_job
 from everstep.engine.job import Job
 from everstep.launch.local.api import run_job
+from harness.cluster import Cluster, replayed, small_job
 
 STEPS = 40
 

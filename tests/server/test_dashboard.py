@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from bench.browser import CHROMIUM, Page, browser
 from everstep.cli.client import Client
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.server import pages, viewers
 from everstep.server.daemon import Daemon
 from everstep.server.journal import SqliteJournal
+from harness.browser import CHROMIUM, Page, browser
 from tests.server.served import WordyAgent, agent, served
 from tests.server.test_api import JOB, call
 

@@ -20,8 +20,8 @@ from everstep.server import etcd as module
 from everstep.server.etcd import EtcdJournal
 from everstep.server.gateway import Gateway, text_of
 from everstep.server.journal import MAX_ENTRY_BYTES, JournalBroken, JournalEntry, LostLeadership
-from tests.server.etcd_process import ABSENT, BINARY, Etcd, free_ports
-from tests.server.journal_writer import read_back
+from harness.etcd import ABSENT, BINARY, Etcd, free_ports
+from harness.journal_writer import read_back
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=ABSENT)
 T = TypeVar("T")
@@ -274,7 +274,7 @@ def test_a_missing_entry_or_chunk_is_told(etcd: Etcd, prefix: str) -> None:
 
 def writer(etcd: Etcd, prefix: str, name: str) -> subprocess.Popen[bytes]:
     endpoints = ",".join(etcd.endpoints)
-    command = [sys.executable, "-m", "tests.server.journal_writer", "etcd", endpoints, prefix, name]
+    command = [sys.executable, "-m", "harness.journal_writer", "etcd", endpoints, prefix, name]
     return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from everstep.errors import UserError
 from everstep.server.serve import ServerSettings, _journal
-from tests.server.etcd_process import ABSENT, BINARY, Member, free_ports
+from harness.etcd import ABSENT, BINARY, Member, free_ports
 
 pytestmark = [
     pytest.mark.skipif(BINARY is None, reason=ABSENT),

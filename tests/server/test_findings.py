@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.task.owed import Shape
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.incidents import Incident
 from everstep.core.words.ops import Microbatch, Worker
+from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.server import findings, outlook
 from tests.diagnose.test_watch import SLOW, slow_between, story
@@ -28,9 +28,7 @@ def running(*, nodes: int = 2, slots: int = 2) -> tuple[Coordinator, dict[Worker
 
 def told(machine: Coordinator, node: str, report: msg.NodeReport) -> None:
     number = machine.nodes[node].heard + 1
-    said = report.event if isinstance(report, msg.TaskEvent) else report
-    sender = msg.Sender("t", said.worker, machine.tasks["t"].seats[said.worker].incarnation)  # type: ignore[union-attr]
-    machine.handle(msg.FromNode(node=node, boot="1", number=number, report=report, sender=sender), 1.0)
+    machine.handle(msg.FromNode(node=node, boot="1", number=number, report=report), 1.0)
 
 
 def start_all(machine: Coordinator, seats: dict[Worker, str]) -> None:

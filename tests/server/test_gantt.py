@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everstep.core.task.owed import Shape
 from everstep.core.words.actions import ComputePlan
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from everstep.engine.recorder import WorkerRecorder
 from everstep.node.recent_ops import last_steps
 from everstep.schedule.task_scheduler import TaskScheduler

@@ -20,18 +20,18 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from bench.browser import CHROMIUM, browser
 from everstep.cli.client import Client
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest
-from everstep.core.task.owed import Shape
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from everstep.errors import EverstepError
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.run import _Loop
+from harness.browser import CHROMIUM, browser
 
 NODE, TASK = "here", "task"
 
@@ -55,8 +55,7 @@ class WordyRun:
 
     def report(self, number: int, event: ev.Event) -> None:
         told = msg.TaskEvent(task=TASK, event=event)
-        sender = msg.Sender(TASK, event.worker, event.incarnation)  # type: ignore[union-attr]
-        self.hear(msg.FromNode(node=NODE, boot=NODE, number=number, report=told, sender=sender))
+        self.hear(msg.FromNode(node=NODE, boot=NODE, number=number, report=told))
 
     def meanwhile(self, call: Callable[[], Any]) -> Any:
         """What a call to the page returns, while the run turns."""

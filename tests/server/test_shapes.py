@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster, small_job
+from harness.cluster import Cluster, small_job
 
 pytestmark = pytest.mark.slow
 STEPS = 16

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import Cluster, small_job
 from everstep.engine.job import Job
 from everstep.launch.local.api import run_job
+from harness.cluster import Cluster, small_job
 
 pytestmark = pytest.mark.slow
 STEPS = 80

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from everstep.sim.draw import Draw
 from everstep.sim.storm import draw_spec, run_storm, with_moves
 from everstep.sim.storm.faults import FaultKind
 from everstep.sim.storm.shrink import shrink
-from tests.sim.mutants import MUTANTS, planted
+from harness.mutants import MUTANTS, planted
 
 SEEDS = Path(__file__).parent / "seeds.txt"
 # Of each planted bug a seed at which it is seen; `bench/simulate.py mutants` looks for them from 0 on.
@@ -42,17 +43,36 @@ def test_a_hundred_storms_break_nothing() -> None:
     assert struck == set(FaultKind), "some kind of fault never struck"
 
 
-def listed_seeds() -> list[tuple[int, str, str]]:
+def listed_seeds() -> list[tuple[str, int, str, str]]:
     lines = [line for line in SEEDS.read_text().splitlines() if line and not line.startswith("#")]
-    return [(int(seed), state, why) for seed, state, why in (line.split(maxsplit=2) for line in lines)]
+    found = []
+    for name, state, why in (line.split(maxsplit=2) for line in lines):
+        kind, _, seed = name.rpartition(":")
+        found.append((kind, int(seed), state, why))
+    return found
 
 
-@pytest.mark.parametrize(("seed", "state", "why"), listed_seeds())
-def test_a_seed_that_once_failed(seed: int, state: str, why: str) -> None:
-    violation = run_storm(draw_spec(seed)).violation
+def violation_of(kind: str, seed: int) -> str | None:
+    """What goes wrong in this storm, with the command that replays it."""
+    spec = draw_spec(seed)
+    found = run_storm(with_moves(spec) if kind == "moves" else spec, cluster=bool(kind)).violation
+    command = f"everstep sim storm {f'--{kind} ' if kind else ''}--seeds {seed}"
+    return None if found is None else f"{command}: {found}"
+
+
+@pytest.mark.parametrize(("kind", "seed", "state", "why"), listed_seeds())
+def test_a_seed_that_once_failed(kind: str, seed: int, state: str, why: str) -> None:
+    violation = violation_of(kind, seed)
     if violation is not None and state == "open":
         pytest.xfail(f"known: {why}")
     assert violation is None
+
+
+@pytest.mark.parametrize(("kind", "count"), [("", 20), ("cluster", 10), ("moves", 10)])
+def test_seeds_that_no_run_has_seen_break_nothing(kind: str, count: int) -> None:
+    """Drawn anew each time; a failure names its seed, which then joins seeds.txt."""
+    for _ in range(count):
+        assert violation_of(kind, secrets.randbelow(1 << 40)) is None
 
 
 def test_the_same_seed_gives_the_same_hash_in_another_process_with_other_hashes() -> None:
@@ -107,14 +127,12 @@ def test_a_failing_storm_shrinks_to_fewer_faults() -> None:
 def test_forty_storms_around_the_whole_coordinator_break_nothing() -> None:
     """No slot owned twice, the journal replays, every incident closes, no node is isolated for nothing."""
     for seed in range(40):
-        report = run_storm(draw_spec(seed), cluster=True)
-        assert report.violation is None, f"everstep sim storm --cluster --seeds {seed}: {report.violation}"
+        assert violation_of("cluster", seed) is None
 
 
 def test_thirty_storms_with_states_in_memory_and_other_shapes_break_nothing() -> None:
     for seed in range(30):
-        report = run_storm(with_moves(draw_spec(seed)), cluster=True)
-        assert report.violation is None, f"everstep sim storm --moves --seeds {seed}: {report.violation}"
+        assert violation_of("moves", seed) is None
 
 
 def test_the_coordinator_s_storm_is_the_same_twice() -> None:

@@ -28,8 +28,12 @@ def agent_command(
     ] = 0,
     host: Annotated[str, typer.Option(help="Where other nodes' workers reach this one's.")] = "127.0.0.1",
     token: Annotated[
-        str, typer.Option(envvar="EVERSTEP_TOKEN", help="The coordinator's token.", show_default=False)
+        str,
+        typer.Option(
+            envvar="EVERSTEP_TOKEN", help="The coordinator's token.", show_default="this user's own"
+        ),
     ] = "",
+    token_file: Annotated[Path | None, typer.Option(help="The file that holds the token, mode 600.")] = None,
     ca: Annotated[
         Path | None, typer.Option(help="For https: what signed the coordinator's certificate.")
     ] = None,
@@ -51,6 +55,7 @@ def agent_command(
       everstep agent --coordinator https://head:7077 --host 10.0.0.7 --ca ca.pem
     """
     from everstep.cli import render
+    from everstep.launch import tokens
     from everstep.node.agent import Agent, AgentSettings
 
     settings = AgentSettings(
@@ -58,7 +63,7 @@ def agent_command(
         slots=slots or _slots(),
         coordinators=tuple(filter(None, coordinator.split(","))),
         host=host,
-        token=token or None,
+        token=tokens.found(token, token_file) or None,
         ca=ca,
         words=log_dir,
         beat_s=beat,
@@ -67,6 +72,8 @@ def agent_command(
         raise UserError(f"--coordinator is empty; give an address such as {DEFAULT_ADDRESS}.")
     if as_json:
         render.emit({"node": settings.node, "slots": settings.slots, "pid": os.getpid()})
+
+    tokens.clean_environment()
 
     async def run() -> None:
         agent = Agent(settings, say=render.note)

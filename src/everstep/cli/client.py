@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from everstep.launch import tokens
 from everstep.launch.client import DEFAULT_ADDRESS, Client
 
 __all__ = ["DEFAULT_ADDRESS", "Address", "Ca", "Client", "Token"]
@@ -23,8 +24,9 @@ Token = Annotated[
     str,
     typer.Option(
         envvar="EVERSTEP_TOKEN",
-        help="The coordinator's token.",
-        show_default=False,
+        help="The coordinator's token, or @FILE that holds it.",
+        callback=lambda value: tokens.found(value),
+        show_default="this user's own",
         show_envvar=True,
         rich_help_panel="Cluster",
     ),

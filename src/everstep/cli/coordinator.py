@@ -19,8 +19,14 @@ def coordinator_command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 7077,
     state: Annotated[Path, typer.Option(help="The folder of its journal.")] = Path("everstep-state"),
     token: Annotated[
-        str, typer.Option(envvar="EVERSTEP_TOKEN", help="What callers must know.", show_default=False)
+        str,
+        typer.Option(
+            envvar="EVERSTEP_TOKEN",
+            help="What callers must show. Submitting a job runs code on every node.",
+            show_default="made for this user, and kept in ~/.config/everstep/token",
+        ),
     ] = "",
+    token_file: Annotated[Path | None, typer.Option(help="The file that holds the token, mode 600.")] = None,
     etcd: Annotated[
         str,
         typer.Option(
@@ -86,13 +92,14 @@ def coordinator_command(
       everstep coordinator --etcd http://10.0.0.1:2379,http://10.0.0.2:2379
     """
     from everstep.core.words.cluster_messages import Patience
-    from everstep.server.serve import ServerSettings, serve
+    from everstep.launch import tokens
+    from everstep.server.serve import LOOPBACK, ServerSettings, serve
 
     settings = ServerSettings(
         folder=state,
         host=host,
         port=port,
-        token=token or None,
+        token=tokens.made(token, token_file) if host in LOOPBACK else tokens.found(token, token_file) or None,
         etcd=tuple(filter(None, etcd.split(","))),
         etcd_prefix=etcd_prefix,
         etcd_token=etcd_token or None,
@@ -109,7 +116,8 @@ def coordinator_command(
     settings.check()
 
     def ready(address: str) -> None:
-        render.note(f"coordinator: {address} (open it in a browser to watch)")
+        render.note(f"coordinator: {address}")
+        render.note(f"watch it in a browser: {address}/#token={settings.token}")
         if as_json:
             render.emit({"address": address, "state": str(state)})
 

@@ -6,6 +6,7 @@ commands that train, after their arguments have been read: `--help` and most mis
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -83,6 +84,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _say(str(error), 2)
     except EverstepError as error:
         return _say(str(error), 1)
+    except BrokenPipeError:  # who read our output has gone, as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (KeyboardInterrupt, typer.Abort):  # which of the three it is depends on typer's version
         return _say("stopped; no process is left behind.", 130)
     except Exception as error:

@@ -9,18 +9,20 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from everstep.launch import console
+
 if TYPE_CHECKING:
     from everstep.engine.job import Job
     from everstep.launch.local.run import Watcher
 
 
 def note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    console.say(line)
 
 
 def emit(document: Mapping[str, Any]) -> None:
     """The one JSON document. A number that is none (NaN) is null."""
-    print(json.dumps(_plain(document), indent=2), flush=True)
+    console.write(json.dumps(_plain(document), indent=2))
 
 
 @contextlib.contextmanager

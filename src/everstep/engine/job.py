@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_type_hints
 
 from everstep.engine import presets
-from everstep.engine.tables import at_least, checked, one_of, positive, read, refuse_unknown
+from everstep.engine.tables import at_least, at_most, checked, one_of, positive, read, refuse_unknown
 from everstep.errors import UserError
+
+# A schedule holds every op of a step: beyond this the coordinator would plan for minutes.
+MOST_WORKERS, MOST_OPS = 16_384, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,9 @@ class ModelSpec:
             for name, value in self.options.items()
             if name in hints
         }
+        for name, value in known.items():
+            if isinstance(value, int):
+                at_most(f"model.{name}", value, 10_000 if name == "depth" else 2**24)
         return presets.shape(self.preset, **{**self.options, **known})
 
 
@@ -67,6 +73,8 @@ class DataSpec:
         one_of("data", kind=self.kind, build=self.build)
         at_least("data.rows", self.rows, 1)
         at_least("data.sequence", self.sequence, 1)
+        at_most("data.rows", self.rows, 2**20)
+        at_most("data.sequence", self.sequence, 2**30)
         if self.kind == "file" and self.path is None:
             raise UserError('data.path is missing; data.kind = "file" needs the file\'s path.')
         if self.build is None and self.options:
@@ -155,6 +163,10 @@ class Job:
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
         at_least("memory_interval", self.memory_interval, 0)
+        at_most("steps", self.steps, 10**9)
+        at_most("threads", self.threads, 1024)
+        at_most("replicas * stages", self.replicas * self.stages, MOST_WORKERS)
+        at_most("replicas * stages * microbatches", self.replicas * self.stages * self.microbatches, MOST_OPS)
 
     @property
     def microbatches_in_step(self) -> int:

@@ -12,24 +12,31 @@ small message costs no thread switch. What the kernel does not take goes on in t
 from __future__ import annotations
 
 import contextlib
-import hmac
+import errno
 import os
 import selectors
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from everstep.core.words.worker_messages import Parcel
 from everstep.engine import frames
+from everstep.engine.handshake import Acceptor, Opener
 from everstep.errors import PeerError
 
 _DISCARD = struct.pack("ii", 1, 0)  # SO_LINGER: on, no time
+GREETING_S = 10.0  # for a new connection to prove who it is
+MAX_STRANGERS = 64  # connections that have not proved it yet; one more, and the oldest is closed
+UNANSWERED_MS = 10_000  # bytes that no one has acknowledged for so long: the path is dead, the link broken
+_FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Address(NamedTuple):
@@ -45,7 +52,8 @@ class _Outgoing:
     socket: socket.socket
     lock: threading.Lock = field(default_factory=threading.Lock)
     queue: deque[memoryview] = field(default_factory=deque)
-    connected: bool = False
+    handshake: Opener | None = None  # until the peer has proved who it is
+    connected: bool = False  # to a peer that has
     broken: bool = False
     registered: int = 0
     forgotten: bool = False  # closed for good, or told already: nobody is to mend it
@@ -54,7 +62,8 @@ class _Outgoing:
 @dataclass(slots=True)
 class _Receiving:
     socket: socket.socket
-    greeted: bytearray = field(default_factory=bytearray)
+    handshake: Acceptor
+    since: float
     frame: frames.Incoming | None = None
 
 
@@ -89,6 +98,8 @@ class Links:
         os.set_blocking(self._wake_in, False)
         self._out: dict[Address, _Outgoing] = {}
         self._ask: deque[_Outgoing] = deque()
+        self._strangers: dict[socket.socket, _Receiving] = {}  # oldest first
+        self._reserve = os.open(os.devnull, os.O_RDONLY)  # closed for a moment when no descriptor is left
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="links", daemon=True)
 
@@ -103,7 +114,7 @@ class Links:
         self._thread.join(timeout=2)
 
     def send(self, to: Address, kind: str, parcel: Parcel | None, facts: Any, *tensors: Tensor) -> None:
-        """Send, or queue. Never blocks; the tensors must not be written to until their step is over."""
+        """Send, or queue. Never blocks; a tensor must not be written to while this `borrows` it."""
         head = frames.encode(kind, parcel, facts, *tensors)
         link = self._out.get(to)
         if link is None or link.broken:
@@ -118,12 +129,19 @@ class Links:
                 self._ask.append(link)
                 self._wake()
 
+    def borrows(self, tensor: Tensor) -> bool:
+        """Is any of the memory behind this tensor still queued?"""
+        storage = tensor.untyped_storage()
+        memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+        return any(self._queues(link, memory) for link in list(self._out.values()))
+
     def forget(self, keep: set[Address]) -> None:
         """Close the connections to everybody else."""
-        for address in [a for a in self._out if a not in keep]:
-            link = self._out.pop(address)
-            link.broken = link.forgotten = True
-            self._ask.append(link)
+        for address in [a for a in list(self._out) if a not in keep]:
+            link = self._out.pop(address, None)  # the I/O thread may have dropped it meanwhile
+            if link is not None:
+                link.broken = link.forgotten = True
+                self._ask.append(link)
         self._wake()
 
     def move(self, to: Address) -> None:
@@ -148,7 +166,7 @@ class Links:
     def _open(self, to: Address) -> _Outgoing:
         sock = socket.socket()
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _watched(sock)
         port = self._source_port(*to) if self._source_port is not None else None
         if port is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -157,9 +175,12 @@ class Links:
         with contextlib.suppress(BlockingIOError):
             sock.connect(to)
         link = _Outgoing(to, sock)
-        link.queue.append(memoryview(self._token))
         self._out[to] = link
         return link
+
+    def _queues(self, link: _Outgoing, memory: range) -> bool:
+        with link.lock:
+            return any(np.frombuffer(view, np.uint8).ctypes.data in memory for view in link.queue)
 
     def _push(self, link: _Outgoing) -> None:
         """Give the kernel what it takes. The caller holds the lock."""
@@ -191,9 +212,10 @@ class Links:
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
+        os.close(self._reserve)
 
     def _turn(self) -> None:
-        for key, events in self._selector.select():
+        for key, events in self._selector.select(1.0 if self._strangers else None):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fd == self._wake_out:
@@ -205,21 +227,50 @@ class Links:
                 self._receive(key.data)
             elif key.data.registered:  # else it was dropped by the wake-up in this very batch of events
                 self._progress(key.data, events)
+        late = time.monotonic() - GREETING_S
+        while self._strangers and (oldest := next(iter(self._strangers.values()))).since < late:
+            self._hang_up(oldest)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._turn_away()
+            return
         sock.setblocking(False)
-        self._selector.register(sock, selectors.EVENT_READ, _Receiving(sock))
+        _watched(sock)
+        conn = _Receiving(sock, Acceptor(self._token), time.monotonic())
+        self._strangers[sock] = conn
+        self._selector.register(sock, selectors.EVENT_READ, conn)
+        if len(self._strangers) > MAX_STRANGERS:
+            self._hang_up(next(iter(self._strangers.values())))
+
+    def _turn_away(self) -> None:
+        """No descriptor is left: make room by a connection that proves nothing, or close the new one."""
+        if self._strangers:
+            self._hang_up(next(iter(self._strangers.values())))
+            return
+        os.close(self._reserve)
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        self._reserve = os.open(os.devnull, os.O_RDONLY)
+
+    def _hang_up(self, conn: _Receiving) -> None:
+        self._strangers.pop(conn.socket, None)
+        self._selector.unregister(conn.socket)
+        conn.socket.close()
 
     def _watch(self, link: _Outgoing) -> None:
         """Registers interest: in writing while something is queued, always in the peer's closing."""
         if link.broken:
             self._drop(link)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.queue else 0)
+        writes = link.queue and link.handshake is None
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
         if not link.registered:
             self._selector.register(link.socket, wanted, link)
         elif link.registered != wanted:
@@ -228,19 +279,35 @@ class Links:
 
     def _progress(self, link: _Outgoing, events: int) -> None:
         with link.lock:
-            if not link.connected and events & selectors.EVENT_WRITE:
-                link.connected = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
-                link.broken |= not link.connected
-            if events & selectors.EVENT_READ and not link.broken:
-                try:  # peers never write on this socket: readable means closed
-                    link.broken |= not link.socket.recv(1)
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    link.broken = True
+            try:
+                if link.handshake is None and not link.connected and events & selectors.EVENT_WRITE:
+                    self._greet(link)
+                if events & selectors.EVENT_READ and not link.broken:
+                    self._hear(link)
+            except BlockingIOError:
+                pass
+            except (OSError, PeerError):
+                link.broken = True
             if link.connected and not link.broken:
                 self._push(link)
         self._watch(link)
+
+    def _greet(self, link: _Outgoing) -> None:
+        failure = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failure:
+            raise OSError(failure, os.strerror(failure))
+        link.handshake = Opener(self._token)
+        link.socket.sendall(link.handshake.hello())  # a new socket takes these few bytes at once
+
+    def _hear(self, link: _Outgoing) -> None:
+        """The peer's proof. Later it never writes on this socket: then readable means closed."""
+        data = link.socket.recv(link.handshake.wants if link.handshake is not None else 1)
+        if link.handshake is None or not data:
+            raise PeerError("closed")
+        proof = link.handshake.feed(data)
+        if proof is not None:
+            link.handshake, link.connected = None, True
+            link.queue.appendleft(memoryview(proof))
 
     def _drop(self, link: _Outgoing) -> None:
         if link.registered:
@@ -260,17 +327,17 @@ class Links:
         except BlockingIOError:
             return
         except (OSError, PeerError, ValueError):
-            self._selector.unregister(conn.socket)
-            conn.socket.close()
+            self._hang_up(conn)
 
     def _read(self, conn: _Receiving) -> None:
-        while len(conn.greeted) < len(self._token):
-            got = conn.socket.recv(len(self._token) - len(conn.greeted))
+        while conn.handshake.wants:
+            got = conn.socket.recv(conn.handshake.wants)
             if not got:
                 raise PeerError("closed before the greeting")
-            conn.greeted += got
-            if len(conn.greeted) == len(self._token) and not hmac.compare_digest(conn.greeted, self._token):
-                raise PeerError("a stranger")
+            answer = conn.handshake.feed(got)
+            if answer:
+                conn.socket.sendall(answer)
+        self._strangers.pop(conn.socket, None)
         for _ in range(64):  # then let the others have their turn
             if conn.frame is None:
                 conn.frame = frames.Incoming(self._empty)
@@ -280,3 +347,13 @@ class Links:
             if conn.frame.took(count):
                 frame, conn.frame = conn.frame, None
                 self._deliver(frame)
+
+
+def _watched(sock: socket.socket) -> None:
+    """Small messages go at once, and a path that swallows everything is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS)

@@ -63,10 +63,12 @@ class Updater:
     ) -> None:
         self.stage, self.rate = stage, rate
         self.named: Named = [(name, nn.Parameter(view)) for name, view in stage.views(stage.masters).items()]
+        self._by_name = dict(self.named)
         self.optimizer = (optimizer or adamw())(self.named) if self.named else None
         self._base_rates = [group["lr"] for group in self._groups]
-        seconds = [stage.slots[b] for _, b in stage.model.tied if b in stage.slots]
-        self._counted = _outside(seconds, stage.size)
+        self._pairs = [pair for pair in stage.model.tied if all(half in stage.slots for half in pair)]
+        elsewhere = [stage.slots[b] for _, b in stage.model.tied if b in stage.slots]
+        self._counted = _outside({*elsewhere, *(stage.slots[a] for a, _ in self._pairs)}, stage.size)
         self._gradient: Tensor | None = None  # the flat tensor the parameters' .grad are views of
         self._scaled: Tensor | None = None
         self._mean: Tensor | None = None
@@ -82,22 +84,28 @@ class Updater:
         return torch.div(total, count, out=self._mean)
 
     def sum_of_squares(self, flat: Tensor) -> float:
-        """For the global norm, in fp64. Of a tied pair only the first counts: once in the whole model."""
-        return float(
-            sum(torch.linalg.vector_norm(flat[part], dtype=torch.float64).square() for part in self._counted)
-        )
+        """For the global norm, in fp64. A tied pair counts once in the whole model, as its sum."""
+        parts = [*(flat[part] for part in self._counted), *self._joined(flat).values()]
+        return float(sum(torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts))
 
     # A step, and back.
 
     def apply(self, step: int, mean: Tensor, scale: float = 1.0) -> None:
-        """One optimizer step with the gradient mean x scale. `mean` is not changed."""
+        """One optimizer step with the gradient mean x scale. `mean` is not changed.
+
+        The halves of a tied pair that are both here get the sum of the two.
+        """
         if self.optimizer is None:
             return
+        joined = self._joined(mean)
         if scale != 1.0:
             if self._scaled is None:
                 self._scaled = torch.empty_like(mean)
             mean = torch.mul(mean, scale, out=self._scaled)
         self._attach(mean)
+        for pair, total in joined.items():
+            for name in pair:
+                self._by_name[name].grad = total if scale == 1.0 else total * scale
         multiplier = self.rate(step)
         for group, base in zip(self._groups, self._base_rates, strict=True):
             group["lr"] = base * multiplier
@@ -207,6 +215,11 @@ class Updater:
             for (_, p), view in zip(self.named, self.stage.views(flat).values(), strict=True):
                 p.grad = view
 
+    def _joined(self, flat: Tensor) -> dict[tuple[str, str], Tensor]:
+        """The sums of the tied pairs that are both here."""
+        slots = self.stage.slots
+        return {(a, b): slots[a].of(flat) + slots[b].of(flat) for a, b in self._pairs}
+
     def _follow(self) -> None:
         if self.stage.working is not self.stage.masters:
             self.stage.working.copy_(self.stage.masters)
@@ -219,7 +232,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _outside(holes: list[Slot], size: int) -> list[slice]:
+def _outside(holes: set[Slot], size: int) -> list[slice]:
     """The parts of 0..size that are in no slot."""
     edges = [0, *(edge for slot in sorted(holes) for edge in (slot.offset, slot.offset + slot.size)), size]
     return [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]

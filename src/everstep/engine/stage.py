@@ -160,7 +160,7 @@ class Stage:
         del self._stashes[step, microbatch]
 
     def drop(self, step: int, microbatch: int) -> None:
-        """Let go of a microbatch between I and W, so that it leaves no trace in the gradients."""
+        """Let go of a microbatch before its W, so that it leaves no trace in the gradients."""
         del self._stashes[step, microbatch]
 
     def loss(self, step: int, microbatch: int) -> Tensor:
@@ -193,13 +193,6 @@ class Stage:
             for key in [key for key in table if step is None or key[0] == step]:
                 del table[key]
         self._gradients.zero_()
-
-    def join_tied(self, flat: Tensor) -> None:
-        """Both halves of a tied pair that this stage holds get the sum of the two."""
-        for first, second in self.model.tied:
-            if first in self.slots and second in self.slots:
-                a, b = self.slots[first].of(flat), self.slots[second].of(flat)
-                b.copy_(a.add_(b))
 
     # What is here.
 

@@ -12,11 +12,13 @@ from everstep.engine.presets import closest
 from everstep.errors import UserError
 
 T = TypeVar("T")
+LARGEST = 2**53  # whole numbers up to here survive any JSON reader
+SHOWN = 60  # characters of a wrong value that are repeated in the sentence about it
 
 
 def read(cls: type[T], table: Mapping[str, Any], where: str) -> T:
     if not isinstance(table, Mapping):
-        raise UserError(f"{where} is {table!r}; it is a table: write [{where}] and its keys below.")
+        raise UserError(f"{where} is {shown(table)}; it is a table: write [{where}] and its keys below.")
     hints = get_type_hints(cls)
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     given = dict(table)
@@ -42,21 +44,29 @@ def checked(kind: Any, value: Any, where: str) -> Any:
         return read(kind, value, where)  # type: ignore[arg-type]
     if origin is Literal:
         if value not in args:
-            raise UserError(f"{where} is {value!r}; {closest(str(value), args)}.")
+            raise UserError(f"{where} is {shown(value)}; {closest(str(value)[:SHOWN], args)}.")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple) or len(value) != len(args):
-            raise UserError(f"{where} is {value!r}; it is a list of {len(args)} numbers.")
+            raise UserError(f"{where} is {shown(value)}; it is a list of {len(args)} numbers.")
         return tuple(checked(arg, item, where) for arg, item in zip(args, value, strict=True))
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise UserError(f"{where} is larger than 2^53; give a smaller number.")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     wanted = origin or kind
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         words = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
-        raise UserError(f"{where} is {value!r}; it must be {words.get(wanted, 'a table')}.")
+        raise UserError(f"{where} is {shown(value)}; it must be {words.get(wanted, 'a table')}.")
     if kind is float and not math.isfinite(value):
         raise UserError(f"{where} is {value}; it must be a finite number.")
     return value
+
+
+def shown(value: Any) -> str:
+    """A wrong value as it is repeated to the user: short, whatever it is."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def _name(where: str, key: str) -> str:
@@ -81,6 +91,11 @@ def one_of(where: str, **given: str | None) -> None:
 def at_least(where: str, value: float | None, least: int) -> None:
     if value is not None and value < least:
         raise UserError(f"{where} is {value}; it must be at least {least}.")
+
+
+def at_most(where: str, value: float | None, most: int) -> None:
+    if value is not None and value > most:
+        raise UserError(f"{where} is {value}; it must be at most {most:,}.")
 
 
 def positive(where: str, value: float) -> None:

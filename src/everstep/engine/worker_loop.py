@@ -19,12 +19,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.ops import Kind, Microbatch, Worker
-from everstep.core.words.worker_messages import Parcel, ParcelKind
+from everstep.core.words.worker_messages import ParcelKind
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
 from everstep.engine import frames
@@ -35,6 +34,7 @@ from everstep.engine.links import Address, Links
 from everstep.engine.optimizer import Updater
 from everstep.engine.recorder import WorkerRecorder
 from everstep.engine.stage import Stage
+from everstep.engine.step_tensors import StepTensors
 from everstep.engine.stopwatch import Moment, Stopwatch
 
 _MEND_AFTER_S, _MEND_MOST_S = 0.5, 8.0
@@ -52,9 +52,9 @@ class Ports:
     """
 
     report: Report
-    save: Callable[[int, int, tuple[int, int], Mapping[str, Tensor], Groups], None]  # step, attempt, share
+    save: Callable[[int, tuple[int, int], Mapping[str, Tensor], Groups], None]
     load: Callable[[int, list[str]], Mapping[str, Tensor] | None]
-    shelve: Callable[[int, int, bool, Mapping[str, Tensor]], None] = lambda *copy: None
+    shelve: Callable[[int, bool, Mapping[str, Tensor]], None] = lambda step, leaving, state: None
     directed: Callable[[Any], None] = lambda directions: None
     clock_ns: Callable[[], int] = time.monotonic_ns
 
@@ -81,14 +81,8 @@ class WorkerLoop:
         self.stage, self.updater = build()
         self.rules = walker.rules
         self.book: dict[Worker, Address] = {}
-        self.payloads: dict[Parcel, Tensor] = {}
-        self.boundaries: dict[Parcel, Boundary | Gradients] = {}  # activations and gradients, in and out
-        self.gradients: dict[int, Tensor] = {}  # of steps that are updated and not sealed
-        self.released: set[int] = set()
-        self.sums: dict[int, Tensor] = {}
-        self._spare_sums: list[Tensor] = []
+        self.tensors = StepTensors(me, self.stage, self.updater, borrowed=links.borrows)
         self._arriving: dict[str, Tensor] = {}  # a state on its way to this joining worker
-        self._taken = 0  # the last step whose gradients left the stage's buffer
         self._touched = False  # has the initial state been changed?
         self._told_epoch = 0
         self._breaks: dict[Address, int] = {}  # of connections to live peers, since one held
@@ -194,11 +188,11 @@ class WorkerLoop:
         if not self.walker.arrived(parcel, frames.value_of(parcel.what, frame.facts)):
             return
         if parcel.what is ParcelKind.ACTIVATION:
-            self.boundaries[parcel] = Boundary.arrived(frame.tensors, frame.facts)
+            self.tensors.boundaries[parcel] = Boundary.arrived(frame.tensors, frame.facts)
         elif parcel.what is ParcelKind.GRADIENT:
-            self.boundaries[parcel] = Gradients.arrived(frame.tensors, frame.facts)
+            self.tensors.boundaries[parcel] = Gradients.arrived(frame.tensors, frame.facts)
         elif frame.tensor is not None:
-            self.payloads[parcel] = frame.tensor
+            self.tensors.payloads[parcel] = frame.tensor
 
     # -------------------------------------------------------------- tasks
 
@@ -214,7 +208,7 @@ class WorkerLoop:
             case msg.AssembleSum():
                 return self._assemble(task)
             case msg.CombineTied():
-                return self._combine(task)
+                return self.tensors.combine(task)
             case msg.Update():
                 return self._update(task)
             case msg.Undo():
@@ -222,15 +216,15 @@ class WorkerLoop:
             case msg.Snapshot():
                 return self._snapshot(task)
             case msg.ApplyFeed():
-                return self._apply(task.step, self.payloads[task.feed], task.scale)
+                return self._apply(task.step, self.tensors.payloads[task.feed], task.scale)
             case msg.Restore():
                 return self._restore(task.state_step)
             case msg.SaveCheckpoint():
                 share = task.index, task.count
                 groups = self.updater.groups(task.state_step)
-                return self.ports.save(task.state_step, task.attempt, share, self.updater.state(), groups)
+                return self.ports.save(task.state_step, share, self.updater.state(), groups)
             case msg.StoreCopy():
-                return self.ports.shelve(task.state_step, task.attempt, task.leaving, self.updater.state())
+                return self.ports.shelve(task.state_step, task.leaving, self.updater.state())
 
     def _compute(self, task: msg.Compute) -> None:
         op = task.op
@@ -240,7 +234,7 @@ class WorkerLoop:
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
         started = self.stopwatch.moment()
         number = self._number(microbatch)
-        given: Any = None if task.input is None else self.boundaries[task.input]
+        given: Any = None if task.input is None else self.tensors.boundaries[task.input]
         output: Boundary | Gradients | None = None
         if op.kind is Kind.F:
             output = self.stage.forward(task.step, number, given)
@@ -250,11 +244,9 @@ class WorkerLoop:
             output = self.stage.input_grad(task.step, number, given)
             if op.kind is Kind.B:
                 self.stage.weight_grad(task.step, number)
-            elif task.ghost:
-                self.stage.drop(task.step, number)
         if task.output is not None:
             assert output is not None
-            self.boundaries[task.output] = output.on_host()
+            self.tensors.boundaries[task.output] = output.on_host()
         self._time(op.kind, started)
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
         if self._told_epoch != self.walker.epoch:
@@ -275,40 +267,16 @@ class WorkerLoop:
         return {microbatch: self.stage.weight(step, self._number(microbatch)) for microbatch in done}
 
     def _sum_chunk(self, task: msg.SumChunk) -> float:
-        """Replica by replica in their order, so that the sum does not depend on who was first."""
         started = self.stopwatch.moment()
         self._maybe_die(task.step, "R", "during")
-        mine = self._chunk(task.members, self.me.replica)
-        parts = {part.sender: self.payloads[part] for part in task.parts}
-        total: Tensor | None = None
-        for replica in task.members:
-            part = self.stage.gradients[mine] if replica == self.me.replica else parts[replica]
-            part = devices.to_device(part, self.stage.device)
-            total = part if total is None else total + part
-        assert total is not None
-        mean = self._sum(task.step)
-        torch.div(total, task.weight, out=mean[mine])
+        squares = self.tensors.sum_chunk(task)
         self._time(Kind.R, started)
-        return float(torch.linalg.vector_norm(mean[mine], dtype=torch.float64).square())
+        return squares
 
     def _assemble(self, task: msg.AssembleSum) -> float | None:
-        mean = self._sum(task.step)
-        for chunk in task.chunks:
-            where = slice(None) if chunk.what is ParcelKind.COPY else self._chunk(task.members, chunk.sender)
-            mean[where].copy_(self.payloads[chunk], non_blocking=True)
+        squares = self.tensors.assemble(task)
         self._maybe_die(task.step, "R", "after")
-        whole = any(chunk.what is ParcelKind.COPY for chunk in task.chunks)
-        if self.stage.has_tied_pair and not whole:  # a peer's whole sum is joined already
-            self.stage.join_tied(mean)
-            return self.updater.sum_of_squares(mean)
-        return None
-
-    def _combine(self, task: msg.CombineTied) -> float:
-        mean, other = self._sum(task.step), devices.to_device(self.payloads[task.other], self.stage.device)
-        own = self.stage.tied_part(mean)
-        lower_first = (own, other) if self.me.stage < task.other.stage else (other, own)
-        self.stage.set_tied_part(mean, lower_first[0] + lower_first[1])
-        return self.updater.sum_of_squares(mean)
+        return squares
 
     def _update(self, task: msg.Update) -> None:
         started = self.stopwatch.moment()
@@ -316,12 +284,8 @@ class WorkerLoop:
         self._maybe_die(task.step, "U", "before")
         if task.keep:
             self.updater.keep()
-        self._apply(task.step, self.sums[task.step], task.scale)
-        if task.step > self._taken:  # else this is an update made anew after an undo
-            self._taken = task.step
-            self.gradients[task.step] = self.stage.take_gradients()
-            if task.step in self.released:
-                self._release_gradients(task.step)
+        self._apply(task.step, self.tensors.sum_of(task.step), task.scale)
+        self.tensors.updated(task.step)
         self._time(Kind.U, started)
         if (told := self.stopwatch.step(task.step)) is not None:
             self.ports.report("times", told)
@@ -363,6 +327,7 @@ class WorkerLoop:
         if state_step == 0:
             if self._touched:
                 self.stage, self.updater = self._build()
+                self.tensors.rebuilt(self.stage, self.updater)
                 self._touched = False
             return True
         state = self.ports.load(state_step, list(self.stage.slots))
@@ -379,22 +344,16 @@ class WorkerLoop:
                 case msg.Send():
                     self._send(command)
                 case msg.Forget():
-                    for parcel in command.parcels:
-                        self.payloads.pop(parcel, None)
-                        self.boundaries.pop(parcel, None)
+                    self.tensors.forget(command.parcels)
                 case msg.ReleaseGradients():
-                    self.released.add(command.step)
-                    if command.step in self.gradients:
-                        self._release_gradients(command.step)
+                    self.tensors.release_gradients(command.step)
+                case msg.DropStashes():
+                    for microbatch in command.microbatches:
+                        self.stage.drop(command.step, self._number(microbatch))
                 case msg.ReleaseSum():
-                    self._spare_sums.append(self.sums.pop(command.step))
-                    self.payloads = {
-                        p: t
-                        for p, t in self.payloads.items()
-                        if p.what is not ParcelKind.TIED or p.step > command.step
-                    }
+                    self.tensors.release_sum(command.step)
                 case msg.DiscardWork():
-                    self._discard(command.from_step)
+                    self.tensors.discard(command.from_step, self.walker.mail.box)
                 case msg.TellSealed():
                     self.ports.report("sealed", {"sealed": command})
                 case msg.TellInvalid():
@@ -421,73 +380,29 @@ class WorkerLoop:
     def _contents(self, command: msg.Send) -> tuple[Any, tuple[Tensor, ...]]:
         """The small facts and the tensors that go with a parcel."""
         if command.parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
-            boundary = self.boundaries[command.parcel]
+            boundary = self.tensors.boundaries[command.parcel]
             return boundary.facts, boundary.tensors
-        payload = self._payload(command.parcel)
+        parcel = command.parcel
+        payload = self.tensors.outgoing(parcel, self.walker.mail.peers(parcel.step))
         return frames.facts_of(command.value), () if payload is None else (payload,)
 
     def _post(self, address: Address, command: msg.Send, facts: Any, tensors: tuple[Tensor, ...]) -> None:
         parcel = command.parcel
         what = (address, parcel.what, parcel, facts, *tensors)
         lag_s = sum(fault.lag_s(parcel.step, command.stage) for fault in self.faults)
-        if lag_s:
+        if lag_s:  # the timer's own copy: nobody has borrowed it yet
+            what = (*what[:4], *(tensor.clone() for tensor in tensors))
             late = threading.Timer(lag_s, self.links.send, what)
             late.daemon = True
             late.start()
         else:
             self.links.send(*what)
 
-    def _payload(self, parcel: Parcel) -> Tensor | None:
-        match parcel.what:
-            case ParcelKind.PART:
-                flat = self.gradients.get(parcel.step, self.stage.gradients)
-                return devices.to_host(flat[self._chunk(self.walker.mail.peers(parcel.step), parcel.owner)])
-            case ParcelKind.SUM:
-                where = self._chunk(self.walker.mail.peers(parcel.step), self.me.replica)
-                return devices.to_host(self.sums[parcel.step][where])
-            case ParcelKind.COPY | ParcelKind.FEED:
-                return devices.to_host(self.sums[parcel.step])
-            case ParcelKind.TIED:
-                if parcel not in self.payloads:  # before combining changes it
-                    self.payloads[parcel] = devices.to_host(self.stage.tied_part(self.sums[parcel.step]))
-                return self.payloads[parcel]
-            case _:
-                return None
-
-    def _release_gradients(self, step: int) -> None:
-        self.stage.recycle(self.gradients.pop(step))
-        self.released.discard(step)
-
-    def _discard(self, from_step: int | None) -> None:
-        self.stage.discard()
-        for table in (self.gradients, self.sums):
-            for step in [s for s in table if from_step is None or s >= from_step]:
-                del table[step]
-        self.released = {s for s in self.released if from_step is not None and s < from_step}
-        self._taken = 0 if from_step is None else min(self._taken, from_step - 1)
-        if from_step is None:
-            box = self.walker.mail.box
-            self.payloads = {p: t for p, t in self.payloads.items() if p in box}
-            self.boundaries = {p: b for p, b in self.boundaries.items() if p in box}
-
     # -------------------------------------------------------------- small things
 
     def _number(self, microbatch: Microbatch) -> int:
         """Its number in the whole step, whoever runs it."""
         return microbatch.home * self.rules.microbatches + microbatch.number
-
-    def _chunk(self, members: tuple[int, ...], owner: int) -> slice:
-        size, at = self.stage.size, members.index(owner)
-        return slice(size * at // len(members), size * (at + 1) // len(members))
-
-    def _sum(self, step: int) -> Tensor:
-        if step not in self.sums:
-            self.sums[step] = (
-                self._spare_sums.pop()
-                if self._spare_sums
-                else torch.empty(self.stage.size, dtype=torch.float32, device=self.stage.device)
-            )
-        return self.sums[step]
 
     def _time(self, kind: Kind, started: Moment) -> None:
         """An op is over, except for what a planted fault adds to it."""

@@ -51,6 +51,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "everstep.node.fork_server", str(theirs.fileno())]
         env = {**_ALLOCATOR, **os.environ, "OMP_NUM_THREADS": str(self._threads)}
+        env.pop("EVERSTEP_TOKEN", None)  # user code must not be able to submit jobs
         self._process = subprocess.Popen(
             command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import socket
 import threading
 import traceback
@@ -32,6 +33,8 @@ from everstep.node.steer import steering_from, watch_links
 
 def main(spec: dict[str, Any]) -> int:
     """Run the worker that `spec` describes; the process's exit code."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each way with every peer
     if spec["lifeline"] is not None:
         lifeline = Lifeline(Path(spec["lifeline"]))
         lifeline.hold()  # until the end
@@ -94,7 +97,6 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
         me,
         job,
         task=spec["task"],
-        incarnation=spec["incarnation"],
         node=spec["node"],
         shelf=Path(spec["shelf"]),
         secret=spec["token"],

@@ -14,9 +14,9 @@ from functools import cache
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.roster import OVER, NodeState, TaskState
 from everstep.core.cluster.roster import Task as RunningTask
-from everstep.core.task.owed import Shape
 from everstep.core.words.cluster_messages import AssignmentChosen
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from everstep.plan.answer import assign
 from everstep.plan.cluster import Assignment, Cluster, PlanNode, SlotPlace
 from everstep.plan.curve import from_table

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import fmean, median_low
 
-from everstep.core.task.owed import Shape
 from everstep.core.words.ops import Kind, Worker
+from everstep.core.words.shape import Shape
 from everstep.schedule import Instance
 
 WORK = (Kind.F, Kind.I, Kind.W)

@@ -33,7 +33,8 @@ class RankPlace:
 
 
 def rank_environment(place: RankPlace, inherited: Mapping[str, str]) -> dict[str, str]:
-    return {**inherited, **_unset(place, inherited), **_identity(place)}
+    kept = {name: value for name, value in inherited.items() if name != "EVERSTEP_TOKEN"}
+    return {**kept, **_unset(place, inherited), **_identity(place)}
 
 
 def _identity(place: RankPlace) -> dict[str, str]:

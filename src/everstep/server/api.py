@@ -11,9 +11,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import math
-import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -23,13 +20,13 @@ from aiohttp import web
 
 from everstep.core.cluster.roster import OVER, Node, NodeState, Task, TaskState
 from everstep.core.cluster.snapshot import digest
-from everstep.core.task.owed import Shape
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import parse_worker
-from everstep.engine.faults import check_fault, parse_fault
-from everstep.engine.job import Job
+from everstep.core.words.shape import Shape
+from everstep.engine.job import MOST_WORKERS, Job
+from everstep.engine.tables import shown
 from everstep.errors import EverstepError, PeerError, UserError
-from everstep.server import gantt, views
+from everstep.server import gantt, requests, views
 from everstep.server.agent_connections import AgentConnections
 from everstep.server.daemon import Daemon
 from everstep.server.journal import LostLeadership
@@ -41,7 +38,6 @@ MAX_BODY = 1 << 20
 MAX_LOG = 1 << 20
 MAX_VIEWERS = 200
 VIEWER_PING_S = 20.0  # a closed laptop must not keep its place for ever
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -111,7 +107,7 @@ class Api:
         if self._token is None:
             return
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
             raise web.HTTPUnauthorized(
                 text=json.dumps(
                     {"error": "the token is missing or wrong; give it by --token or EVERSTEP_TOKEN."}
@@ -122,9 +118,13 @@ class Api:
     def _check_origin(self, request: web.Request) -> None:
         origin = request.headers.get("Origin")
         host = request.headers.get("Host", "")
-        if origin is not None and urlsplit(origin).netloc != host:
+        try:
+            asking = None if origin is None else urlsplit(origin).netloc
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            raise UserError("the Host or Origin header is not an address.") from None
+        if asking is not None and asking != host:
             raise web.HTTPForbidden(text=f"a page of {origin} may not talk to this coordinator")
-        name = urlsplit(f"//{host}").hostname or ""
         ours = {"localhost", "127.0.0.1", "::1"} | self._hosts
         if self._token is None and name not in ours:
             raise web.HTTPForbidden(text=f"{name!r} is not a name of this coordinator")
@@ -154,7 +154,7 @@ class Api:
         """`?last=N`: only those."""
         found = self.daemon.machine.log.incidents
         if "last" in request.query:
-            found = found[-max(1, _whole(request.query["last"], "last")) :]
+            found = found[-max(1, requests.whole(request.query["last"], "last")) :]
         return web.json_response([views.incident(self.daemon, one) for one in found])
 
     async def _incident(self, request: web.Request) -> web.Response:
@@ -166,13 +166,13 @@ class Api:
 
     async def _task(self, request: web.Request) -> web.Response:
         """`?rows=N`: only so many of its last steps."""
-        rows = _whole(request.query["rows"], "rows") if "rows" in request.query else None
+        rows = requests.whole(request.query["rows"], "rows") if "rows" in request.query else None
         return web.json_response(views.task(self.daemon, self._named_task(request), rows=rows))
 
     async def _logs(self, request: web.Request) -> web.Response:
         task = self._named_task(request)
         worker = parse_worker(request.query.get("worker", "0:0"))
-        most = min(MAX_LOG, _whole(request.query.get("bytes", "16384"), "bytes"))
+        most = min(MAX_LOG, requests.whole(request.query.get("bytes", "16384"), "bytes"))
         seat = task.seats.get(worker)
         if seat is None:
             return _refuse(404, f"worker {worker} of {task.name} has no slot now.")
@@ -268,37 +268,10 @@ class Api:
     # -------------------------------------------------------------- doing
 
     async def _submit(self, request: web.Request) -> web.Response:
-        body = await _body(request)
-        unknown = body.keys() - {"name", "job", "weight", "script", "faults"}
-        if unknown:
-            raise UserError(
-                f"{sorted(unknown)[0]!r} is not a key of a submission; give name, job and weight."
-            )
-        name = body.get("name")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise UserError(f"name is {name!r}; give 1 to 63 letters, digits, dots and dashes.")
-        if name in self.daemon.machine.tasks:
-            raise UserError(f"there is a task named {name!r} already; choose another name.")
-        if not isinstance(body.get("job"), dict):
-            raise UserError("job is missing; give the job's table.")
-        job = Job.from_dict(body["job"])
-        weight = body.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise UserError(f"weight is {weight!r}; give a number above 0.")
-        await self.daemon.told(
-            msg.TaskSubmitted(
-                task=name,
-                job=job.to_dict(),
-                shape=Shape(job.replicas, job.stages, job.microbatches),
-                steps=job.steps,
-                secret=secrets.token_hex(32),
-                weight=float(weight),
-                has_checkpoints=job.checkpoint is not None,
-                script=tuple(map(str, body.get("script", ()))),
-                faults=_faults(body.get("faults", []), job),
-            )
-        )
-        return web.json_response(views.task(self.daemon, self.daemon.machine.tasks[name]), status=201)
+        submitted = requests.submission(await requests.body(request), known=self.daemon.machine.tasks)
+        await self.daemon.told(submitted)
+        task = self.daemon.machine.tasks[submitted.task]
+        return web.json_response(views.task(self.daemon, task), status=201)
 
     async def _task_verb(self, request: web.Request) -> web.Response:
         task, verb = self._named_task(request), request.match_info["verb"]
@@ -315,14 +288,14 @@ class Api:
             case "unpause":
                 event = msg.UnpauseRequested(task=task.name)
             case "resize":
-                workers = (await _body(request)).get("workers")
-                if not isinstance(workers, int) or workers < task.shape.stages:
+                workers = (await requests.body(request)).get("workers")
+                if type(workers) is not int or not task.shape.stages <= workers <= MOST_WORKERS:
                     raise UserError(
-                        f"workers is {workers!r}; give at least {task.shape.stages}, one a stage."
+                        f"workers is {shown(workers)}; give at least {task.shape.stages}, one per stage."
                     )
                 event = msg.ResizeRequested(task=task.name, workers=workers)
             case "reshape":
-                event = self._reshape(task, await _body(request))
+                event = self._reshape(task, await requests.body(request))
             case _:
                 return _refuse(404, f"{verb!r} is not cancel, pause, unpause, resize or reshape.")
         if task.state in OVER:
@@ -377,36 +350,6 @@ class Api:
                 content_type="application/json",
             )
         return self.daemon.machine.nodes[name]
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    try:
-        body = json.loads(await request.read() or b"{}")
-    except (ValueError, RecursionError):
-        raise UserError("the body is not JSON.") from None
-    if not isinstance(body, dict):
-        raise UserError("the body is not a JSON object.")
-    return body
-
-
-def _faults(texts: Any, job: Job) -> tuple[str, ...]:
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise UserError("faults is not a list of texts.")
-    for text in texts:
-        check_fault(
-            parse_fault(text),
-            replicas=job.replicas,
-            stages=job.stages,
-            microbatches=job.microbatches,
-            steps=job.steps,
-        )
-    return tuple(texts)
-
-
-def _whole(text: str, name: str) -> int:
-    if not text.isdecimal():
-        raise UserError(f"{name} is {text!r}; give a whole number.")
-    return int(text)
 
 
 async def _until_closed(line: web.WebSocketResponse) -> None:

@@ -45,8 +45,8 @@ class ServerSettings:
     def check(self) -> None:
         if self.host not in LOOPBACK and not self.token:
             raise UserError(
-                f"--host {self.host} is beyond loopback, and there is no token; give one by --token or "
-                "EVERSTEP_TOKEN."
+                f"--host {self.host} is beyond loopback, and there is no token; give one by "
+                "--token-file or EVERSTEP_TOKEN."
             )
         if (self.cert is None) != (self.key is None):
             raise UserError("--cert and --key belong together; give both or neither.")

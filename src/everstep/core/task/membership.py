@@ -5,7 +5,6 @@ The ground floor of `core.task.recovery`; it asks for nothing and decides nothin
 
 from __future__ import annotations
 
-from everstep.core.task.owed import Shape
 from everstep.core.task.states import (
     Absent,
     Assembling,
@@ -22,6 +21,7 @@ from everstep.core.words.actions import Action, FailTask, StartWorker
 from everstep.core.words.events import StepSealed
 from everstep.core.words.incidents import Incident, IncidentLog, TaskIncidents
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Members
 
 
@@ -128,8 +128,7 @@ class Membership:
             return fitting[-1].rounds[stage]
         return self.epoch
 
-    def attempt_of(self, step: int) -> int:
-        """The attempt at a step that counts; exact for steps that are not on record yet."""
+    def _attempt(self, step: int) -> int:
         return [attempt for first, attempt in self.attempts if first <= step][-1]
 
     def _void_from(self, step: int) -> None:

@@ -19,21 +19,9 @@ from dataclasses import dataclass, field
 
 from everstep.core.words.actions import BrokenStep
 from everstep.core.words.ops import Kind, Microbatch, Worker
+from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Ledger, Parcel, ParcelKind, Place
 from everstep.errors import InternalError
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    replicas: int
-    stages: int
-    microbatches: int
-
-    def workers(self) -> list[Worker]:
-        return [Worker(k, s) for k in range(self.replicas) for s in range(self.stages)]
-
-    def all_microbatches(self) -> list[Microbatch]:
-        return [Microbatch(k, m) for k in range(self.replicas) for m in range(self.microbatches)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,8 +109,7 @@ class Recovery(Admission):
             case PlacesGranted():
                 return self._granted(event)
             case CheckpointCommitted():
-                if event.step <= self.recorded:  # else it was written before the task went back
-                    self.checkpoint = max(self.checkpoint, event.step)
+                self.checkpoint = max(self.checkpoint, event.step)
                 return []
             case StateKept():
                 return self._kept(event.step)
@@ -206,6 +205,28 @@ class Recovery(Admission):
         phase.ledgers[event.worker] = event.ledger
         phase.awaited.discard(event.worker)
         return [] if phase.awaited else self._survey(phase)
+
+    def _unrestored(self, event: RestoreFailed) -> list[Action]:
+        """The state that a worker was to load is gone. A peer of its stage may have it already; if none has,
+        all go back to an older one. Either way the others may be at work: they pause first.
+        """
+        place = self.places[event.worker]
+        if not isinstance(place, Member) or place.incarnation != event.incarnation:
+            return []
+        if event.step == self.kept:
+            self.kept = None
+        match self.phase:
+            case Running():
+                self.places[event.worker] = Joining(place.incarnation)
+                return self._gather(f"worker {event.worker} could not load the state of step {event.step}")
+            case Gathering() as phase:
+                self.places[event.worker] = Joining(place.incarnation)
+                phase.awaited.discard(event.worker)
+                return [] if phase.awaited else self._survey(phase)
+            case Planning(restore=int()):
+                return self._assemble()  # nobody has moved yet
+            case _:
+                return []
 
     def _survey(self, phase: Gathering) -> list[Action]:
         ledgers = self._settle_joiners(phase.ledgers)
@@ -318,8 +339,6 @@ class Recovery(Admission):
     # -------------------------------------------------------------- steps
 
     def _sealed(self, event: StepSealed) -> list[Action]:
-        if event.attempt != self.attempt_of(event.step):
-            return []  # the step was taken back since
         if event.step > self.recorded - _KEPT_SHARES:
             self.shares.setdefault(event.step, {})[event.stage] = event.sum_of_squares
             self.shares = {s: of for s, of in self.shares.items() if s > self.recorded - _KEPT_SHARES}
@@ -351,13 +370,7 @@ class Recovery(Admission):
         """
         total = self.shape.replicas * self.shape.microbatches
         for step in range(self.recorded + 1, event.step):
-            implied = StepSealed(
-                step=step,
-                stage=event.stage,
-                attempt=self.attempt_of(step),
-                microbatches=total,
-                executed=3 * total,
-            )
+            implied = StepSealed(step=step, stage=event.stage, microbatches=total, executed=3 * total)
             self.sealed.setdefault(step, {}).setdefault(event.stage, implied)
 
     def _record(self, stages: dict[int, StepSealed]) -> RecordStep:
@@ -387,7 +400,7 @@ class Recovery(Admission):
         )
 
     def _invalidated(self, event: UpdateInvalidated, now: float) -> list[Action]:
-        if event.attempt != self.attempt_of(event.step + 1) or isinstance(self.phase, Assembling):
+        if event.attempt != self._attempt(event.step + 1) or isinstance(self.phase, Assembling):
             return []
         if self.rewind is not None and isinstance(self.phase, Gathering):
             return []

@@ -7,7 +7,7 @@ from __future__ import annotations
 from everstep.core.task.membership import Membership
 from everstep.core.task.states import Absent, Assembling, Gathering, Joining, Member, Planning, Starting
 from everstep.core.words.actions import Action, ComputePlan, InterruptWorkers, ResumeStep
-from everstep.core.words.events import PlanComputed, RestoreFailed
+from everstep.core.words.events import PlanComputed
 from everstep.core.words.worker_messages import Resume
 
 
@@ -54,14 +54,6 @@ class Restoring(Membership):
             case Planning(restore=int(restoring)) if restoring == was and step is None:
                 return self._assemble()
         return []
-
-    def _unrestored(self, event: RestoreFailed) -> list[Action]:
-        place = self.places[event.worker]
-        if not isinstance(place, Member) or place.incarnation != event.incarnation:
-            return []
-        if event.step == self.kept:
-            self.kept = None
-        return self._assemble()
 
     def _bring_back_for_assembly(self) -> list[Action]:
         assert isinstance(self.phase, Assembling)

@@ -125,7 +125,8 @@ class Resume:
 class Compute:
     """Run F, I, W or B of one microbatch. Its input is the parcel in hand, if any; its output is `output`.
 
-    A ghost is run for its output alone, which died with its holder; its gradients are in the sum already.
+    A ghost is run for its output alone, which died with its holder; its gradients are in the sum already. But
+    its stash is kept until `DropStashes`: if the sum is lost too, its W is owed after all.
     """
 
     op: Op
@@ -223,7 +224,6 @@ class SaveCheckpoint:
     """Write a share of this stage's part of the checkpoint: the `index`-th of `count`, one a live peer."""
 
     state_step: int
-    attempt: int  # at that step
     index: int = 0
     count: int = 1
 
@@ -233,7 +233,6 @@ class StoreCopy:
     """Copy the state to memory that outlives this worker. `leaving`: it is this worker's last deed."""
 
     state_step: int
-    attempt: int  # at that step
     leaving: bool = False
 
 
@@ -301,6 +300,14 @@ class ReleaseGradients:
 
 
 @dataclass(frozen=True, slots=True)
+class DropStashes:
+    """Let go of what F and I of these microbatches left for a W: their gradients are in the sum, here."""
+
+    step: int
+    microbatches: tuple[Microbatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseSum:
     """Sealed, valid and fed: the sum of this step is not needed again."""
 
@@ -323,7 +330,6 @@ class TellSealed:
     executed: int
     losses: tuple[tuple[Microbatch, float], ...]
     sum_of_squares: float
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +359,7 @@ Command = (
     Send
     | Forget
     | ReleaseGradients
+    | DropStashes
     | ReleaseSum
     | DiscardWork
     | TellSealed

@@ -25,6 +25,7 @@ class StepState:
     todo: list[Op] = field(default_factory=list)  # reversed: the next op is the last element
     done: dict[Op, None] = field(default_factory=dict)
     ghosts: dict[Op, None] = field(default_factory=dict)  # run again for their outputs only
+    dropped: set[Microbatch] = field(default_factory=set)  # ghosts whose stashes are gone
     executed: int = 0
     own_part: Part | None = None  # set when this worker has contributed
     own_chunk_squares: float | None = None  # set when the chunk it owns is summed
@@ -53,6 +54,22 @@ class StepState:
         for kind in halves:
             self.done[Op(kind, op.microbatch, op.stage)] = None
         self.executed += len(halves)
+        if self.ghosts:
+            self._adopt_ghosts(op.microbatch)
+
+    def _adopt_ghosts(self, microbatch: Microbatch | None) -> None:
+        """The sum that held this microbatch is lost, so what was run for its outputs only counts in full."""
+        for op in [ghost for ghost in self.ghosts if ghost.microbatch == microbatch]:
+            del self.ghosts[op]
+            self.done[op] = None
+            self.executed += 1
+
+    def ghost_stashes(self, *kinds: Kind) -> tuple[Microbatch, ...]:
+        """The ghosts that have run one of these ops and whose stashes are still here; from now on they go."""
+        ran = {op.microbatch for op in self.ghosts if op.kind in kinds and op.microbatch is not None}
+        found = tuple(sorted(ran - self.dropped))
+        self.dropped.update(found)
+        return found
 
     def has_run(self, kind: Kind, microbatch: Microbatch | None, stage: int) -> bool:
         op = Op(kind, microbatch, stage)

@@ -15,7 +15,6 @@ once told, stays true until the worker resumes.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from everstep.core.words.ops import Kind, Op, Worker
@@ -27,6 +26,7 @@ from everstep.core.words.worker_messages import (
     Compute,
     Contribute,
     DiscardWork,
+    DropStashes,
     Finished,
     Ledger,
     Parcel,
@@ -191,6 +191,7 @@ class WorkerState:
             case AssembleSum():
                 self.reduction.assembled(self.now, task, answer)
                 self.now.todo.pop()
+                self._drop_ghosts()
             case CombineTied():
                 self.now.combined = True
                 self.now.sum_of_squares = float(answer)
@@ -262,6 +263,15 @@ class WorkerState:
             self.mail.use(task.input)
         if task.output is not None:
             self.mail.post(task.output)
+        if task.ghost:
+            self._drop_ghosts()
+
+    def _drop_ghosts(self) -> None:
+        """A worker that holds the sum never runs W of a ghost. One that does not may have to: the last holder
+        may die. A ghost that has run F alone may be asked for its I until the step is closed.
+        """
+        if self.now.holds_sum and (over := self.now.ghost_stashes(Kind.I)):
+            self._command(DropStashes(self.now.step, over))
 
     # -------------------------------------------------------------- seal, validate, update
 
@@ -360,6 +370,8 @@ class WorkerState:
         assert state.sealed
         assert state.valid
         self._closed = state.step
+        if state.ghosts and (over := state.ghost_stashes(Kind.F, Kind.I)):
+            self._command(DropStashes(state.step, over))
         self._command(ReleaseSum(state.step))
         self.mail.drop(lambda parcel: parcel.step <= state.step)
 
@@ -374,8 +386,7 @@ class WorkerState:
         if before is not None and every and before.step % every == 0:
             peers = self.mail.peers(before.step)
             if before.saved_among != peers:  # one of them may have died: then its share is not written
-                attempt = self.mail.order.attempt(before.step)
-                return SaveCheckpoint(before.step, attempt, peers.index(self.me.replica), len(peers))
+                return SaveCheckpoint(before.step, peers.index(self.me.replica), len(peers))
         return self._shelving(before) if before is not None else None
 
     def _shelving(self, before: StepState) -> WorkItem | None:
@@ -383,9 +394,7 @@ class WorkerState:
         leaving = before.step == self.mail.order.until
         every = self.rules.shelve_every
         due = leaving or (every and before.step % every == 0 and self.mail.is_first_peer(before.step))
-        if not due or before.shelved:
-            return None
-        return StoreCopy(before.step, self.mail.order.attempt(before.step), leaving)
+        return StoreCopy(before.step, leaving) if due and not before.shelved else None
 
     # -------------------------------------------------------------- joining
 
@@ -487,7 +496,6 @@ class WorkerState:
             state.everyone.executed,
             state.everyone.losses,
             sum_of_squares,
-            self.mail.order.attempt(state.step),
         )
         self._told = {step: told for step, told in self._told.items() if state.step - 4 < step < state.step}
         self._told[state.step] = sealed
@@ -495,7 +503,7 @@ class WorkerState:
 
     def _tell_news(self, step: int, sealed: TellSealed) -> None:
         if self.mail.is_first_peer(step):
-            self._command(replace(sealed, attempt=self.mail.order.attempt(step)))
+            self._command(sealed)
         for target in self.mail.wards(step):
             self.mail.send(
                 self.mail.name(ParcelKind.NEWS, step, self.me.stage), target, sealed.sum_of_squares

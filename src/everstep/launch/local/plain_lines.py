@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
 from everstep.core.words import actions as act
 from everstep.engine.job import Job
+from everstep.launch import console
 from everstep.launch.local.report import incident_line, resume_line, step_line
 from everstep.launch.local.run import LocalTask
 
@@ -47,7 +47,7 @@ class PlainLines:
         self.say(f"{time.monotonic() - self._started:9.3f} s  {what:<32} {action.because}")
 
     def say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        console.say(line)
 
     def _begin(self, task: LocalTask) -> None:
         self._begun = True

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.task.owed import Shape
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Running
 from everstep.core.words import actions as act
@@ -25,6 +24,7 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.codec import encode
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from everstep.diagnose.watch import Watch
 from everstep.engine.beacon import Reading
 from everstep.engine.faults import PlantedFault
@@ -215,7 +215,7 @@ class LocalTask:
 
     # -------------------------------------------------------------- events and actions
 
-    def _reported(self, report: msg.NodeReport, sender: msg.Sender | None) -> None:
+    def _reported(self, report: msg.NodeReport) -> None:
         match report:
             case msg.TimesReported():
                 self.desk.learn(report)
@@ -228,7 +228,7 @@ class LocalTask:
             case msg.TaskEvent(event=ev.WorkerRaised() as raised):
                 self.watch("raised", (raised.worker, raised.error, raised.traceback))
         self._reports += 1
-        self._hear(msg.FromNode(node=NODE, boot=NODE, number=self._reports, report=report, sender=sender))
+        self._hear(msg.FromNode(node=NODE, boot=NODE, number=self._reports, report=report))
 
     def _hear(self, event: msg.ClusterEvent) -> None:
         now = time.monotonic()

@@ -75,7 +75,10 @@ class Checkers:
                     f"one epoch: {me} goes on in epoch {epoch} while {worker} works in {walker.epoch}"
                 )
 
-    def kept(self, worker: Worker, num_payloads: int) -> None:
+    def kept(self, worker: Worker, num_payloads: int, num_stashes: int) -> None:
+        """What a worker keeps as it closes a step; `num_stashes`: of that step and earlier ones."""
+        if num_stashes:
+            raise Violation(f"no leak: {worker} keeps {num_stashes} stashes of a step that is closed")
         if num_payloads > self.most_payloads:
             raise Violation(f"no leak: {worker} keeps {num_payloads} payloads")
 

@@ -18,12 +18,12 @@ from typing import Any
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest
 from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
-from everstep.core.task.owed import Shape
 from everstep.core.task.recovery import Recovery
 from everstep.core.words import actions as act
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Finished, Paused, SaveCheckpoint, StoreCopy, Wait
 from everstep.core.worker.worker_state import WorkerState
 from everstep.schedule.answer import answer
@@ -257,19 +257,11 @@ class ClusterWorld(World):
         self._sent(self.agenda.now_us, 3, None)
         self.hear(event)
 
-    def _tell(
-        self, agent: VirtualAgent, report: msg.NodeReport, sender: tuple[Worker, int] | None = None
-    ) -> None:
+    def _tell(self, agent: VirtualAgent, report: msg.NodeReport) -> None:
         """Numbered; the line keeps the order, and keeps it all while it is cut."""
         if agent.up and agent.to_head is not None:
             agent.sent += 1
-            event = msg.FromNode(
-                node=agent.name,
-                boot=agent.boot_name,
-                number=agent.sent,
-                report=report,
-                sender=None if sender is None else msg.Sender(TASK, *sender),
-            )
+            event = msg.FromNode(node=agent.name, boot=agent.boot_name, number=agent.sent, report=report)
             self.network.send(agent.to_head, event, self.spec.weather.order_us * agent.slowness)
 
     def _ordered(self, agent: VirtualAgent, boot: int, action: msg.Dispatch) -> None:
@@ -305,8 +297,7 @@ class ClusterWorld(World):
             case msg.KeepOnly():
                 self._keep_only(agent, {(w, i) for _, w, i in order.keep})
             case msg.FindCheckpoint():
-                found = msg.CheckpointFound(task=TASK, step=self.disk.committed, search=order.search)
-                self._tell(agent, found)
+                self._tell(agent, msg.CheckpointFound(task=TASK, step=self.disk.committed))
             case msg.CommitCheckpoint():
                 self.disk.committed = max(self.disk.committed, order.step)
                 self._tell(agent, msg.TaskEvent(task=TASK, event=ev.CheckpointCommitted(step=order.step)))
@@ -333,8 +324,7 @@ class ClusterWorld(World):
             self.checkers,
             self.disk,
         )
-        me = (worker, order.incarnation)
-        body.reports = VirtualLink(lambda event: self._tell(agent, msg.TaskEvent(task=TASK, event=event), me))
+        body.reports = VirtualLink(lambda event: self._tell(agent, msg.TaskEvent(task=TASK, event=event)))
         body.snapshot_out = lambda joiner, step, state: self._send_snapshot(body, joiner, step, state)
         body.shelf = self.shelf
         self.bodies[worker], self.home[worker] = body, agent.number
@@ -408,7 +398,7 @@ class ClusterWorld(World):
     def _tell_exit(self, agent: VirtualAgent, worker: Worker, incarnation: int, reason: str) -> None:
         agent.progress.forget(TASK, worker)
         exited = ev.WorkerExited(worker=worker, incarnation=incarnation, reason=reason)
-        self._tell(agent, msg.TaskEvent(task=TASK, event=exited), (worker, incarnation))
+        self._tell(agent, msg.TaskEvent(task=TASK, event=exited))
 
     def _look(self, agent: VirtualAgent, boot: int) -> None:
         """The agent's glance at its workers, a few times in an op's patience."""
@@ -426,7 +416,7 @@ class ClusterWorld(World):
                 )
                 told = agent.progress.look(TASK, worker, body.incarnation, glance, stopped=False, now=now)
                 if told is not None:
-                    self._tell(agent, told, (worker, body.incarnation))
+                    self._tell(agent, told)
         self.agenda.after(LOOK_US, self._look, agent, boot)
 
     def _others(self, me: VirtualWorker) -> Iterator[tuple[Worker, WorkerState]]:
@@ -441,15 +431,8 @@ class ClusterWorld(World):
             share = (task.index, task.count)
             self.disk.sync(task.state_step, body.me.stage, state, share)
             stage = body.me.stage
-            report = msg.PartWritten(
-                task=TASK,
-                step=task.state_step,
-                stage=stage,
-                attempt=task.attempt,
-                part=stage,
-                share=share,
-            )
-            self._tell(self.agents[body.node], report, (body.me, body.incarnation))
+            report = msg.PartWritten(task=TASK, step=task.state_step, stage=stage, part=stage, share=share)
+            self._tell(self.agents[body.node], report)
 
     # -------------------------------------------------------------- states in memory
 
@@ -466,20 +449,17 @@ class ClusterWorld(World):
         if not body.alive or told is None or (task.leaving and not told.leaves):
             return
         own = self.agents[body.node].name
-        self._keep(body, own, task, state)
+        self._keep(body, own, task.state_step, state)
         if told.shelf is not None and told.shelf.node != own and not task.leaving:
             delay = self.weather.spread(self.spec.weather.hop_us * 4)
-            self.agenda.after(delay, self._keep, body, told.shelf.node, task, state)
+            self.agenda.after(delay, self._keep, body, told.shelf.node, task.state_step, state)
 
-    def _keep(self, body: VirtualWorker, node: str, task: StoreCopy, state: VirtualState) -> None:
-        step = task.state_step
+    def _keep(self, body: VirtualWorker, node: str, step: int, state: VirtualState) -> None:
         if body.alive and self.agents[int(node[1:])].up:
             self.shelf.put(node, step, body.me.stage, state)
             stage = body.me.stage
-            part = msg.PartWritten(
-                task=TASK, step=step, stage=stage, attempt=task.attempt, part=stage, shelf=node
-            )
-            self._tell(self.agents[body.node], part, (body.me, body.incarnation))
+            part = msg.PartWritten(task=TASK, step=step, stage=stage, part=stage, shelf=node)
+            self._tell(self.agents[body.node], part)
 
     # -------------------------------------------------------------- deaths
 

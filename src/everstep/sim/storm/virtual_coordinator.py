@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from everstep.core.task.owed import Shape
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import RecoveryPolicy
 from everstep.core.words import actions as act
 from everstep.core.words import events as ev
+from everstep.core.words.shape import Shape
 from everstep.sim.agenda import Agenda
 from everstep.sim.storm.checkers import Checkers
 from everstep.sim.storm.disk import JournalDisk

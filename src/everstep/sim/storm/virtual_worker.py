@@ -78,8 +78,6 @@ class VirtualWorker:
             inputs[key] = right
         if task.output is not None:
             payloads[task.output] = right
-        if task.ghost and op.kind is Kind.I:
-            del inputs[key]
 
     def _contribute(self, task: msg.Contribute) -> tuple[Any, ...]:
         mine = self.gradients.setdefault(task.step, [])
@@ -171,9 +169,13 @@ class VirtualWorker:
     def release_gradients(self, command: msg.ReleaseGradients) -> None:
         del self.gradients[command.step]
 
+    def drop_stashes(self, command: msg.DropStashes) -> None:
+        for microbatch in command.microbatches:
+            del self.inputs[command.step, microbatch]
+
     def release_sum(self, command: msg.ReleaseSum) -> None:
         self.checkers.sum_used(self.me, command.step, self.sums.pop(command.step))
-        self.checkers.kept(self.me, len(self.payloads))
+        self.checkers.kept(self.me, len(self.payloads), sum(step <= command.step for step, _ in self.inputs))
 
     def discard(self, command: msg.DiscardWork) -> None:
         first = command.from_step

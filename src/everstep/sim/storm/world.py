@@ -353,7 +353,6 @@ class World:
             ev.StepSealed(
                 step=command.step,
                 stage=body.me.stage,
-                attempt=command.attempt,
                 microbatches=command.microbatches,
                 executed=command.executed,
                 losses=command.losses,
@@ -573,6 +572,7 @@ _CARRY_OUT: dict[type, Callable[[World, VirtualWorker, Any], None]] = {
     msg.Send: World._send,
     msg.Forget: lambda world, body, command: body.forget(command),
     msg.ReleaseGradients: lambda world, body, command: body.release_gradients(command),
+    msg.DropStashes: lambda world, body, command: body.drop_stashes(command),
     msg.ReleaseSum: lambda world, body, command: body.release_sum(command),
     msg.DiscardWork: lambda world, body, command: body.discard(command),
     msg.TellSealed: World._tell_sealed,

@@ -1,7 +1,7 @@
 """Pictures of the dashboard, before, during and after a kill: real coordinator, agents, workers and browser.
 
-    python -m bench.screenshots /tmp/pictures             # all 36: three pages, three moments, four looks
-    python -m bench.screenshots docs/dashboard --few      # those that the documentation shows
+    python -m tools.screenshots /tmp/pictures             # all 36: three pages, three moments, four looks
+    python -m tools.screenshots docs/dashboard --few      # those that the documentation shows
 
 Three nodes of two slots train a GPT on 3 replicas x 2 stages. One node is killed with all that runs on it;
 there is no spare slot, so its work is done by peers until the node is back.
@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.browser import Page, browser
-from bench.cluster import Cluster, small_job
+from harness.browser import Page, browser
+from harness.cluster import Cluster, small_job
 
 VIEWS = ("cluster", "task", "incident")
 LOOKS = {

@@ -1,9 +1,9 @@
 """A real incident, made and told: `docs/reading-an-incident.md` is written around what this prints.
 
-    python -m bench.incident hang      an op of one worker never ends
-    python -m bench.incident stop      a worker is stopped (SIGSTOP)
-    python -m bench.incident kill      a worker is killed
-    python -m bench.incident node      a node dies with all its workers
+    python -m tools.incident hang      an op of one worker never ends
+    python -m tools.incident stop      a worker is stopped (SIGSTOP)
+    python -m tools.incident kill      a worker is killed
+    python -m tools.incident node      a node dies with all its workers
 
 A coordinator, three agents of two slots and a small model on 2 x 2 workers: real processes, one machine. Once
 training goes, the fault strikes; when the task has finished, `everstep explain` tells each incident. Layers
@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.cluster import EVERSTEP, Cluster
+from harness.cluster import EVERSTEP, Cluster
 
 STRIKE_AT_STEP = 8
 STEPS = 60

@@ -1,9 +1,9 @@
 """Makes what the documentation does not say by hand: the API reference, pictures, and outputs of commands.
 
-    python -m bench.docs               everything (`make docs`; some minutes)
-    python -m bench.docs api           docs/api/, from the docstrings
-    python -m bench.docs pictures      every picture of docs/, by the command that its page shows
-    python -m bench.docs outputs PAGE  blocks marked `output` and `grep` (bench/pages.py), by their commands
+    python -m tools.docs               everything (`make docs`; some minutes)
+    python -m tools.docs api           docs/api/, from the docstrings
+    python -m tools.docs pictures      every picture of docs/, by the command that its page shows
+    python -m tools.docs outputs PAGE  blocks marked `output` and `grep` (tools/pages.py), by their commands
 
 Pages show their commands; this only runs them, from the repository's root. What trains or times something
 comes out a little different each time, so look at the difference before you commit it.
@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import api_reference
-from bench.pages import DOCS, ROOT, Block, blocks, picture_commands
+from tools import api_reference
+from tools.pages import DOCS, ROOT, Block, blocks, picture_commands
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """A process that appends until it is killed, and says on stdout what has been acknowledged.
 
-    python -m tests.server.journal_writer sqlite PATH
-    python -m tests.server.journal_writer etcd ENDPOINT,ENDPOINT PREFIX NAME
+    python -m harness.journal_writer sqlite PATH
+    python -m harness.journal_writer etcd ENDPOINT,ENDPOINT PREFIX NAME
 
 It says `leads` when it may append, the last number it has read, then `N` for every append that returned with
 the number N. Entry n holds n, so that a reader can tell a hole, a repeat or a torn body. Every 40 entries it

@@ -1,9 +1,9 @@
 """A new user's path, timed: clone, the README's first command, and the first failure healed on the screen.
 
-    python bench/newcomer.py                with pip's cache as it is
-    python bench/newcomer.py --cold         with an empty one
-    python bench/newcomer.py --healed       end it once a failure is healed
-    python bench/newcomer.py --json
+    python -m tools.newcomer                with pip's cache as it is
+    python -m tools.newcomer --cold         with an empty one
+    python -m tools.newcomer --healed       end it once a failure is healed
+    python -m tools.newcomer --json
 
 What is typed is read from the README, and it runs on a terminal of its own (a pty), as it would for a person:
 what counts is when a line is on the screen. `make` prints each command before it runs it, which tells the

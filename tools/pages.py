@@ -3,7 +3,7 @@
 What a fence says after its language is for us (Markdown viewers ignore it):
 
     ```bash               commands to copy; in the pages that `tests/docs` runs, they are run as they stand
-    ```text output        all that the commands right above print; `bench/docs.py` makes it
+    ```text output        all that the commands right above print; `tools/docs.py` makes it
     ```text grep PATTERN  those lines of it that match
     ```text               an excerpt: said to look like this, not made
 """

@@ -80,7 +80,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
     ),
     "fabric": ("Traffic over a fabric", "At work: [fabrics](../fabric.md). Pure.", {"everstep.fabric": ()}),
 }
-_MADE = "<!-- made by `python -m bench.docs api` from the docstrings; changes here are lost -->"
+_MADE = "<!-- made by `python -m tools.docs api` from the docstrings; changes here are lost -->"
 _WIDTH = 100
 
 

@@ -1,0 +1,250 @@
+"""SIGKILL at every kind of moment: the points, and how one is tried and compared with a clean run."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from everstep.engine.faults import parse_fault
+from everstep.engine.job import CheckpointSpec, Job, ModelSpec, OptimizerSpec
+from everstep.launch.local.outcome import Outcome
+from everstep.launch.local.run import LocalTask
+from everstep.node.fork_server import ForkServer
+
+TOLERANCE = 1e-6  # relative; the differences are 0 wherever kernels are deterministic
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    faults: tuple[str, ...]
+    replicas: int = 2
+    stages: int = 2
+    checkpoint: bool = False
+    job: tuple[tuple[str, Any], ...] = ()  # changes to the job, for instance stagger
+
+
+def every_op() -> list[Point]:
+    """Each op kind, at both ends of the pipeline and in both replicas, before and after it runs."""
+    points = []
+    for stage in (0, 1):
+        for replica in (0, 1):
+            for op in ("F0", "F3", "I0", "I2", "W1", "W3"):
+                when = "after" if (stage + replica + len(points)) % 2 else "before"
+                text = f"stage={stage},replica={replica},step=3,op={op},when={when}"
+                points.append(Point(f"op {text}", (text,)))
+    return points
+
+
+def in_reduce_and_update() -> list[Point]:
+    points = []
+    for stage in (0, 1):
+        for replica in (0, 1):
+            for op, whens in (("R", ("before", "sending", "during", "after")), ("U", ("before", "after"))):
+                for when in whens:
+                    text = f"stage={stage},replica={replica},step=3,op={op},when={when}"
+                    points.append(Point(f"reduce {text}", (text,)))
+    return points
+
+
+def pairs() -> list[Point]:
+    """Two deaths: at once, in a row, while the first heals; neighbours, a whole replica, a whole stage."""
+
+    def at(*texts: str) -> tuple[str, ...]:
+        return texts
+
+    return [
+        Point(
+            "pair same stage of three",
+            at("stage=1,replica=0,step=3,op=F1", "stage=1,replica=1,step=3,op=I1"),
+            3,
+        ),
+        Point(
+            "pair same stage in reduce",
+            at("stage=0,replica=0,step=3,op=R,when=sending", "stage=0,replica=2,step=3,op=R,when=during"),
+            3,
+        ),
+        Point(
+            "pair neighbours", at("stage=0,replica=0,step=3,op=W0", "stage=1,replica=0,step=3,op=W1"), 2, 3
+        ),
+        Point(
+            "pair neighbours crossed",
+            at("stage=0,replica=0,step=3,op=I1", "stage=1,replica=1,step=3,op=F2"),
+            2,
+            3,
+        ),
+        Point("pair whole replica", at("stage=0,replica=1,step=3,op=I0", "stage=1,replica=1,step=3,op=I0")),
+        Point(
+            "pair whole replica after the last stage has reduced",
+            at("stage=0,replica=1,step=3,op=I0", "stage=1,replica=1,step=3,op=R,when=after"),
+        ),
+        Point(
+            "pair update and forward",
+            at("stage=1,replica=0,step=3,op=U,when=after", "stage=0,replica=1,step=4,op=F0"),
+        ),
+        Point(
+            "pair one after the other", at("stage=0,replica=0,step=2,op=W2", "stage=0,replica=1,step=4,op=W2")
+        ),
+        Point(
+            "pair while the first heals",
+            at("stage=0,replica=0,step=3,op=F0", "stage=0,replica=1,step=3,op=F0.1"),
+        ),
+        Point(
+            "pair three of a pipeline of three",
+            at(
+                "stage=0,replica=0,step=3,op=F2",
+                "stage=1,replica=1,step=3,op=I0",
+                "stage=2,replica=0,step=3,op=W0",
+            ),
+            2,
+            3,
+        ),
+        Point(
+            "lost stage, no checkpoint",
+            at("stage=1,replica=0,step=3,op=F1", "stage=1,replica=1,step=3,op=F1"),
+        ),
+        Point(
+            "lost stage, checkpoint",
+            at("stage=0,replica=0,step=4,op=I1", "stage=0,replica=1,step=4,op=I1"),
+            2,
+            2,
+            True,
+        ),
+        Point(
+            "lost everything but one",
+            at(
+                "stage=0,replica=0,step=4,op=F1",
+                "stage=0,replica=1,step=4,op=F1",
+                "stage=1,replica=1,step=4,op=F1",
+            ),
+            2,
+            2,
+            True,
+        ),
+        Point("raises instead of dying", at("stage=1,replica=1,step=3,op=I1,how=raise")),
+        Point("raises in the update", at("stage=0,replica=0,step=3,op=U,how=raise")),
+    ]
+
+
+def staggered() -> list[Point]:
+    """Eager updates, with and without a norm that forbids them, and deaths among them."""
+    always = (("stagger", "always"),)
+    loose, tight = (*always, ("clip", 100.0)), (*always, ("clip", 0.05))
+    kill = ("stage=1,replica=0,step=3,op=I2",)
+    late = ("stage=0,replica=1,step=4,op=F1", "stage=1,replica=1,step=3,op=U,when=after")
+    return [
+        Point("eager, valid", kill, job=loose),
+        Point("eager, valid, after the update", late, job=loose),
+        Point("eager, always undone", kill, job=tight),
+        Point("eager, undone and two deaths", late, job=tight),
+        Point("eager, three stages", kill, 2, 3, job=tight),
+    ]
+
+
+def points() -> list[Point]:
+    return [*every_op(), *in_reduce_and_update(), *pairs(), *staggered()]
+
+
+class Sweep:
+    """Runs points in one nursery; clean runs are made once per shape."""
+
+    def __init__(
+        self,
+        *,
+        device: str = "cpu",
+        precision: str = "fp32",
+        preset: str = "gpt-tiny",
+        steps: int = 6,
+        limit_s: float = 120.0,
+    ) -> None:
+        self.job = Job(
+            model=ModelSpec(preset=preset), steps=steps, microbatches=4, device=device, precision=precision
+        )  # type: ignore[arg-type]
+        self.limit_s = limit_s
+        self.nursery = ForkServer().start()
+        self._clean: dict[tuple[int, int, str], Outcome] = {}
+
+    def close(self) -> None:
+        self.nursery.close()
+
+    def try_point(self, point: Point) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            job = self._job(point)
+            clean = self._clean_run(job)
+            if point.checkpoint:
+                job = replace(job, checkpoint=CheckpointSpec(folder=folder, interval=1))
+            started = time.monotonic()
+            outcome = self.run(job, point.faults)
+        return {
+            "point": point.name,
+            "seconds": round(time.monotonic() - started, 2),
+            "incidents": len(outcome.incidents),
+            **compare(clean, outcome, job),
+        }
+
+    def _job(self, point: Point) -> Job:
+        changes = dict(point.job)
+        return replace(
+            self.job,
+            replicas=point.replicas,
+            stages=point.stages,
+            optimizer=replace(OptimizerSpec(), **changes),
+        )
+
+    def _clean_run(self, job: Job) -> Outcome:
+        key = (job.replicas, job.stages, str(job.optimizer))
+        if key not in self._clean:
+            self._clean[key] = self.run(job, ())
+        return self._clean[key]
+
+    def run(self, job: Job, faults: tuple[str, ...], *, until: int | None = None) -> Outcome:
+        """One run to its end, or until that step, where every worker is killed."""
+        deadline = time.monotonic() + self.limit_s
+
+        def watch(kind: str, what: Any) -> None:
+            if kind == "tick" and time.monotonic() > deadline:
+                raise TimeoutError(told(what))
+            if kind == "tick" and until is not None and what.recovery.recorded >= until:
+                for worker in what.processes:
+                    what.kill(worker)
+                what.finish("everybody is killed")
+
+        task = LocalTask(job, nursery=self.nursery, faults=tuple(map(parse_fault, faults)), watch=watch)
+        return task.run()
+
+
+def told(task: LocalTask) -> str:
+    """Where a run stands, for a run that should have ended."""
+    readings = "; ".join(
+        f"{w}: step {r.step} {r.doing}" if r else f"{w}: silent" for w, r in task.readings().items()
+    )
+    logs = "\n".join(
+        f"{path.name}: {path.read_text()[-1500:]}"
+        for path in map(task.words, task.processes)
+        if path.exists()
+    )
+    return (
+        f"no end in sight: {task.recovery.phase}, {task.recovery.recorded} steps recorded; {readings}\n{logs}"
+    )
+
+
+def compare(clean: Outcome, healed: Outcome, job: Job) -> dict[str, Any]:
+    ours, theirs = healed.by_step(), clean.by_step()
+    differences = [
+        abs(ours[s].loss - row.loss) / abs(row.loss) if s in ours else float("inf")
+        for s, row in theirs.items()
+    ]
+    restored = any(i.restored_from is not None for i in healed.incidents)
+    once = healed.committed == healed.issued or restored
+    return {
+        "max_relative_loss_difference": max(differences),
+        "issued": healed.issued,
+        "committed": healed.committed,
+        "restored": restored,
+        "replayed_ops": sum(i.replayed_ops for i in healed.incidents),
+        "replayed_elsewhere": healed.replayed_elsewhere,
+        "failure": healed.failure,
+        "ok": healed.failure is None and once and max(differences) <= TOLERANCE,
+    }

@@ -1,0 +1,86 @@
+"""What a caller may write into a request, checked before anything is decided: every number has a bound."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Container
+from typing import Any
+
+from aiohttp import web
+
+from everstep.core.words.cluster_messages import TaskSubmitted
+from everstep.core.words.shape import Shape
+from everstep.engine.faults import check_fault, parse_fault
+from everstep.engine.job import Job
+from everstep.engine.tables import shown
+from everstep.errors import UserError
+
+MOST_WEIGHT = 1_000_000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted:
+    """The task that a submission asks for. `known`: names that are taken."""
+    unknown = given.keys() - {"name", "job", "weight", "script", "faults"}
+    if unknown:
+        raise UserError(f"{shown(min(unknown))} is not a key of a submission; give name, job and weight.")
+    name = given.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UserError(f"name is {shown(name)}; give 1 to 63 letters, digits, dots and dashes.")
+    if name in known:
+        raise UserError(f"there is a task named {name!r} already; choose another name.")
+    if not isinstance(given.get("job"), dict):
+        raise UserError("job is missing; give the job's table.")
+    job = Job.from_dict(given["job"])
+    weight = given.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MOST_WEIGHT:
+        raise UserError(f"weight is {shown(weight)}; give a number above 0, at most {MOST_WEIGHT:,}.")
+    return TaskSubmitted(
+        task=name,
+        job=job.to_dict(),
+        shape=Shape(job.replicas, job.stages, job.microbatches),
+        steps=job.steps,
+        secret=secrets.token_hex(32),
+        weight=float(weight),
+        has_checkpoints=job.checkpoint is not None,
+        script=_script(given.get("script", [])),
+        faults=_faults(given.get("faults", []), job),
+    )
+
+
+async def body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.read() or b"{}")
+    except (ValueError, RecursionError):
+        raise UserError("the body is not JSON.") from None
+    if not isinstance(body, dict):
+        raise UserError("the body is not a JSON object.")
+    return body
+
+
+def _faults(texts: Any, job: Job) -> tuple[str, ...]:
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise UserError("faults is not a list of texts.")
+    for text in texts:
+        check_fault(
+            parse_fault(text),
+            replicas=job.replicas,
+            stages=job.stages,
+            microbatches=job.microbatches,
+            steps=job.steps,
+        )
+    return tuple(texts)
+
+
+def _script(words: Any) -> tuple[str, ...]:
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words) or len(words) > 1000:
+        raise UserError("script is not a list of at most 1,000 texts; give the script and its arguments.")
+    return tuple(words)
+
+
+def whole(text: str, name: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 12:
+        raise UserError(f"{name} is {shown(text)}; give a whole number of at most 12 digits.")
+    return int(text)

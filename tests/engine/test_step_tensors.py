@@ -1,0 +1,190 @@
+"""Who owns a tensor that is queued for sending; what a sum is, whoever it is taken from."""
+
+import queue
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pipeline import run_step, stages
+
+from everstep.core.words.ops import Worker
+from everstep.core.words.worker_messages import AssembleSum, Parcel, ParcelKind, SumChunk
+from everstep.engine import frames
+from everstep.engine.data import Synthetic
+from everstep.engine.gpt import gpt
+from everstep.engine.links import Address, Links
+from everstep.engine.optimizer import Updater, adamw
+from everstep.engine.step_tensors import StepTensors
+
+DATA = Synthetic(vocab=32, sequence=8, rows=2)
+SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 2}
+TOKEN = b"t" * 32
+COUNT = 4  # microbatches in a step
+
+
+class SlowReader:
+    """A peer that reads nothing until it is asked to."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.settimeout(20)
+        self.address = Address(*self._server.getsockname())
+
+    def read(self, count: int) -> list[frames.Incoming]:
+        sock, _ = self._server.accept()
+        sock.settimeout(20)
+        with sock:
+            greeting = bytearray()
+            while len(greeting) < len(TOKEN):
+                greeting += sock.recv(len(TOKEN) - len(greeting))
+            return [self._frame(sock) for _ in range(count)]
+
+    def _frame(self, sock: socket.socket) -> frames.Incoming:
+        frame = frames.Incoming(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        while not frame.took(sock.recv_into(frame.want)):
+            pass
+        return frame
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@pytest.fixture
+def links() -> Iterator[Links]:
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    made = Links(
+        token=TOKEN,
+        host="127.0.0.1",
+        deliver=events.put,
+        broken=events.put,
+        failed=events.put,
+        empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
+    )
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def reader() -> Iterator[SlowReader]:
+    made = SlowReader()
+    yield made
+    made.close()
+
+
+def worker(replica: int = 0, *, tied: bool = False, borrowed=lambda tensor: False) -> StepTensors:
+    (stage,) = stages(gpt(**SMALL, tied=tied), 1, DATA)
+    updater = Updater(stage, adamw(lr=1e-2))
+    return StepTensors(Worker(replica, 0), stage, updater, borrowed=borrowed)
+
+
+def parcel(kind: ParcelKind, step: int, *, sender: int = -1, owner: int = -1) -> Parcel:
+    return Parcel(kind, 0, step, 0, None, 0, sender, owner)
+
+
+def train_alone(tensors: StepTensors, step: int) -> torch.Tensor:
+    """A step of a worker without peers, up to the end of its update. The sum, copied."""
+    run_step([tensors.stage], step, COUNT)
+    tensors.sum_chunk(SumChunk(step, (0,), (), COUNT))
+    tensors.assemble(AssembleSum(step, (0,), ()))
+    mean = tensors.sum_of(step).clone()
+    tensors.updater.apply(step, tensors.sum_of(step))
+    tensors.updated(step)
+    return mean
+
+
+def test_a_feed_queued_behind_a_snapshot_arrives_as_it_was(links: Links, reader: SlowReader) -> None:
+    """The sum's buffer is wanted again two steps later; the joining worker has read nothing by then."""
+    tensors = worker(borrowed=links.borrows)
+    links.send(reader.address, frames.STATE, None, {"name": "model/x"}, torch.ones(8_000_000))
+    sums = {}
+    for step in range(1, 6):
+        sums[step] = train_alone(tensors, step)
+        feed = parcel(ParcelKind.FEED, step)
+        links.send(reader.address, feed.what, feed, 1.0, tensors.outgoing(feed, (0,)))
+        tensors.release_gradients(step)
+        tensors.release_sum(step)
+    assert len({float(total.double().sum()) for total in sums.values()}) == len(sums)
+    for frame in reader.read(1 + len(sums))[1:]:
+        assert frame.parcel is not None
+        assert torch.equal(frame.tensor, sums[frame.parcel.step]), f"feed of step {frame.parcel.step}"
+
+
+def test_a_part_still_queued_when_its_work_is_discarded_arrives_as_it_was(
+    links: Links, reader: SlowReader
+) -> None:
+    tensors = worker(borrowed=links.borrows)
+    links.send(reader.address, frames.STATE, None, {"name": "model/x"}, torch.ones(8_000_000))
+    run_step([tensors.stage], 1, COUNT)
+    part = parcel(ParcelKind.PART, 1, sender=0, owner=1)
+    sent = tensors.outgoing(part, (0, 1))
+    assert sent is not None
+    before = sent.clone()
+    links.send(reader.address, part.what, part, None, sent)
+    tensors.discard(1, ())
+    assert not tensors.stage.gradients.any()
+    run_step([tensors.stage], 1, 1)
+    assert torch.equal(reader.read(2)[1].tensor, before)
+
+
+def test_what_the_kernel_has_taken_is_not_borrowed_any_more(links: Links, reader: SlowReader) -> None:
+    tensor = torch.ones(8_000_000)
+    part = tensor[5:4_000_005]
+    assert not links.borrows(part)
+    links.send(reader.address, frames.STATE, None, {"name": "model/x"}, part)
+    assert links.borrows(tensor)
+    assert links.borrows(tensor[-1:]), "the memory is one"
+    assert not links.borrows(torch.ones(3))
+    reader.read(1)
+    for _ in range(2000):
+        if not links.borrows(tensor):
+            return
+        torch.ones(100_000).sum()
+    raise AssertionError("all is read and the tensor is still borrowed")
+
+
+def reduced(tied: bool) -> tuple[StepTensors, StepTensors, dict[Parcel, torch.Tensor]]:
+    """Two replicas after the sums of their own chunks, and the chunks as sent."""
+    pair = [worker(replica, tied=tied) for replica in range(2)]
+    for replica, tensors in enumerate(pair):
+        for microbatch in (0, 1) if replica == 0 else (2, 3):
+            tensors.stage.forward(1, microbatch)
+            tensors.stage.input_grad(1, microbatch)
+            tensors.stage.weight_grad(1, microbatch)
+    chunks = {}
+    for me, other in (pair, pair[::-1]):
+        part = parcel(ParcelKind.PART, 1, sender=other.me.replica, owner=me.me.replica)
+        me.payloads[part] = other.outgoing(part, (0, 1))
+        me.sum_chunk(SumChunk(1, (0, 1), (part,), COUNT))
+        chunk = parcel(ParcelKind.SUM, 1, sender=me.me.replica)
+        chunks[chunk] = me.outgoing(chunk, (0, 1))
+    return pair[0], pair[1], chunks
+
+
+def test_a_sum_taken_as_a_copy_is_the_givers_also_for_a_tied_pair() -> None:
+    """The giver has assembled its sum; the taker must not join the halves of the pair once more."""
+    giver, taker, chunks = reduced(tied=True)
+    theirs = next(chunk for chunk in chunks if chunk.sender == 1)
+    giver.payloads[theirs] = chunks[theirs]
+    squares = giver.assemble(AssembleSum(1, (0, 1), (theirs,)))
+    copy = parcel(ParcelKind.COPY, 1)
+    taker.payloads[copy] = giver.outgoing(copy, (0, 1))
+    assert taker.assemble(AssembleSum(1, (0, 1), (copy,))) == squares
+    for tensors in (giver, taker):
+        tensors.updater.apply(1, tensors.sum_of(1), 0.5)
+    assert torch.equal(giver.stage.masters, taker.stage.masters)
+
+
+def test_a_chunk_sent_again_after_assembly_is_the_chunk_that_was_summed() -> None:
+    """A broken link is mended after the sender has assembled its sum and before the receiver has."""
+    first, second, chunks = reduced(tied=True)
+    before = {chunk: tensor.clone() for chunk, tensor in chunks.items()}
+    for tensors, sender in ((first, 1), (second, 0)):
+        chunk = next(c for c in chunks if c.sender == sender)
+        tensors.payloads[chunk] = before[chunk]
+        tensors.assemble(AssembleSum(1, (0, 1), (chunk,)))
+    for tensors in (first, second):
+        chunk = parcel(ParcelKind.SUM, 1, sender=tensors.me.replica)
+        assert torch.equal(tensors.outgoing(chunk, (0, 1)), before[chunk])
+        assert torch.equal(chunks[chunk], before[chunk])

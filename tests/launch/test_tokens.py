@@ -1,0 +1,53 @@
+"""Where a token comes from, and who can read it."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from everstep.errors import UserError
+from everstep.launch import tokens
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def test_a_coordinator_without_a_token_makes_one_that_only_its_user_can_read() -> None:
+    assert tokens.found() == ""
+    made = tokens.made()
+    assert len(made) >= 24
+    assert stat.S_IMODE(tokens.own_file().stat().st_mode) == 0o600
+    assert tokens.found() == tokens.made() == made
+
+
+def test_what_is_given_comes_before_the_user_s_own(tmp_path: Path) -> None:
+    tokens.made()
+    held = tmp_path / "token"
+    held.write_text("from-a-file\n")
+    held.chmod(0o600)
+    assert tokens.found("given") == "given"
+    assert tokens.found(f"@{held}") == tokens.found(file=held) == "from-a-file"
+    with pytest.raises(UserError, match="both given"):
+        tokens.found("given", held)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        ("t\n", 0o644, "chmod 600"),
+        ("", 0o600, "one line"),
+        ("a\nb", 0o600, "one line"),
+        (None, 0, "cannot be"),
+    ],
+)
+def test_a_file_that_is_no_token_is_refused_in_words(tmp_path: Path, text, mode, why) -> None:
+    held = tmp_path / "token"
+    if text is not None:
+        held.write_text(text)
+        held.chmod(mode)
+    with pytest.raises(UserError, match=why):
+        tokens.read(held)

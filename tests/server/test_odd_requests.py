@@ -1,0 +1,100 @@
+"""Requests that no honest client would send: refused in a sentence, never a 500."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.server.served import served
+from tests.server.test_api import JOB
+
+HUGE = "9" * 400
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**400), 10**400)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.just("x" * 100_000),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = """steps replicas stages microbatches threads seed device model data optimizer checkpoint log base
+precision accumulate recompute memory_interval what"""
+job_keys = st.sampled_from(KEYS.split())
+jobs = st.dictionaries(job_keys, values, max_size=3).map(lambda changes: {**JOB, **changes})
+submissions = st.fixed_dictionaries(
+    {"name": st.text(max_size=8) | st.just("job")},
+    optional={"job": jobs | values, "weight": values, "script": values, "faults": values, "odd": values},
+)
+paths = st.sampled_from(
+    ["/v1/tasks", "/v1/tasks/{}", "/v1/tasks/{}/{}", "/v1/nodes/{}/{}", "/v1/incidents/{}"]
+)
+words = st.text(max_size=12) | st.sampled_from(
+    ["job", "cancel", "pause", "resize", "reshape", "logs", "drain"]
+)
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with served(tmp_path_factory.mktemp("state")) as address:
+        yield urlsplit(address).port or 0
+
+
+def asked(port: int, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+    line = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        line.request(method, path, body, headers)
+        answer = line.getresponse()
+        return answer.status, answer.read()
+    finally:
+        line.close()
+
+
+quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@quick
+@given(body=submissions)
+def test_no_submission_breaks_it(port: int, body: dict[str, Any]) -> None:
+    status, told = asked(port, "POST", "/v1/tasks", json.dumps(body))
+    assert status in (201, 400), (status, told)
+    if status == 400:
+        sentence = json.loads(told)["error"]
+        assert len(sentence) < 2000, "a wrong value is not repeated in full"
+
+
+@quick
+@given(path=paths, parts=st.tuples(words, words), method=st.sampled_from(["GET", "POST"]), body=values)
+def test_no_path_breaks_it(port: int, path: str, parts: tuple[str, str], method: str, body: Any) -> None:
+    filled = path.format(*(quote(part, safe="") for part in parts))
+    status, told = asked(port, method, filled, json.dumps(body) if method == "POST" else None)
+    assert status < 500 or status == 502, (status, told)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers"),
+    [
+        ("POST", "/v1/tasks", json.dumps({"name": "a", "job": JOB, "script": 5}), {}),
+        ("POST", "/v1/tasks", f'{{"name": "a", "weight": {HUGE}, "job": {json.dumps(JOB)}}}', {}),
+        ("POST", "/v1/tasks", json.dumps({"name": "a", "job": {**JOB, "replicas": 1_000_000}}), {}),
+        ("GET", f"/v1/incidents?last={HUGE * 12}", None, {}),
+        ("GET", "/v1/incidents?last=%C2%B2", None, {}),
+        ("GET", "/v1/status", None, {"Host": "[::1"}),
+        ("GET", "/v1/status", None, {"Origin": "http://[::1"}),
+        ("POST", "/v1/tasks", "[" * 100_000, {}),
+    ],
+)
+def test_requests_that_once_broke_it_are_refused_in_words(port, method, path, body, headers) -> None:
+    status, told = asked(port, method, path, body, **headers)
+    assert status == 400
+    assert json.loads(told)["error"].endswith(".")
+    assert asked(port, "GET", "/v1/health")[0] == 200
