@@ -1,8 +1,8 @@
 """Element types by their safetensors names, and arrays of raw elements.
 
 Bytes are moved, not numbers: an array here is of unsigned integers as wide as the element, so that bf16 and
-fp8, which numpy does not know, travel like all others. torch is imported where tensors are made or values
-looked at, and nowhere else: to convert, inspect or verify files nobody waits for it.
+fp8, which numpy does not know, travel like all others. torch is imported only where tensors are made or bf16
+and fp8 values are looked at: converting, inspecting and verifying files start without it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = NDArray[Any]
-_IN_TORCH = {
+IN_TORCH = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "C64": "complex64",
     "I64": "int64",
     "I32": "int32",
     "I16": "int16",
@@ -36,8 +39,8 @@ _IN_TORCH = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-_NAMES = {f"torch.{word}": name for name, word in _IN_TORCH.items()}
-_NUMPY = {name: np.dtype(word) for name, word in _IN_TORCH.items() if word in np.sctypeDict}
+_NAMES = {f"torch.{word}": name for name, word in IN_TORCH.items()}
+_NUMPY = {name: np.dtype(word) for name, word in IN_TORCH.items() if word in np.sctypeDict}
 _RAW: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("<u2"),
@@ -49,13 +52,26 @@ _RAW: dict[int, np.dtype[Any]] = {
 def in_torch(dtype: str) -> torch.dtype:
     import torch
 
-    found: torch.dtype = getattr(torch, _IN_TORCH[dtype])
+    found: torch.dtype = getattr(torch, IN_TORCH[dtype])
     return found
 
 
 def name_of(dtype: torch.dtype) -> str | None:
     """None: a checkpoint does not hold such elements."""
     return _NAMES.get(str(dtype))
+
+
+def is_trainable(dtype: str) -> bool:
+    """Only floating-point and complex parameters have gradients."""
+    return dtype[0] in "FBC" and dtype != "BOOL"
+
+
+def number(array: Array, dtype: str) -> int | float:
+    """The value of one raw element."""
+    if dtype in _NUMPY and not dtype.startswith("C"):
+        found: int | float = array.reshape(1).view(_NUMPY[dtype])[0].item()
+        return found
+    return float(tensor_of(array.reshape(1), dtype)[0])
 
 
 def scalar(value: float, dtype: str) -> Array:

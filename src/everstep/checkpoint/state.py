@@ -2,14 +2,18 @@
 
     model/<parameter>               the weights, as precise as the source has them (fp32 masters, if any)
     buffer/<name>                   what a model keeps besides parameters
-    optimizer/<parameter>/<key>     any optimizer's state, under its own key
+    optimizer/<parameter>/<key>     any optimizer's state, under its own key; <key>#int and the like: a number
+    extra/<name>                    any other tensor: of the client's state, of a scheduler
 
-`groups` are the optimizer's parameter groups, each with its names and its own numbers. What a format holds
-and another cannot is not dropped in silence: readers and writers add a sentence to `notes`.
+`groups` are the optimizer's parameter groups, each with its names and its own numbers. `meta` and the groups'
+numbers are encoded values (see `values`). What a reader could not take is named in `lost`; a conversion is
+refused for it, unless the user accepts that name. `notes` are sentences for the user.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +21,13 @@ import numpy as np
 
 from everstep.checkpoint import dtypes
 from everstep.checkpoint.dtypes import Array
-from everstep.checkpoint.stored import Held, Stored, num_bytes, read_range
-from everstep.layout.box import Box, Shape
+from everstep.checkpoint.stored import Held, Stored, num_bytes, read_all, read_range
+from everstep.checkpoint.values import Encoder, is_stored
 from everstep.layout.layout import ITEM_BYTES
 
 
 @dataclass(slots=True, kw_only=True)
-class State:
+class TrainingState:
     step: int = 0
     tensors: dict[str, Stored] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -31,6 +35,7 @@ class State:
     frozen: list[str] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
     def parameters(self) -> dict[str, Stored]:
         return {name[6:]: stored for name, stored in self.tensors.items() if name.startswith("model/")}
@@ -38,79 +43,61 @@ class State:
     def buffers(self) -> dict[str, Stored]:
         return {name[7:]: stored for name, stored in self.tensors.items() if name.startswith("buffer/")}
 
-    def optimizer(self, parameter: str) -> dict[str, Stored]:
-        """One parameter's optimizer state by key."""
-        prefix = f"optimizer/{parameter}/"
-        return {
-            name[len(prefix) :]: stored for name, stored in self.tensors.items() if name.startswith(prefix)
-        }
-
-    def optimizer_of_all(self) -> dict[str, dict[str, Stored]]:
-        found: dict[str, dict[str, Stored]] = {}
+    def optimizer(self) -> Mapping[str, dict[str, Stored]]:
+        """Every parameter's optimizer state by key; empty for a parameter that has none."""
+        found: defaultdict[str, dict[str, Stored]] = defaultdict(dict)
         for name, stored in self.tensors.items():
             if name.startswith("optimizer/"):
                 parameter, _, key = name[10:].rpartition("/")
-                found.setdefault(parameter, {})[key] = stored
+                found[parameter][key] = stored
         return found
+
+    def others(self) -> dict[str, Stored]:
+        """What is neither weight nor buffer nor optimizer state, by full name."""
+        kinds = ("model/", "buffer/", "optimizer/")
+        return {name: stored for name, stored in self.tensors.items() if not name.startswith(kinds)}
 
     def num_bytes(self) -> int:
         return sum(num_bytes(stored) for stored in self.tensors.values())
 
-
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """Ranges of stored tensors one after the other, and zeros: a rank's flat buffer.
-
-    `ranges`: (tensor or None for zeros, its first element, how many).
-    """
-
-    dtype: str
-    ranges: tuple[tuple[Stored | None, int, int], ...]
-
-    @property
-    def shape(self) -> Shape:
-        return (sum(count for _, _, count in self.ranges),)
-
-    def read(self, box: Box, out: Array) -> None:
-        at, low, high = 0, box.start[0], box.start[0] + box.size[0]
-        for stored, first, count in self.ranges:
-            begin, end = max(low, at), min(high, at + count)
-            if begin < end:
-                place = out[begin - low : end - low]
-                if stored is None:
-                    place[...] = 0
-                else:
-                    read_range(stored, first + begin - at, first + end - at, place)
-            at += count
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """The mean of tensors that should be one: Universal Checkpointing's params_to_average."""
-
-    sources: tuple[Stored, ...]
-
-    @property
-    def dtype(self) -> str:
-        return self.sources[0].dtype
-
-    @property
-    def shape(self) -> Shape:
-        return self.sources[0].shape
-
-    def read(self, box: Box, out: Array) -> None:
-        held: Array = np.empty(box.size, out.dtype)
-        import torch
-
-        total = torch.zeros(box.size, dtype=torch.float64)
-        for source in self.sources:
-            source.read(box, held)
-            total += dtypes.tensor_of(held, self.dtype).to(torch.float64)
-        out[...] = dtypes.array_of((total / len(self.sources)).to(dtypes.in_torch(self.dtype)))
+    def take(self, encoder: Encoder) -> None:
+        """What an encoder found besides JSON."""
+        self.lost += encoder.lost
+        self.tensors |= encoder.tensors
 
 
 def scalar(value: float, dtype: str = "F32") -> Held:
     return Held(dtype, dtypes.scalar(value, dtype))
+
+
+def number_of(stored: Stored) -> int | float:
+    return dtypes.number(read_all(stored), stored.dtype)
+
+
+_PYTHON: dict[str, tuple[type, str]] = {  # numbers of an optimizer that are no tensors: kind, type, dtype
+    "bool": (bool, "BOOL"),
+    "int": (int, "I64"),
+    "float": (float, "F64"),
+    "none": (type(None), "U8"),
+}
+
+
+def keyed_value(key: str, value: Any) -> tuple[str, Stored] | None:
+    """An optimizer's value with the key that says what it was; None if it is neither tensor nor number."""
+    if is_stored(value):
+        return key, value
+    for kind, (python, dtype) in _PYTHON.items():
+        if type(value) is python:
+            return f"{key}#{kind}", scalar(value or 0, dtype)
+    return None
+
+
+def value_of_key(name: str, stored: Stored) -> Any:
+    """The other way round: the tensor, or the number it stands for."""
+    kind = name.rpartition("/")[2].partition("#")[2]
+    if kind not in _PYTHON:
+        return stored
+    return None if kind == "none" else _PYTHON[kind][0](number_of(stored))
 
 
 def equal(a: Stored, b: Stored, block_bytes: int = 4 << 20) -> bool:
@@ -128,25 +115,3 @@ def equal(a: Stored, b: Stored, block_bytes: int = 4 << 20) -> bool:
         if not np.array_equal(x, y):
             return False
     return True
-
-
-def plain(value: Any, lost: list[str], where: str = "") -> Any:
-    """A value as JSON has it; what JSON cannot hold is named in `lost`."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else repr(value)
-    if isinstance(value, dict):
-        return {str(key): plain(item, lost, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item, lost, f"{where}[{i}]") for i, item in enumerate(value)]
-    if hasattr(value, "as_table"):
-        return {key: plain(item, lost, f"{where}.{key}") for key, item in value.as_table().items()}
-    lost.append(where.lstrip("."))
-    return None
-
-
-def number_of(stored: Stored) -> float:
-    out: Array = np.empty((), dtypes.raw(stored.dtype))
-    stored.read(Box((), ()), out)
-    return float(dtypes.tensor_of(out.reshape(1), stored.dtype)[0])

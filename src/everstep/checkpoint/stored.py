@@ -4,8 +4,7 @@
 
     Held      in memory
     Pieces    strided boxes of files: every format on disk is a layout whose holders are files
-    Woven     boxes of other stored tensors: fused, split, stacked, transposed
-    Cast      another type, converted block by block
+    Woven, Cast, Flat, Mean     made of other stored tensors, see `woven`
 
 Reading is bounded: a strided box is fetched in bands of at most BAND_BYTES, whatever its size.
 """
@@ -97,64 +96,6 @@ class Pieces:
             _fetch(piece, at, shared.size, out[shared.moved(corner).slices()], ITEM_BYTES[self.dtype])
         if left > 0:
             raise OSError(f"{left} elements of a tensor are in no file")
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """`box` of the new tensor is a box of `source` from `start` on; dimension i is source's axes[i]."""
-
-    box: Box
-    source: Stored
-    start: Shape
-    axes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Woven:
-    dtype: str
-    shape: Shape
-    blocks: tuple[Block, ...]
-
-    def read(self, box: Box, out: Array) -> None:
-        for block in self.blocks:
-            shared = box.meet(block.box)
-            if shared is not None:
-                place = shared.moved([-a for a in box.start]).slices()
-                _weave(block, shared, out[place])
-
-
-def _weave(block: Block, shared: Box, out: Array) -> None:
-    start, size = list(block.start), [1] * len(block.start)
-    for i, axis in enumerate(block.axes):
-        start[axis] += shared.start[i] - block.box.start[i]
-        size[axis] = shared.size[i]
-    source = Box(tuple(start), tuple(size))
-    if list(block.axes) == sorted(block.axes) and out.flags.c_contiguous:
-        block.source.read(source, out.reshape(source.size))
-        return
-    held: Array = np.empty(source.size, out.dtype)
-    block.source.read(source, held)
-    rest = [axis for axis in range(len(size)) if axis not in block.axes]
-    out[...] = held.transpose([*block.axes, *rest]).reshape(shared.size)
-
-
-@dataclass(frozen=True, slots=True)
-class Cast:
-    source: Stored
-    dtype: str
-
-    @property
-    def shape(self) -> Shape:
-        return self.source.shape
-
-    def read(self, box: Box, out: Array) -> None:
-        held: Array = np.empty(box.size, dtypes.raw(self.source.dtype))
-        self.source.read(box, held)
-        out[...] = dtypes.cast(held, self.source.dtype, self.dtype)
-
-
-def as_dtype(stored: Stored, dtype: str) -> Stored:
-    return stored if stored.dtype == dtype else Cast(stored, dtype)
 
 
 def contiguous(dtype: str, shape: Sequence[int], file: RangeFile, offset: int) -> Pieces:

@@ -7,7 +7,7 @@
 ZeRO-1/2 lays a group's parameters one after the other, pads the end and cuts it into equal ranges; where a
 parameter's fragment lies in a rank's range is in `param_slice_mappings`, and where in the parameter follows
 by counting over the ranks. ZeRO-3 cuts every parameter alone. Nothing is loaded: fragments become pieces of
-files. Deepspeed is not needed.
+files. DeepSpeed need not be installed.
 """
 
 from __future__ import annotations
@@ -19,25 +19,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint.formats import pickles
-from everstep.checkpoint.formats.shards import Rules
-from everstep.checkpoint.state import State, plain, scalar
+from everstep.checkpoint.formats import deepspeed_meta, deepspeed_write, pickles
+from everstep.checkpoint.formats.format import Format, Reading
+from everstep.checkpoint.formats.shards import ShardRules
+from everstep.checkpoint.state import TrainingState, keyed_value
 from everstep.checkpoint.stored import FilePiece, Pieces, Stored
+from everstep.checkpoint.values import Encoder
 from everstep.errors import UserError
 from everstep.layout.box import Shape, flat_range, offset_of, row_major
 from everstep.layout.layout import ITEM_BYTES
-from everstep.layout.patterns import Patterns
 
 OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-ENGINE_KEYS = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
-    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config",
-    "ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts",
-    "everstep",
-}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -50,36 +44,58 @@ class _Local:
     frozen: dict[str, Stored] = field(default_factory=dict)
     buffers: dict[str, Stored] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    encoder: Encoder = field(default_factory=Encoder)
 
 
 def folder_of(path: Path) -> Path | None:
-    """The tag's folder, for it or for the folder with `latest`; None if this is no DeepSpeed checkpoint."""
+    """The tag's folder, for it or for the folder with `latest`; None if this is not a DeepSpeed checkpoint."""
     if (path / "latest").is_file():
         tag = (path / "latest").read_text(encoding="utf-8").strip()
         if "/" in tag or tag in ("", ".", ".."):
-            raise UserError(f"{path / 'latest'} names {tag!r}, which is no folder here.")
+            raise UserError(f"{path / 'latest'} names {tag!r}, which is not a folder here.")
         path = path / tag
     return path if path.is_dir() and any(OPTIM.fullmatch(p.name) for p in path.iterdir()) else None
 
 
-def read(path: Path, patterns: Patterns | None = None, vocab: int | None = None) -> State:
-    folder = folder_of(path)
+def read(path: str | Path, reading: Reading) -> TrainingState:
+    folder = folder_of(Path(path))
     if folder is None:
-        raise UserError(f"{path} holds no *_optim_states.pt; is it the folder of a DeepSpeed checkpoint?")
+        raise UserError(f"{path} has no *_optim_states.pt; give the folder of a DeepSpeed checkpoint.")
     optims, models, layers = _files(folder)
-    first = pickles.load(models[min(models)])
+    ranks = [pickles.load(models[key]) for key in sorted(models)]
+    first = ranks[0]
     tp = int((first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree") or 1)
-    ranks = sorted({mp for mp, _ in optims})
-    stage = _stage(pickles.load(optims[min(optims)]))
-    locals_ = [_local(stage, mp, optims, models) for mp in ranks]
+    optim = pickles.load(optims[min(optims)])["optimizer_state_dict"]
+    stage = _stage(optim)
+    locals_ = [_local(stage, mp, optims, models) for mp in sorted({mp for mp, _ in optims})]
     if layers:
         _add_layers(locals_, layers, tp)
-    rules = Rules(patterns, _info(first), vocab)
-    state = State(step=int(first.get("global_steps") or 0))
+    rules = ShardRules(reading.patterns, _info(first), reading.vocab)
+    state = TrainingState(step=int(first.get("global_steps") or 0))
+    deepspeed_meta.take(state, ranks, optim)
     _join(state, locals_, tp, rules)
-    precision = "bf16" if any(name.name.startswith("bf16_") for name in optims.values()) else None
-    _tell(state, first, stage, precision or _precision(first))
+    state.groups = with_empty(state, (first.get("everstep") or {}).get("groups"))
+    bf16 = any(name.name.startswith("bf16_") for name in optims.values())
+    state.meta |= {"format": f"deepspeed zero-{stage}", "precision": "bf16" if bf16 else _precision(first)}
     return state
+
+
+def with_empty(state: TrainingState, written: Any) -> list[dict[str, Any]]:
+    """Groups as we wrote them: DeepSpeed has no place for parameters without elements in them."""
+    found = [list(group["params"]) for group in state.groups]
+    if not isinstance(written, list):
+        return state.groups
+    named = [[n for n in group["params"] if n not in state.frozen] for group in written]
+    if [names for names in named if names] != [names for names in found if names]:
+        return state.groups
+    known = {tuple(group["params"]): group for group in state.groups}
+    groups = [
+        {**known.get(tuple(names), group), "params": group["params"]}
+        for names, group in zip(named, written, strict=True)
+    ]
+    inside = {name for group in groups for name in group["params"]}
+    state.frozen = [name for name in state.frozen if name not in inside]
+    return groups
 
 
 def _files(folder: Path) -> tuple[dict[tuple[int, int], Path], dict[tuple[int, int], Path], list[Path]]:
@@ -104,26 +120,33 @@ def _files(folder: Path) -> tuple[dict[tuple[int, int], Path], dict[tuple[int, i
 
 
 def _stage(optim: Any) -> int:
-    told = optim["optimizer_state_dict"]["zero_stage"]
-    return int(told if isinstance(told, int) else told.__dict__["args"][0])
+    stage = optim["zero_stage"]
+    return int(stage if isinstance(stage, int) else stage.__dict__["args"][0])
 
 
 def _local(
     stage: int, mp: int, optims: dict[tuple[int, int], Path], models: dict[tuple[int, int], Path]
 ) -> _Local:
     parts = [pickles.load(optims[key])["optimizer_state_dict"] for key in sorted(optims) if key[0] == mp]
-    told = [pickles.load(models[key]) for key in sorted(models) if key[0] == mp]
-    found = _Local()
-    shapes = {name: tuple(s) for group in told[0]["param_shapes"] or [] for name, s in group.items()}
+    ranks = [pickles.load(models[key]) for key in sorted(models) if key[0] == mp]
+    first, found = ranks[0], _Local()
+    shapes = {name: tuple(s) for group in first["param_shapes"] or [] for name, s in group.items()}
+    for name in first.get("buffer_names") or []:
+        _add_tensor(found, found.buffers, name, first["module"][name])
+    found.tied = dict(first.get("shared_params") or {})
     if stage == 3:
-        _read_three(found, parts, told, shapes)
+        _read_three(found, parts, ranks, shapes)
     else:
         _read_one(found, parts, shapes)
-        _read_module(found, told[0])
-    for name in told[0].get("buffer_names") or []:
-        found.buffers[name] = told[0]["module"][name]
-    found.tied = dict(told[0].get("shared_params") or {})
+        _read_module(found, first)
     return found
+
+
+def _add_tensor(found: _Local, into: dict[str, Stored], name: str, value: Any) -> None:
+    if isinstance(value, Pieces):
+        into[name] = value
+    elif value is not None:
+        found.encoder.lost.append(f"module.{name}")
 
 
 # ZeRO-1 and 2.
@@ -132,60 +155,57 @@ def _local(
 def _read_one(found: _Local, parts: Sequence[Any], shapes: dict[str, Shape]) -> None:
     for g in range(len(parts[0]["single_partition_of_fp32_groups"])):
         names: dict[str, int] = {}
-        weights: dict[str, list[FilePiece]] = {}
-        states: dict[str, dict[str, list[FilePiece]]] = {}
+        weights: dict[str, _Fragments] = {}
+        states: dict[str, dict[str, _Fragments]] = {}
         scalars: dict[str, Stored] = {}
         for part in parts:
             flat = part["single_partition_of_fp32_groups"][g]
-            mine = _group_state(part["base_optimizer_state"], g)
-            scalars |= _scalars(mine)
+            mine = _group_state(part, g)
+            scalars |= _scalars(found, mine, flat, g)
             fragments = part["param_slice_mappings"][g].items()
             for name, place in sorted(fragments, key=lambda item: item[1].get("start")):
                 start, count = place.get("start"), place.get("numel")
                 done = names.get(name, 0)
                 shape = _shape(shapes, name)
-                weights.setdefault(name, []).extend(_ranged(shape, done, flat, start, count))
+                _add(weights, name, shape, done, flat, start, count)
                 for key, tensor in mine.items():
                     if _is_flat(tensor, flat):
-                        pieces = states.setdefault(name, {}).setdefault(key, [])
-                        pieces.extend(_ranged(shape, done, tensor, start, count))
+                        _add(states.setdefault(name, {}), key, shape, done, tensor, start, count)
                 names[name] = done + count
         _collect(found, shapes, names, weights, states, scalars)
         base = parts[0]["base_optimizer_state"]
         numbers = base["param_groups"][g] if isinstance(base, dict) else {}
-        found.groups.append(_group(names, numbers))
+        found.groups.append(_group(found, names, numbers, g))
 
 
-def _group_state(base: Any, g: int) -> dict[str, Any]:
-    if isinstance(base, list):  # an elastic checkpoint: a lean state for each group
-        return dict(base[g])
+def _group_state(part: Any, g: int) -> dict[str, Any]:
+    base = part["base_optimizer_state"]
+    if isinstance(base, list):  # an elastic checkpoint: a lean state for each group, one count of steps
+        step = part.get("base_optimizer_state_step")
+        return {**base[g], **({} if step is None else {"step": step})}
     return dict(base["state"].get(base["param_groups"][g]["params"][0], {}))
 
 
-def _read_module(found: _Local, told: Any) -> None:
-    buffers = set(told.get("buffer_names") or [])
-    for name, tensor in (told["module"] or {}).items():
-        if (
-            name not in found.weights
-            and name not in buffers
-            and name not in (told.get("shared_params") or {})
-        ):
-            found.frozen[name] = tensor
+def _read_module(found: _Local, first: Any) -> None:
+    known = {*found.weights, *found.buffers, *found.tied}
+    for name, tensor in (first["module"] or {}).items():
+        if name not in known:
+            _add_tensor(found, found.frozen, name, tensor)
 
 
 # ZeRO-3.
 
 
-def _read_three(found: _Local, parts: Sequence[Any], told: Sequence[Any], shapes: dict[str, Shape]) -> None:
+def _read_three(found: _Local, parts: Sequence[Any], ranks: Sequence[Any], shapes: dict[str, Shape]) -> None:
     world = len(parts)
     numbers = parts[0]["optimizer_state_dict"]["param_groups"]
-    for group in numbers:
-        found.groups.append(_group({}, group))
-    for sub, table in enumerate(told[0]["param_shapes"]):
+    for g, group in enumerate(numbers):
+        found.groups.append(_group(found, {}, group, g))
+    for sub, table in enumerate(ranks[0]["param_shapes"]):
         at = 0
         names: dict[str, int] = {}
-        weights: dict[str, list[FilePiece]] = {}
-        states: dict[str, dict[str, list[FilePiece]]] = {}
+        weights: dict[str, _Fragments] = {}
+        states: dict[str, dict[str, _Fragments]] = {}
         scalars: dict[str, Stored] = {}
         for name in table:
             shape = _shape(shapes, name)
@@ -193,57 +213,73 @@ def _read_three(found: _Local, parts: Sequence[Any], told: Sequence[Any], shapes
             for rank, part in enumerate(parts):
                 flat = part["fp32_flat_groups"][sub]
                 mine = dict(part["optimizer_state_dict"]["state"].get(sub, {}))
-                scalars |= _scalars(mine)
+                scalars |= _scalars(found, mine, flat, sub)
                 count = max(0, min(each, prod(shape) - rank * each))
-                weights.setdefault(name, []).extend(_ranged(shape, rank * each, flat, at, count))
+                _add(weights, name, shape, rank * each, flat, at, count)
                 for key, tensor in mine.items():
                     if _is_flat(tensor, flat):
-                        pieces = states.setdefault(name, {}).setdefault(key, [])
-                        pieces.extend(_ranged(shape, rank * each, tensor, at, count))
+                        _add(states.setdefault(name, {}), key, shape, rank * each, tensor, at, count)
             names[name] = prod(shape)
             at += each
         _collect(found, shapes, names, weights, states, scalars)
         owner = next((g for g, group in enumerate(numbers) if sub in group["params"]), 0)
         found.groups[owner]["params"] += list(names)
-    found.frozen |= frozen_of(told)
+    found.frozen |= frozen_of(ranks)
 
 
-def frozen_of(told: Sequence[Any]) -> dict[str, Stored]:
+def frozen_of(ranks: Sequence[Any]) -> dict[str, Stored]:
     """The frozen parameters, each cut over the ranks' model states."""
     found: dict[str, Stored] = {}
-    for name, size in (told[0].get("frozen_param_shapes") or {}).items():
+    for name, size in (ranks[0].get("frozen_param_shapes") or {}).items():
         shape = tuple(size)
-        each = -(-prod(shape) // len(told))
+        each = -(-prod(shape) // len(ranks))
         pieces = []
-        for rank, one in enumerate(told):
+        for rank, one in enumerate(ranks):
             tensor = one["frozen_param_fragments"][name]
             count = max(0, min(each, prod(shape) - rank * each))
             pieces += _ranged(shape, rank * each, tensor, 0, count)
-        found[name] = Pieces(told[0]["frozen_param_fragments"][name].dtype, shape, tuple(pieces))
+        found[name] = Pieces(ranks[0]["frozen_param_fragments"][name].dtype, shape, tuple(pieces))
     return found
 
 
 # Both.
 
 
+@dataclass(slots=True)
+class _Fragments:
+    """One tensor's elements as they are gathered from the ranks' flat buffers."""
+
+    dtype: str
+    pieces: list[FilePiece] = field(default_factory=list)
+
+
+def _add(table: dict[str, _Fragments], key: str, shape: Shape, at: int, flat: Pieces, start: int, count: int) -> None:
+    one = table.setdefault(key, _Fragments(flat.dtype))
+    if one.dtype != flat.dtype:
+        raise UserError(f"{flat.pieces[0].file}: {key} is of {flat.dtype} here and of {one.dtype} in other ranks.")
+    one.pieces.extend(_ranged(shape, at, flat, start, count))
+
+
 def _collect(
     found: _Local,
     shapes: dict[str, Shape],
     names: Iterable[str],
-    weights: dict[str, list[FilePiece]],
-    states: dict[str, dict[str, list[FilePiece]]],
+    weights: dict[str, _Fragments],
+    states: dict[str, dict[str, _Fragments]],
     scalars: dict[str, Stored],
 ) -> None:
     for name in names:
-        found.weights[name] = Pieces("F32", shapes[name], tuple(weights[name]))
+        found.weights[name] = Pieces(weights[name].dtype, shapes[name], tuple(weights[name].pieces))
         found.states[name] = {
             **scalars,
-            **{key: Pieces("F32", shapes[name], tuple(p)) for key, p in states.get(name, {}).items()},
+            **{key: Pieces(p.dtype, shapes[name], tuple(p.pieces)) for key, p in states.get(name, {}).items()},
         }
 
 
 def _ranged(shape: Shape, position: int, flat: Pieces, start: int, count: int) -> list[FilePiece]:
     """Elements position.. of a parameter, which are elements start.. of a flat tensor in a file."""
+    if count == 0:  # a rank beyond the end of a small parameter; its position means nothing
+        return []
     (piece,) = flat.pieces
     if start < 0 or start + count > flat.shape[0] or position + count > prod(shape):
         raise UserError(f"{piece.file}: a fragment lies outside its partition; the checkpoint is damaged.")
@@ -260,24 +296,22 @@ def _is_flat(value: Any, like: Pieces) -> bool:
     return isinstance(value, Pieces) and len(value.shape) == 1 and value.shape[0] >= like.shape[0]
 
 
-def _scalars(state: dict[str, Any]) -> dict[str, Stored]:
+def _scalars(found: _Local, state: dict[str, Any], flat: Pieces, group: int) -> dict[str, Stored]:
     """What all parameters of a group share: the count of steps, mostly."""
-    found: dict[str, Stored] = {}
+    shared: dict[str, Stored] = {}
     for key, value in state.items():
-        if isinstance(value, Pieces) and not value.shape:
-            found[key] = value
-        elif isinstance(value, bool):
+        if _is_flat(value, flat):
             continue
-        elif isinstance(value, int):
-            found[f"{key}#int"] = scalar(value, "I64")
-        elif isinstance(value, float):
-            found[f"{key}#float"] = scalar(value, "F64")
-    return found
+        one = keyed_value(key, value)
+        if one is not None and not one[1].shape:
+            shared[one[0]] = one[1]
+        elif f"optimizer state {key} of group {group}" not in found.encoder.lost:
+            found.encoder.lost.append(f"optimizer state {key} of group {group}")
+    return shared
 
 
-def _group(names: Iterable[str], numbers: dict[str, Any]) -> dict[str, Any]:
-    lost: list[str] = []
-    rest = {key: plain(value, lost) for key, value in numbers.items() if key != "params"}
+def _group(found: _Local, names: Iterable[str], numbers: dict[str, Any], g: int) -> dict[str, Any]:
+    rest = {k: found.encoder.encode(v, f"groups.{g}.{k}") for k, v in numbers.items() if k != "params"}
     return {"params": list(names), **rest}
 
 
@@ -304,7 +338,7 @@ def _add_layers(locals_: list[_Local], layers: Sequence[Path], tp: int) -> None:
                 owners[0].frozen.setdefault(full, tensor)
 
 
-def _join(state: State, locals_: Sequence[_Local], tp: int, rules: Rules) -> None:
+def _join(state: TrainingState, locals_: Sequence[_Local], tp: int, rules: ShardRules) -> None:
     """Stages one after the other; within a stage, the tensor-parallel shards of a name made whole."""
     for first in range(0, len(locals_), tp):
         shards = locals_[first : first + tp]
@@ -323,6 +357,7 @@ def _join(state: State, locals_: Sequence[_Local], tp: int, rules: Rules) -> Non
         for name, tensor in shards[0].buffers.items():
             state.tensors[f"buffer/{name}"] = tensor
         state.tied |= shards[0].tied
+        state.take(shards[0].encoder)
         for g, group in enumerate(shards[0].groups):
             if g < len(state.groups):
                 known = set(state.groups[g]["params"])
@@ -332,23 +367,21 @@ def _join(state: State, locals_: Sequence[_Local], tp: int, rules: Rules) -> Non
 
 
 def _precision(first: Any) -> str:
-    kinds = {t.dtype for t in (first["module"] or {}).values() if isinstance(t, Pieces)}
-    return {"BF16": "bf16", "F16": "fp16"}.get(next(iter(kinds), "F32"), "fp32")
+    """Of the working weights: what most trained parameters are kept in."""
+    trained = {name for group in first["param_shapes"] or [] for name in group}
+    module = first["module"] or {}
+    kinds = [module[name].dtype for name in module if name in trained and isinstance(module[name], Pieces)]
+    most = max(sorted(set(kinds)), key=kinds.count, default="F32")
+    return {"BF16": "bf16", "F16": "fp16"}.get(most, "fp32")
 
 
-def _tell(state: State, first: Any, stage: int, precision: str) -> None:
-    lost: list[str] = []
-    client = {key: value for key, value in first.items() if key not in ENGINE_KEYS}
-    state.meta = {
-        **(first.get("everstep") or {}),
-        "format": f"deepspeed zero-{stage}",
-        "precision": precision,
-        "client": plain(client, lost, "client"),
-        "scheduler": plain(first.get("lr_scheduler"), lost, "lr_scheduler"),
-        "data": {
-            "global_samples": plain(first.get("global_samples"), lost, "global_samples"),
-            "skipped_steps": plain(first.get("skipped_steps"), lost, "skipped_steps"),
-        },
-        "deepspeed_version": str(first.get("ds_version")),
-    }
-    state.notes += [f"{name} is no plain value and is left out" for name in lost]
+FORMAT = Format(
+    name="deepspeed",
+    title="DeepSpeed ZeRO-1, 2, 3",
+    reads="yes, also TP (patterns or `universal_checkpoint_info`) and PP",
+    writes="yes, any stage and world; TP = PP = 1",
+    optimizer="any optimizer's",
+    detects=lambda path: folder_of(path) is not None,
+    read=read,
+    write=deepspeed_write.write,
+)

@@ -17,11 +17,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint.formats import deepspeed_write, pickles, torchfile
-from everstep.checkpoint.formats.deepspeed import ENGINE_KEYS, frozen_of
+from everstep.checkpoint.formats import deepspeed_meta, deepspeed_write, pickles, torchfile
+from everstep.checkpoint.formats.deepspeed import frozen_of, with_empty
+from everstep.checkpoint.formats.deepspeed_write import FlatGroup
+from everstep.checkpoint.formats.format import Format, Reading, Target
 from everstep.checkpoint.parts import Progress
-from everstep.checkpoint.state import State, plain, scalar
-from everstep.checkpoint.stored import FilePiece, Pieces, Stored, as_dtype
+from everstep.checkpoint.state import TrainingState, keyed_value, value_of_key
+from everstep.checkpoint.stored import FilePiece, Pieces, Stored
+from everstep.checkpoint.values import Encoder
 from everstep.errors import UserError
 from everstep.layout.box import row_major, whole
 
@@ -36,56 +39,80 @@ def folder_of(path: Path) -> Path:
     if (path / "latest_universal").is_file():
         tag = (path / "latest_universal").read_text(encoding="utf-8").strip()
         if "/" in tag or tag in ("", ".", ".."):
-            raise UserError(f"{path / 'latest_universal'} names {tag!r}, which is no folder here.")
+            raise UserError(f"{path / 'latest_universal'} names {tag!r}, which is not a folder here.")
         return path / tag
     return path
 
 
-def read(path: Path) -> State:
-    folder = folder_of(path)
-    told = pickles.load(_model_file(folder))
-    shapes = {name: tuple(s) for group in told["param_shapes"] or [] for name, s in group.items()}
-    shapes |= {name: tuple(s) for name, s in (told.get("frozen_param_shapes") or {}).items()}
-    state = State(step=int(told.get("global_steps") or 0))
+def read(path: str | Path, reading: Reading) -> TrainingState:
+    folder = folder_of(Path(path))
+    first = pickles.load(_model_file(folder))
+    names = [list(group) for group in first["param_shapes"] or []]
+    shapes = {name: tuple(s) for group in first["param_shapes"] or [] for name, s in group.items()}
+    shapes |= {name: tuple(s) for name, s in (first.get("frozen_param_shapes") or {}).items()}
+    state = TrainingState(step=int(first.get("global_steps") or 0))
+    encoder = Encoder()
     for home in sorted(p for p in (folder / "zero").iterdir() if p.is_dir()):
         for file in sorted(home.glob("*.pt")):
-            _take(state, home.name, file.stem, pickles.load(file), shapes)
+            _take(state, encoder, home.name, file.stem, pickles.load(file), shapes)
     optimizer = pickles.load(folder / "zero" / "optimizer_state.pt")
     held = optimizer.get("optimizer_state_dict") or {}
     groups = optimizer.get("param_groups") or held.get("param_groups") or []
-    lost: list[str] = []
-    names = [list(group) for group in told["param_shapes"] or []]
-    for group, mine in zip(groups, names, strict=False):
-        numbers = {k: plain(v, lost, k) for k, v in group.items() if k != "params"}
+    for g, (group, mine) in enumerate(zip(groups, _names(groups, names), strict=False)):
+        numbers = {k: encoder.encode(v, f"groups.{g}.{k}") for k, v in group.items() if k != "params"}
         state.groups.append({"params": mine, **numbers})
+    deepspeed_meta.take(state, [first], optimizer)
+    state.take(encoder)
+    _add_module(state, first)
     _add_frozen(state, folder)
-    state.frozen = [name for name in state.parameters() if not any(name in mine for mine in names)]
+    trained = {name for mine in names for name in mine}
+    state.frozen = [name for name in state.parameters() if name not in trained]
+    state.groups = with_empty(state, (first.get("everstep") or {}).get("groups"))
     _add_steps(state, held)
-    client = {key: value for key, value in told.items() if key not in ENGINE_KEYS}
-    state.meta = {
-        **(told.get("everstep") or {}),
-        "format": "deepspeed universal",
-        "client": plain(client, lost, "client"),
-        "deepspeed_version": str(told.get("ds_version")),
-        "scheduler": plain(told.get("lr_scheduler"), lost, "lr_scheduler"),
-    }
-    state.notes += [f"{name} is no plain value and is left out" for name in lost]
+    state.meta["format"] = "deepspeed universal"
     return state
 
 
-def _add_frozen(state: State, folder: Path) -> None:
+def _names(groups: list[Any], names: list[list[str]]) -> list[list[str]]:
+    """The parameters of every group; ZeRO-3 lists its sub-groups by number."""
+    found = []
+    for group in groups:
+        numbers = group.get("params")
+        if not isinstance(numbers, list) or not all(
+            type(n) is int and 0 <= n < len(names) for n in numbers
+        ):
+            return names
+        found.append([name for n in numbers for name in names[n]])
+    return found
+
+
+def _add_module(state: TrainingState, first: Any) -> None:
+    """Buffers, and parameters that have no atoms and are whole in the module."""
+    state.tied = dict(first.get("shared_params") or {})
+    buffers = set(first.get("buffer_names") or [])
+    shapes = {name: tuple(s) for name, s in (first.get("frozen_param_shapes") or {}).items()}
+    for name, stored in (first.get("module") or {}).items():
+        if name in buffers and isinstance(stored, Pieces):
+            state.tensors[f"buffer/{name}"] = stored
+        elif name in shapes and isinstance(stored, Pieces) and stored.shape == shapes[name]:
+            state.tensors.setdefault(f"model/{name}", stored)
+
+
+def _add_frozen(state: TrainingState, folder: Path) -> None:
     """DeepSpeed makes no atoms of ZeRO-3's frozen parameters; the model states beside them have them."""
     files = sorted(
         (int(match[1]), path)
         for path in folder.glob("zero_pp_rank_*_model_states.pt")
         if (match := re.match(r"zero_pp_rank_(\d+)_", path.name))
     )
-    told = [pickles.load(path) for _, path in files]
-    frozen = (told[0].get("frozen_param_shapes") or {}) if told else {}
+    ranks = [pickles.load(path) for _, path in files]
+    frozen = (ranks[0].get("frozen_param_shapes") or {}) if ranks else {}
     missing = [name for name in frozen if f"model/{name}" not in state.tensors]
-    if missing and told[0].get("dp_world_size") == len(told):
-        for name, stored in frozen_of(told).items():
+    if missing and ranks[0].get("dp_world_size") == len(ranks):
+        for name, stored in frozen_of(ranks).items():
             state.tensors.setdefault(f"model/{name}", stored)
+    lost = [name for name in frozen if f"model/{name}" not in state.tensors]
+    state.lost += [f"model/{name}" for name in lost]
 
 
 def _model_file(folder: Path) -> Path:
@@ -95,15 +122,18 @@ def _model_file(folder: Path) -> Path:
     raise UserError(f"{folder} has no model states beside zero/.")
 
 
-def _take(state: State, name: str, key: str, value: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+def _take(
+    state: TrainingState, encoder: Encoder, name: str, key: str, value: Any, shapes: dict[str, tuple[int, ...]]
+) -> None:
     if isinstance(value, dict):
-        value = value["param"]
-    if isinstance(value, int | float):
-        value = scalar(float(value))
+        value = value.get("param")
     if isinstance(value, Pieces) and name in shapes and value.shape != shapes[name] and value.shape:
         value = _reshaped(name, value, shapes[name])
-    full = f"model/{name}" if key == "fp32" else f"optimizer/{name}/{key}"
-    state.tensors[full] = value
+    found = keyed_value(key, value)
+    if found is None:
+        encoder.lost.append(f"optimizer/{name}/{key}")
+    else:
+        state.tensors[f"model/{name}" if key == "fp32" else f"optimizer/{name}/{found[0]}"] = found[1]
 
 
 def _reshaped(name: str, stored: Pieces, shape: tuple[int, ...]) -> Pieces:
@@ -116,60 +146,61 @@ def _reshaped(name: str, stored: Pieces, shape: tuple[int, ...]) -> Pieces:
     return Pieces(stored.dtype, shape, (FilePiece(whole(shape), piece.file, piece.offset, row_major(shape)),))
 
 
-def _add_steps(state: State, held: Any) -> None:
+def _add_steps(state: TrainingState, held: Any) -> None:
     """ZeRO-3 has one count of steps for all."""
     step = next((one.get("step") for one in (held.get("state") or {}).values() if "step" in one), None)
-    if step is None:
+    found = None if step is None else keyed_value("step", step)
+    if found is None:
         return
     for name in state.parameters():
-        if name not in state.frozen:
-            state.tensors.setdefault(
-                f"optimizer/{name}/step", step if isinstance(step, Pieces) else scalar(step)
-            )
+        if name not in state.frozen and not any(
+            f"optimizer/{name}/step{kind}" in state.tensors for kind in ("", "#int", "#float")
+        ):
+            state.tensors[f"optimizer/{name}/{found[0]}"] = found[1]
 
 
-def write(
-    path: Path, state: State, *, precision: str | None = None, progress: Progress = lambda count: None
-) -> None:
-    precision = precision or state.meta.get("precision") or "fp32"
+def write(path: Path, state: TrainingState, target: Target, progress: Progress) -> None:
+    precision = deepspeed_write.precision_of(state, target)
     tag = f"global_step{state.step}_universal"
     folder = path / tag
     groups = deepspeed_write.groups_of(state)
+    optimizer = state.optimizer()
     for name, stored in state.parameters().items():
         home = folder / "zero" / name
         home.mkdir(parents=True, exist_ok=True)
-        _atom(home / "fp32.pt", as_dtype(stored, "F32"), progress)
-        for key, value in state.optimizer(name).items():
-            if key == "step":
-                torchfile.save(home / "step.pt", value, progress)
-            elif value.shape == stored.shape:
-                _atom(home / f"{key}.pt", as_dtype(value, "F32"), progress)
-            if key not in (*_ADAM, "step"):
+        _atom(home / "fp32.pt", stored, progress)
+        for key, value in optimizer[name].items():
+            file = home / f"{key.partition('#')[0]}.pt"
+            if value.shape == stored.shape and key != "step" and "#" not in key:
+                _atom(file, value, progress)
+            else:
+                torchfile.save(file, value_of_key(key, value), progress)
+            if key.partition("#")[0] not in (*_ADAM, "step"):
                 _say(state, f"DeepSpeed's universal loader does not look for {key}")
     if len(groups) > 1:
         _say(state, "DeepSpeed's ZeRO-3 universal loader gives every group the numbers of the first")
-    torchfile.save(folder / "zero" / "optimizer_state.pt", _global_state(state, groups), progress)
-    shapes = [deepspeed_write.shapes_of(state, group["params"]) for group in groups]
-    told = deepspeed_write.model_states(state, shapes, 1, deepspeed_write.WORKING[precision], None)
+    shared = _global_state(state, groups, precision)
+    torchfile.save(folder / "zero" / "optimizer_state.pt", shared, progress)
+    held = deepspeed_write.model_states(state, groups, 1, deepspeed_write.WORKING[precision], None)
     for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-        torchfile.save(folder / file, told, progress)
-    (path / "latest_universal").write_text(tag, encoding="utf-8")
-    (path / "latest").write_text(tag, encoding="utf-8")
+        torchfile.save(folder / file, held, progress)
+    for file in ("latest_universal", "latest"):
+        (path / file).write_text(tag, encoding="utf-8")
 
 
 def _atom(path: Path, stored: Stored, progress: Progress) -> None:
     torchfile.save(path, {"param": stored, "cat_dim": 0}, progress)
 
 
-def _say(state: State, sentence: str) -> None:
+def _say(state: TrainingState, sentence: str) -> None:
     if sentence not in state.notes:
         state.notes.append(sentence)
 
 
-def _global_state(state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    inner = deepspeed_write.partition_of(state, groups, 0, 1, 1)
+def _global_state(state: TrainingState, groups: list[FlatGroup], precision: str) -> dict[str, Any]:
+    inner = deepspeed_write.partition_of(state, groups, 0, 1, 1, precision)
     numbers = inner["base_optimizer_state"]["param_groups"]
-    steps = {g: deepspeed_write.shared_of(state, group["params"]) for g, group in enumerate(groups)}
+    steps = {g: dict(group.shared) for g, group in enumerate(groups)}
     kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_stage", "ds_version")
     return {
         **{key: inner[key] for key in kept},
@@ -178,3 +209,15 @@ def _global_state(state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
         "param_groups": numbers,
         "optimizer_state_dict": {"state": steps, "param_groups": numbers},
     }
+
+
+FORMAT = Format(
+    name="deepspeed-universal",
+    title="DeepSpeed universal folder",
+    reads="yes, both flavours",
+    writes="yes, for both loaders",
+    optimizer="what its loaders know: Adam's",
+    detects=is_one,
+    read=read,
+    write=write,
+)

@@ -1,316 +1,356 @@
 """A state as DeepSpeed's own checkpoint, for any ZeRO stage and any number of ranks.
 
-This is what DeepSpeed's converter cannot do: ZeRO-1 to ZeRO-3 and back, any optimizer, every group with its
-own numbers. The files are those DeepSpeed itself would have written on so many ranks, so it loads them as its
-own (no `load_universal`). Every flat buffer is woven from ranges of logical tensors and streamed.
+DeepSpeed's converter cannot do this: ZeRO-1 to ZeRO-3 and back, any optimizer, every group with its own
+numbers. The files are those DeepSpeed itself writes on so many ranks, so it loads them as its own (no
+`load_universal`). Every flat buffer is made of ranges of logical tensors and streamed.
+
+    trained      in a group and not empty: the flat buffers, in the source's own type if a group has one
+    frozen       any other parameter: whole in the module (ZeRO-1, 2), cut over the ranks (ZeRO-3)
+    buffers      whole in the module, as they are
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint.formats import torchfile
-from everstep.checkpoint.formats.torchfile import Global, Instance
+from everstep.checkpoint.formats import deepspeed_meta, torchfile
+from everstep.checkpoint.formats.format import Target
+from everstep.checkpoint.formats.torchfile import Global, PickledObject
 from everstep.checkpoint.parts import Progress
-from everstep.checkpoint.state import Flat, State, number_of
-from everstep.checkpoint.stored import Stored, as_dtype
+from everstep.checkpoint.state import TrainingState, number_of, value_of_key
+from everstep.checkpoint.stored import Stored
+from everstep.checkpoint.values import decode, tensors_in
+from everstep.checkpoint.woven import Flat, as_dtype
 from everstep.errors import UserError
 
 ALIGN = 2  # DeepSpeed's nccl_start_alignment_factor
 SUB_GROUP_SIZE = 1_000_000_000  # its default
-VERSION = "0.19.8"
 WORKING = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+Ranges = list[tuple[Stored | None, int, int]]  # of a flat buffer: a tensor or zeros, first element, how many
 
 
-def write(
-    path: Path,
-    state: State,
-    *,
-    stage: int,
-    world: int,
-    precision: str | None = None,
-    progress: Progress = lambda count: None,
-) -> None:
+def write(path: Path, state: TrainingState, target: Target, progress: Progress) -> None:
     """Write `<path>/<tag>/…` and `<path>/latest`."""
+    stage, world, precision = target.stage, target.world, precision_of(state, target)
     if stage not in (1, 2, 3) or world < 1:
-        raise UserError(f"ZeRO stage {stage} over {world} ranks is not to be had; stages are 1, 2 and 3.")
-    precision = precision or state.meta.get("precision") or "fp32"
-    if precision not in WORKING:
-        raise UserError(f"precision {precision!r} is not one of {', '.join(WORKING)}.")
+        raise UserError(f"ZeRO stage {stage} over {world} ranks is impossible; --stage is 1, 2 or 3.")
     groups = groups_of(state)
     tag = f"global_step{state.step}"
     folder = path / tag
     folder.mkdir(parents=True, exist_ok=True)
     prefix = "bf16_" if precision == "bf16" else ""
-    sub_groups = _sub_groups(state, groups, world) if stage == 3 else groups
+    subs = _sub_groups(groups, world) if stage == 3 else groups
     for rank in range(world):
+        if stage == 3:
+            inner = _three(state, groups, subs, rank, world, precision)
+        else:
+            inner = partition_of(state, groups, rank, world, stage, precision)
         name = folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        three = _three(state, groups, sub_groups, rank, world) if stage == 3 else None
-        inner = three or partition_of(state, groups, rank, world, stage)
-        torchfile.save(
-            name,
-            {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": _version(state)},
-            progress,
-        )
-    shapes = [shapes_of(state, group["params"]) for group in sub_groups]
-    if stage == 3:
-        for rank in range(world):
-            told = model_states(state, shapes, world, WORKING[precision], rank)
-            torchfile.save(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", told, progress)
-    else:
-        told = model_states(state, shapes, world, WORKING[precision], None)
-        torchfile.save(folder / "mp_rank_00_model_states.pt", told, progress)
+        held = {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": deepspeed_meta.version_of(state)}
+        torchfile.save(name, held, progress)
+    for rank in range(world if stage == 3 else 1):
+        name = folder / (f"zero_pp_rank_{rank}_" * (stage == 3) + "mp_rank_00_model_states.pt")
+        held = model_states(state, subs, world, WORKING[precision], rank if stage == 3 else None)
+        torchfile.save(name, held, progress)
     (path / "latest").write_text(tag, encoding="utf-8")
 
 
-def groups_of(state: State) -> list[dict[str, Any]]:
+def precision_of(state: TrainingState, target: Target) -> str:
+    precision = target.precision or state.meta.get("precision") or "fp32"
+    if precision not in WORKING:
+        raise UserError(f"precision {precision!r} is not one of {', '.join(WORKING)}; give --precision.")
+    return str(precision)
+
+
+# What is in the flat buffers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatGroup:
+    """A group's trained parameters, or a part of them. `flat`: keys as large as the parameter, and their types."""
+
+    number: int
+    names: list[str]
+    numbers: dict[str, Any]
+    dtype: str
+    weights: Mapping[str, Stored]
+    states: Mapping[str, Mapping[str, Stored]]
+    flat: Mapping[str, str]
+    shared: Mapping[str, Any]
+
+    def size(self, name: str) -> int:
+        return prod(self.weights[name].shape)
+
+    def tensor(self, name: str, key: str | None) -> Stored | None:
+        """The weight (no key) or a state, in the type of the flat buffer."""
+        if key is None:
+            return as_dtype(self.weights[name], self.dtype)
+        stored = self.states[name].get(key)
+        return None if stored is None else as_dtype(stored, self.flat[key])
+
+
+def groups_of(state: TrainingState) -> list[FlatGroup]:
     if not state.groups:
         raise UserError(
             "the checkpoint has no optimizer groups, which a DeepSpeed checkpoint needs; convert to hf or "
             "dcp, or save it with its optimizer."
         )
-    known = state.parameters()
+    known, optimizer = state.parameters(), state.optimizer()
+    found: list[FlatGroup] = []
     for group in state.groups:
         missing = next((name for name in group["params"] if name not in known), None)
         if missing is not None:
             raise UserError(f"parameter {missing!r} is in an optimizer group and not in the checkpoint.")
-    return [group for group in state.groups if group["params"]]
+        names = [name for name in group["params"] if prod(known[name].shape)]
+        if names:
+            found.append(_flat_group(state, len(found), group, names, known, optimizer))
+    if not found:
+        raise UserError("no optimizer group has a parameter with elements, which DeepSpeed needs.")
+    return found
 
 
-def _version(state: State) -> str:
-    return str(state.meta.get("deepspeed_version") or VERSION)
+def _flat_group(
+    state: TrainingState,
+    number: int,
+    group: dict[str, Any],
+    names: list[str],
+    known: Mapping[str, Stored],
+    optimizer: Mapping[str, dict[str, Stored]],
+) -> FlatGroup:
+    shared = _shared_keys(names, known, optimizer)
+    kinds: dict[str, set[str]] = {}
+    for name in names:
+        for key, stored in optimizer[name].items():
+            if key not in shared and stored.shape == known[name].shape:
+                kinds.setdefault(key, set()).add(stored.dtype)
+    numbers = decode({key: value for key, value in group.items() if key != "params"}, state.tensors)
+    if isinstance(numbers.get("betas"), list):
+        numbers["betas"] = tuple(numbers["betas"])
+    return FlatGroup(
+        number=number,
+        names=names,
+        numbers=numbers,
+        dtype=_one_type({known[name].dtype for name in names}),
+        weights=known,
+        states={name: optimizer[name] for name in names},
+        flat={key: _one_type(types) for key, types in kinds.items()},
+        shared=_shared_values(names, shared, optimizer),
+    )
 
 
-# ZeRO-1 and 2: the whole group flat, one range a rank.
+def _one_type(types: set[str]) -> str:
+    """A flat buffer has one type: theirs if they agree, else one that holds them all."""
+    return next(iter(types)) if len(types) == 1 else "F64" if types & {"F64", "I64"} else "F32"
+
+
+def _shared_keys(
+    names: list[str], known: Mapping[str, Stored], optimizer: Mapping[str, dict[str, Stored]]
+) -> set[str]:
+    """Keys that a group has once, such as the count of steps. For a parameter without dimensions a key looks
+    the same either way: then the other parameters decide, or the key's name.
+    """
+    once, full, unsure = set(), set(), set()
+    for name in names:
+        for key, stored in optimizer[name].items():
+            if not known[name].shape and not stored.shape:
+                unsure.add(key)
+            elif not stored.shape:
+                once.add(key)
+            elif stored.shape == known[name].shape:
+                full.add(key)
+    return once | {key for key in unsure - full if key == "step" or "#" in key}
+
+
+def _shared_values(
+    names: list[str], keys: set[str], optimizer: Mapping[str, dict[str, Stored]]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    values: dict[str, float] = {}
+    for name in names:
+        for key in keys & set(optimizer[name]):
+            stored = optimizer[name][key]
+            value = number_of(stored)
+            if values.setdefault(key, value) != value:
+                raise UserError(
+                    f"{key} of {name!r} is {value:g} and {values[key]:g} for others in its group; DeepSpeed "
+                    "keeps one per group."
+                )
+            found[key.partition("#")[0]] = value_of_key(key, stored)
+    return found
+
+
+# ZeRO-1 and 2: the whole group flat, one range per rank.
 
 
 def partition_of(
-    state: State, groups: list[dict[str, Any]], rank: int, world: int, stage: int
+    state: TrainingState, groups: list[FlatGroup], rank: int, world: int, stage: int, precision: str
 ) -> dict[str, Any]:
     weights, paddings, mappings, states = [], [], [], {}
     for g, group in enumerate(groups):
-        names: list[str] = group["params"]
-        total = sum(prod(_weight(state, name).shape) for name in names)
+        total = sum(group.size(name) for name in group.names)
         each = -(-total // (ALIGN * world)) * ALIGN
-        low, high = rank * each, (rank + 1) * each
-        real = max(0, min(high, total) - low)
-        pieces = list(_pieces(state, names, low, high))
-        weights.append(Flat("F32", tuple((_weight(state, n), first, count) for n, first, count, _ in pieces)))
+        real = max(0, min((rank + 1) * each, total) - rank * each)
+        pieces = list(_pieces(group, rank * each, (rank + 1) * each))
+        weights.append(Flat(group.dtype, _ranges(group, None, pieces)))
         paddings.append(each - real)
         mappings.append(
-            OrderedDict(
-                (name, _instance("utils.tensor_fragment", "fragment_address", {"numel": count, "start": at}))
-                for name, _, count, at in pieces
-            )
+            OrderedDict((name, _address(count, at)) for name, _, count, at in pieces),
         )
         states[g] = {
-            key: Flat("F32", (*_states(state, key, pieces), (None, 0, each - real)))
-            for key in _flat_keys(state, names)
-        } | shared_of(state, names)
+            key: Flat(dtype, (*_ranges(group, key, pieces), (None, 0, each - real)))
+            for key, dtype in group.flat.items()
+        } | dict(group.shared)
     return {
-        "loss_scaler": _loss_scaler(),
-        "dynamic_loss_scale": False,
-        "overflow": False,
-        "clip_grad": 0.0,
+        **deepspeed_meta.loss_scaler(state, precision),
         "base_optimizer_state": {
             "state": {g: held for g, held in states.items() if held},
-            "param_groups": [{**_numbers(group), "params": [g]} for g, group in enumerate(groups)],
+            "param_groups": [{**group.numbers, "params": [g]} for g, group in enumerate(groups)],
         },
         "single_partition_of_fp32_groups": weights,
-        "zero_stage": Instance(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), args=(stage,)),
+        "zero_stage": _stage(stage),
         "group_paddings": paddings,
-        "param_alignment_paddings": [[0] * len(group["params"]) for group in groups],
+        "param_alignment_paddings": [[0] * len(group.names) for group in groups],
         "partition_count": [world] * len(groups),
-        "ds_version": _version(state),
+        "ds_version": deepspeed_meta.version_of(state),
         "param_slice_mappings": mappings,
     }
 
 
-def _pieces(state: State, names: list[str], low: int, high: int) -> Iterator[tuple[str, int, int, int]]:
+def _pieces(group: FlatGroup, low: int, high: int) -> Iterator[tuple[str, int, int, int]]:
     """(name, first element, how many, where in the rank's range) of a group's elements low..high."""
     at = 0
-    for name in names:
-        size = prod(_weight(state, name).shape)
+    for name in group.names:
+        size = group.size(name)
         begin, end = max(low, at), min(high, at + size)
         if begin < end:
             yield name, begin - at, end - begin, begin - low
         at += size
 
 
-def _states(
-    state: State, key: str, pieces: list[tuple[str, int, int, int]]
-) -> tuple[tuple[Stored | None, int, int], ...]:
-    found = []
-    for name, first, count, _ in pieces:
-        stored = state.tensors.get(f"optimizer/{name}/{key}")
-        found.append((None if stored is None else as_dtype(stored, "F32"), first, count))
-    return tuple(found)
+def _ranges(group: FlatGroup, key: str | None, pieces: list[tuple[str, int, int, int]]) -> Any:
+    return tuple((group.tensor(name, key), first, count) for name, first, count, _ in pieces)
 
 
 # ZeRO-3: every parameter cut alone.
 
 
 def _three(
-    state: State, groups: list[dict[str, Any]], subs: list[dict[str, Any]], rank: int, world: int
+    state: TrainingState, groups: list[FlatGroup], subs: list[FlatGroup], rank: int, world: int, precision: str
 ) -> dict[str, Any]:
-    weights, states = [], {}
-    for s, sub in enumerate(subs):
-        names: list[str] = sub["params"]
-        weights.append(Flat("F32", tuple(r for n in names for r in _cut(_weight(state, n), rank, world))))
-        held: dict[str, Any] = {
-            key: Flat(
-                "F32",
-                tuple(r for n in names for r in _cut_state(state, n, key, rank, world)),
-            )
-            for key in _flat_keys(state, names)
-        }
-        held |= shared_of(state, names)
-        if held:
-            states[s] = held
-    owners = [[s for s, sub in enumerate(subs) if sub["group"] == g] for g in range(len(groups))]
+    weights = [Flat(sub.dtype, _cut_all(sub, None, rank, world)) for sub in subs]
+    states = {
+        s: {key: Flat(dtype, _cut_all(sub, key, rank, world)) for key, dtype in sub.flat.items()}
+        | dict(sub.shared)
+        for s, sub in enumerate(subs)
+    }
+    owners = [[s for s, sub in enumerate(subs) if sub.number == group.number] for group in groups]
+    scaler = deepspeed_meta.loss_scaler(state, precision)
+    del scaler["clip_grad"]
     return {
-        "zero_stage": Instance(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), args=(3,)),
-        "loss_scaler": _loss_scaler(),
-        "dynamic_loss_scale": False,
-        "overflow": False,
+        "zero_stage": _stage(3),
+        **scaler,
         "partition_count": world,
         "optimizer_state_dict": {
-            "state": states,
+            "state": {s: held for s, held in states.items() if held},
             "param_groups": [
-                {**_numbers(group), "params": mine} for group, mine in zip(groups, owners, strict=True)
+                {**group.numbers, "params": mine} for group, mine in zip(groups, owners, strict=True)
             ],
         },
         "fp32_flat_groups": weights,
     }
 
 
-def _cut(stored: Stored, rank: int, world: int) -> list[tuple[Stored | None, int, int]]:
-    size = prod(stored.shape)
+def _cut_all(group: FlatGroup, key: str | None, rank: int, world: int) -> Any:
+    return tuple(
+        one
+        for name in group.names
+        for one in _cut(group.tensor(name, key), group.size(name), rank, world)
+    )
+
+
+def _cut(stored: Stored | None, size: int, rank: int, world: int) -> Ranges:
+    """A rank's equal share of a tensor's elements, zeros where the tensor has ended."""
     each = -(-size // world)
     count = max(0, min(each, size - rank * each))
-    found: list[tuple[Stored | None, int, int]] = [(stored, rank * each, count)] if count else []
+    found: Ranges = [(stored, rank * each, count)] if count else []
     return [*found, (None, 0, each - count)] if count < each else found
 
 
-def _cut_state(
-    state: State, name: str, key: str, rank: int, world: int
-) -> list[tuple[Stored | None, int, int]]:
-    stored = state.tensors.get(f"optimizer/{name}/{key}")
-    if stored is None:
-        return [(None, 0, -(-prod(_weight(state, name).shape) // world))]
-    return _cut(as_dtype(stored, "F32"), rank, world)
-
-
-def _sub_groups(state: State, groups: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for g, group in enumerate(groups):
-        each = {name: -(-prod(_weight(state, name).shape) // world) for name in group["params"]}
-        mine: list[str] = []
+def _sub_groups(groups: list[FlatGroup], world: int) -> list[FlatGroup]:
+    """DeepSpeed cuts large groups; a sub-group is closed by the parameter that fills it."""
+    found: list[FlatGroup] = []
+    for group in groups:
+        each = {name: -(-group.size(name) // world) for name in group.names}
+        large = sum(each.values()) > SUB_GROUP_SIZE
+        names: list[str] = []
         size = 0
-        for place, name in enumerate(group["params"]):
-            mine.append(name)
+        for name in group.names:
+            names.append(name)
             size += each[name]
-            full = size >= SUB_GROUP_SIZE and sum(each.values()) > SUB_GROUP_SIZE
-            if full or place == len(group["params"]) - 1:
-                found.append({"params": mine, "group": g})
-                mine, size = [], 0
+            if (large and size >= SUB_GROUP_SIZE) or name == group.names[-1]:
+                found.append(replace(group, names=names))
+                names, size = [], 0
     return found
 
 
 # Both.
 
 
-def model_states(state: State, shapes: list[Any], world: int, dtype: str, rank: int | None) -> dict[str, Any]:
+def model_states(
+    state: TrainingState, groups: list[FlatGroup], world: int, dtype: str, rank: int | None
+) -> dict[str, Any]:
     """`rank`: of ZeRO-3, whose files hold no weights; None for ZeRO-1 and 2."""
+    trained = {name for group in groups for name in group.names}
     module: OrderedDict[str, Any] = OrderedDict()
     frozen: OrderedDict[str, Any] = OrderedDict()
     for name, stored in state.parameters().items():
-        low = as_dtype(stored, dtype)
-        module[name] = low if rank is None else Flat(dtype, ())
-        if name in state.frozen:
-            frozen[name] = low if rank is None else Flat(dtype, tuple(_cut(low, rank, world)))
-    for name, stored in state.buffers().items():
-        module[name] = stored
+        kept = as_dtype(stored, dtype) if name in trained else stored
+        module[name] = kept if rank is None else Flat(kept.dtype, ())
+        if name not in trained:
+            size = prod(stored.shape)
+            frozen[name] = stored if rank is None else Flat(stored.dtype, tuple(_cut(stored, size, rank, world)))
+    module |= state.buffers()
     for alias, name in state.tied.items():
         module.setdefault(alias, module[name])
-    data = state.meta.get("data") or {}
+    kept = {n: s for n, s in state.others().items() if n not in tensors_in(state.meta.get("deepspeed"))}
     return {
         "module": module,
         "buffer_names": list(state.buffers()),
         "optimizer": None,
-        "param_shapes": shapes,
-        "frozen_param_shapes": shapes_of(state, state.frozen) if frozen or rank is not None else None,
+        "param_shapes": [shapes_of(state, group.names) for group in groups],
+        "frozen_param_shapes": shapes_of(state, list(frozen)) if frozen or rank is not None else None,
         "shared_params": dict(state.tied),
         "frozen_param_fragments": frozen if frozen or rank is not None else None,
-        "lr_scheduler": state.meta.get("scheduler") if state.meta.get("client") is not None else None,
-        "data_sampler": None,
-        "random_ltd": None,
-        "skipped_steps": data.get("skipped_steps") or 0,
-        "global_steps": state.step,
-        "global_samples": data.get("global_samples") or 0,
         "dp_world_size": world,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-        "ds_config": {},
-        "ds_version": _version(state),
-        "everstep": {key: value for key, value in state.meta.items() if key != "client"},
-        **(state.meta.get("client") or {}),
+        **deepspeed_meta.model_keys(state, {} if rank else kept, _odd_groups(state, trained)),
     }
 
 
-def shapes_of(state: State, names: list[str]) -> OrderedDict[str, Any]:
+def _odd_groups(state: TrainingState, trained: set[str]) -> list[dict[str, Any]] | None:
+    """All groups, if some have parameters that DeepSpeed leaves out of them, or none at all."""
+    odd = any(not group["params"] or not trained.issuperset(group["params"]) for group in state.groups)
+    return state.groups if odd else None
+
+
+def shapes_of(state: TrainingState, names: list[str]) -> OrderedDict[str, Any]:
+    known = state.tensors
     return OrderedDict(
-        (name, Instance(Global("torch", "Size"), args=(list(_weight(state, name).shape),))) for name in names
+        (name, PickledObject(Global("torch", "Size"), args=(list(known[f"model/{name}"].shape),)))
+        for name in names
     )
 
 
-def _weight(state: State, name: str) -> Stored:
-    return as_dtype(state.tensors[f"model/{name}"], "F32")
+def _stage(stage: int) -> PickledObject:
+    return PickledObject(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), args=(stage,))
 
 
-def _flat_keys(state: State, names: list[str]) -> list[str]:
-    """Keys of the optimizer's tensors that are as large as the parameter."""
-    found: dict[str, None] = {}
-    for name in names:
-        shape = state.tensors[f"model/{name}"].shape
-        for key, stored in state.optimizer(name).items():
-            if stored.shape == shape and (shape or key != "step"):
-                found[key] = None
-    return list(found)
-
-
-def shared_of(state: State, names: list[str]) -> dict[str, Any]:
-    """What a group has once: counts of steps. All of its parameters must agree."""
-    found: dict[str, Any] = {}
-    values: dict[str, float] = {}
-    for name in names:
-        shape = state.tensors[f"model/{name}"].shape
-        for key, stored in state.optimizer(name).items():
-            if stored.shape or (shape == () and key != "step"):
-                continue
-            value = number_of(stored)
-            if values.setdefault(key, value) != value:
-                raise UserError(
-                    f"{key} of {name!r} is {value:g} and of others in its group {values[key]:g}; DeepSpeed "
-                    "has one for a group."
-                )
-            plain_key, _, kind = key.partition("#")
-            found[plain_key] = (int(value) if kind == "int" else value) if kind else stored
-    return found
-
-
-def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in group.items() if key != "params"}
-    return {key: tuple(value) if key == "betas" else value for key, value in found.items()}
-
-
-def _loss_scaler() -> Instance:
-    return _instance("runtime.fp16.loss_scaler", "LossScaler", {"cur_scale": 1.0, "dynamic": False})
-
-
-def _instance(module: str, name: str, state: dict[str, Any]) -> Instance:
-    return Instance(Global(f"deepspeed.{module}", name), state)
+def _address(count: int, start: int) -> PickledObject:
+    kind = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+    return PickledObject(kind, {"numel": count, "start": start})

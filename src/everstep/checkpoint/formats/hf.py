@@ -3,7 +3,8 @@
     config.json                            kept as it is, given back as it was
     model.safetensors                      or model-00001-of-00003.safetensors with …index.json
     optimizer.safetensors                  ours: optimizer/<parameter>/<key>, when the state has one
-    everstep.json                          ours: step, groups, tied, meta
+    everstep.safetensors                   ours: other tensors by their full names
+    everstep.json                          ours: step, groups, tied, buffers, meta
 
 Tied weights are in such a folder once: the second name is missing, and config.json says so.
 """
@@ -14,15 +15,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from everstep.checkpoint.formats import sidecar
+from everstep.checkpoint.formats.format import Format, Reading, Target
 from everstep.checkpoint.index import PART_NAME, Refused
 from everstep.checkpoint.parts import CHUNK_BYTES, Progress, header, plan_whole, write_file
 from everstep.checkpoint.ranges import RangeFile
 from everstep.checkpoint.reader import safetensors_in
-from everstep.checkpoint.state import State, equal
-from everstep.checkpoint.stored import Stored, as_dtype, num_bytes
+from everstep.checkpoint.state import TrainingState, equal
+from everstep.checkpoint.stored import Stored, num_bytes
 from everstep.errors import UserError
 
-SHARD_BYTES = 5 << 30
+OURS = ("optimizer.safetensors", "everstep.safetensors")
 _TIES = {  # model_type: (the name that is missing when tied, the name that is there)
     "llama": ("lm_head.weight", "model.embed_tokens.weight"),
     "gpt2": ("lm_head.weight", "transformer.wte.weight"),
@@ -33,31 +36,34 @@ def is_one(path: Path) -> bool:
     return (path / "model.safetensors").is_file() or (path / "model.safetensors.index.json").is_file()
 
 
-def read(path: Path) -> State:
+def read(path: str | Path, reading: Reading) -> TrainingState:
+    folder = Path(path)
     try:
-        state = _read(path)
+        state = _read(folder, reading)
     except Refused as refused:
         raise UserError(f"{path} cannot be read: {refused}.") from refused
-    config = _json(path / "config.json")
+    config = _json(folder / "config.json")
     if config is not None:
         state.meta["hf_config"] = config
         _find_tie(state, config)
     return state
 
 
-def _read(path: Path) -> State:
-    state = State()
+def _read(path: Path, reading: Reading) -> TrainingState:
+    state = TrainingState()
     for name in _model_files(path):
         for key, stored in _tensors(path, name).items():
             if f"model/{key}" in state.tensors:
                 raise Refused(f"tensor {key!r} is in two files")
             state.tensors[f"model/{key}"] = stored
-    if (path / "optimizer.safetensors").is_file():
-        state.tensors |= _tensors(path, "optimizer.safetensors")
+    for name in OURS:
+        if (path / name).is_file():
+            state.tensors |= _tensors(path, name)
     ours = _json(path / "everstep.json")
     if ours is not None:
-        state.step, state.groups, state.meta = ours["step"], ours["groups"], dict(ours["meta"])
-        state.tied, state.frozen = ours["tied"], ours["frozen"]
+        sidecar.apply(state, ours)
+    else:
+        sidecar.guess_roles(state, reading)
     return state
 
 
@@ -68,7 +74,7 @@ def _model_files(path: Path) -> list[str]:
     files = list(dict.fromkeys(index.get("weight_map", {}).values()))
     wrong = next((f for f in files if not isinstance(f, str) or not PART_NAME.fullmatch(f)), None)
     if wrong is not None:
-        raise Refused(f"model.safetensors.index.json names {wrong!r}, which is no file of this folder")
+        raise Refused(f"model.safetensors.index.json names {wrong!r}, which is not a file of this folder")
     return files
 
 
@@ -87,7 +93,7 @@ def _json(path: Path) -> Any:
         raise UserError(f"{path} is not JSON: {error}.") from None
 
 
-def _find_tie(state: State, config: dict[str, Any]) -> None:
+def _find_tie(state: TrainingState, config: dict[str, Any]) -> None:
     pair = _TIES.get(str(config.get("model_type")))
     if pair is None or not config.get("tie_word_embeddings", pair == _TIES["gpt2"]):
         return
@@ -98,23 +104,11 @@ def _find_tie(state: State, config: dict[str, Any]) -> None:
         state.tied[missing] = there
 
 
-def write(
-    path: Path,
-    state: State,
-    *,
-    dtype: str | None = None,
-    with_optimizer: bool = True,
-    shard_bytes: int = SHARD_BYTES,
-    threads: int = 2,
-    progress: Progress = lambda count: None,
-) -> None:
-    path.mkdir(parents=True, exist_ok=True)
+def write(path: Path, state: TrainingState, target: Target, progress: Progress) -> None:
     config = state.meta.get("hf_config")
     model = {**state.parameters(), **state.buffers()}
     _drop_tied(model, state, config)
-    if dtype is not None:
-        model = {name: as_dtype(stored, dtype) for name, stored in model.items()}
-    shards = _shards(model, shard_bytes)
+    shards = _shards(model, target.shard_bytes)
     names = ["model.safetensors"]
     if len(shards) > 1:
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
@@ -124,23 +118,14 @@ def write(
             path / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}
         )
     for name, shard in zip(names, shards, strict=True):
-        write_safetensors(path / name, shard, threads, progress)
-    rest = {name: stored for name, stored in state.tensors.items() if name.startswith("optimizer/")}
-    if rest and with_optimizer:
-        write_safetensors(path / "optimizer.safetensors", rest, threads, progress)
+        write_safetensors(path / name, shard, target.threads, progress)
+    optimizer = {name: stored for name, stored in state.tensors.items() if name.startswith("optimizer/")}
+    for name, tensors in zip(OURS, (optimizer, state.others()), strict=True):
+        if tensors:
+            write_safetensors(path / name, tensors, target.threads, progress)
     if config is not None:
         _write_json(path / "config.json", config)
-    told = {key: value for key, value in state.meta.items() if key != "hf_config"}
-    _write_json(
-        path / "everstep.json",
-        {
-            "step": state.step,
-            "groups": state.groups if with_optimizer else [],
-            "tied": state.tied,
-            "frozen": state.frozen,
-            "meta": told,
-        },
-    )
+    _write_json(path / "everstep.json", sidecar.table_of(state, without=["hf_config"]))
 
 
 def write_safetensors(path: Path, tensors: dict[str, Stored], threads: int, progress: Progress) -> None:
@@ -151,7 +136,7 @@ def write_safetensors(path: Path, tensors: dict[str, Stored], threads: int, prog
         out.truncate(total)
 
 
-def _drop_tied(model: dict[str, Stored], state: State, config: Any) -> None:
+def _drop_tied(model: dict[str, Stored], state: TrainingState, config: Any) -> None:
     """The second name of a tied pair is not written, if it is the same tensor indeed."""
     pair = _TIES.get(str((config or {}).get("model_type")))
     if pair is None or not config.get("tie_word_embeddings", pair == _TIES["gpt2"]):
@@ -177,3 +162,15 @@ def _shards(model: dict[str, Stored], limit: int) -> list[dict[str, Stored]]:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+FORMAT = Format(
+    name="hf",
+    title="Hugging Face safetensors",
+    reads="yes, also sharded",
+    writes="yes, also sharded",
+    optimizer="in a file of ours beside it",
+    detects=is_one,
+    read=read,
+    write=write,
+)

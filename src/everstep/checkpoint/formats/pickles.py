@@ -1,9 +1,9 @@
-"""Pickles, read without running anything in them: tensors become places in files, objects become tables.
+"""Pickles, read without running anything in them: tensors become places in files, objects become records.
 
-`torch.save` writes a zip: `data.pkl` and one stored record a storage. The unpickler here knows a dozen names,
-all harmless constructors; every other class becomes an `Opaque`, a record of its name, arguments and state,
-whose code is never looked for. Deepspeed, Megatron and numpy need not be installed, and a hostile pickle
-gets nothing to call. Tensors are `Pieces` of the file: nothing is read until someone asks for a box.
+`torch.save` writes a zip: `data.pkl` and one stored record per storage. The unpickler here knows a short list
+of names, all harmless constructors; every other class becomes an `Opaque`, a record of its name, arguments and
+state, whose code is never looked for. DeepSpeed and Megatron need not be installed, and a hostile pickle gets
+nothing to call. Tensors are `Pieces` of the file: nothing is read until someone asks for a box.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from everstep.checkpoint import dtypes, numpy_pickles
 from everstep.checkpoint.index import Refused
 from everstep.checkpoint.ranges import RangeFile
 from everstep.checkpoint.stored import FilePiece, Pieces
+from everstep.checkpoint.values import DtypeName
 from everstep.errors import UserError
 from everstep.layout.box import whole
 from everstep.layout.layout import ITEM_BYTES
@@ -26,14 +28,10 @@ from everstep.layout.layout import ITEM_BYTES
 MAX_PICKLE_BYTES = 1 << 30
 STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
-    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8",
-    "ByteStorage": "U8", "BoolStorage": "BOOL", "UntypedStorage": "U8",
+    "ComplexFloatStorage": "C64", "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16",
+    "CharStorage": "I8", "ByteStorage": "U8", "BoolStorage": "BOOL", "UntypedStorage": "U8",
 }  # fmt: skip
-_TORCH_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
-    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16",
-    "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
+_TORCH_DTYPES = {word: name for name, word in dtypes.IN_TORCH.items()}
 
 
 class Opaque:
@@ -70,11 +68,9 @@ class Opaque:
         state = self.__dict__["state"]
         return state.get(key, default) if isinstance(state, dict) else default
 
-    def as_table(self) -> dict[str, Any]:
-        held = self.__dict__
-        found: dict[str, Any] = {"$class": f"{self.module}.{self.name}"}
-        found |= {key: held[key] for key in ("args", "kwargs", "state", "items") if held[key]}
-        return found
+    @property
+    def called(self) -> str:
+        return f"{self.module}.{self.name}"
 
     def __hash__(self) -> int:
         return id(self)
@@ -85,10 +81,6 @@ class _Storage:
 
     def __init__(self, file: RangeFile, offset: int, num_bytes: int, dtype: str) -> None:
         self.file, self.offset, self.num_bytes, self.dtype = file, offset, num_bytes, dtype
-
-
-class _Type(str):
-    """A dtype or a storage class, by its safetensors name; called as nothing."""
 
 
 def load(path: str | Path) -> Any:
@@ -108,10 +100,10 @@ def load_range(file: RangeFile, start: int, length: int) -> Any:
     try:
         archive = zipfile.ZipFile(window)
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
-        raise Refused(f"it is no file of torch.save: {error}") from error
+        raise Refused(f"it is not a file of torch.save: {error}") from error
     records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if "data.pkl" not in records:
-        raise Refused("it is no file of torch.save: data.pkl is missing")
+        raise Refused("it is not a file of torch.save: data.pkl is missing")
     if records["data.pkl"].file_size > MAX_PICKLE_BYTES:
         raise Refused("its pickle is larger than any we read")
     order = records.get("byteorder")
@@ -123,9 +115,9 @@ def load_range(file: RangeFile, start: int, length: int) -> Any:
             not isinstance(pid, tuple)
             or len(pid) != 5
             or pid[0] != "storage"
-            or not isinstance(pid[1], _Type)
+            or not isinstance(pid[1], DtypeName)
         ):
-            raise Refused("its pickle refers to something that is no storage")
+            raise Refused("its pickle refers to something that is not a storage")
         _, kind, key, _, count = pid
         record = records.get(f"data/{key}")
         if record is None or record.compress_type != zipfile.ZIP_STORED:
@@ -178,9 +170,9 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _CALLABLE:
             return _CALLABLE[module, name]
         if module in ("torch", "torch.storage") and name in STORAGES:
-            return _Type(STORAGES[name])
+            return DtypeName(STORAGES[name])
         if module == "torch" and name in _TORCH_DTYPES:
-            return _Type(_TORCH_DTYPES[name])
+            return DtypeName(_TORCH_DTYPES[name])
         made = self._opaque.get((module, name))
         if made is None:
             made = self._opaque[module, name] = type("Opaque", (Opaque,), {"module": module, "name": name})
@@ -188,7 +180,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Pieces:
-    dtype = next((str(extra) for extra in rest if isinstance(extra, _Type)), None)
+    dtype = next((str(extra) for extra in rest if isinstance(extra, DtypeName)), None)
     if not isinstance(storage, _Storage):
         raise Refused("a tensor of its pickle has no storage")
     kind = dtype or storage.dtype
@@ -222,14 +214,14 @@ def _default_dict(*args: Any) -> dict[Any, Any]:
 
 def _encode(text: Any, encoding: str = "latin1") -> bytes:
     if not isinstance(text, str) or encoding not in ("latin1", "utf-8", "ascii"):
-        raise Refused("its pickle encodes what is no text")
+        raise Refused("its pickle encodes something that is not text")
     return text.encode(encoding)
 
 
 def _reconstructed(kind: Any, base: Any, state: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, Opaque):
         return kind.__new__(kind)
-    raise Refused("its pickle rebuilds a class that is not to be built")
+    raise Refused("its pickle rebuilds a class that is not allowed")
 
 
 def _size(values: Any = ()) -> tuple[Any, ...]:
@@ -245,7 +237,10 @@ _CALLABLE: dict[tuple[str, str], Any] = {
     ("torch", "Size"): _size,
     ("collections", "OrderedDict"): OrderedDict,
     ("collections", "defaultdict"): _default_dict,
+    ("collections", "Counter"): Counter,
     ("_codecs", "encode"): _encode,
+    ("_io", "BytesIO"): io.BytesIO,
+    **numpy_pickles.CALLABLE,
     ("copyreg", "_reconstructor"): _reconstructed,
     ("copy_reg", "_reconstructor"): _reconstructed,
     **{

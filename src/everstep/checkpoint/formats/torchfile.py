@@ -1,7 +1,7 @@
 """Writing what `torch.load` reads, tensor by tensor, without ever holding the whole.
 
 Tensors in the object are `Stored`: their bytes are fetched when their record is written. Classes of packages
-that are not installed here are named by `Global`, their objects given by `Instance`.
+that are not installed here are named by `Global`, and their objects by `PickledObject`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from everstep.checkpoint import dtypes
 from everstep.checkpoint.formats.pickles import STORAGES
 from everstep.checkpoint.parts import BLOCK_BYTES, Progress, block_of
 from everstep.checkpoint.stored import Stored, num_bytes
-from everstep.errors import UserError
+from everstep.checkpoint.values import DtypeName, is_stored
 from everstep.layout.box import row_major
 from everstep.layout.layout import ITEM_BYTES
 
-_CLASS_OF = {dtype: name for name, dtype in reversed(STORAGES.items())}
+_CLASS_OF = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class Global:
     name: str
 
     def __call__(self) -> None:
-        """Pickle wants what it calls to be callable; nobody calls it here."""
+        """Pickle wants what it calls to be callable; it is never called here."""
 
 
 @dataclass(frozen=True)
-class Instance:
+class PickledObject:
     """An object: of a class with a state, or made by calling the class with arguments."""
 
     kind: Global
@@ -48,10 +49,6 @@ class Instance:
 class _Record:
     key: str
     stored: Stored
-
-
-def is_stored(value: Any) -> bool:
-    return hasattr(value, "read") and hasattr(value, "dtype") and hasattr(value, "shape")
 
 
 def save(path: Path, value: Any, progress: Progress = lambda count: None) -> None:
@@ -107,11 +104,15 @@ def dumped(value: Any) -> tuple[bytes, list[_Record]]:
     return out.getvalue(), pickler.records
 
 
+def _torch_dtype(name: str) -> Global:
+    return Global("torch", dtypes.IN_TORCH[name])
+
+
 def _info(name: str) -> zipfile.ZipInfo:
     return zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
 
 
-_PythonPickler: Any = pickle._Pickler  # the one in Python: its save_global can be told
+_PythonPickler: Any = pickle._Pickler  # the one in Python: its save_global can be replaced
 
 
 class _Pickler(_PythonPickler):  # type: ignore[misc]
@@ -122,16 +123,16 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, _Record):
             return None
-        dtype = value.stored.dtype
-        if dtype not in _CLASS_OF:
-            raise UserError(f"a tensor of {dtype} cannot be written as a torch file; convert it first.")
-        count = num_bytes(value.stored) // ITEM_BYTES[dtype]
+        dtype, size = value.stored.dtype, num_bytes(value.stored)
+        if dtype not in _CLASS_OF:  # torch has no class for such a storage: bytes, and the type beside them
+            return ("storage", Global("torch.storage", "UntypedStorage"), value.key, "cpu", size)
+        count = size // ITEM_BYTES[dtype]
         return ("storage", Global("torch", _CLASS_OF[dtype]), value.key, "cpu", count)
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Global):
             return value.name
-        if isinstance(value, Instance):
+        if isinstance(value, PickledObject):
             if value.args is not None:
                 return value.kind, value.args
             rebuild = Global("copyreg", "_reconstructor")
@@ -141,8 +142,14 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             self.records.append(record)
             strides = row_major(value.shape)
             rest: tuple[Any, ...] = (record, 0, tuple(value.shape), strides, False, OrderedDict())
-            return Global("torch._utils", "_rebuild_tensor_v2"), rest
+            if value.dtype in _CLASS_OF:
+                return Global("torch._utils", "_rebuild_tensor_v2"), rest
+            return Global("torch._utils", "_rebuild_tensor_v3"), (*rest, _torch_dtype(value.dtype))
         return NotImplemented
+
+    def save(self, value: Any, save_persistent_id: bool = True) -> None:
+        """A dtype is a string to us, which Python's pickler would write before it asks."""
+        super().save(_torch_dtype(value) if isinstance(value, DtypeName) else value, save_persistent_id)
 
     def save_global(self, value: Any, name: str | None = None) -> None:
         if isinstance(value, Global):

@@ -1,19 +1,21 @@
-"""Our own format as one of the formats: a step's folder, or the newest whole step of a folder of them."""
+"""Our own format as one of the formats: a step's folder, or the newest complete step of a folder of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from everstep.checkpoint import folder
-from everstep.checkpoint.index import Part
-from everstep.checkpoint.parts import Planned, Progress, plan_whole
+from everstep.checkpoint import folder, reader
+from everstep.checkpoint import index as indexes
+from everstep.checkpoint.formats.format import Format, Reading, Target
+from everstep.checkpoint.index import Part, Refused
+from everstep.checkpoint.parts import PlannedSlice, Progress, plan_whole
 from everstep.checkpoint.places import STEP, place_of
 from everstep.checkpoint.reader import Checkpoint
-from everstep.checkpoint.state import State
+from everstep.checkpoint.state import TrainingState
 from everstep.checkpoint.stored import num_bytes
-from everstep.errors import UserError
+from everstep.errors import InternalError, UserError
 
 PART_BYTES = 8 << 30  # a few large files, not many small ones
 
@@ -25,25 +27,21 @@ def find(path: str | Path) -> Checkpoint:
         return folder.open_checkpoint(text)
     steps = place_of(path).complete()
     if not steps:
-        raise UserError(f"{path} holds no checkpoint; give a folder with step-… folders, or one of these.")
+        raise UserError(f"{path} has no checkpoint; give a folder with step-… folders, or one of these.")
     return folder.open_step(path, steps[-1][1])
 
 
-def is_one(path: str | Path) -> bool:
-    text = str(path).rstrip("/")
-    if "://" in text:
-        return True
-    where = Path(text)
-    return (where / "index.json").is_file() or bool(place_of(where).complete())
+def is_one(path: Path) -> bool:
+    return (path / "index.json").is_file() or bool(place_of(path).complete())
 
 
-def read(path: str | Path) -> State:
+def read(path: str | Path, reading: Reading) -> TrainingState:
     return state_of(find(path))
 
 
-def state_of(checkpoint: Checkpoint) -> State:
+def state_of(checkpoint: Checkpoint) -> TrainingState:
     meta = dict(checkpoint.meta)
-    return State(
+    return TrainingState(
         step=checkpoint.step,
         tensors={name: checkpoint.stored(name) for name in checkpoint.tensors},
         groups=[dict(group) for group in checkpoint.index.groups],
@@ -53,37 +51,72 @@ def state_of(checkpoint: Checkpoint) -> State:
     )
 
 
-def write(
-    root: str | Path,
-    state: State,
-    *,
-    threads: int = 2,
-    part_bytes: int = PART_BYTES,
-    progress: Progress = lambda count: None,
-) -> str:
-    """A new step under a root; nothing older is removed. The step's folder."""
-    place = place_of(root)
+class UniversalStaging:
+    """A new step under a root: its parts first, its index last. Nothing older is removed."""
 
-    def write_one(numbered: tuple[int, list[Planned]]) -> Part:
-        i, slices = numbered
-        return place.write_part(state.step, f"part-{i:03d}", slices, progress=progress)
+    def __init__(self, root: str | Path) -> None:
+        self._place = place_of(root)
+        self._step: int | None = None
+        self._text = ""
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="part") as pool:
-        parts = list(pool.map(write_one, enumerate(_dealt(state, threads, part_bytes))))
-    meta: dict[str, Any] = {**state.meta, **({"frozen": state.frozen} if state.frozen else {})}
-    name = folder.commit(root, state.step, parts, meta, None, groups=state.groups, tied=state.tied)
-    return f"{str(root).rstrip('/')}/{name}"
+    def write(
+        self,
+        state: TrainingState,
+        target: Target,
+        progress: Progress,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self._step = state.step
+
+        def write_one(numbered: tuple[int, list[PlannedSlice]]) -> Part:
+            i, slices = numbered
+            return self._place.write_part(state.step, f"part-{i:03d}", slices, progress=progress)
+
+        with ThreadPoolExecutor(target.threads, thread_name_prefix="part") as pool:
+            parts = list(pool.map(write_one, enumerate(_dealt(state, target.threads, part_bytes))))
+        meta = {**state.meta, **({"frozen": state.frozen} if state.frozen else {})}
+        self._text = indexes.text_of(state.step, parts, meta, state.groups, state.tied)
+
+    def read(self) -> TrainingState:
+        assert self._step is not None
+        name = self._place.staging_name(self._step)
+        return state_of(reader.opened(self._place, name, indexes.parse(self._text.encode())))
+
+    def commit(self) -> None:
+        assert self._step is not None
+        try:
+            files = indexes.parse(self._text.encode()).files
+        except Refused as refused:
+            raise InternalError(f"the parts of step {self._step} do not fit: {refused}.") from refused
+        self._place.commit(self._step, self._text, files)
+        self._step = None
+
+    def discard(self) -> None:
+        if self._step is not None:
+            self._place.discard(self._step)
 
 
-def _dealt(state: State, threads: int, part_bytes: int) -> list[list[Planned]]:
+def _dealt(state: TrainingState, threads: int, part_bytes: int) -> Sequence[list[PlannedSlice]]:
     """A file for every thread, as a file takes one write at a time; more where they would grow too large."""
     limit = min(part_bytes, -(-state.num_bytes() // threads))
-    files: list[list[Planned]] = [[]]
+    files: list[list[PlannedSlice]] = [[]]
     size = 0
     for planned in plan_whole(state.tensors):
-        if size >= limit:
+        if size >= limit and files[-1]:
             files.append([])
             size = 0
         files[-1].append(planned)
         size += num_bytes(planned.source)
     return files
+
+
+FORMAT = Format(
+    name="universal",
+    title="Everstep universal",
+    reads="yes, also any fsspec URL",
+    writes="yes, also any fsspec URL",
+    optimizer="yes",
+    detects=is_one,
+    read=read,
+    staged=UniversalStaging,
+)

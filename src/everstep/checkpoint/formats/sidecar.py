@@ -1,0 +1,77 @@
+"""What a format of others has no place for, kept beside its own files so that nothing is lost on the way back.
+
+Every writer stores natively what its format knows, and this table for the rest: which names are buffers, the
+optimizer's groups, tied names, the meta values. Readers take it where it is; a checkpoint of others has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from everstep.checkpoint import dtypes
+from everstep.checkpoint.formats.format import Reading
+from everstep.checkpoint.index import Refused
+from everstep.checkpoint.state import TrainingState
+
+_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def table_of(state: TrainingState, without: Iterable[str] = ()) -> dict[str, Any]:
+    """As JSON; `without`: keys of `meta` that the format holds itself."""
+    return {
+        "step": state.step,
+        "groups": state.groups,
+        "tied": state.tied,
+        "frozen": state.frozen,
+        "buffers": list(state.buffers()),
+        "meta": {key: value for key, value in state.meta.items() if key not in set(without)},
+    }
+
+
+def apply(state: TrainingState, table: Any) -> None:
+    """What the table says; `meta` is added to what the reader found itself."""
+    try:
+        state.step, state.groups, state.tied = table["step"], list(table["groups"]), dict(table["tied"])
+        state.frozen = list(table["frozen"])
+        state.meta = {**table["meta"], **state.meta}
+        rename_buffers(state, set(table.get("buffers", ())))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(f"its Everstep table is damaged: {error!r}") from error
+
+
+def rename_buffers(state: TrainingState, names: set[str]) -> None:
+    """Tensors that were read as weights are buffers."""
+    state.tensors = {
+        f"buffer/{name[6:]}" if name.startswith("model/") and name[6:] in names else name: stored
+        for name, stored in state.tensors.items()
+    }
+
+
+def guess_roles(state: TrainingState, reading: Reading) -> None:
+    """Buffers and frozen parameters of a checkpoint that holds only names and tensors.
+
+    Integers and batch norm's statistics are buffers. With optimizer groups, any other tensor that is in none
+    of them is a frozen parameter. `reading` overrules both.
+    """
+    names = state.parameters()
+    trained = {name for group in state.groups for name in group["params"]}
+    told_frozen = {name for name in names if _matches(name, reading.frozen)}
+    buffers = {
+        name
+        for name, stored in names.items()
+        if name not in trained | told_frozen
+        and (
+            _matches(name, reading.buffers)
+            or not dtypes.is_trainable(stored.dtype)
+            or name.rpartition(".")[2] in _BATCH_NORM
+        )
+    }
+    rename_buffers(state, buffers)
+    known = trained | buffers | set(state.tied)
+    state.frozen = [n for n in names if n in told_frozen or (state.groups and n not in known)]
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
