@@ -30,10 +30,10 @@ import torch
 
 from everstep.checkpoint import folder
 from everstep.checkpoint.formats import universal
-from everstep.checkpoint.parts import Planned, plan_whole, stored_of
+from everstep.checkpoint.parts import PlannedSlice, plan_whole, stored_of
 from everstep.checkpoint.places import place_of
 from everstep.checkpoint.saver import AsyncSaver
-from everstep.checkpoint.state import State, scalar
+from everstep.checkpoint.state import TrainingState, scalar
 from everstep.layout.box import Box
 
 SECTIONS = ("convert", "part", "save", "stall", "kill")
@@ -82,7 +82,7 @@ def median(values: list[float]) -> float:
 def save_ours(root: Path, step: int, state: dict[str, torch.Tensor]) -> None:
     """Two threads, a file each."""
     tensors = {name: stored_of(name, tensor) for name, tensor in state.items()}
-    universal.write(root, State(step=step, tensors=tensors), threads=2)
+    universal.write(root, TrainingState(step=step, tensors=tensors), threads=2)
 
 
 # ------------------------------------------------------------------ convert
@@ -92,7 +92,7 @@ def make_deepspeed(path: Path, gib: float, world: int) -> int:
     """A ZeRO-1 checkpoint of that size, as DeepSpeed would have written it; its bytes."""
     from everstep.checkpoint.formats import deepspeed_write
 
-    state = State(step=1, meta={"precision": "bf16"})
+    state = TrainingState(step=1, meta={"precision": "bf16"})
     flat = with_moments(weights(gib))
     state.tensors = {name: stored_of(name, tensor) for name, tensor in flat.items()}
     names = [name[6:] for name in flat if name.startswith("model/")]
@@ -379,7 +379,7 @@ def save_for_ever(root: Path, ready: int) -> None:
         folder.commit(root, step, parts, {"step": step}, keep=2)
 
 
-def _planned(tensors: dict[str, torch.Tensor]) -> list[Planned]:
+def _planned(tensors: dict[str, torch.Tensor]) -> list[PlannedSlice]:
     return plan_whole({name: stored_of(name, tensor) for name, tensor in tensors.items()})
 
 

@@ -27,7 +27,7 @@ from everstep.checkpoint.compare import compare
 from everstep.checkpoint.convert import Target, read_state, write_state
 from everstep.checkpoint.formats import dialects
 from everstep.checkpoint.formats.llama_config import config_of
-from everstep.checkpoint.state import State, scalar
+from everstep.checkpoint.state import TrainingState, scalar
 from everstep.checkpoint.stored import Held
 from everstep.engine.gpt import gpt
 
@@ -55,7 +55,7 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64))
 
 
-def with_optimizer(model: Any, state: State) -> State:
+def with_optimizer(model: Any, state: TrainingState) -> TrainingState:
     """Two steps of AdamW in two groups; its state joins what was read."""
     named = {name: p for name, p in model.named_parameters() if f"model/{name}" in state.tensors}
     groups = [
@@ -124,7 +124,7 @@ def our_gpt(root: Path) -> dict[str, Any]:
     with torch.no_grad():
         for layer in layers.values():
             x = layer.eval()(x)
-    state = State(meta={"model": {"heads": 4, "kv_heads": 2, "context": 64}})
+    state = TrainingState(meta={"model": {"heads": 4, "kv_heads": 2, "context": 64}})
     for layer, module in layers.items():
         for name, p in module.named_parameters():
             state.tensors[f"model/{layer}.{name}"] = _held(p)

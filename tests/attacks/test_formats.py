@@ -41,7 +41,7 @@ def test_a_pickle_that_calls_runs_nothing(tmp_path: Path) -> None:
     torch_file(tmp_path / "a.pt", {"module": Runs(mark), "x": 1})
     found = pickles.load(tmp_path / "a.pt")
     assert found["x"] == 1
-    assert found["module"].as_table()["$class"].endswith("system")
+    assert found["module"].called.endswith("system")
     assert not mark.exists()
 
 
@@ -121,7 +121,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 def test_latest_cannot_lead_outside(tmp_path: Path) -> None:
     shutil.copytree(REAL / "deepspeed-zero1", tmp_path / "z")
     (tmp_path / "z" / "latest").write_text("../../etc")
-    with pytest.raises(UserError, match="which is no folder here"):
+    with pytest.raises(UserError, match="which is not a folder here"):
         read_state(tmp_path / "z")
 
 
@@ -161,7 +161,7 @@ def test_a_hugging_face_index_cannot_lead_outside(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "a")
     for name in ("../b.safetensors", "/etc/passwd", "x/y.safetensors"):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
-        with pytest.raises(UserError, match="which is no file of this folder"):
+        with pytest.raises(UserError, match="which is not a file of this folder"):
             read_state(folder)
 
 
@@ -170,7 +170,7 @@ def test_dcp_metadata_cannot_run_or_lead_outside(tmp_path: Path) -> None:
     folder.mkdir()
     mark = tmp_path / "ran"
     (folder / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
-    with pytest.raises(UserError, match="no metadata of a distributed checkpoint"):
+    with pytest.raises(UserError, match="not the metadata of a distributed checkpoint"):
         read_state(folder)
     assert not mark.exists()
     import torch.distributed.checkpoint as dcp

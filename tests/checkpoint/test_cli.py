@@ -94,13 +94,13 @@ def test_verify_and_prune(everstep: Callable, tmp_path: Path) -> None:
 def test_mistakes_are_sentences(everstep: Callable, tmp_path: Path) -> None:
     save(tmp_path / "u", 10)
     for arguments, says in (
-        (("inspect", tmp_path / "nowhere"), "is no folder"),
-        (("inspect", tmp_path / "u", "--match", "("), "is no regular expression"),
+        (("inspect", tmp_path / "nowhere"), "is not a directory"),
+        (("inspect", tmp_path / "u", "--match", "("), "is not a regular expression"),
         (("convert", tmp_path / "u", tmp_path / "x", "--to", "gguf"), "'gguf' is not one of"),
         (("convert", tmp_path / "u", tmp_path / "x", "--names", "bert"), "--names bert is not keep"),
         (("convert", tmp_path / "u", tmp_path / "x", "--names", "llama"), "none of llama"),
         (("prune", tmp_path / "u", "--keep", "0"), "--keep must be at least 1"),
-        (("verify", tmp_path), "holds no universal checkpoint"),
+        (("verify", tmp_path), "has no universal checkpoint"),
         (("convert", tmp_path / "u", tmp_path / "x", "--patterns", tmp_path / "p"), "cannot be read"),
     ):
         ran = everstep("ckpt", *arguments)

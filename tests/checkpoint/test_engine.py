@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from everstep.checkpoint.convert import read_state
 from everstep.checkpoint.folder import complete_steps, open_checkpoint
-from everstep.checkpoint.formats import dialects, universal
+from everstep.checkpoint.formats import dialects
 from everstep.checkpoint.formats.llama_config import config_of
 from everstep.cli import main
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec
@@ -69,7 +70,7 @@ def test_what_the_engine_saves_tells_all_that_a_run_needs(whole: tuple[Path, Out
     assert found.meta["data"] == {"next_step": 4, "microbatches_in_step": MICROBATCHES}
     assert found.meta["shape"] == {"replicas": 2, "stages": 2, "microbatches": 2}
     assert [group["weight_decay"] for group in found.index.groups] == [0.1, 0.0]
-    state = universal.read(whole[0])
+    state = read_state(whole[0])
     named = {name for group in state.groups for name in group["params"]}
     assert named == set(state.parameters())
     assert len(found.index.files) == 4  # of each stage, a part a replica: they share the writing

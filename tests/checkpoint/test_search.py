@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from everstep.checkpoint.folder import complete_steps, newest_valid, prune
-from everstep.checkpoint.places import RemotePlace
+from everstep.checkpoint.places import UrlPlace
 from everstep.checkpoint.search import PAUSES_S, Newest, NoStart, newest_to_use
 from everstep.engine.job import Job
 from everstep.errors import UserError
@@ -172,10 +172,10 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(monkeypatch: pytest.Mo
         with pytest.raises(NoStart, match="no answer"):
             newest_to_use(place, sleep=lambda seconds: None)
         with pytest.raises(OSError, match="no answer"):
-            RemotePlace(place).clean()
+            UrlPlace(place).clean()
     assert newest_to_use(place).step == 3
-    assert RemotePlace(place).put_aside("step-00000003", "corrupt") == "step-00000003.corrupt"
-    assert RemotePlace(place).set_aside() == ["step-00000003.corrupt"]
+    assert UrlPlace(place).put_aside("step-00000003", "corrupt") == "step-00000003.corrupt"
+    assert UrlPlace(place).set_aside() == ["step-00000003.corrupt"]
     with pytest.raises(NoStart, match="start_over"):
         newest_to_use(place)
 

@@ -10,12 +10,12 @@ import numpy as np
 from everstep.checkpoint import dtypes
 from everstep.checkpoint.dtypes import Array
 from everstep.checkpoint.parts import BLOCK_BYTES, Progress
-from everstep.checkpoint.state import State
+from everstep.checkpoint.state import TrainingState
 from everstep.checkpoint.stored import Stored, num_bytes, read_range
 from everstep.layout.layout import ITEM_BYTES
 
 
-def compare(a: State, b: State, progress: Progress = lambda count: None) -> dict[str, Any]:
+def compare(a: TrainingState, b: TrainingState, progress: Progress = lambda count: None) -> dict[str, Any]:
     """As a JSON document; `same` means the same names, types, shapes, bytes and groups."""
     different = []
     equal = 0

@@ -1,170 +1,127 @@
-"""From any format to any other: find out what a folder is, read it lazily, rename if asked, write it.
+"""From any format to any other: detect what a folder is, read it lazily, rename if asked, write it, check it.
 
 Nothing is loaded as a whole: the readers give tensors that are places in files, the writers fetch them block
-by block. What is written appears at once, by a rename, or not at all. Universal checkpoints are flushed to
-disk before that, as always; other formats are left to the system, as `cp` leaves them: a conversion can be
-repeated.
+by block. What was written is read back and compared (see `selfcheck`) before it appears at once, by a rename.
+Universal checkpoints are flushed to disk before that, as always; other formats are left to the system, as
+`cp` leaves them: a conversion can be repeated.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
-from everstep.checkpoint.formats import (
-    dcp,
-    deepspeed,
-    deepspeed_universal,
-    deepspeed_write,
-    dialects,
-    hf,
-    megatron,
-    universal,
-)
-from everstep.checkpoint.formats.dialects import Dialect, Heads
+from everstep.checkpoint import dtypes, selfcheck
+from everstep.checkpoint.formats import dialects
+from everstep.checkpoint.formats.format import Format, Reading, Target
+from everstep.checkpoint.formats.table import FORMATS
 from everstep.checkpoint.parts import Progress
-from everstep.checkpoint.state import State
+from everstep.checkpoint.selfcheck import Accepted, Change
+from everstep.checkpoint.state import TrainingState
+from everstep.checkpoint.woven import as_dtype
 from everstep.errors import UserError
-from everstep.layout.layout import ITEM_BYTES
-from everstep.layout.patterns import Patterns
 
-Format = Literal["universal", "hf", "dcp", "deepspeed", "deepspeed-universal", "megatron", "megatron-legacy"]
-FORMATS: tuple[Format, ...] = (
-    "universal",
-    "hf",
-    "dcp",
-    "deepspeed",
-    "deepspeed-universal",
-    "megatron",
-    "megatron-legacy",
-)
+__all__ = ["FORMATS", "Accepted", "Reading", "Target", "detect", "read_state", "write_state"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What to write. `stage`, `world`: ZeRO's; `tp`, `pp`: legacy Megatron's."""
-
-    format: Format
-    names: Dialect | None = None
-    heads: Heads | None = None
-    stage: int = 1
-    world: int = 1
-    tp: int = 1
-    pp: int = 1
-    precision: str | None = None  # of DeepSpeed's working weights
-    dtype: str | None = None  # of Hugging Face's weights
-    with_optimizer: bool = True
-    threads: int = 2
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise UserError(f"format {self.format!r} is not one of {', '.join(FORMATS)}.")
-        if self.dtype is not None and self.dtype not in ITEM_BYTES:
-            raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
+def format_named(name: str) -> Format:
+    if name not in FORMATS:
+        raise UserError(f"format {name!r} is not one of {', '.join(FORMATS)}.")
+    return FORMATS[name]
 
 
-def detect(path: str | Path) -> Format:
-    """What kind of checkpoint a folder is."""
+def detect(path: str | Path) -> str:
+    """The format of a checkpoint, by looking at its folder."""
     if "://" in str(path):
         return "universal"
     where = Path(path)
     if not where.is_dir():
-        raise UserError(f"{path} is no folder; give the folder of a checkpoint.")
-    checks: list[tuple[Format, Callable[[], bool]]] = [
-        ("universal", lambda: universal.is_one(where)),
-        ("deepspeed", lambda: deepspeed.folder_of(where) is not None),
-        ("deepspeed-universal", lambda: deepspeed_universal.is_one(where)),
-        ("megatron", lambda: megatron.folder_of(where) is not None),
-        ("dcp", lambda: dcp.is_one(where)),
-        ("hf", lambda: hf.is_one(where)),
-    ]
-    found = next((name for name, is_one in checks if is_one()), None)
-    if found is None:
-        raise UserError(f"{path} is no checkpoint of a kind we know ({', '.join(FORMATS)}).")
-    return found
+        raise UserError(f"{path} is not a directory; give the folder of a checkpoint.")
+    for row in FORMATS.values():
+        if row.detects is not None and row.detects(where):
+            return row.name
+    raise UserError(f"{path} is not a checkpoint of a known format ({', '.join(FORMATS)}).")
 
 
-def read_state(
-    path: str | Path,
-    format: Format | None = None,
-    *,
-    patterns: Patterns | None = None,
-    vocab: int | None = None,
-) -> State:
-    """All of a checkpoint of any kind we know, read as it is asked for; `detect` finds out which kind."""
-    kind, where = format or detect(path), Path(path)
-    match kind:
-        case "universal":
-            return universal.read(path)
-        case "hf":
-            return hf.read(where)
-        case "dcp":
-            return dcp.read(where)
-        case "deepspeed":
-            return deepspeed.read(where, patterns, vocab)
-        case "deepspeed-universal":
-            return deepspeed_universal.read(where)
-        case "megatron" | "megatron-legacy":
-            return megatron.read(where, patterns, vocab)
+def read_state(path: str | Path, format: str | None = None, reading: Reading | None = None) -> TrainingState:
+    """All of a checkpoint of any known format, read as it is asked for; `detect` finds out which."""
+    return format_named(format or detect(path)).read(path, reading or Reading())
 
 
 def write_state(
-    path: str | Path, state: State, target: Target, progress: Progress = lambda count: None
-) -> None:
-    """Write all of it, or nothing under this name."""
+    path: str | Path,
+    state: TrainingState,
+    target: Target,
+    progress: Progress = lambda count: None,
+    *,
+    accepted: Accepted | None = None,
+    check: bool = True,
+) -> list[Change]:
+    """Write all of it, or nothing under this name. The changes that were accepted."""
+    row = format_named(target.format)
+    wanted, asked = _wanted(state, target)
+    staging = row.staged(path) if row.staged is not None else FolderStaging(path, row)
+    try:
+        source = selfcheck.hashed(wanted) if check else wanted
+        staging.write(source, target, progress)
+        state.notes += [note for note in source.notes if note not in state.notes]
+        rows = []
+        if check:
+            rows = selfcheck.changes(source, staging.read(), threads=target.threads)
+            patterns = () if accepted is None else accepted.patterns
+            rows = selfcheck.require(rows, Accepted(patterns, asked), str(path))
+        staging.commit()
+    finally:
+        staging.discard()
+    return rows
+
+
+def _wanted(state: TrainingState, target: Target) -> tuple[TrainingState, tuple[str, ...]]:
+    """The state that should be in the target, and the changes that the user's options ask for."""
     if target.names is not None:
         state = dialects.translated(state, target.names, target.heads)
+    asked: tuple[str, ...] = ()
     if not target.with_optimizer:
-        state.tensors = {k: v for k, v in state.tensors.items() if not k.startswith("optimizer/")}
-    if target.format == "universal":
-        universal.write(path, state, threads=target.threads, progress=progress)
-        return
-    final = Path(path)
-    if final.exists() and any(final.iterdir()):
-        raise UserError(f"{path} is not empty; give a new folder, or remove it.")
-    partial = final.with_name(final.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        _write(partial, state, target, progress)
-        if final.exists():
-            final.rmdir()
-        os.rename(partial, final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        asked = ("lost:optimizer*", "lost:groups*", "lost:legacy optimizer")
+        tensors = {n: s for n, s in state.tensors.items() if not n.startswith("optimizer/")}
+        state = replace(state, tensors=tensors, groups=[] if target.format == "hf" else state.groups)
+    if target.dtype is not None:
+        tensors = {
+            name: as_dtype(stored, target.dtype)
+            if name.startswith(("model/", "buffer/")) and dtypes.is_trainable(stored.dtype)
+            else stored
+            for name, stored in state.tensors.items()
+        }
+        state = replace(state, tensors=tensors)
+    return state, asked
 
 
-def _write(path: Path, state: State, target: Target, progress: Progress) -> None:
-    match target.format:
-        case "hf":
-            hf.write(
-                path,
-                state,
-                dtype=target.dtype,
-                with_optimizer=target.with_optimizer,
-                threads=target.threads,
-                progress=progress,
-            )
-        case "dcp":
-            dcp.write(path, state, progress)
-        case "deepspeed":
-            deepspeed_write.write(
-                path,
-                state,
-                stage=target.stage,
-                world=target.world,
-                precision=target.precision,
-                progress=progress,
-            )
-        case "deepspeed-universal":
-            deepspeed_universal.write(path, state, precision=target.precision, progress=progress)
-        case "megatron":
-            megatron.write_dist(path, state, progress)
-        case "megatron-legacy":
-            megatron.write_legacy(path, state, tp=target.tp, pp=target.pp, progress=progress)
-        case "universal":
-            raise AssertionError("written elsewhere")
+class FolderStaging:
+    """A folder of another name beside the target, renamed when it is complete."""
+
+    def __init__(self, path: str | Path, row: Format) -> None:
+        if "://" in str(path):
+            raise UserError(f"{path} is a URL; only universal checkpoints are written to URLs.")
+        self._final, self._row = Path(path), row
+        self._partial = self._final.with_name(self._final.name + ".partial")
+        if self._final.exists() and any(self._final.iterdir()):
+            raise UserError(f"{path} is not empty; give a new folder, or remove it.")
+
+    def write(self, state: TrainingState, target: Target, progress: Progress) -> None:
+        assert self._row.write is not None
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        self._row.write(self._partial, state, target, progress)
+
+    def read(self) -> TrainingState:
+        return self._row.read(self._partial, Reading())
+
+    def commit(self) -> None:
+        if self._final.exists():
+            self._final.rmdir()
+        os.rename(self._partial, self._final)
+
+    def discard(self) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)

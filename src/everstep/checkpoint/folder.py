@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.checkpoint import index as indexes
 from everstep.checkpoint.index import Part, Refused
-from everstep.checkpoint.parts import CHUNK_BYTES, Planned, plan_whole, stored_of
+from everstep.checkpoint.parts import CHUNK_BYTES, PlannedSlice, plan_whole, stored_of
 from everstep.checkpoint.places import place_of, root_of
 from everstep.checkpoint.ranges import Access
 from everstep.checkpoint.reader import Checkpoint, UnusableCheckpoint, open_in, unusable
@@ -61,7 +61,9 @@ def write_slices(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Part:
     """Write what this worker owns: (tensor, its whole shape, the box, the box's values)."""
-    planned = [Planned(key, tuple(shape), box, stored_of(key, values)) for key, shape, box, values in slices]
+    planned = [
+        PlannedSlice(key, tuple(shape), box, stored_of(key, values)) for key, shape, box, values in slices
+    ]
     return place_of(root).write_part(step, name, planned, chunk_bytes=chunk_bytes)
 
 

@@ -61,7 +61,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     dtype: str
     shape: Shape
     slices: tuple[Slice, ...]
@@ -77,7 +77,7 @@ class Index:
     meta: dict[str, Any]
     groups: list[dict[str, Any]]
     tied: dict[str, str]
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     files: dict[str, int]  # file: bytes
 
 
@@ -130,7 +130,7 @@ def parse(data: bytes) -> Index:
         meta=index["meta"],
         groups=_groups(index["groups"]),
         tied=index["tied"],
-        tensors={name: Entry(*kinds[name], tuple(slices[name])) for name in kinds},
+        tensors={name: TensorEntry(*kinds[name], tuple(slices[name])) for name in kinds},
         files=files,
     )
 

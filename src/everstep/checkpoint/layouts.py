@@ -19,7 +19,7 @@ from torch import Tensor
 from everstep.checkpoint import dtypes
 from everstep.checkpoint.dtypes import Array
 from everstep.checkpoint.index import Part
-from everstep.checkpoint.parts import CHUNK_BYTES, Planned
+from everstep.checkpoint.parts import CHUNK_BYTES, PlannedSlice
 from everstep.checkpoint.places import place_of
 from everstep.checkpoint.reader import Checkpoint
 from everstep.checkpoint.stored import Held
@@ -45,7 +45,7 @@ def save_part(
     for share in writing_shares(layout)[holder]:
         tensor = layout.tensors[share.tensor]
         values = view(raw[share.buffer], share.offset, share.box.size, share.strides)
-        planned.append(Planned(share.tensor, tensor.shape, share.box, Held(tensor.dtype, values)))
+        planned.append(PlannedSlice(share.tensor, tensor.shape, share.box, Held(tensor.dtype, values)))
     name = f"rank-{layout.holders.index(holder):05d}"
     return place_of(root).write_part(step, name, planned, threads=threads, chunk_bytes=chunk_bytes)
 

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 from everstep.checkpoint import index as indexes
 from everstep.checkpoint import parts
 from everstep.checkpoint.index import Part, Refused, digest
-from everstep.checkpoint.places import STEP, LocalPlace, step_name
-from everstep.checkpoint.ranges import Access, RangeFile
+from everstep.checkpoint.places import STEP, step_name
+from everstep.checkpoint.ranges import Access, LocalFile, RangeFile
 from everstep.checkpoint.reader import Checkpoint, read_small
 from everstep.errors import UserError
 
@@ -128,11 +128,11 @@ def send(shelf: Path, label: Label, remote: Remote, task: str, step: int) -> Non
         connection.close()
 
 
-class RemoteFile(RangeFile):
-    """A part on another node's shelf, over one connection a thread."""
+class PeerFile:
+    """A part in another node's memory, over one connection per thread."""
 
     def __init__(self, remote: Remote, path: str, size: int) -> None:
-        super().__init__(Path(path))
+        self.bytes_read = 0
         self._remote, self._name, self._size = remote, path, size
         self._mine = threading.local()
 
@@ -175,13 +175,12 @@ class RemoteFile(RangeFile):
             del self._mine.connection
 
     def close(self) -> None:
-        if hasattr(self, "_mine"):
-            self._hang_up()
+        self._hang_up()
 
 
 @dataclass(slots=True)
-class Shelves(LocalPlace):
-    """The place of a checkpoint whose files lie on several nodes' shelves."""
+class MemoryPlace:
+    """Where the files of a checkpoint are that lies in the memory of several nodes. Only read from."""
 
     task: str
     step: int
@@ -195,8 +194,8 @@ class Shelves(LocalPlace):
     def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile:
         source = self.sources[name]
         if isinstance(source, Path):
-            return RangeFile(folder_of(source, self.task, self.step) / name, access)
-        return RemoteFile(source, f"/{self.task}/{self.step}/{name}", self.sizes[name])
+            return LocalFile(folder_of(source, self.task, self.step) / name, access)
+        return PeerFile(source, f"/{self.task}/{self.step}/{name}", self.sizes[name])
 
 
 def open_kept(task: str, step: int, kept: Sequence[tuple[Path | Remote, Label]]) -> Checkpoint:
@@ -207,7 +206,7 @@ def open_kept(task: str, step: int, kept: Sequence[tuple[Path | Remote, Label]])
     except Refused as refused:
         raise UserError(f"the state of step {step} in memory is not whole: {refused}.") from refused
     sources = {f"{label['name']}.safetensors": source for source, label in kept}
-    place = Shelves(task=task, step=step, sources=sources, sizes=index.files)
+    place = MemoryPlace(task=task, step=step, sources=sources, sizes=index.files)
     return Checkpoint(place, step_name(step), index, "mmap")
 
 
@@ -215,9 +214,9 @@ def _described(task: str, step: int, source: Path | Remote, label: Label) -> Par
     """The description of a part, if it is the one the label was made of."""
     name, size = f"{label['name']}.json", int(label["told_bytes"])
     if isinstance(source, Path):
-        file = RangeFile(folder_of(source, task, step) / name)
+        file: RangeFile = LocalFile(folder_of(source, task, step) / name)
     else:
-        file = RemoteFile(source, f"/{task}/{step}/{name}", size)
+        file = PeerFile(source, f"/{task}/{step}/{name}", size)
     try:
         text = read_small(file, name, indexes.MAX_INDEX_BYTES)
     finally:
@@ -231,5 +230,5 @@ def _described(task: str, step: int, source: Path | Remote, label: Label) -> Par
 def bytes_read(checkpoint: Checkpoint) -> tuple[int, int]:
     """So far: from this node's shelf, and from others'."""
     files = checkpoint._files.values()
-    elsewhere = sum(file.bytes_read for file in files if isinstance(file, RemoteFile))
+    elsewhere = sum(file.bytes_read for file in files if isinstance(file, PeerFile))
     return checkpoint.bytes_read - elsewhere, elsewhere

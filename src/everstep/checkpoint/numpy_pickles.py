@@ -1,4 +1,4 @@
-"""Numbers and arrays of numpy inside a pickle, rebuilt from their bytes; numpy's own constructors are not called.
+"""Numbers and arrays of numpy inside a pickle, rebuilt from their bytes without numpy's own constructors.
 
 Random states and schedulers hold them. An array of objects would be a pickle inside the pickle: it is kept
 unread, and counts as something that cannot be held.

@@ -35,7 +35,7 @@ _mine = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedSlice:
     """A slice to be written: `source` is the box alone, not the whole tensor."""
 
     tensor: str
@@ -48,8 +48,8 @@ class Planned:
         return self.box.volume * ITEM_BYTES[self.source.dtype]
 
 
-def plan_whole(tensors: Mapping[str, Stored]) -> list[Planned]:
-    return [Planned(name, stored.shape, whole(stored.shape), stored) for name, stored in tensors.items()]
+def plan_whole(tensors: Mapping[str, Stored]) -> list[PlannedSlice]:
+    return [PlannedSlice(name, stored.shape, whole(stored.shape), stored) for name, stored in tensors.items()]
 
 
 def stored_of(name: str, tensor: Tensor) -> Stored:
@@ -62,7 +62,7 @@ def stored_of(name: str, tensor: Tensor) -> Stored:
 def write_part(
     folder: Path,
     name: str,
-    slices: Sequence[Planned],
+    slices: Sequence[PlannedSlice],
     *,
     threads: int = 1,
     chunk_bytes: int = CHUNK_BYTES,
@@ -71,7 +71,7 @@ def write_part(
     """Write `<folder>/<name>.safetensors`, flushed to disk; what to tell `commit`."""
     file = f"{name}.safetensors"
     if not PART_NAME.fullmatch(file):
-        raise InternalError(f"{name!r} is no name for a part of a checkpoint.")
+        raise InternalError(f"{name!r} is not a name for a part of a checkpoint.")
     if BLOCK_BYTES % chunk_bytes:
         raise InternalError(f"a chunk of {chunk_bytes} bytes does not divide a block of {BLOCK_BYTES}.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def write_part(
 
 def describe(
     file: str,
-    slices: Sequence[Planned],
+    slices: Sequence[PlannedSlice],
     places: Sequence[int],
     hashes: Sequence[str],
     total: int,
@@ -107,7 +107,7 @@ def describe(
 
 
 def header(
-    slices: Sequence[Planned], metadata: Mapping[str, str] | None = None
+    slices: Sequence[PlannedSlice], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[int], int]:
     """The beginning of a safetensors file; where each slice begins; the file's length."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -129,7 +129,7 @@ def header(
 def write_file(
     out: BinaryIO,
     head: bytes,
-    slices: Sequence[Planned],
+    slices: Sequence[PlannedSlice],
     places: Sequence[int],
     threads: int,
     chunk_bytes: int,
@@ -195,7 +195,7 @@ def _find_libc() -> Any:
 _libc = _find_libc()
 
 
-def _tasks(slices: Sequence[Planned]) -> Iterator[tuple[int, int, int]]:
+def _tasks(slices: Sequence[PlannedSlice]) -> Iterator[tuple[int, int, int]]:
     for which, one in enumerate(slices):
         for start in range(0, one.num_bytes, BLOCK_BYTES):
             yield which, start, min(start + BLOCK_BYTES, one.num_bytes)

@@ -17,13 +17,13 @@ import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from everstep.checkpoint import index as indexes
 from everstep.checkpoint import parts
 from everstep.checkpoint.index import CannotRead, Part, Refused
-from everstep.checkpoint.parts import CHUNK_BYTES, Planned, Progress
-from everstep.checkpoint.ranges import Access, RangeFile, RemoteFile
+from everstep.checkpoint.parts import CHUNK_BYTES, PlannedSlice, Progress
+from everstep.checkpoint.ranges import Access, LocalFile, RangeFile, UrlFile
 from everstep.errors import InternalError, UserError
 
 STEP = re.compile(r"step-(\d{8,18})")
@@ -35,7 +35,64 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+class Place(Protocol):
+    """A folder of checkpoints, wherever it is."""
+
+    def complete(self) -> list[tuple[int, str]]:
+        """The steps that were committed, oldest first; not yet verified."""
+
+    def set_aside(self) -> list[str]:
+        """Checkpoints that were found to be of no use, and kept for an operator to look at."""
+
+    def put_aside(self, folder: str, why: str) -> str:
+        """By one rename, out of the readers' sight; its new name."""
+
+    def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile: ...
+
+    def write_part(
+        self,
+        step: int,
+        name: str,
+        slices: Sequence[PlannedSlice],
+        *,
+        threads: int = 1,
+        chunk_bytes: int = CHUNK_BYTES,
+        progress: Progress = lambda count: None,
+    ) -> Part:
+        """Into the step's staging folder."""
+
+    def staging_name(self, step: int) -> str:
+        """The folder that a step's parts are in until it is committed."""
+
+    def commit(self, step: int, text: str, files: dict[str, int]) -> str:
+        """Make a step with this index visible at once; its folder."""
+
+    def discard(self, step: int) -> None:
+        """Remove the parts of a step that was not committed."""
+
+    def remove(self, folder: str) -> None:
+        """Gone at once for readers, whatever happens half-way."""
+
+    def clean(self) -> list[Path]:
+        """Remove what a crash left half written. Not while a checkpoint is being written."""
+
+
+def _steps(folders: list[str]) -> list[tuple[int, str]]:
+    return sorted((int(match[1]), name) for name in folders if (match := STEP.fullmatch(name)) is not None)
+
+
+def _aside(folders: list[str]) -> list[str]:
+    return sorted(name for name in folders if _SET_ASIDE.fullmatch(name))
+
+
+def _aside_name(folders: list[str], folder: str, why: str) -> str:
+    names = (f"{folder}.{why}" + (f"-{count}" if count > 1 else "") for count in itertools.count(1))
+    return next(name for name in names if name not in folders)
+
+
 class LocalPlace:
+    """A folder of this machine's file system; a step is committed by a rename."""
+
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
 
@@ -43,21 +100,15 @@ class LocalPlace:
         return str(self.root)
 
     def complete(self) -> list[tuple[int, str]]:
-        """The steps that were committed, oldest first; not yet verified."""
-        return sorted(
-            (int(match[1]), name) for name in self._folders() if (match := STEP.fullmatch(name)) is not None
-        )
+        return _steps(self._folders())
 
     def set_aside(self) -> list[str]:
-        """Checkpoints that were found to be of no use, and kept for a person to look at."""
-        return sorted(name for name in self._folders() if _SET_ASIDE.fullmatch(name))
+        return _aside(self._folders())
 
     def put_aside(self, folder: str, why: str) -> str:
-        """By one rename, out of the readers' sight; its new name."""
-        taken = self._folders()
-        names = (f"{folder}.{why}" + (f"-{count}" if count > 1 else "") for count in itertools.count(1))
-        name = next(name for name in names if name not in taken)
-        self._rename(folder, name)
+        name = _aside_name(self._folders(), folder, why)
+        os.rename(self.root / folder, self.root / name)
+        _fsync_folder(self.root)
         return name
 
     def _folders(self) -> list[str]:
@@ -70,10 +121,6 @@ class LocalPlace:
                 raise  # what it leads to may come back
             return []
 
-    def _rename(self, old: str, new: str) -> None:
-        os.rename(self.root / old, self.root / new)
-        _fsync_folder(self.root)
-
     def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile:
         """A plain file of this folder: a link could lead anywhere."""
         path = self.root / folder / name
@@ -85,25 +132,31 @@ class LocalPlace:
             raise CannotRead(f"{name} cannot be read: {error}") from error
         if not stat.S_ISREG(mode):
             raise Refused(f"{name} is not a plain file")
-        return RangeFile(path, access)
+        return LocalFile(path, access)
 
     def write_part(
         self,
         step: int,
         name: str,
-        slices: Sequence[Planned],
+        slices: Sequence[PlannedSlice],
         *,
         threads: int = 1,
         chunk_bytes: int = CHUNK_BYTES,
         progress: Progress = lambda count: None,
     ) -> Part:
-        folder = self.root / f"{step_name(step)}.partial"
+        folder = self.root / self.staging_name(step)
         return parts.write_part(
             folder, name, slices, threads=threads, chunk_bytes=chunk_bytes, progress=progress
         )
 
+    def staging_name(self, step: int) -> str:
+        return f"{step_name(step)}.partial"
+
+    def discard(self, step: int) -> None:
+        shutil.rmtree(self.root / self.staging_name(step), ignore_errors=True)
+
     def commit(self, step: int, text: str, files: dict[str, int]) -> str:
-        source, target = self.root / f"{step_name(step)}.partial", self.root / step_name(step)
+        source, target = self.root / self.staging_name(step), self.root / step_name(step)
         for file, size in files.items():
             if (source / file).stat().st_size != size:
                 raise InternalError(f"{source / file} is not as long as its writer said.")
@@ -126,22 +179,20 @@ class LocalPlace:
         return target.name
 
     def remove(self, folder: str) -> None:
-        """Gone at once for readers, whatever happens half-way."""
         doomed = self.root / f"{folder}.old.partial"
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(self.root / folder, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
     def clean(self) -> list[Path]:
-        """Remove what a crash left half written. Not while a checkpoint is being written."""
         left = [path for path in sorted(self.root.glob("step-*.partial")) if not path.is_symlink()]
         for path in left:
             shutil.rmtree(path, ignore_errors=True)
         return left
 
 
-class RemotePlace(LocalPlace):
-    """Any fsspec URL, fsspec being imported here and nowhere before."""
+class UrlPlace:
+    """Any fsspec URL; fsspec is imported here and not before."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -153,15 +204,23 @@ class RemotePlace(LocalPlace):
         try:
             self._fs, path = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
-            raise UserError(f"{url} is no place fsspec knows: {error}.") from None
-        super().__init__(path)
+            raise UserError(f"{url} is not a place fsspec knows: {error}.") from None
         self._url, self._path = url.rstrip("/"), str(path).rstrip("/")
 
     def __str__(self) -> str:
         return self._url
 
     def complete(self) -> list[tuple[int, str]]:
-        return [(step, name) for step, name in super().complete() if self._has_index(name)]
+        return [(step, name) for step, name in _steps(self._folders()) if self._has_index(name)]
+
+    def set_aside(self) -> list[str]:
+        return _aside(self._folders())
+
+    def put_aside(self, folder: str, why: str) -> str:
+        """A copy and a removal, where a store has no rename."""
+        name = _aside_name(self._folders(), folder, why)
+        self._fs.mv(f"{self._path}/{folder}", f"{self._path}/{name}", recursive=True)
+        return name
 
     def _folders(self) -> list[str]:
         self._fs.invalidate_cache()
@@ -180,10 +239,6 @@ class RemotePlace(LocalPlace):
         except FileNotFoundError:
             return None
 
-    def _rename(self, old: str, new: str) -> None:
-        """A copy and a removal, where a store has no rename."""
-        self._fs.mv(f"{self._path}/{old}", f"{self._path}/{new}", recursive=True)
-
     def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile:
         path = f"{self._path}/{folder}/{name}"
         try:
@@ -192,13 +247,13 @@ class RemotePlace(LocalPlace):
             raise CannotRead(f"{name} cannot be read: {error}") from error
         if kind != "file":
             raise Refused(f"{name} is missing")
-        return RemoteFile(self._fs, path)
+        return UrlFile(self._fs, path)
 
     def write_part(
         self,
         step: int,
         name: str,
-        slices: Sequence[Planned],
+        slices: Sequence[PlannedSlice],
         *,
         threads: int = 1,
         chunk_bytes: int = CHUNK_BYTES,
@@ -207,7 +262,7 @@ class RemotePlace(LocalPlace):
         """In one stream; object stores take no writes at a place."""
         folder, file = f"{self._path}/{step_name(step)}", f"{name}.safetensors"
         if not indexes.PART_NAME.fullmatch(file):
-            raise InternalError(f"{name!r} is no name for a part of a checkpoint.")
+            raise InternalError(f"{name!r} is not a name for a part of a checkpoint.")
         self._fs.makedirs(folder, exist_ok=True)
         head, places, total = parts.header(slices)
         hashes = []
@@ -225,6 +280,14 @@ class RemotePlace(LocalPlace):
                     progress(len(block))
                 hashes.append("".join(texts))
         return parts.describe(file, slices, places, hashes, total, chunk_bytes)
+
+    def staging_name(self, step: int) -> str:
+        return step_name(step)
+
+    def discard(self, step: int) -> None:
+        if not self._has_index(step_name(step)):
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm(f"{self._path}/{step_name(step)}", recursive=True)
 
     def commit(self, step: int, text: str, files: dict[str, int]) -> str:
         folder = f"{self._path}/{step_name(step)}"
@@ -246,11 +309,11 @@ class RemotePlace(LocalPlace):
         return [Path(self._path, name) for name in left]
 
 
-def place_of(root: str | Path) -> LocalPlace:
+def place_of(root: str | Path) -> Place:
     text = str(root)
     if text.startswith("file://"):
         return LocalPlace(text.removeprefix("file://"))
-    return RemotePlace(text) if "://" in text else LocalPlace(root)
+    return UrlPlace(text) if "://" in text else LocalPlace(root)
 
 
 def root_of(base: str | Path, folder: str) -> str | Path:

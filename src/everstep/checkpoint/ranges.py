@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Access = Literal["pread", "mmap"]
 
@@ -18,7 +18,15 @@ class EndedEarly(OSError):
     """The file is shorter than what is to be read of it: not a fault of the disk."""
 
 
-class RangeFile:
+class RangeFile(Protocol):
+    bytes_read: int
+
+    def size(self) -> int: ...
+    def read(self, offset: int, out: memoryview) -> None: ...
+    def close(self) -> None: ...
+
+
+class LocalFile:
     """A local file, opened at the first read."""
 
     def __init__(self, path: str | Path, access: Access = "pread") -> None:
@@ -73,12 +81,12 @@ class RangeFile:
         self.close()
 
 
-class RemoteFile(RangeFile):
-    """A file of an fsspec file system; one range request a read."""
+class UrlFile:
+    """A file of an fsspec file system; one range request per read."""
 
     def __init__(self, fs: Any, path: str) -> None:
-        super().__init__(Path(path))
         self._fs, self._name = fs, path
+        self.bytes_read = 0
 
     def __str__(self) -> str:
         return self._name
@@ -94,4 +102,4 @@ class RemoteFile(RangeFile):
         self.bytes_read += len(out)
 
     def close(self) -> None:
-        pass
+        """Nothing is kept open."""

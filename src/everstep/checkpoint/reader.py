@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -23,10 +23,10 @@ from everstep.checkpoint.dtypes import Array
 from everstep.checkpoint.index import (
     MAX_INDEX_BYTES,
     CannotRead,
-    Entry,
     Index,
     Refused,
     Slice,
+    TensorEntry,
     UnknownVersion,
     digest,
     in_file_name,
@@ -34,7 +34,7 @@ from everstep.checkpoint.index import (
     parse,
 )
 from everstep.checkpoint.parts import BLOCK_BYTES, Progress
-from everstep.checkpoint.places import STEP, LocalPlace
+from everstep.checkpoint.places import STEP, Place
 from everstep.checkpoint.ranges import Access, EndedEarly, RangeFile
 from everstep.checkpoint.stored import BAND_BYTES, FilePiece, Pieces, Stored, bands
 from everstep.errors import UserError
@@ -57,11 +57,17 @@ class UnusableCheckpoint(UserError):
         self.kind = kind
 
 
+class FileSource(Protocol):
+    """Where a checkpoint's files are opened: a place, or the memory of several nodes."""
+
+    def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile: ...
+
+
 @dataclass(slots=True)
 class Checkpoint:
     """A checkpoint whose index and files fit together; reading checks the bytes of what it returns."""
 
-    place: LocalPlace
+    place: FileSource
     name: str
     index: Index
     access: Access = "pread"
@@ -79,7 +85,7 @@ class Checkpoint:
         return self.index.meta
 
     @property
-    def tensors(self) -> dict[str, Entry]:
+    def tensors(self) -> dict[str, TensorEntry]:
         return self.index.tensors
 
     @property
@@ -179,7 +185,7 @@ class Checkpoint:
                 for start in range(0, size, step):
                     yield name, one, start, min(start + step, size)
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorEntry:
         entry = self.tensors.get(name)
         if entry is None:
             raise UserError(f"checkpoint {self} holds no tensor {name!r}; was it saved from another model?")
@@ -206,7 +212,7 @@ class _Checked:
     name: str
 
     @cached_property
-    def _entry(self) -> Entry:
+    def _entry(self) -> TensorEntry:
         return self.checkpoint.tensors[self.name]
 
     @property
@@ -243,7 +249,7 @@ class _Checked:
             view[...] = np.lib.stride_tricks.as_strided(elements, band.size, [s * item for s in strides])
 
 
-def open_in(place: LocalPlace, name: str, access: Access = "pread") -> Checkpoint:
+def open_in(place: Place, name: str, access: Access = "pread") -> Checkpoint:
     """A checkpoint whose index fits its files' sizes and headers; else `Refused`."""
     file = place.file(name, "index.json")
     try:
@@ -253,20 +259,25 @@ def open_in(place: LocalPlace, name: str, access: Access = "pread") -> Checkpoin
     match = STEP.fullmatch(name)
     if match is None or index.step != int(match[1]):
         raise Refused(f"index.json is of step {index.step}, which is not the folder's")
+    return opened(place, name, index, access)
+
+
+def opened(place: Place, name: str, index: Index, access: Access = "pread") -> Checkpoint:
+    """A checkpoint whose files are as the index says, by their sizes and headers."""
     found = Checkpoint(place, name, index, access)
-    told: dict[str, dict[str, _Row]] = {file: {} for file in index.files}
+    described: dict[str, dict[str, _Row]] = {file: {} for file in index.files}
     for tensor, entry in index.tensors.items():
         for one in entry.slices:
             key = in_file_name(tensor, one.box, entry.shape)
             end = one.at + one.box.volume * ITEM_BYTES[entry.dtype]
-            told[one.file][key] = (entry.dtype, list(one.box.size), one.at, end)
+            described[one.file][key] = (entry.dtype, list(one.box.size), one.at, end)
     for part, size in index.files.items():
         opened = found._files[part] = place.file(name, part, access)
-        _check_part(opened, part, size, told[part])
+        _check_part(opened, part, size, described[part])
     return found
 
 
-def _check_part(file: RangeFile, name: str, size: int, told: dict[str, _Row]) -> None:
+def _check_part(file: RangeFile, name: str, size: int, described: dict[str, _Row]) -> None:
     try:
         actual = file.size()
         if actual != size:
@@ -282,7 +293,7 @@ def _check_part(file: RangeFile, name: str, size: int, told: dict[str, _Row]) ->
         }
     except (KeyError, TypeError, IndexError) as error:
         raise Refused(f"{name} cannot be read: its header is no safetensors header") from error
-    if held != told:
+    if held != described:
         raise Refused(f"{name} holds other tensors than index.json says")
 
 

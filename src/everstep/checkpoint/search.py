@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.checkpoint.index import Refused
-from everstep.checkpoint.places import LocalPlace, place_of
+from everstep.checkpoint.places import Place, place_of
 from everstep.checkpoint.reader import UnusableCheckpoint, open_in, unusable
 from everstep.errors import EverstepError, UserError
 
@@ -65,7 +65,7 @@ def newest_to_use(
     raise reason
 
 
-def _newest(place: LocalPlace, known: int, pass_over: bool, start_over: bool) -> Newest:
+def _newest(place: Place, known: int, pass_over: bool, start_over: bool) -> Newest:
     place.clean()
     refused: list[str] = []
     for _, name in reversed(place.complete()):
@@ -91,7 +91,7 @@ def _newest(place: LocalPlace, known: int, pass_over: bool, start_over: bool) ->
     return Newest(_not_older(place, 0, known, refused, start_over), tuple(refused))
 
 
-def _verified_step(place: LocalPlace, name: str) -> int:
+def _verified_step(place: Place, name: str) -> int:
     """All its bytes are read."""
     try:
         found = open_in(place, name)
@@ -104,7 +104,7 @@ def _verified_step(place: LocalPlace, name: str) -> int:
         found.close()
 
 
-def _not_older(place: LocalPlace, step: int, known: int, refused: list[str], start_over: bool) -> int:
+def _not_older(place: Place, step: int, known: int, refused: list[str], start_over: bool) -> int:
     """A folder that lost what was committed is no reason to go back: it may not be mounted."""
     if step < known and not refused and not start_over:
         newest = f"its newest is of step {step}" if step else "it holds none"

@@ -88,7 +88,8 @@ def keyed_value(key: str, value: Any) -> tuple[str, Stored] | None:
         return key, value
     for kind, (python, dtype) in _PYTHON.items():
         if type(value) is python:
-            return f"{key}#{kind}", scalar(value or 0, dtype)
+            number: Any = 0 if value is None else value
+            return f"{key}#{kind}", scalar(number, dtype)
     return None
 
 

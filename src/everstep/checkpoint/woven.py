@@ -1,9 +1,9 @@
 """Tensors made of other stored tensors, without reading any of them before they are asked for.
 
-    Woven     boxes of others: fused, split, stacked, transposed, padded
-    Cast      another type, converted block by block
-    Flat      ranges of others one after the other, and zeros: a rank's flat buffer
-    Mean      the mean of several that should be one
+Woven     boxes of others: fused, split, stacked, transposed, padded
+Cast      another type, converted block by block
+Flat      ranges of others one after the other, and zeros: a rank's flat buffer
+Mean      the mean of several that should be one
 """
 
 from __future__ import annotations

@@ -1,30 +1,23 @@
-"""`everstep ckpt`: look into checkpoints, convert them, check them, compare them, throw old ones away."""
+"""`everstep ckpt`: look into checkpoints, convert them, check them, compare them, remove old ones."""
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
+from everstep.checkpoint.formats.dialects import DIALECTS
+from everstep.checkpoint.formats.table import FORMATS
+from everstep.cli.ckpt_text import document, picture, progress_bar, show, show_difference, size_text
 from everstep.cli.render import emit, note
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.checkpoint.state import State
+    from everstep.checkpoint.formats.format import Reading
+    from everstep.checkpoint.state import TrainingState
     from everstep.layout.patterns import Patterns
 
 ckpt_app = typer.Typer(
@@ -33,7 +26,6 @@ ckpt_app = typer.Typer(
     rich_markup_mode="rich",
 )
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-FORMAT_HELP = "universal, hf, dcp, deepspeed, deepspeed-universal, megatron or megatron-legacy."
 PathOf = Annotated[str, typer.Argument(help="A checkpoint's folder, or a URL of universal ones.")]
 
 
@@ -44,7 +36,7 @@ def inspect_command(
     limit: Annotated[int, typer.Option(help="Tensors to list; 0 for all.")] = 40,
     as_json: AsJson = False,
 ) -> None:
-    """What is in a checkpoint of any kind: tensors, groups, and who holds what.
+    """List what is in a checkpoint of any format: tensors, groups, and which file holds what.
 
     Examples:
 
@@ -53,38 +45,69 @@ def inspect_command(
         everstep ckpt inspect checkpoints/step-00000100 --match 'model/.*q.*' --json
     """
     kind, state = _read(path)
-    told = _document(path, kind, state, match)
+    found = document(path, kind, state, match)
     if as_json:
-        emit(told)
+        emit(found)
         return
-    _show(told, limit)
-    for line in _picture(path, kind):
+    show(found, limit)
+    for line in picture(path, kind):
         Console(highlight=False).print(line, soft_wrap=True)
+
+
+@ckpt_app.command("formats")
+def formats_command(as_json: AsJson = False) -> None:
+    """List the formats that can be read and written.
+
+    Examples:
+
+        everstep ckpt formats
+    """
+    columns = ("name", "title", "reads", "writes", "optimizer")
+    rows = [{column: getattr(row, column) for column in columns} for row in FORMATS.values()]
+    if as_json:
+        emit({"formats": rows})
+        return
+    table = Table("--to", "format", "reads", "writes", "optimizer state")
+    for row in rows:
+        table.add_row(*(row[column] for column in columns))
+    Console(highlight=False).print(table)
 
 
 @ckpt_app.command("convert")
 def convert_command(
-    source: Annotated[str, typer.Argument(help="A checkpoint of any kind we know.")],
+    source: Annotated[str, typer.Argument(help="A checkpoint of any known format.")],
     target: Annotated[str, typer.Argument(help="The folder (or URL, for universal) to write.")],
-    to: Annotated[str, typer.Option(help=f"The kind to write: {FORMAT_HELP}")] = "universal",
-    names: Annotated[str, typer.Option(help="keep, llama, everstep or megatron.")] = "keep",
+    to: Annotated[str, typer.Option(help=f"The format to write: {', '.join(FORMATS)}.")] = "universal",
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(help="Accept a change the self-check finds, such as lost:lr_scheduler. Repeatable."),
+    ] = None,
+    names: Annotated[str, typer.Option(help=f"keep, {', '.join(DIALECTS)}.")] = "keep",
     stage: Annotated[int, typer.Option(help="deepspeed: ZeRO stage.")] = 1,
     world: Annotated[int, typer.Option(help="deepspeed: number of ranks.")] = 1,
     tp: Annotated[int, typer.Option(help="megatron-legacy: tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(help="megatron-legacy: pipeline stages.")] = 1,
     precision: Annotated[str, typer.Option(help="deepspeed: bf16, fp16 or fp32.")] = "",
-    dtype: Annotated[str, typer.Option(help="hf: type of the weights, such as BF16.")] = "",
+    dtype: Annotated[str, typer.Option(help="Type of the weights, such as BF16.")] = "",
+    shard_gib: Annotated[float, typer.Option(help="hf: size of a file.")] = 5.0,
     heads: Annotated[int, typer.Option(help="Attention heads, where the source does not say.")] = 0,
     kv_heads: Annotated[int, typer.Option(help="Key and value heads, if fewer.")] = 0,
     patterns: Annotated[
         Path | None, typer.Option(help="TOML: how parameters lie over tensor-parallel ranks.")
     ] = None,
     vocab: Annotated[int, typer.Option(help="The vocabulary's real size, to strip its padding.")] = 0,
+    buffers: Annotated[
+        list[str] | None, typer.Option(help="dcp, hf: names that are buffers, with * and ?. Repeatable.")
+    ] = None,
+    frozen: Annotated[
+        list[str] | None, typer.Option(help="dcp, hf: names of frozen parameters, likewise.")
+    ] = None,
     optimizer: Annotated[bool, typer.Option(help="With the optimizer's state.")] = True,
     threads: Annotated[int, typer.Option(help="Threads that read, hash and write.")] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a checkpoint; what it is is found out by looking at it.
+    """Convert a checkpoint; the format of the source is detected. What was written is read back and compared
+    with the source, and refused if anything is lost, added or changed in type, unless you accept it.
 
     Examples:
 
@@ -93,14 +116,20 @@ def convert_command(
         everstep ckpt convert universal/ z3/ --to deepspeed --stage 3 --world 4
 
         everstep ckpt convert checkpoints/ llama/ --to hf --names llama --no-optimizer --dtype BF16
+
+        everstep ckpt convert dcp-run/ universal/ --accept 'lost:lr_scheduler*'
     """
-    from everstep.checkpoint.convert import Target, write_state
-    from everstep.checkpoint.formats.dialects import DIALECTS, Heads
+    from everstep.checkpoint.convert import Accepted, Reading, Target, format_named, write_state
+    from everstep.checkpoint.formats.dialects import Heads
 
     if names != "keep" and names not in DIALECTS:
         raise UserError(f"--names {names} is not keep, {', '.join(DIALECTS)}.")
+    if shard_gib <= 0:
+        raise UserError(f"--shard-gib {shard_gib:g} must be more than 0.")
+    accepted = Accepted(tuple(accept or ()))
+    format_named(to)
     goal = Target(
-        format=to,  # type: ignore[arg-type]
+        format=to,
         names=None if names == "keep" else names,  # type: ignore[arg-type]
         heads=Heads(heads, kv_heads or heads) if heads else None,
         stage=stage,
@@ -109,16 +138,25 @@ def convert_command(
         pp=pp,
         precision=precision or None,
         dtype=dtype or None,
+        shard_bytes=round(shard_gib * 2**30),
         with_optimizer=optimizer,
         threads=max(1, threads),
     )
-    kind, state = _read(source, _patterns(patterns), vocab or None)
+    reading = Reading(
+        patterns=_patterns(patterns),
+        vocab=vocab or None,
+        buffers=tuple(buffers or ()),
+        frozen=tuple(frozen or ()),
+    )
+    kind, state = _read(source, reading)
     _give_config(state, goal.format, heads, kv_heads)
-    with _bar(f"{kind} to {to}", state.num_bytes()) as advance:
-        write_state(target, state, goal, advance)
+    with progress_bar(f"{kind} to {to}", state.num_bytes()) as advance:
+        changes = write_state(target, state, goal, advance, accepted=accepted)
     for sentence in state.notes:
         note(f"note: {sentence}")
-    told = {
+    for change in changes:
+        note(f"accepted: {change}")
+    result = {
         "source": source,
         "source_format": kind,
         "target": target,
@@ -127,12 +165,14 @@ def convert_command(
         "tensors": len(state.tensors),
         "bytes": state.num_bytes(),
         "notes": state.notes,
+        "checked": True,
+        "accepted": [str(change) for change in changes],
     }
     if as_json:
-        emit(told)
+        emit(result)
     else:
-        size = _size(state.num_bytes())
-        print(f"{target}: {to}, step {state.step}, {len(state.tensors)} tensors, {size}")
+        size = size_text(state.num_bytes())
+        print(f"{target}: {to}, step {state.step}, {len(state.tensors)} tensors, {size}, checked")
 
 
 @ckpt_app.command("verify")
@@ -157,13 +197,13 @@ def verify_command(
         root, _, name = path.rstrip("/").rpartition("/")
         names = [name]
     if not names:
-        raise UserError(f"{path} holds no universal checkpoint.")
+        raise UserError(f"{path} has no universal checkpoint.")
     rows: list[dict[str, Any]] = []
     for name in names if every else names[-1:]:
         try:
             found = folder.open_step(root or ".", name)
             total = sum(entry.num_bytes for entry in found.tensors.values())
-            with _bar(name, total) as advance:
+            with progress_bar(name, total) as advance:
                 found.verify(progress=advance)
             rows.append({"checkpoint": str(found), "ok": True, "bytes": total, "because": ""})
         except UserError as error:
@@ -172,14 +212,16 @@ def verify_command(
         emit({"checkpoints": rows, "ok": all(row["ok"] for row in rows)})
     else:
         for row in rows:
-            print(f"{row['checkpoint']}: {_size(row['bytes'])} as written" if row["ok"] else row["because"])
+            print(
+                f"{row['checkpoint']}: {size_text(row['bytes'])} as written" if row["ok"] else row["because"]
+            )
     if not all(row["ok"] for row in rows):
         raise typer.Exit(1)
 
 
 @ckpt_app.command("diff")
 def diff_command(a: PathOf, b: PathOf, as_json: AsJson = False) -> None:
-    """Compare two checkpoints of any kinds, tensor by tensor. Exit code 1 if they differ.
+    """Compare two checkpoints of any formats, tensor by tensor. Exit code 1 if they differ.
 
     Examples:
 
@@ -190,13 +232,13 @@ def diff_command(a: PathOf, b: PathOf, as_json: AsJson = False) -> None:
     from everstep.checkpoint.compare import compare
 
     (_, first), (_, second) = _read(a), _read(b)
-    with _bar("compare", first.num_bytes()) as advance:
-        told = compare(first, second, advance)
+    with progress_bar("compare", first.num_bytes()) as advance:
+        found = compare(first, second, advance)
     if as_json:
-        emit({"a": a, "b": b, **told})
+        emit({"a": a, "b": b, **found})
     else:
-        _show_difference(told)
-    if not told["same"]:
+        show_difference(found)
+    if not found["same"]:
         raise typer.Exit(1)
 
 
@@ -205,7 +247,7 @@ def prune_command(
     root: Annotated[str, typer.Argument(help="A folder or URL with step-… checkpoints.")],
     keep: Annotated[int, typer.Option(help="How many of the newest stay.")] = 3,
     keep_every: Annotated[int, typer.Option(help="Multiples of this step stay too; 0 for none.")] = 0,
-    dry_run: Annotated[bool, typer.Option(help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only list what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove old checkpoints, and what crashes left. The newest that passes every check always stays.
@@ -219,25 +261,25 @@ def prune_command(
     if keep < 1 or keep_every < 0:
         raise UserError("--keep must be at least 1, and --keep-every at least 0.")
     if not folder.complete_steps(root):
-        raise UserError(f"{root} holds no universal checkpoint.")
+        raise UserError(f"{root} has no universal checkpoint.")
     gone = folder.prune(root, keep=keep, keep_every=keep_every, dry_run=dry_run)
     left = [] if dry_run else [str(path) for path in folder.clean(root)]
     if as_json:
         kept = [step for step in folder.complete_steps(root) if not dry_run or step not in gone]
         emit({"removed": gone, "kept": kept, "half_written_removed": left, "dry_run": dry_run})
         return
-    verb = "would go" if dry_run else "removed"
+    verb = "would be removed" if dry_run else "removed"
     print(f"{verb}: {', '.join(map(str, gone)) or 'nothing'}")
 
 
-# ------------------------------------------------------------------ how
+# ------------------------------------------------------------------ reading
 
 
-def _read(path: str, patterns: Patterns | None = None, vocab: int | None = None) -> tuple[str, State]:
+def _read(path: str, reading: Reading | None = None) -> tuple[str, TrainingState]:
     from everstep.checkpoint.convert import detect, read_state
 
     kind = detect(path)
-    return kind, read_state(path, kind, patterns=patterns, vocab=vocab)
+    return kind, read_state(path, kind, reading)
 
 
 def _patterns(path: Path | None) -> Patterns | None:
@@ -251,135 +293,11 @@ def _patterns(path: Path | None) -> Patterns | None:
         raise UserError(f"--patterns {path} cannot be read: {error.strerror}.") from None
 
 
-def _give_config(state: State, to: str, heads: int, kv_heads: int) -> None:
-    """A Hugging Face folder wants a config.json; ours can be made from what we know of our own GPT."""
+def _give_config(state: TrainingState, to: str, heads: int, kv_heads: int) -> None:
+    """A Hugging Face folder needs a config.json; for our own GPT it can be made."""
     if to == "hf" and "hf_config" not in state.meta:
         from everstep.checkpoint.formats.dialects import dialect_of
         from everstep.checkpoint.formats.llama_config import config_of
 
         if dialect_of(state) == "everstep":
             state.meta["hf_config"] = config_of(state, heads, kv_heads)
-
-
-@contextlib.contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """On stderr, and only on a terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
-
-
-def _document(path: str, kind: str, state: State, match: str) -> dict[str, Any]:
-    from everstep.checkpoint.stored import num_bytes
-
-    try:
-        wanted = re.compile(match)
-    except re.error as error:
-        raise UserError(f"--match {match!r} is no regular expression: {error}.") from None
-    tensors = [
-        {"name": name, "dtype": stored.dtype, "shape": list(stored.shape), "bytes": num_bytes(stored)}
-        for name, stored in state.tensors.items()
-        if not match or wanted.search(name)
-    ]
-    return {
-        "path": path,
-        "format": kind,
-        "step": state.step,
-        "bytes": state.num_bytes(),
-        "parameters": sum(num_bytes(s) // _item(s) for s in state.parameters().values()),
-        "groups": state.groups,
-        "tied": state.tied,
-        "frozen": state.frozen,
-        "meta": state.meta,
-        "notes": state.notes,
-        "tensors": tensors,
-        "parts": _parts(path, kind),
-    }
-
-
-def _item(stored: Any) -> int:
-    from everstep.layout.layout import ITEM_BYTES
-
-    return ITEM_BYTES[stored.dtype]
-
-
-def _parts(path: str, kind: str) -> list[dict[str, Any]]:
-    """Who holds what: the files of a universal checkpoint and their slices."""
-    if kind != "universal":
-        return []
-    from everstep.checkpoint.formats.universal import find
-
-    found = find(path)
-    rows: dict[str, dict[str, Any]] = {
-        file: {"file": file, "bytes": size, "slices": []} for file, size in found.index.files.items()
-    }
-    for name, entry in found.tensors.items():
-        for one in entry.slices:
-            rows[one.file]["slices"].append(
-                {"tensor": name, "start": list(one.box.start), "size": list(one.box.size)}
-            )
-    return list(rows.values())
-
-
-def _picture(path: str, kind: str) -> list[str]:
-    if kind != "universal":
-        return []
-    from everstep.checkpoint.formats.universal import find
-    from everstep.layout.picture import draw
-
-    lines = draw(find(path).layout())
-    return ["", "who holds what (a column is a tensor, or several; a full block is all of it):", *lines]
-
-
-def _show(told: dict[str, Any], limit: int) -> None:
-    console = Console(highlight=False)
-    console.print(
-        f"{told['path']}: {told['format']}, step {told['step']}, {told['parameters']:,} parameters, "
-        f"{_size(told['bytes'])} in {len(told['tensors'])} tensors",
-        soft_wrap=True,
-    )
-    for i, group in enumerate(told["groups"]):
-        numbers = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params" and v is not None)
-        console.print(f"group {i}: {len(group['params'])} parameters, {numbers}", soft_wrap=True)
-    for name, other in told["tied"].items():
-        console.print(f"tied: {name} is {other}")
-    if told["frozen"]:
-        console.print(f"frozen: {', '.join(told['frozen'])}", soft_wrap=True)
-    table = Table("tensor", "dtype", "shape", "size")
-    rows = told["tensors"]
-    for row in rows[: limit or None]:
-        table.add_row(row["name"], row["dtype"], " x ".join(map(str, row["shape"])), _size(row["bytes"]))
-    console.print(table)
-    if limit and len(rows) > limit:
-        console.print(f"… and {len(rows) - limit} more; --limit 0 lists all.")
-    for sentence in told["notes"]:
-        note(f"note: {sentence}")
-
-
-def _show_difference(told: dict[str, Any]) -> None:
-    for side in ("only_in_a", "only_in_b"):
-        for name in told[side]:
-            print(f"{side.replace('_', ' ')}: {name}")
-    for row in told["different"]:
-        print(f"{row['tensor']}: {row['because']}")
-    for sentence in told["elsewhere"]:
-        print(sentence)
-    if told["same"]:
-        print(f"the same: {told['equal']} tensors, {_size(told['bytes'])}")
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

@@ -7,7 +7,7 @@
     everstep.state, everstep.tensors.<name>    ours: see `sidecar`
     any other                                  extra/dcp/<key>, or a value of meta["extra"]
 
-Both forms of the groups are written, and every name of a tied parameter, so that torch finds what it asks for.
+Both forms of the groups are written, and every name of a tied parameter: torch finds what it asks for.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read(path: str | Path, reading: Reading) -> TrainingState:
             state.tensors[f"model/{key.removeprefix(model)}"] = stored
         else:
             state.tensors[f"extra/dcp/{key}"] = stored
-    others = {}
+    others: dict[str, Any] = {}
     for key, value in saved.values.items():
         (of_optimizer if optimizer and key.startswith(optimizer) else others)[key] = value
     ours = others.pop(_OURS, None)

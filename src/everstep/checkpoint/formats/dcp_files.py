@@ -1,4 +1,4 @@
-"""The files of PyTorch's distributed checkpoints: `.metadata`, a pickle, and `__R_N.distcp`, torch files end to end.
+"""The files of PyTorch's distributed checkpoints: `.metadata`, a pickle, and `__R_N.distcp`, torch files.
 
 Read without running the pickle, and without reading whole chunks: a chunk is a torch file inside another
 file, so its tensor is a place in that file. Written as `torch.distributed.checkpoint.save` of one process
@@ -19,7 +19,7 @@ from everstep.checkpoint import dtypes
 from everstep.checkpoint.formats import pickles, torchfile
 from everstep.checkpoint.index import Refused
 from everstep.checkpoint.parts import Progress
-from everstep.checkpoint.ranges import RangeFile
+from everstep.checkpoint.ranges import LocalFile
 from everstep.checkpoint.stored import FilePiece, Pieces, Stored, num_bytes
 from everstep.checkpoint.values import DtypeName, is_stored
 from everstep.errors import UserError
@@ -60,7 +60,7 @@ def _read_keys(path: Path) -> SavedKeys:
         }
     except AttributeError as error:
         raise Refused(".metadata is not the metadata of a distributed checkpoint") from error
-    files: dict[str, RangeFile] = {}
+    files: dict[str, LocalFile] = {}
 
     def blob(key: str, offset: tuple[int, ...]) -> Any:
         info = places.get((key, offset))
@@ -71,7 +71,7 @@ def _read_keys(path: Path) -> SavedKeys:
         name = str(info.get("relative_path"))
         if not FILE.fullmatch(name) or name.startswith(".."):
             raise Refused(f".metadata names {name!r}, which is not a file of this folder")
-        file = files.setdefault(name, RangeFile(path / name))
+        file = files.setdefault(name, LocalFile(path / name))
         start, length = info.get("offset"), info.get("length")
         if (
             type(start) is not int
@@ -113,7 +113,9 @@ def _chunked(key: str, described: Any, blob: Any) -> Stored:
         raise Refused(f"the chunks of {key!r} overlap, or do not cover it")
     if not kinds:  # nothing was saved of a tensor without elements
         state = described.get("properties").__dict__.get("state")
-        kinds = {str(one) for one in state if isinstance(one, DtypeName)} if isinstance(state, tuple) else kinds
+        kinds = (
+            {str(one) for one in state if isinstance(one, DtypeName)} if isinstance(state, tuple) else kinds
+        )
     if len(kinds) != 1:
         raise Refused(f"the chunks of {key!r} are of {len(kinds)} dtypes")
     return Pieces(kinds.pop(), shape, tuple(pieces))

@@ -48,7 +48,7 @@ class _Local:
 
 
 def folder_of(path: Path) -> Path | None:
-    """The tag's folder, for it or for the folder with `latest`; None if this is not a DeepSpeed checkpoint."""
+    """The tag's folder, for it or for the folder with `latest`; None if it is not DeepSpeed's."""
     if (path / "latest").is_file():
         tag = (path / "latest").read_text(encoding="utf-8").strip()
         if "/" in tag or tag in ("", ".", ".."):
@@ -253,10 +253,14 @@ class _Fragments:
     pieces: list[FilePiece] = field(default_factory=list)
 
 
-def _add(table: dict[str, _Fragments], key: str, shape: Shape, at: int, flat: Pieces, start: int, count: int) -> None:
+def _add(
+    table: dict[str, _Fragments], key: str, shape: Shape, at: int, flat: Pieces, start: int, count: int
+) -> None:
     one = table.setdefault(key, _Fragments(flat.dtype))
     if one.dtype != flat.dtype:
-        raise UserError(f"{flat.pieces[0].file}: {key} is of {flat.dtype} here and of {one.dtype} in other ranks.")
+        raise UserError(
+            f"{flat.pieces[0].file}: {key} is of {flat.dtype} here and of {one.dtype} in other ranks."
+        )
     one.pieces.extend(_ranged(shape, at, flat, start, count))
 
 
@@ -272,7 +276,9 @@ def _collect(
         found.weights[name] = Pieces(weights[name].dtype, shapes[name], tuple(weights[name].pieces))
         found.states[name] = {
             **scalars,
-            **{key: Pieces(p.dtype, shapes[name], tuple(p.pieces)) for key, p in states.get(name, {}).items()},
+            **{
+                key: Pieces(p.dtype, shapes[name], tuple(p.pieces)) for key, p in states.get(name, {}).items()
+            },
         }
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's checkpoints hold besides tensors, both ways: client state, scheduler, loss scaler, counters.
+"""What DeepSpeed's checkpoints hold besides tensors, both ways: client state, scheduler, loss scaler, counts.
 
 They are kept under meta["deepspeed"], encoded. The run's configuration (`ds_config`) is not state and is not
 carried over.
@@ -36,7 +36,7 @@ _DYNAMIC = {  # as DeepSpeed starts an fp16 run that has not said otherwise
 
 
 def take(state: TrainingState, ranks: Sequence[Any], optim: Any = None) -> None:
-    """`ranks`: the model states of every rank, the first of which speaks for all; `optim`: a rank's optimizer."""
+    """`ranks`: the model states of every rank, the first speaks for all; `optim`: a rank's optimizer."""
     encoder = Encoder()
     first = ranks[0]
     ours = first.get("everstep")

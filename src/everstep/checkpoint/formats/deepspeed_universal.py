@@ -78,9 +78,7 @@ def _names(groups: list[Any], names: list[list[str]]) -> list[list[str]]:
     found = []
     for group in groups:
         numbers = group.get("params")
-        if not isinstance(numbers, list) or not all(
-            type(n) is int and 0 <= n < len(names) for n in numbers
-        ):
+        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < len(names) for n in numbers):
             return names
         found.append([name for n in numbers for name in names[n]])
     return found
@@ -123,7 +121,12 @@ def _model_file(folder: Path) -> Path:
 
 
 def _take(
-    state: TrainingState, encoder: Encoder, name: str, key: str, value: Any, shapes: dict[str, tuple[int, ...]]
+    state: TrainingState,
+    encoder: Encoder,
+    name: str,
+    key: str,
+    value: Any,
+    shapes: dict[str, tuple[int, ...]],
 ) -> None:
     if isinstance(value, dict):
         value = value.get("param")
@@ -182,10 +185,10 @@ def write(path: Path, state: TrainingState, target: Target, progress: Progress) 
     shared = _global_state(state, groups, precision)
     torchfile.save(folder / "zero" / "optimizer_state.pt", shared, progress)
     held = deepspeed_write.model_states(state, groups, 1, deepspeed_write.WORKING[precision], None)
-    for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-        torchfile.save(folder / file, held, progress)
-    for file in ("latest_universal", "latest"):
-        (path / file).write_text(tag, encoding="utf-8")
+    for start in ("", "zero_pp_rank_0_"):
+        torchfile.save(folder / f"{start}mp_rank_00_model_states.pt", held, progress)
+    for latest in ("latest_universal", "latest"):
+        (path / latest).write_text(tag, encoding="utf-8")
 
 
 def _atom(path: Path, stored: Stored, progress: Progress) -> None:

@@ -51,8 +51,9 @@ def write(path: Path, state: TrainingState, target: Target, progress: Progress) 
         else:
             inner = partition_of(state, groups, rank, world, stage, precision)
         name = folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        held = {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": deepspeed_meta.version_of(state)}
-        torchfile.save(name, held, progress)
+        version = deepspeed_meta.version_of(state)
+        whole = {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": version}
+        torchfile.save(name, whole, progress)
     for rank in range(world if stage == 3 else 1):
         name = folder / (f"zero_pp_rank_{rank}_" * (stage == 3) + "mp_rank_00_model_states.pt")
         held = model_states(state, subs, world, WORKING[precision], rank if stage == 3 else None)
@@ -72,7 +73,7 @@ def precision_of(state: TrainingState, target: Target) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatGroup:
-    """A group's trained parameters, or a part of them. `flat`: keys as large as the parameter, and their types."""
+    """A group's trained parameters, or a part of them. `flat`: keys as large as the parameter, with types."""
 
     number: int
     names: list[str]
@@ -240,7 +241,12 @@ def _ranges(group: FlatGroup, key: str | None, pieces: list[tuple[str, int, int,
 
 
 def _three(
-    state: TrainingState, groups: list[FlatGroup], subs: list[FlatGroup], rank: int, world: int, precision: str
+    state: TrainingState,
+    groups: list[FlatGroup],
+    subs: list[FlatGroup],
+    rank: int,
+    world: int,
+    precision: str,
 ) -> dict[str, Any]:
     weights = [Flat(sub.dtype, _cut_all(sub, None, rank, world)) for sub in subs]
     states = {
@@ -267,9 +273,7 @@ def _three(
 
 def _cut_all(group: FlatGroup, key: str | None, rank: int, world: int) -> Any:
     return tuple(
-        one
-        for name in group.names
-        for one in _cut(group.tensor(name, key), group.size(name), rank, world)
+        one for name in group.names for one in _cut(group.tensor(name, key), group.size(name), rank, world)
     )
 
 
@@ -313,11 +317,13 @@ def model_states(
         module[name] = kept if rank is None else Flat(kept.dtype, ())
         if name not in trained:
             size = prod(stored.shape)
-            frozen[name] = stored if rank is None else Flat(stored.dtype, tuple(_cut(stored, size, rank, world)))
+            mine = Flat(stored.dtype, tuple(_cut(stored, size, rank or 0, world)))
+            frozen[name] = stored if rank is None else mine
     module |= state.buffers()
     for alias, name in state.tied.items():
         module.setdefault(alias, module[name])
-    kept = {n: s for n, s in state.others().items() if n not in tensors_in(state.meta.get("deepspeed"))}
+    inside = tensors_in(state.meta.get("deepspeed"))
+    others = {} if rank else {n: s for n, s in state.others().items() if n not in inside}
     return {
         "module": module,
         "buffer_names": list(state.buffers()),
@@ -329,7 +335,7 @@ def model_states(
         "dp_world_size": world,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-        **deepspeed_meta.model_keys(state, {} if rank else kept, _odd_groups(state, trained)),
+        **deepspeed_meta.model_keys(state, others, _odd_groups(state, trained)),
     }
 
 

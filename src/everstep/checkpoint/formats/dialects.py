@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from everstep.checkpoint.state import State
-from everstep.checkpoint.stored import Block, Stored, Woven
+from everstep.checkpoint.state import TrainingState
+from everstep.checkpoint.stored import Stored
+from everstep.checkpoint.woven import Woven, WovenBlock
 from everstep.errors import UserError
 from everstep.layout.box import Box
 
@@ -72,7 +73,7 @@ class Heads:
     groups: int
 
 
-def dialect_of(state: State) -> Dialect | None:
+def dialect_of(state: TrainingState) -> Dialect | None:
     """Which names these are, if it is one of ours."""
     names = state.parameters()
     for dialect, pattern in _LAYER.items():
@@ -81,7 +82,7 @@ def dialect_of(state: State) -> Dialect | None:
     return None
 
 
-def translated(state: State, to: Dialect, heads: Heads | None = None) -> State:
+def translated(state: TrainingState, to: Dialect, heads: Heads | None = None) -> TrainingState:
     """The state under other names; names that no table knows are refused."""
     given = dialect_of(state)
     if given is None:
@@ -99,13 +100,13 @@ def translated(state: State, to: Dialect, heads: Heads | None = None) -> State:
     return state if to == "llama" else _rewoven(state, _table(state, to, heads))
 
 
-def heads_of(state: State) -> Heads | None:
+def heads_of(state: TrainingState) -> Heads | None:
     """From a Hugging Face config, Megatron's arguments or our own shape, whichever the state carries."""
     config = state.meta.get("hf_config") or {}
     if "num_attention_heads" in config:
         query = int(config["num_attention_heads"])
         return Heads(query, int(config.get("num_key_value_heads") or query))
-    args = state.meta.get("megatron_args") or {}
+    args = (state.meta.get("megatron") or {}).get("args") or {}
     if "num_attention_heads" in args:
         query = int(args["num_attention_heads"])
         groups = args.get("num_query_groups") if args.get("group_query_attention") else None
@@ -119,7 +120,7 @@ def heads_of(state: State) -> Heads | None:
 # Tables.
 
 
-def _table(state: State, dialect: Dialect, heads: Heads | None) -> dict[str, list[Rows]]:
+def _table(state: TrainingState, dialect: Dialect, heads: Heads | None) -> dict[str, list[Rows]]:
     """Every tensor of a dialect as rows of Llama's. Sizes come from whichever of the two is there."""
     sizes = {name: stored.shape[0] for name, stored in state.parameters().items() if stored.shape}
     layers = 1 + max((int(m[1]) for n in sizes for p in _LAYER.values() if (m := p.match(n))), default=-1)
@@ -164,7 +165,7 @@ def _fused(i: int, sizes: Mapping[str, int], heads: Heads | None) -> dict[str, l
     return {qkv: rows, fc1: [Rows(gate, 0, 0, half), Rows(up, 0, half, half)]}
 
 
-def _inverse(table: dict[str, list[Rows]], state: State) -> dict[str, list[Rows]]:
+def _inverse(table: dict[str, list[Rows]], state: TrainingState) -> dict[str, list[Rows]]:
     there = state.parameters()
     found: dict[str, list[Rows]] = {}
     for target, rows in table.items():
@@ -178,15 +179,15 @@ def _inverse(table: dict[str, list[Rows]], state: State) -> dict[str, list[Rows]
 # Reweaving.
 
 
-def _rewoven(state: State, table: dict[str, list[Rows]]) -> State:
+def _rewoven(state: TrainingState, table: dict[str, list[Rows]]) -> TrainingState:
     used = {row.source for rows in table.values() for row in rows}
     names = state.parameters()
     unknown = next((name for name in names if name not in used), None)
     if unknown is not None:
         raise UserError(f"parameter {unknown!r} has no name in the other naming; use --names keep.")
     table = {target: rows for target, rows in table.items() if all(row.source in names for row in rows)}
-    optimizer = state.optimizer_of_all()
-    tensors = {n: s for n, s in state.tensors.items() if n.startswith(("buffer/", "extra/"))}
+    optimizer = state.optimizer()
+    tensors = {n: s for n, s in state.tensors.items() if not n.startswith(("model/", "optimizer/"))}
     for target, rows in table.items():
         tensors[f"model/{target}"] = _rows([names[row.source] for row in rows], rows)
         for key in optimizer.get(rows[0].source, {}):
@@ -219,7 +220,7 @@ def _rows(sources: list[Stored], rows: list[Rows]) -> Stored:
         return sources[0]
     rest = sources[0].shape[1:]
     blocks = tuple(
-        Block(
+        WovenBlock(
             Box((row.target_row, *(0,) * len(rest)), (row.count, *rest)),
             source,
             (row.source_row, *(0,) * len(rest)),
@@ -230,7 +231,7 @@ def _rows(sources: list[Stored], rows: list[Rows]) -> Stored:
     return Woven(sources[0].dtype, (sum(row.count for row in rows), *rest), blocks)
 
 
-def _with_transformer_engine_names(state: State) -> State:
+def _with_transformer_engine_names(state: TrainingState) -> TrainingState:
     def renamed(name: str) -> str:
         for local, fused in _LOCAL_SPEC.items():
             if name.endswith("." + local):

@@ -60,8 +60,10 @@ class Staging(Protocol):
     def write(self, state: TrainingState, target: Target, progress: Progress) -> None: ...
     def read(self) -> TrainingState:
         """What was written, read back from there."""
+
     def commit(self) -> None:
         """Make it visible, at once."""
+
     def discard(self) -> None:
         """Remove what is left; harmless after `commit`."""
 

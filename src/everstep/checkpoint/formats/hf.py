@@ -19,7 +19,7 @@ from everstep.checkpoint.formats import sidecar
 from everstep.checkpoint.formats.format import Format, Reading, Target
 from everstep.checkpoint.index import PART_NAME, Refused
 from everstep.checkpoint.parts import CHUNK_BYTES, Progress, header, plan_whole, write_file
-from everstep.checkpoint.ranges import RangeFile
+from everstep.checkpoint.ranges import LocalFile
 from everstep.checkpoint.reader import safetensors_in
 from everstep.checkpoint.state import TrainingState, equal
 from everstep.checkpoint.stored import Stored, num_bytes
@@ -81,7 +81,7 @@ def _model_files(path: Path) -> list[str]:
 def _tensors(path: Path, name: str) -> dict[str, Stored]:
     if not (path / name).is_file():
         raise Refused(f"{name} is missing")
-    return safetensors_in(RangeFile(path / name), name)
+    return safetensors_in(LocalFile(path / name), name)
 
 
 def _json(path: Path) -> Any:

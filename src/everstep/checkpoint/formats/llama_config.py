@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep.checkpoint.state import State, equal
+from everstep.checkpoint.state import TrainingState, equal
 from everstep.errors import UserError
 
 
-def config_of(state: State, heads: int = 0, kv_heads: int = 0) -> dict[str, Any]:
+def config_of(state: TrainingState, heads: int = 0, kv_heads: int = 0) -> dict[str, Any]:
     shapes = {name: stored.shape for name, stored in state.parameters().items()}
     told = state.meta.get("model") or {}
     query = heads or int(told.get("heads") or 0)

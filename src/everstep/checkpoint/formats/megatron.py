@@ -3,25 +3,31 @@
     torch_dist   iter_0000100/{metadata.json, common.pt, .metadata, __0_0.distcp}
                  decoder.layers.<...>       all layers stacked along a first axis, or decoder.layers.7.<...>
                  optimizer.state.<key>.<model key>       fp32_param, exp_avg, exp_avg_sq
-    legacy       iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt       one shard a tensor and pipeline rank
+    legacy       iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt       one shard per tensor and pipeline rank
 
-Legacy optimizer state is bound to the order of buffers in Megatron's memory and to the run that wrote it; it
-is neither read nor written, and the state's notes say so.
+Counts of steps, groups and whatever else Megatron has no key for are in `common.pt` (legacy: in the first
+rank's file) under "everstep". Legacy optimizer state is bound to the order of buffers in Megatron's memory
+and to the run that wrote it; it is neither read nor written, and counts as lost.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint.formats import dcp, pickles, torchfile
-from everstep.checkpoint.formats.shards import Rules, cut_for
-from everstep.checkpoint.formats.torchfile import Global, Instance
+from everstep.checkpoint.formats import dcp_files, pickles, sidecar, torchfile
+from everstep.checkpoint.formats.format import Format, Reading, Target
+from everstep.checkpoint.formats.shards import ShardRules, cut_for
+from everstep.checkpoint.formats.torchfile import Global, PickledObject
+from everstep.checkpoint.index import Refused
 from everstep.checkpoint.parts import Progress
-from everstep.checkpoint.state import State, plain
-from everstep.checkpoint.stored import Block, Pieces, Stored, Woven
+from everstep.checkpoint.state import TrainingState
+from everstep.checkpoint.stored import Pieces, Stored
+from everstep.checkpoint.values import Encoder, decode, tensors_in
+from everstep.checkpoint.woven import Woven, WovenBlock
 from everstep.errors import UserError
 from everstep.layout.box import Box
 from everstep.layout.layout import Tensor
@@ -47,30 +53,35 @@ PATTERNS = Patterns(
 def folder_of(path: Path) -> Path | None:
     """The iteration's folder, for it or for the folder with the file that names the newest."""
     if (path / LATEST).is_file():
-        told = (path / LATEST).read_text(encoding="utf-8").strip()
-        if told != "release" and not told.isdigit():
-            raise UserError(f"{path / LATEST} says {told!r}, which is no iteration.")
-        path = path / (told if told == "release" else f"iter_{int(told):07d}")
-    is_dist = (path / "metadata.json").is_file() and dcp.is_one(path)
+        newest = (path / LATEST).read_text(encoding="utf-8").strip()
+        if newest != "release" and not newest.isdigit():
+            raise UserError(f"{path / LATEST} says {newest!r}, which is not an iteration.")
+        path = path / (newest if newest == "release" else f"iter_{int(newest):07d}")
+    is_dist = (path / "metadata.json").is_file() and dcp_files.is_one(path)
     is_legacy = path.is_dir() and any(_RANK.fullmatch(p.name) for p in path.iterdir())
     return path if is_dist or is_legacy else None
 
 
-def read(path: Path, patterns: Patterns | None = None, vocab: int | None = None) -> State:
-    folder = folder_of(path)
+def read(path: str | Path, reading: Reading) -> TrainingState:
+    folder = folder_of(Path(path))
     if folder is None:
-        raise UserError(f"{path} is no checkpoint of Megatron; neither metadata.json nor mp_rank_… is there.")
-    if dcp.is_one(folder):
-        return _read_dist(folder, vocab)
-    return _read_legacy(folder, patterns, vocab)
+        raise UserError(
+            f"{path} has neither metadata.json nor mp_rank_…; give a Megatron checkpoint's folder."
+        )
+    try:
+        if dcp_files.is_one(folder):
+            return _read_dist(folder, reading)
+        return _read_legacy(folder, reading)
+    except Refused as refused:
+        raise UserError(f"{path} cannot be read: {refused}.") from refused
 
 
 # torch_dist.
 
 
-def _read_dist(folder: Path, vocab: int | None) -> State:
-    saved = dcp.read_keys(folder)
-    state = State()
+def _read_dist(folder: Path, reading: Reading) -> TrainingState:
+    saved = dcp_files.read_keys(folder)
+    state, encoder = TrainingState(), Encoder()
     masters: dict[str, Stored] = {}
     for key, stored in saved.tensors.items():
         match = _STATE.fullmatch(key)
@@ -83,17 +94,18 @@ def _read_dist(folder: Path, vocab: int | None) -> State:
                 state.tensors[f"optimizer/{name}/{match[1]}"] = one
     for name, one in masters.items():
         state.tensors[f"model/{name}"] = one
-    skipped = [key for key in saved.values if "_extra_state" in key]
-    if skipped:
-        state.notes.append(f"{len(skipped)} extra states of Transformer Engine are left out")
-    if (folder / "common.pt").is_file():
-        _take_common(state, pickles.load(folder / "common.pt"))
-    return _stripped(state, vocab)
+    if saved.values:
+        values = {key: encoder.encode(value, f"megatron/{key}") for key, value in saved.values.items()}
+        state.meta["megatron"] = {"values": values}
+    state.take(encoder)
+    common = pickles.load(folder / "common.pt") if (folder / "common.pt").is_file() else {}
+    _take_common(state, common, reading)
+    return _stripped(state, reading.vocab)
 
 
 def _by_layer(key: str, stored: Stored) -> list[tuple[str, Stored]]:
-    """A tensor of all layers as one a layer; any other as it is."""
-    if not key.startswith("decoder.layers.") or _LAYER.fullmatch(key):
+    """A tensor of all layers as one per layer; any other as it is."""
+    if not key.startswith("decoder.layers.") or _LAYER.fullmatch(key) or not stored.shape:
         return [(key, stored)]
     rest = stored.shape[1:]
     axes = tuple(range(1, len(stored.shape)))
@@ -101,29 +113,33 @@ def _by_layer(key: str, stored: Stored) -> list[tuple[str, Stored]]:
     return [
         (
             f"decoder.layers.{i}.{key.removeprefix('decoder.layers.')}",
-            Woven(stored.dtype, rest, (Block(whole, stored, (i, *(0,) * len(rest)), axes),)),
+            Woven(stored.dtype, rest, (WovenBlock(whole, stored, (i, *(0,) * len(rest)), axes),)),
         )
         for i in range(stored.shape[0])
     ]
 
 
-def _take_common(state: State, common: Any) -> None:
-    lost: list[str] = []
+def _take_common(state: TrainingState, common: Any, reading: Reading) -> None:
+    encoder = Encoder()
     args = common.get("args")
     table = args.__dict__["state"] if isinstance(args, pickles.Opaque) else (args or {})
-    state.step = int(common.get("iteration") or 0)
-    state.meta |= {
-        "format": "megatron",
-        "megatron_args": plain(table, lost, "args"),
-        "scheduler": plain(common.get("opt_param_scheduler"), lost, "opt_param_scheduler"),
-    }
     groups = ((common.get("optimizer") or {}).get("optimizer") or {}).get("param_groups")
-    if isinstance(groups, list):
-        state.meta["megatron_param_groups"] = plain(groups, lost, "param_groups")
-    state.notes += [f"{name} is no plain value and is left out" for name in lost]
+    found = {"args": table, "scheduler": common.get("opt_param_scheduler"), "param_groups": groups}
+    held = {key: encoder.encode(value, f"megatron/{key}") for key, value in found.items() if value}
+    if held:
+        state.meta["megatron"] = {**state.meta.get("megatron", {}), **held}
+    state.step = int(common.get("iteration") or 0)
+    state.meta["format"] = "megatron"
+    state.take(encoder)
+    ours = common.get("everstep")
+    if isinstance(ours, dict):
+        sidecar.apply(state, ours.get("table"))
+        state.tensors |= ours.get("tensors") or {}
+    else:
+        sidecar.guess_roles(state, reading)
 
 
-def _stripped(state: State, vocab: int | None) -> State:
+def _stripped(state: TrainingState, vocab: int | None) -> TrainingState:
     """Without the rows that pad the vocabulary, if their number is known."""
     if vocab is None:
         return state
@@ -136,32 +152,35 @@ def _stripped(state: State, vocab: int | None) -> State:
             shape = (vocab, *stored.shape[1:])
             box = Box((0,) * len(shape), shape)
             axes = tuple(range(len(shape)))
-            state.tensors[name] = Woven(stored.dtype, shape, (Block(box, stored, box.start, axes),))
+            state.tensors[name] = Woven(stored.dtype, shape, (WovenBlock(box, stored, box.start, axes),))
     return state
 
 
-def write_dist(path: Path, state: State, progress: Progress = lambda count: None) -> None:
+def write_dist(path: Path, state: TrainingState, target: Target, progress: Progress) -> None:
     """Layers stacked, masters as fp32_param; `fully_reshardable`'s keys, so that any shape can load it."""
     folder = path / f"iter_{state.step:07d}"
     keys: dict[str, Any] = {}
     stacks: dict[str, dict[int, Stored]] = {}
+    kept = _without_place(state)
     for name, stored in state.tensors.items():
         key = _dist_key(name)
         match = re.fullmatch(r"(.*)decoder\.layers\.(\d+)\.(.+)", key)
-        if match:
+        if name.startswith("optimizer/") and not stored.shape:
+            kept[name] = stored  # counts of steps
+        elif match and name not in kept:
             stacks.setdefault(f"{match[1]}decoder.layers.{match[3]}", {})[int(match[2])] = stored
-        elif not name.endswith("/step"):
+        elif name not in kept:
             keys[key] = stored
     for key, layers in stacks.items():
-        if not key.endswith(".step") and all(stored.shape for stored in layers.values()):
-            keys[key] = _stacked(key, layers)
-    has_optimizer = any(name.startswith("optimizer/") for name in state.tensors)
-    if has_optimizer:
+        keys |= _stacked(key, layers)
+    if any(key.startswith("optimizer.state.") for key in keys):
         keys |= {
             f"optimizer.state.fp32_param.{k}": v for k, v in keys.items() if not k.startswith("optimizer.")
         }
-    dcp.write_keys(folder, keys, progress)
-    torchfile.save(folder / "common.pt", _common(state))
+    values = (state.meta.get("megatron") or {}).get("values") or {}
+    keys |= {key: decode(value, state.tensors) for key, value in values.items()}
+    dcp_files.write_keys(folder, keys, progress)
+    torchfile.save(folder / "common.pt", _common(state, kept), progress)
     backend = {
         "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,
@@ -172,6 +191,12 @@ def write_dist(path: Path, state: State, progress: Progress = lambda count: None
     (path / LATEST).write_text(str(state.step), encoding="utf-8")
 
 
+def _without_place(state: TrainingState) -> dict[str, Stored]:
+    """Tensors that Megatron has no key for, less those that are inside its own values."""
+    inside = tensors_in(state.meta.get("megatron"))
+    return {name: stored for name, stored in state.others().items() if name not in inside}
+
+
 def _dist_key(name: str) -> str:
     kind, _, rest = name.partition("/")
     if kind == "optimizer":
@@ -180,17 +205,20 @@ def _dist_key(name: str) -> str:
     return rest
 
 
-def _stacked(key: str, layers: dict[int, Stored]) -> Stored:
+def _stacked(key: str, layers: dict[int, Stored]) -> dict[str, Stored]:
+    """The layers as one tensor; a key for each, where they are not alike."""
     count = 1 + max(layers)
-    if len(layers) != count or len({stored.shape for stored in layers.values()}) != 1:
-        raise UserError(f"{key!r} is not in every layer alike; Megatron's stacked keys cannot hold it.")
+    kinds = {(stored.dtype, stored.shape) for stored in layers.values()}
+    if len(layers) != count or len(kinds) != 1:
+        before, _, after = key.rpartition("decoder.layers.")
+        return {f"{before}decoder.layers.{i}.{after}": stored for i, stored in layers.items()}
     rest = layers[0].shape
     axes = tuple(range(len(rest) + 1))
     blocks = tuple(
-        Block(Box((i, *(0,) * len(rest)), (1, *rest)), _Lifted(layers[i]), (0,) * (len(rest) + 1), axes)
+        WovenBlock(Box((i, *(0,) * len(rest)), (1, *rest)), _Lifted(layers[i]), (0,) * (len(rest) + 1), axes)
         for i in range(count)
     )
-    return Woven(layers[0].dtype, (count, *rest), blocks)
+    return {key: Woven(layers[0].dtype, (count, *rest), blocks)}
 
 
 class _Lifted:
@@ -201,23 +229,28 @@ class _Lifted:
         self.dtype, self.shape = stored.dtype, (1, *stored.shape)
 
     def read(self, box: Box, out: Any) -> None:
-        self._stored.read(Box(box.start[1:], box.size[1:]), out[0])
+        self._stored.read(Box(box.start[1:], box.size[1:]), out[0, ...])
 
 
-def _common(state: State) -> dict[str, Any]:
-    args = state.meta.get("megatron_args") or {}
-    return {
-        "args": Instance(Global("argparse", "Namespace"), dict(args)),
+def _common(state: TrainingState, kept: Mapping[str, Stored]) -> dict[str, Any]:
+    held = state.meta.get("megatron") or {}
+    args, scheduler, groups = (
+        decode(held.get(key), state.tensors) for key in ("args", "scheduler", "param_groups")
+    )
+    found: dict[str, Any] = {
+        "args": PickledObject(Global("argparse", "Namespace"), dict(args or {})),
         "checkpoint_version": 3.0,
         "iteration": state.step,
-        "opt_param_scheduler": state.meta.get("scheduler"),
+        "opt_param_scheduler": scheduler,
+        "everstep": {"table": sidecar.table_of(state, without=["megatron"]), "tensors": dict(kept)},
     }
+    return {**found, "optimizer": {"optimizer": {"param_groups": groups}}} if groups else found
 
 
 # Legacy.
 
 
-def _read_legacy(folder: Path, patterns: Patterns | None, vocab: int | None) -> State:
+def _read_legacy(folder: Path, reading: Reading) -> TrainingState:
     ranks: dict[tuple[int, int], Any] = {}
     for path in sorted(folder.iterdir()):
         match = _RANK.fullmatch(path.name)
@@ -226,30 +259,31 @@ def _read_legacy(folder: Path, patterns: Patterns | None, vocab: int | None) -> 
     tp = 1 + max(t for _, t in ranks)
     pp = 1 + max(p for p, _ in ranks)
     if len(ranks) != tp * pp:
-        raise UserError(f"{folder} has {len(ranks)} ranks, which are not {pp} stages of {tp}.")
+        raise Refused(f"it has {len(ranks)} ranks, which are not {pp} stages of {tp}")
     if any("model" not in held for held in ranks.values()):
-        raise UserError(f"{folder} is of a virtual pipeline (model0, model1, …), which is not read.")
-    state = State()
-    _take_common(state, ranks[0, 0])
-    args = state.meta.get("megatron_args") or {}
-    rules = Rules(
-        patterns or _patterns(bool(args.get("swiglu", True)), ranks[0, 0]["model"], tp), vocab=vocab
-    )
+        raise Refused("it is of a virtual pipeline (model0, model1, …), which is not supported")
+    state = TrainingState()
+    first = ranks[0, 0]
+    args = first.get("args")
+    swiglu = args.get("swiglu", True) if isinstance(args, pickles.Opaque) else True
+    patterns = reading.patterns or _patterns(bool(swiglu), first["model"], tp)
+    rules = ShardRules(patterns, vocab=reading.vocab)
     before = 0
     for stage in range(pp):
         shards = [ranks[stage, t]["model"] for t in range(tp)]
         deepest = -1
-        for name, first in shards[0].items():
-            if not isinstance(first, Pieces):
-                continue
+        for name, part in shards[0].items():
             match = _LAYER.fullmatch(name)
             full = f"decoder.layers.{before + int(match[1])}.{match[2]}" if match else name
             deepest = max(deepest, int(match[1]) if match else -1)
-            if f"model/{full}" not in state.tensors:
+            if not isinstance(part, Pieces):
+                state.lost += [f"model/{full}"] if part is not None else []
+            elif f"model/{full}" not in state.tensors:
                 state.tensors[f"model/{full}"] = rules.whole(name, [shard[name] for shard in shards])
         before += deepest + 1
-    state.notes.append("the optimizer's state of a legacy Megatron checkpoint is not read")
-    return _stripped(state, vocab)
+    _take_common(state, {key: value for key, value in first.items() if key != "optimizer"}, reading)
+    state.lost += [f"legacy {key}" for key in ("optimizer", "rng_state") if first.get(key)]
+    return _stripped(state, reading.vocab)
 
 
 def _patterns(swiglu: bool, model: Any, tp: int) -> Patterns:
@@ -266,31 +300,24 @@ def _patterns(swiglu: bool, model: Any, tp: int) -> Patterns:
     return Patterns(tuple(found))
 
 
-def write_legacy(
-    path: Path,
-    state: State,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    swiglu: bool = True,
-    progress: Progress = lambda count: None,
-) -> None:
+def write_legacy(path: Path, state: TrainingState, target: Target, progress: Progress) -> None:
     folder = path / f"iter_{state.step:07d}"
-    parameters = state.parameters()
+    tp, pp = target.tp, target.pp
+    parameters = {**state.parameters(), **state.buffers()}
     layers = 1 + max((int(m[1]) for n in parameters if (m := _LAYER.fullmatch(n))), default=-1)
     if layers % pp:
-        raise UserError(f"{layers} layers do not divide into {pp} pipeline stages.")
-    patterns = _patterns(swiglu, parameters, 1)
+        raise UserError(f"{layers} layers do not divide into {pp} pipeline stages; change --pp.")
+    args = (state.meta.get("megatron") or {}).get("args") or {}
+    patterns = _patterns(bool(args.get("swiglu", True)), parameters, 1)
     for stage in range(pp):
         mine = _stage(parameters, stage, pp, layers // pp)
         for rank in range(tp):
             model = {name: _shard(patterns, name, stored, rank, tp) for name, stored in mine.items()}
             place = folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
             place.mkdir(parents=True, exist_ok=True)
-            torchfile.save(place / "model_optim_rng.pt", {**_common(state), "model": model}, progress)
+            common = _common(state, {} if stage or rank else _without_place(state))
+            torchfile.save(place / "model_optim_rng.pt", {**common, "model": model}, progress)
     (path / LATEST).write_text(str(state.step), encoding="utf-8")
-    if any(name.startswith("optimizer/") for name in state.tensors):
-        state.notes.append("the optimizer's state is not written to a legacy Megatron checkpoint")
 
 
 def _stage(parameters: dict[str, Stored], stage: int, pp: int, per: int) -> dict[str, Stored]:
@@ -311,3 +338,24 @@ def _shard(patterns: Patterns, name: str, stored: Stored, rank: int, tp: int) ->
     pattern = patterns.of(name)
     tensor = Tensor(name=name, shape=stored.shape, dtype=stored.dtype)
     return cut_for(pattern.shards(tensor, tp)[rank], stored)
+
+
+FORMAT = Format(
+    name="megatron",
+    title="Megatron `torch_dist`",
+    reads="yes",
+    writes="yes, `fully_reshardable` keys",
+    optimizer="yes",
+    detects=lambda path: folder_of(path) is not None,
+    read=read,
+    write=write_dist,
+)
+LEGACY = Format(
+    name="megatron-legacy",
+    title="Megatron legacy",
+    reads="yes, TP and PP",
+    writes="yes, TP and PP",
+    optimizer="no",
+    read=read,
+    write=write_legacy,
+)

@@ -1,9 +1,9 @@
 """Pickles, read without running anything in them: tensors become places in files, objects become records.
 
 `torch.save` writes a zip: `data.pkl` and one stored record per storage. The unpickler here knows a short list
-of names, all harmless constructors; every other class becomes an `Opaque`, a record of its name, arguments and
-state, whose code is never looked for. DeepSpeed and Megatron need not be installed, and a hostile pickle gets
-nothing to call. Tensors are `Pieces` of the file: nothing is read until someone asks for a box.
+of names, all harmless constructors; every other class becomes an `Opaque`, a record of its name, arguments
+and state, whose code is never looked for. DeepSpeed and Megatron need not be installed, and a hostile pickle
+gets nothing to call. Tensors are `Pieces` of the file: nothing is read until a box is asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from everstep.checkpoint import dtypes, numpy_pickles
 from everstep.checkpoint.index import Refused
-from everstep.checkpoint.ranges import RangeFile
+from everstep.checkpoint.ranges import LocalFile, RangeFile
 from everstep.checkpoint.stored import FilePiece, Pieces
 from everstep.checkpoint.values import DtypeName
 from everstep.errors import UserError
@@ -85,7 +85,7 @@ class _Storage:
 
 def load(path: str | Path) -> Any:
     """The object of a torch file. A sentence if it is not one."""
-    file = RangeFile(path)
+    file = LocalFile(path)
     try:
         return load_range(file, 0, file.size())
     except Refused as refused:

@@ -1,7 +1,7 @@
 """Tensor-parallel shards of one parameter made whole again, by the rules a checkpoint or a user gives.
 
-`Rules.whole(name, shards)` weaves the shards of all tensor-parallel ranks into the logical tensor. The rules
-are our patterns, or the regular expressions of DeepSpeed's `universal_checkpoint_info`.
+`ShardRules.whole(name, shards)` weaves the shards of all tensor-parallel ranks into the logical tensor. The
+rules are our patterns, or the regular expressions of DeepSpeed's `universal_checkpoint_info`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everstep.checkpoint.state import Mean
-from everstep.checkpoint.stored import Block, Stored, Woven
+from everstep.checkpoint.stored import Stored
+from everstep.checkpoint.woven import Mean, Woven, WovenBlock
 from everstep.errors import UserError
 from everstep.layout.box import Box, whole
 from everstep.layout.builders import Shard
@@ -21,7 +21,7 @@ from everstep.layout.patterns import Pattern, Patterns
 
 
 @dataclass(frozen=True)
-class Rules:
+class ShardRules:
     """How parameters lie over tensor-parallel ranks; `vocab`: the real length of padded dimensions."""
 
     patterns: Patterns | None = None
@@ -61,7 +61,7 @@ class Rules:
             return stored
         shape = (int(length), *stored.shape[1:])
         axes = tuple(range(len(shape)))
-        return Woven(stored.dtype, shape, (Block(whole(shape), stored, (0,) * len(shape), axes),))
+        return Woven(stored.dtype, shape, (WovenBlock(whole(shape), stored, (0,) * len(shape), axes),))
 
 
 def _woven(name: str, pattern: Pattern, shards: Sequence[Stored]) -> Stored:
@@ -76,7 +76,7 @@ def _woven(name: str, pattern: Pattern, shards: Sequence[Stored]) -> Stored:
     if pattern.experts is None and pattern.parts is None:
         pattern = replace(pattern, sizes=tuple(shard.shape[dim] for shard in shards))
     tensor = Tensor(name=name, shape=shape, dtype=first.dtype)
-    blocks: list[Block] = []
+    blocks: list[WovenBlock] = []
     for mine, shard in zip(pattern.shards(tensor, len(shards)), shards, strict=True):
         if mine.shape != shard.shape:
             raise UserError(
@@ -87,25 +87,16 @@ def _woven(name: str, pattern: Pattern, shards: Sequence[Stored]) -> Stored:
     return Woven(first.dtype, shape, tuple(blocks))
 
 
-def blocks_of(shard: Shard, stored: Stored) -> list[Block]:
+def blocks_of(shard: Shard, stored: Stored) -> list[WovenBlock]:
     axes = tuple(range(len(shard.shape)))
-    return [Block(box, stored, corner, axes) for box, corner in shard.blocks]
+    return [WovenBlock(box, stored, corner, axes) for box, corner in shard.blocks]
 
 
 def cut_for(shard: Shard, stored: Stored) -> Stored:
     """A shard of a whole tensor, padding zero: the other way round."""
     axes = tuple(range(len(shard.shape)))
-    blocks = tuple(Block(Box(corner, box.size), stored, box.start, axes) for box, corner in shard.blocks)
-    return Zeroed(stored.dtype, shard.shape, blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class Zeroed(Woven):
-    """Where no block is, zeros: a shard with padding."""
-
-    def read(self, box: Box, out: Any) -> None:
-        out[...] = 0
-        Woven.read(self, box, out)
+    blocks = tuple(WovenBlock(Box(corner, box.size), stored, box.start, axes) for box, corner in shard.blocks)
+    return Woven(stored.dtype, shard.shape, blocks, padded=True)
 
 
 def _of_deepspeed(info: Mapping[str, Any], name: str, shards: Sequence[Stored]) -> Pattern:

@@ -1,4 +1,4 @@
-"""What a format of others has no place for, kept beside its own files so that nothing is lost on the way back.
+"""What another format has no place for, kept beside its own files so that nothing is lost on the way back.
 
 Every writer stores natively what its format knows, and this table for the rest: which names are buffers, the
 optimizer's groups, tied names, the meta values. Readers take it where it is; a checkpoint of others has none.
