@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint import folder
+from everstep.checkpoint.convert import Target, read_state, write_state
 from everstep.checkpoint.formats import universal
 from everstep.checkpoint.parts import PlannedSlice, plan_whole, stored_of
 from everstep.checkpoint.places import place_of
@@ -82,7 +83,9 @@ def median(values: list[float]) -> float:
 def save_ours(root: Path, step: int, state: dict[str, torch.Tensor]) -> None:
     """Two threads, a file each."""
     tensors = {name: stored_of(name, tensor) for name, tensor in state.items()}
-    universal.write(root, TrainingState(step=step, tensors=tensors), threads=2)
+    staging = universal.UniversalStaging(root)
+    staging.write(TrainingState(step=step, tensors=tensors), Target(format="universal"), lambda count: None)
+    staging.commit()
 
 
 # ------------------------------------------------------------------ convert
@@ -90,8 +93,6 @@ def save_ours(root: Path, step: int, state: dict[str, torch.Tensor]) -> None:
 
 def make_deepspeed(path: Path, gib: float, world: int) -> int:
     """A ZeRO-1 checkpoint of that size, as DeepSpeed would have written it; its bytes."""
-    from everstep.checkpoint.formats import deepspeed_write
-
     state = TrainingState(step=1, meta={"precision": "bf16"})
     flat = with_moments(weights(gib))
     state.tensors = {name: stored_of(name, tensor) for name, tensor in flat.items()}
@@ -99,14 +100,12 @@ def make_deepspeed(path: Path, gib: float, world: int) -> int:
     for name in names:
         state.tensors[f"optimizer/{name}/step"] = scalar(1.0)
     state.groups = [{"params": names, "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}]
-    deepspeed_write.write(path, state, stage=1, world=world)
+    write_state(path, state, Target(format="deepspeed", stage=1, world=world))
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def convert_here(source: Path, target: Path) -> None:
     """In a process of its own, which tells its time and its memory."""
-    from everstep.checkpoint.convert import Target, read_state, write_state
-
     before = peak_rss()
     started = time.perf_counter()
     state = read_state(source)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from everstep.checkpoint.folder import commit, write_part
+from everstep.checkpoint.formats.table import FORMATS
 from everstep.cli import main
 from tests.checkpoint.states import save
 from tests.checkpoint.test_formats import REAL
@@ -122,3 +123,13 @@ def test_looking_at_a_checkpoint_waits_for_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_formats_are_listed_as_the_table_has_them(everstep: Callable) -> None:
+    rows = everstep("ckpt", "formats", "--json").document()["formats"]
+    assert [row["name"] for row in rows] == list(FORMATS)
+    page = (Path(__file__).parents[2] / "docs" / "converting.md").read_text()
+    for row in FORMATS.values():
+        line = f"| {row.title} (`{row.name}`) | {row.reads} | {row.writes} | {row.optimizer} |"
+        assert line in page.splitlines()
+    assert all(name in everstep("ckpt", "convert", "--help").out for name in ("universal", "hf", "dcp"))

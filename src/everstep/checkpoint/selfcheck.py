@@ -42,6 +42,8 @@ KINDS = ("lost", "added", "type", "value")
 
 @dataclass(frozen=True, slots=True)
 class Change:
+    """Something that is not as it was: what kind of change, of what, and how."""
+
     kind: str
     name: str
     detail: str = ""
