@@ -80,7 +80,12 @@ class Drama:
             if stage == task.shape.stages - 1:
                 losses = tuple((Microbatch(k, 0), 1.0) for k in range(task.shape.replicas))
             sealed = ev.StepSealed(
-                step=step, stage=stage, microbatches=total, executed=3 * total, losses=losses
+                step=step,
+                stage=stage,
+                attempt=task.recovery.attempt_of(step),
+                microbatches=total,
+                executed=3 * total,
+                losses=losses,
             )
             self.report(name, worker, msg.TaskEvent(task=name, event=sealed))
         for (of, _), actor in self.actors.items():
@@ -94,7 +99,10 @@ class Drama:
             worker = min(w for w in task.seats if w.stage == stage)
             for node in (task.seats[worker].node, shelf_for(self.coordinator.nodes, task, worker).node):
                 part = {"file": f"{worker}", "on": node}
-                told = msg.PartWritten(task=name, step=step, stage=stage, part=part, shelf=node)
+                attempt = task.recovery.attempt_of(step) if task.recovery is not None else 0
+                told = msg.PartWritten(
+                    task=name, step=step, stage=stage, attempt=attempt, part=part, shelf=node
+                )
                 self.report(name, worker, told)
                 if not away:
                     break
@@ -102,14 +110,14 @@ class Drama:
     def exits(self, worker: Worker, reason: str, name: str = "t") -> None:
         actor = self.actors.pop((name, worker))
         exited = ev.WorkerExited(worker=worker, incarnation=actor.incarnation, reason=reason)
-        self._report(actor.node, msg.TaskEvent(task=name, event=exited))
+        self._report(actor.node, msg.TaskEvent(task=name, event=exited), (name, worker, actor.incarnation))
 
     def raises(self, worker: Worker, error: str, name: str = "t") -> None:
         actor = self.actors[name, worker]
         raised = ev.WorkerRaised(
             worker=worker, incarnation=actor.incarnation, error=error, where=f"step {actor.step} F"
         )
-        self._report(actor.node, msg.TaskEvent(task=name, event=raised))
+        self._report(actor.node, msg.TaskEvent(task=name, event=raised), (name, worker, actor.incarnation))
         self.exits(worker, f"raised {error}", name)
 
     def overdue(self, worker: Worker, *, name: str = "t", **more: Any) -> None:
@@ -118,10 +126,11 @@ class Drama:
         report = msg.OpOverdue(
             task=name, worker=worker, incarnation=actor.incarnation, step=actor.step, **facts | more
         )
-        self._report(actor.node, report)
+        self._report(actor.node, report, (name, worker, actor.incarnation))
 
     def report(self, name: str, worker: Worker, report: msg.NodeReport) -> None:
-        self._report(self.coordinator.tasks[name].seats[worker].node, report)
+        seat = self.coordinator.tasks[name].seats[worker]
+        self._report(seat.node, report, (name, worker, seat.incarnation))
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -133,12 +142,12 @@ class Drama:
         self.cut.add(node)
         self.hear(msg.NodeFellSilent(node=node, silent_s=1.0))
 
-    def _report(self, node: str, report: msg.NodeReport) -> None:
+    def _report(self, node: str, report: msg.NodeReport, sender: tuple[str, Worker, int] | None) -> None:
         if node in self.cut:
             return
         self.numbers[node] += 1
         boot = self.coordinator.nodes[node].boot
-        self.hear(msg.FromNode(node=node, boot=boot, number=self.numbers[node], report=report))
+        self.hear(self._from_node(node, boot, report, sender))
 
     # -------------------------------------------------------------- the play
 
@@ -180,7 +189,8 @@ class Drama:
                 started = ev.WorkerStarted(
                     worker=order.worker, incarnation=order.incarnation, address=(node, 1000 + order.slot)
                 )
-                self._later(node, msg.TaskEvent(task=order.task, event=started))
+                me = (order.task, order.worker, order.incarnation)
+                self._later(node, msg.TaskEvent(task=order.task, event=started), me)
             case msg.KillProcess():
                 actor = self.actors.get((order.task, order.worker))
                 if actor is not None and actor.incarnation == order.incarnation:
@@ -197,7 +207,7 @@ class Drama:
                     if actor.node == node and (name, worker, actor.incarnation) not in order.keep:
                         self._ends(name, worker, "killed by SIGKILL")
             case msg.FindCheckpoint():
-                self._later(node, msg.CheckpointFound(task=order.task, step=0))
+                self._later(node, msg.CheckpointFound(task=order.task, step=0, search=order.search))
             case msg.CommitCheckpoint():
                 committed = ev.CheckpointCommitted(step=order.step)
                 self._later(node, msg.TaskEvent(task=order.task, event=committed))
@@ -206,7 +216,7 @@ class Drama:
         actor = self.actors.get((order.task, order.worker))
         if actor is None:
             return
-        event: ev.Event
+        event: ev.LedgerReported | ev.WorkerResumed | ev.StateCopied
         match order.words:
             case act.InterruptWorkers(epoch=epoch):
                 ledger = Ledger(step=actor.step, joining=actor.joining)
@@ -220,20 +230,34 @@ class Drama:
                 event = ev.StateCopied(
                     worker=joiner, incarnation=other.incarnation, state_step=actor.step - 1
                 )
-                node = other.node
+                node, actor = other.node, other
             case _:
                 return
-        self._later(node, msg.TaskEvent(task=order.task, event=event))
+        me = (order.task, event.worker, actor.incarnation)
+        self._later(node, msg.TaskEvent(task=order.task, event=event), me)
 
     def _ends(self, name: str, worker: Worker, reason: str) -> None:
         actor = self.actors.pop((name, worker))
         exited = ev.WorkerExited(worker=worker, incarnation=actor.incarnation, reason=reason)
-        self._later(actor.node, msg.TaskEvent(task=name, event=exited))
+        self._later(actor.node, msg.TaskEvent(task=name, event=exited), (name, worker, actor.incarnation))
 
-    def _later(self, node: str, report: msg.NodeReport) -> None:
+    def _later(
+        self, node: str, report: msg.NodeReport, sender: tuple[str, Worker, int] | None = None
+    ) -> None:
         self.numbers[node] += 1
         boot = self.coordinator.nodes[node].boot
-        self._queue.append(msg.FromNode(node=node, boot=boot, number=self.numbers[node], report=report))
+        self._queue.append(self._from_node(node, boot, report, sender))
+
+    def _from_node(
+        self, node: str, boot: str, report: msg.NodeReport, sender: tuple[str, Worker, int] | None
+    ) -> msg.FromNode:
+        return msg.FromNode(
+            node=node,
+            boot=boot,
+            number=self.numbers[node],
+            report=report,
+            sender=None if sender is None else msg.Sender(*sender),
+        )
 
     # -------------------------------------------------------------- the transcript
 

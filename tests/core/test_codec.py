@@ -57,7 +57,7 @@ SAMPLES: list[Any] = [
         number=4,
         report=msg.TaskEvent(
             task="t",
-            event=ev.StepSealed(step=1, stage=0, microbatches=4, executed=12, losses=((M, 1.5),)),
+            event=ev.StepSealed(step=1, stage=0, attempt=1, microbatches=4, executed=12, losses=((M, 1.5),)),
         ),
     ),
 ]

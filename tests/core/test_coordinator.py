@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -310,7 +311,7 @@ def test_a_checkpoint_is_committed_when_all_parts_lie_there_and_its_step_is_on_r
     drama = Drama()
     drama.submit(has_checkpoints=True)
     for worker in (W00, W01):
-        part = msg.PartWritten(task="t", step=1, stage=worker.stage, part={"file": str(worker)})
+        part = msg.PartWritten(task="t", step=1, stage=worker.stage, attempt=1, part={"file": str(worker)})
         drama.report("t", worker, part)
     commits = [a for a in drama.actions if isinstance(getattr(a, "order", None), msg.CommitCheckpoint)]
     assert not commits
@@ -334,7 +335,9 @@ def test_a_stage_s_part_is_whole_when_all_who_share_it_have_written() -> None:
     def writes(worker: Worker, share: tuple[int, int]) -> None:
         part = {"file": f"{worker} {share}"}
         drama.report(
-            "t", worker, msg.PartWritten(task="t", step=1, stage=worker.stage, part=part, share=share)
+            "t",
+            worker,
+            msg.PartWritten(task="t", step=1, stage=worker.stage, attempt=1, part=part, share=share),
         )
 
     writes(W00, (0, 2))
@@ -450,7 +453,9 @@ def test_checkpoints_that_cannot_be_read_are_tried_again_and_then_fail_the_task_
     coordinator, find = searching()
     now = 0.0
     for number in range(1, 100):
-        report = msg.CheckpointUnusable(task="t", because="folder x cannot be read: EIO", passing=True)
+        report = msg.CheckpointUnusable(
+            task="t", because="folder x cannot be read: EIO", passing=True, search=find.search
+        )
         actions = coordinator.handle(msg.FromNode(node="a", boot="1", number=number, report=report), now)
         coordinator.validate()
         if coordinator.tasks["t"].state is not TaskState.SEARCHING:
@@ -462,7 +467,8 @@ def test_checkpoints_that_cannot_be_read_are_tried_again_and_then_fail_the_task_
         now = due
         (again,) = coordinator.handle(msg.TimePassed(), now)
         assert isinstance(again, msg.Dispatch)
-        assert again.order == find
+        assert again.order == replace(find, search=find.search + 1)
+        find = again.order
     assert number == coordinator.patience.checkpoint_retries + 1
     assert 30 < now < 300
     (ended,) = [a for a in actions if isinstance(a, msg.TaskEnded)]

@@ -142,7 +142,9 @@ def test_new_workers_sit_where_most_of_their_state_is() -> None:
     task = drama.coordinator.tasks["t"]
     for worker in task.seats:
         part = {"file": str(worker)}
-        shelved = msg.PartWritten(task="t", step=1, stage=worker.stage, part=part, shelf=before[worker])
+        shelved = msg.PartWritten(
+            task="t", step=1, stage=worker.stage, attempt=1, part=part, shelf=before[worker]
+        )
         drama.report("t", worker, shelved)
     drama.seal()
     after = {w: seat.node for w, seat in task.seats.items()}
@@ -207,7 +209,9 @@ def test_what_a_change_costs_follows_from_the_bytes_that_move_and_the_pace_of_th
         worker = Worker(0, stage)
         part = {"file": "x", "bytes": size}
         node = task.seats[worker].node
-        drama.report("t", worker, msg.PartWritten(task="t", step=1, stage=stage, part=part, shelf=node))
+        drama.report(
+            "t", worker, msg.PartWritten(task="t", step=1, stage=stage, attempt=1, part=part, shelf=node)
+        )
     drama.seal()
     assert transition_s(task) == AGREE_S + 3 * 10**9 / PACE
     for worker in (Worker(0, 0), Worker(0, 1)):

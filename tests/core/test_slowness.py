@@ -152,6 +152,7 @@ def test_a_slowness_found_while_a_death_is_planned_for_is_planned_for_next() -> 
             boot=drama.coordinator.nodes[node].boot,
             number=number,
             report=msg.TaskEvent(task="t", event=exited),
+            sender=msg.Sender("t", Worker(0, 0), 1),
         ),
         1.0,
     )

@@ -16,6 +16,7 @@ import aiohttp
 from everstep.cli.client import Client
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import decode, encode
+from everstep.core.words.ops import Worker
 from everstep.server.serve import ServerSettings, serve
 
 
@@ -67,8 +68,13 @@ class WordyAgent:
         self.orders: list[tuple[int, msg.Order]] = []
         self.heard = welcome.get("heard", 0)
 
-    async def say(self, number: int, report: msg.NodeReport) -> None:
-        await self.line.send_str(json.dumps({"number": number, "report": encode(report)}))
+    async def say(self, number: int, report: msg.NodeReport, sender: msg.Sender | None = None) -> None:
+        """By default as the first process of the worker that the report is about."""
+        said = report.event if isinstance(report, msg.TaskEvent) else report
+        worker = getattr(said, "worker", Worker(0, getattr(said, "stage", 0)))
+        task = getattr(report, "task", "")
+        told = encode(sender or msg.Sender(task, worker, getattr(said, "incarnation", 1)))
+        await self.line.send_str(json.dumps({"number": number, "report": encode(report), "sender": told}))
 
     async def beat(self, done: int = 0) -> None:
         await self.line.send_str(json.dumps({"beat": 0, "done": done}))

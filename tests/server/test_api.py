@@ -130,7 +130,7 @@ def test_a_task_goes_to_an_agent_and_its_steps_are_on_record(address: str) -> No
             await one.say(1, msg.TaskEvent(task="t", event=started))
             await one.until(msg.NotifyWorker)
             for step in (1, 2, 3):
-                sealed = ev.StepSealed(step=step, stage=0, microbatches=2, executed=6)
+                sealed = ev.StepSealed(step=step, stage=0, attempt=1, microbatches=2, executed=6)
                 await one.say(step + 1, msg.TaskEvent(task="t", event=sealed))
             await one.until(msg.CloseTask)
             exited = ev.WorkerExited(worker=start.worker, incarnation=1, reason="exited with code 0")

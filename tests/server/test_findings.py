@@ -28,7 +28,9 @@ def running(*, nodes: int = 2, slots: int = 2) -> tuple[Coordinator, dict[Worker
 
 def told(machine: Coordinator, node: str, report: msg.NodeReport) -> None:
     number = machine.nodes[node].heard + 1
-    machine.handle(msg.FromNode(node=node, boot="1", number=number, report=report), 1.0)
+    said = report.event if isinstance(report, msg.TaskEvent) else report
+    sender = msg.Sender("t", said.worker, machine.tasks["t"].seats[said.worker].incarnation)  # type: ignore[union-attr]
+    machine.handle(msg.FromNode(node=node, boot="1", number=number, report=report, sender=sender), 1.0)
 
 
 def start_all(machine: Coordinator, seats: dict[Worker, str]) -> None:

@@ -55,7 +55,8 @@ class WordyRun:
 
     def report(self, number: int, event: ev.Event) -> None:
         told = msg.TaskEvent(task=TASK, event=event)
-        self.hear(msg.FromNode(node=NODE, boot=NODE, number=number, report=told))
+        sender = msg.Sender(TASK, event.worker, event.incarnation)  # type: ignore[union-attr]
+        self.hear(msg.FromNode(node=NODE, boot=NODE, number=number, report=told, sender=sender))
 
     def meanwhile(self, call: Callable[[], Any]) -> Any:
         """What a call to the page returns, while the run turns."""

@@ -52,9 +52,9 @@ class Ports:
     """
 
     report: Report
-    save: Callable[[int, tuple[int, int], Mapping[str, Tensor], Groups], None]
+    save: Callable[[int, int, tuple[int, int], Mapping[str, Tensor], Groups], None]  # step, attempt, share
     load: Callable[[int, list[str]], Mapping[str, Tensor] | None]
-    shelve: Callable[[int, bool, Mapping[str, Tensor]], None] = lambda step, leaving, state: None
+    shelve: Callable[[int, int, bool, Mapping[str, Tensor]], None] = lambda *copy: None
     directed: Callable[[Any], None] = lambda directions: None
     clock_ns: Callable[[], int] = time.monotonic_ns
 
@@ -222,9 +222,9 @@ class WorkerLoop:
             case msg.SaveCheckpoint():
                 share = task.index, task.count
                 groups = self.updater.groups(task.state_step)
-                return self.ports.save(task.state_step, share, self.updater.state(), groups)
+                return self.ports.save(task.state_step, task.attempt, share, self.updater.state(), groups)
             case msg.StoreCopy():
-                return self.ports.shelve(task.state_step, task.leaving, self.updater.state())
+                return self.ports.shelve(task.state_step, task.attempt, task.leaving, self.updater.state())
 
     def _compute(self, task: msg.Compute) -> None:
         op = task.op

@@ -75,12 +75,13 @@ class Agent:
         self.done = 0  # the last order carried out
         self._taken = 0  # the last order put in line
         self._orders: asyncio.Queue[tuple[int, msg.Order]] = asyncio.Queue()
-        self._kept: deque[tuple[int, msg.NodeReport]] = deque()
+        self._kept: deque[tuple[int, msg.NodeReport, msg.Sender | None]] = deque()
         self._reports = 0
         self._news = asyncio.Event()
         self._nurseries: dict[int, ForkServer] = {}
         self._clock = time.time() - time.monotonic()  # workers speak monotonic; the coordinator, wall time
         self._welcomed = False
+        self._term = 0  # of the newest coordinator heard: an older one may not know that it is deposed
 
     async def run(self) -> None:
         """Until cancelled. Workers end with the agent."""
@@ -122,11 +123,11 @@ class Agent:
 
     # -------------------------------------------------------------- reports
 
-    def _report(self, report: msg.NodeReport) -> None:
+    def _report(self, report: msg.NodeReport, sender: msg.Sender | None = None) -> None:
         if isinstance(report, msg.TimesReported) and not self._welcomed:
             return  # of no use later
         self._reports += 1
-        self._kept.append((self._reports, self._on_wall_time(report)))
+        self._kept.append((self._reports, self._on_wall_time(report), sender))
         if len(self._kept) > MAX_KEPT_REPORTS:
             raise EverstepError(
                 f"{MAX_KEPT_REPORTS} reports wait for a coordinator that stays away; the agent gives up"
@@ -213,6 +214,7 @@ class Agent:
         welcome = await line.receive_json(timeout=10.0)
         if "refused" in welcome:
             raise EverstepError(welcome["refused"])
+        self._check_term(welcome)
         self._heard(welcome["heard"])
         self._welcomed = True
         self.say(f"node {self.settings.node} is connected to {address}")
@@ -223,6 +225,7 @@ class Agent:
                 if message.type is not aiohttp.WSMsgType.TEXT:
                     raise PeerError("the coordinator sent something that is not text")
                 heard = json.loads(message.data)
+                self._check_term(heard)
                 if "ask" in heard:
                     await line.send_str(json.dumps({"answer": heard["ask"], "value": self._answer(heard)}))
                 else:
@@ -232,6 +235,15 @@ class Agent:
                 job.cancel()
                 with contextlib.suppress(asyncio.CancelledError, ConnectionError, aiohttp.ClientError):
                     await job
+
+    def _check_term(self, message: dict[str, Any]) -> None:
+        """A deposed coordinator may not have noticed yet: its orders are refused, and its line is left."""
+        term = int(message.get("term", 0))
+        if term < self._term:
+            raise PeerError(
+                f"it is of term {term}, and one of term {self._term} leads; its orders are refused"
+            )
+        self._term = term
 
     def _take(self, message: dict[str, Any]) -> None:
         if "heard" in message:
@@ -293,14 +305,18 @@ class Agent:
         self.say(f"{type(order).__name__} failed: {type(error).__name__}: {error}")
         if isinstance(order, msg.FindCheckpoint):
             because = f"its checkpoints cannot be looked at: {type(error).__name__}: {error}"
-            self._report(msg.CheckpointUnusable(task=order.task, because=because, passing=True))
+            unusable = msg.CheckpointUnusable(
+                task=order.task, because=because, passing=True, search=order.search
+            )
+            self._report(unusable)
         if isinstance(order, msg.StartProcess):
             exited = ev.WorkerExited(
                 worker=order.worker,
                 incarnation=order.incarnation,
                 reason=f"could not be started: {type(error).__name__}: {error}",
             )
-            self._report(msg.TaskEvent(task=order.task, event=exited))
+            sender = msg.Sender(order.task, order.worker, order.incarnation)
+            self._report(msg.TaskEvent(task=order.task, event=exited), sender)
 
     def _heard(self, number: int) -> None:
         while self._kept and self._kept[0][0] <= number:
@@ -308,8 +324,9 @@ class Agent:
 
     async def _speak(self, line: aiohttp.ClientWebSocketResponse, sent: int) -> None:
         while True:
-            for number, report in [kept for kept in self._kept if kept[0] > sent]:
-                await line.send_str(json.dumps({"number": number, "report": encode(report)}))
+            for number, report, sender in [kept for kept in self._kept if kept[0] > sent]:
+                said = {"number": number, "report": encode(report), "sender": encode(sender)}
+                await line.send_str(json.dumps(said))
                 sent = number
             self._news.clear()
             if not self._kept or self._kept[-1][0] <= sent:

@@ -19,11 +19,21 @@ def report_of(task: str, worker: Worker, incarnation: int, said: Mapping[str, An
         case "saved":
             index, count = said["share"]
             return msg.PartWritten(
-                task=task, step=said["step"], stage=worker.stage, part=said["part"], share=(index, count)
+                task=task,
+                step=said["step"],
+                stage=worker.stage,
+                attempt=said["attempt"],
+                part=said["part"],
+                share=(index, count),
             )
         case "shelved":
             return msg.PartWritten(
-                task=task, step=said["step"], stage=worker.stage, part=said["part"], shelf=said["node"]
+                task=task,
+                step=said["step"],
+                stage=worker.stage,
+                attempt=said["attempt"],
+                part=said["part"],
+                shelf=said["node"],
             )
         case "fetched":
             return msg.StateFetched(
@@ -64,6 +74,7 @@ def _event(worker: Worker, incarnation: int, said: Mapping[str, Any]) -> ev.Even
             return ev.StepSealed(
                 step=said["step"],
                 stage=worker.stage,
+                attempt=said["attempt"],
                 microbatches=said["microbatches"],
                 executed=said["executed"],
                 losses=wire.losses_in(said["losses"]),

@@ -36,8 +36,18 @@ class Directions:
 
 class States:
     def __init__(
-        self, me: Worker, job: Job, *, task: str, node: str, shelf: Path, secret: str, tell: Tell
+        self,
+        me: Worker,
+        job: Job,
+        *,
+        task: str,
+        incarnation: int,
+        node: str,
+        shelf: Path,
+        secret: str,
+        tell: Tell,
     ) -> None:
+        self._incarnation = incarnation
         self.directions = Directions()
         self._me, self._job, self._task, self._node, self._shelf = me, job, task, node, shelf
         self._token = token_of(secret)
@@ -55,16 +65,21 @@ class States:
     # -------------------------------------------------------------- out
 
     def save(
-        self, step: int, share: tuple[int, int], state: Mapping[str, Tensor], groups: list[dict[str, Any]]
+        self,
+        step: int,
+        attempt: int,
+        share: tuple[int, int],
+        state: Mapping[str, Tensor],
+        groups: list[dict[str, Any]],
     ) -> None:
         """A share of this stage's part of the checkpoint on disk, and the optimizer's groups."""
         self._saver.save(
             step,
             share_of(state, *share),
-            write=lambda step, tensors: self._write_to_disk(step, share, tensors, groups),
+            write=lambda step, tensors: self._write_to_disk(step, attempt, share, tensors, groups),
         )
 
-    def shelve(self, step: int, leaving: bool, state: Mapping[str, Tensor]) -> None:
+    def shelve(self, step: int, attempt: int, leaving: bool, state: Mapping[str, Tensor]) -> None:
         """A copy in memory: on this node's shelf, and on another's unless this worker leaves anyway."""
         directions = self.directions
         if leaving and not directions.leaves:
@@ -72,36 +87,43 @@ class States:
         self._saver.save(
             step,
             state,
-            write=lambda step, tensors: self._write_to_shelves(step, tensors, directions, leaving),
+            write=lambda step, tensors: self._write_to_shelves(step, attempt, tensors, directions, leaving),
         )
 
     def finish(self) -> None:
         self._saver.finish()
 
     def _write_to_disk(
-        self, step: int, share: tuple[int, int], tensors: dict[str, Tensor], groups: list[dict[str, Any]]
+        self,
+        step: int,
+        attempt: int,
+        share: tuple[int, int],
+        tensors: dict[str, Tensor],
+        groups: list[dict[str, Any]],
     ) -> None:
-        name = f"stage-{self._me.stage}-{share[0] + 1}-of-{share[1]}"
+        # By its incarnation: a process that was given up may still write, and not over another's file.
+        name = f"stage-{self._me.stage}-{share[0] + 1}-of-{share[1]}-i{self._incarnation}"
         try:
             part = folder.write_part(self._root, step, name, tensors)
         except OSError as error:
             print(f"checkpoint of step {step} not written: {error}", file=sys.stderr)
             return
         told = part if share[0] else part | {"groups": groups}  # peers have the same: one tells
-        self._tell("saved", {"step": step, "part": told, "share": share})
+        self._tell("saved", {"step": step, "attempt": attempt, "part": told, "share": share})
 
     def _write_to_shelves(
-        self, step: int, tensors: dict[str, Tensor], directions: Directions, leaving: bool
+        self, step: int, attempt: int, tensors: dict[str, Tensor], directions: Directions, leaving: bool
     ) -> None:
         name = f"stage-{self._me.stage}-{self._me.replica}"
         try:
             label = memory.put(self._shelf, self._task, step, name, tensors)
-            self._tell("shelved", {"step": step, "part": label, "node": self._node})
+            told = {"step": step, "attempt": attempt, "part": label}
+            self._tell("shelved", told | {"node": self._node})
             if leaving or directions.shelf is None or directions.shelf[0] == self._node:
                 return
             node, host, port = directions.shelf
             memory.send(self._shelf, label, memory.Remote(host, port, self._token), self._task, step)
-            self._tell("shelved", {"step": step, "part": label, "node": node})
+            self._tell("shelved", told | {"node": node})
         except OSError as error:
             print(f"the copy of step {step} in memory is not whole: {error}", file=sys.stderr)
 

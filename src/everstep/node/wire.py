@@ -145,6 +145,7 @@ def resume_in(table: Mapping[str, Any]) -> Resume:
 def sealed_out(sealed: TellSealed) -> dict[str, Any]:
     return {
         "step": sealed.step,
+        "attempt": sealed.attempt,
         "microbatches": sealed.microbatches,
         "executed": sealed.executed,
         "losses": [[*m, loss] for m, loss in sealed.losses],

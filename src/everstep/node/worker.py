@@ -97,6 +97,7 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
         me,
         job,
         task=spec["task"],
+        incarnation=spec["incarnation"],
         node=spec["node"],
         shelf=Path(spec["shelf"]),
         secret=spec["token"],

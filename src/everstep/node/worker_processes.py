@@ -39,7 +39,7 @@ STOP_S = 20.0  # for a worker told to stop, before it is killed
 SOON_S = 0.03  # a beacon younger than this is not asked about
 ASK_KERNEL_S = 0.1  # in one op for so long: what has its process been doing?
 _PLANTED = ("dies at", "raises at")  # what a beacon says of a fault that a script asked for
-Report = Callable[[msg.NodeReport], None]
+Report = Callable[[msg.NodeReport, msg.Sender | None], None]  # None: of the agent itself
 
 
 class Loop(Protocol):
@@ -64,6 +64,10 @@ class WorkerProcess:
     killed_at: float | None = None
     active_since: float | None = None  # what `_active_s` said when its beacon last stood still
     dead: bool = False  # told, though the kernel may still be clearing up
+
+    @property
+    def sender(self) -> msg.Sender:
+        return msg.Sender(self.task, self.worker, self.incarnation)
 
 
 @dataclass(slots=True)
@@ -195,7 +199,7 @@ class WorkerProcesses:
                         os.kill(process.child.pid, signal.SIGKILL)
             case msg.FindCheckpoint() | msg.CommitCheckpoint():
                 for report in self.at_leisure(order):
-                    self.report(report)
+                    self.report(report, None)
             case _:
                 assert_never(order)
 
@@ -240,7 +244,8 @@ class WorkerProcesses:
             exited = ev.WorkerExited(
                 worker=order.worker, incarnation=order.incarnation, reason="ended before it was started"
             )
-            self.report(msg.TaskEvent(task=order.task, event=exited))
+            sender = msg.Sender(order.task, order.worker, order.incarnation)
+            self.report(msg.TaskEvent(task=order.task, event=exited), sender)
 
     def _pass_on(self, order: msg.NotifyWorker) -> None:
         process = self.processes.get((order.task, order.worker))
@@ -292,8 +297,12 @@ class WorkerProcesses:
                 found = Checkpoints(Job.from_dict(order.job)).newest(order.known)
             except NoStart as error:
                 because = str(error)
-                return [msg.CheckpointUnusable(task=order.task, because=because, passing=error.passing)]
-            return [msg.CheckpointFound(task=order.task, step=found.step, refused=found.refused)]
+                unusable = msg.CheckpointUnusable(
+                    task=order.task, because=because, passing=error.passing, search=order.search
+                )
+                return [unusable]
+            step, refused = found.step, found.refused
+            return [msg.CheckpointFound(task=order.task, step=step, refused=refused, search=order.search)]
         checkpoints = Checkpoints(self.tasks[order.task].job)
         checkpoints.commit(order.step, list(order.parts))
         return [msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=order.step))]
@@ -366,7 +375,7 @@ class WorkerProcesses:
                 self.progress.expects(process.task, process.worker, said["times"])
             report = report_of(process.task, process.worker, process.incarnation, said)
             if report is not None:
-                self.report(report)
+                self.report(report, process.sender)
 
     def _hang_up(self, process: WorkerProcess) -> None:
         if process.line is not None:
@@ -417,7 +426,8 @@ class WorkerProcesses:
                     done_ops=reading.done if reading is not None else 0,
                     killed_at=killed_at,
                 ),
-            )
+            ),
+            process.sender,
         )
 
     def _bury(self, process: WorkerProcess) -> None:
@@ -438,7 +448,9 @@ class WorkerProcesses:
         if task not in self._rings or self._rings[task].replicas != replicas:
             self._rings[task] = RingWatch(task, replicas)
         for news in self._rings[task].look(rings, now):
-            self.report(news)
+            watched = self.processes.get((task, news.worker))
+            if watched is not None:
+                self.report(news, watched.sender)
 
     def _look(self, process: WorkerProcess, now: float) -> None:
         reading = process.beacon.read()
@@ -469,7 +481,7 @@ class WorkerProcesses:
             active_s=active_s,
         )
         if report is not None:
-            self.report(report)
+            self.report(report, process.sender)
 
 
 def _active_s(pid: int) -> float:

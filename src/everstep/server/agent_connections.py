@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from everstep.core.cluster import fences
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import decode, encode
 from everstep.errors import PeerError
@@ -44,7 +45,7 @@ class AgentConnections:
                 queue.put_nowait(None)
                 del self._queues[node]
             else:
-                queue.put_nowait(message)
+                queue.put_nowait({"term": self.daemon.term, **message})
 
     async def ask(self, node: str, question: dict[str, Any], *, within_s: float = 5.0) -> Any:
         """A node's answer, for people who look. PeerError if it does not come."""
@@ -97,10 +98,10 @@ class AgentConnections:
         await self.daemon.told(hello)
         queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         state = self.daemon.machine.nodes[node]
-        queue.put_nowait({"welcome": node, "heard": state.heard})
-        for number, order, because in state.pending:
-            queue.put_nowait({"number": number, "order": encode(order), "because": because})
         self._queues[node], self._boots[node] = queue, hello.boot
+        self.send(node, {"welcome": node, "heard": state.heard})
+        for number, order, because in state.pending:
+            self.send(node, {"number": number, "order": encode(order), "because": because})
         writing = asyncio.create_task(self._write(line, queue))
         try:
             async for message in line:
@@ -130,12 +131,18 @@ class AgentConnections:
             if asked is not None and not asked.done():
                 asked.set_result(message["value"])
             return
-        report = decode(msg.NodeReport, message["report"])
-        if isinstance(report, msg.TimesReported):
-            self.daemon.learn(report)
+        said = msg.FromNode(
+            node=node,
+            boot=hello.boot,
+            number=int(message["number"]),
+            report=decode(msg.NodeReport, message["report"]),
+            sender=decode(msg.Sender | None, message["sender"]),
+        )
+        if isinstance(said.report, msg.TimesReported):
+            if not fences.refused(node, said.report, said.sender, self.daemon.machine.tasks):
+                self.daemon.learn(said.report)
             return
-        number = int(message["number"])
-        self.daemon.tell(msg.FromNode(node=node, boot=hello.boot, number=number, report=report))
+        self.daemon.tell(said)
 
 
 def _hello(message: Any) -> tuple[msg.NodeJoined, int]:

@@ -79,6 +79,7 @@ class Daemon:
         self.desks: dict[str, TaskScheduler] = {}
         self.paces: dict[str, Watch] = {}
         self.leads = False
+        self.term = 0  # of its leadership: agents refuse the orders of an older one
         self.ahead_s = 0.0  # from the machine's moments to those of the wall clock
         self.number = 0  # of the last journal entry
         self.handled_s: deque[float] = deque(maxlen=10_000)
@@ -108,7 +109,7 @@ class Daemon:
                 self._now = max(self._now, at)
                 self._remember(self._apply(event, at), at)
                 self.number = entry.number
-        self.leads = True
+        self.leads, self.term = True, self.journal.term
         now = time.monotonic()
         for node in self.machine.nodes:
             self.hearts.heard(node, now)

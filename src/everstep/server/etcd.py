@@ -84,6 +84,10 @@ class EtcdJournal:
         self._head: bytes | None = None
         self._snapshot: bytes | None = None
 
+    @property
+    def term(self) -> int:
+        return int(self._term or 0)
+
     # Opening and closing
 
     async def open(self) -> None:

@@ -70,6 +70,10 @@ class JournalEntry:
 class Journal(Protocol):
     lost: asyncio.Event  # set when this process may no longer append, until it is started again
 
+    @property
+    def term(self) -> int:
+        """Of this leadership: higher than that of any before it. 0 where there can only be one leader."""
+
     async def open(self) -> None:
         """Ready to read; a `UserError` says in one sentence why it cannot be."""
 
@@ -112,6 +116,8 @@ def check_snapshot(upto: int, body: bytes, *, earlier: int, last: int) -> None:
 
 class SqliteJournal:
     """One file, one process. SQLite runs in a thread of its own: an fsync never stops the event loop."""
+
+    term = 0  # the lock on the file lets nobody else lead
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from everstep.core.cluster import fences
 from everstep.core.cluster.dispatch import Actions
 from everstep.core.cluster.nodes import NodeDesk
 from everstep.core.cluster.roster import REACHABLE, Node, NodeState, Seat, Task, TaskState
@@ -120,11 +121,13 @@ class Coordinator(NodeDesk):
         if node is None or event.boot != node.boot or event.number <= node.heard:
             return []
         node.heard = event.number
+        if fences.refused(node.name, event.report, event.sender, self.tasks):
+            return []
         match event.report:
             case msg.TaskEvent(task=task, event=inner):
                 return self._of_worker(task, inner, now)
-            case msg.CheckpointFound(task=name, step=step):
-                return self._found(name, step, now)
+            case msg.CheckpointFound() as found:
+                return self._found(found, now)
             case msg.CheckpointUnusable() as unusable:
                 return self._not_found(unusable, now)
             case msg.PartWritten() as part:
@@ -150,14 +153,12 @@ class Coordinator(NodeDesk):
                 assert_never(event.report)
 
     def _of_worker(self, name: str, event: ev.Event, now: float) -> Actions:
-        """An event of a worker's process. Only the process that sits there counts."""
+        """An event of the process that holds a worker's place."""
         task = self.tasks.get(name)
         if task is None:
             return []
-        if isinstance(event, ev.WorkerStarted | ev.WorkerExited | ev.WorkerRaised | ev.StateCopied):
-            seat = task.seats.get(event.worker)
-            if seat is None or seat.incarnation != event.incarnation:
-                return []
+        if isinstance(event, ev.WorkerStarted | ev.WorkerExited | ev.WorkerRaised):
+            seat = task.seats[event.worker]
             match event:
                 case ev.WorkerStarted():
                     seat.address = event.address
@@ -224,10 +225,7 @@ class Coordinator(NodeDesk):
 
     def _overdue(self, report: msg.OpOverdue, now: float) -> Actions:
         task = self.tasks.get(report.task)
-        seat = task.seats.get(report.worker) if task is not None else None
-        if task is None or seat is None or seat.incarnation != report.incarnation:
-            return []
-        if task.state is not TaskState.RUNNING:
+        if task is None or task.state is not TaskState.RUNNING:
             return []
         task.overdue[report.worker] = report
         actions = self._confirm_silence(now)

@@ -83,6 +83,7 @@ class Seat:
 class WrittenParts:
     """What of a checkpoint lies in its folder: of each stage, by how many share it, which part."""
 
+    attempt: int = 0  # at that step: parts of two attempts are not one checkpoint
     stages: dict[int, dict[int, dict[int, Any]]] = field(default_factory=dict)
 
     def add(self, stage: int, share: tuple[int, int], part: Any) -> None:
@@ -107,6 +108,7 @@ class KeptState:
     """A step's state in the memory of nodes: of every stage of the shape it had then, who holds a copy."""
 
     stages: int
+    attempt: int = 0
     copies: dict[int, dict[str, Any]] = field(default_factory=dict)  # stage -> node -> part
 
     @property
@@ -163,7 +165,8 @@ class Task:
     recorded: int = 0
     lived: Lived = field(default_factory=Lived)  # before it was paused or took another shape
     on_disk: int = 0  # the step of the newest checkpoint that is known
-    searches: int = 0  # for it that failed
+    search: int = 0  # the number of the last search for it
+    searches: int = 0  # in a row that failed
     search_at: float | None = None  # when it is looked for again
     kept: dict[int, KeptState] = field(default_factory=dict)  # by step: states in memory
     kept_step: int | None = None  # the newest of them that is whole and on record

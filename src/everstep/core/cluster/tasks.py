@@ -84,13 +84,14 @@ class TaskDesk(ShelfDesk):
         task.state, task.because = TaskState.SEARCHING, "its newest checkpoint is looked for"
         nodes = sorted({seat.node for seat in task.seats.values()})
         node = self.nodes[nodes[task.searches % len(nodes)]]
-        order = msg.FindCheckpoint(task=task.name, job=task.job, known=task.on_disk)
+        task.search += 1
+        order = msg.FindCheckpoint(task=task.name, job=task.job, known=task.on_disk, search=task.search)
         return self._order(node, order, task.because)
 
     def _not_found(self, event: msg.CheckpointUnusable, now: float) -> Actions:
         """A read that failed is no reason to start from nothing: look again, then fail with the reason."""
         task = self.tasks.get(event.task)
-        if task is None or task.state is not TaskState.SEARCHING or task.search_at is not None:
+        if task is None or task.state is not TaskState.SEARCHING or event.search != task.search:
             return []
         if not event.passing or task.searches >= self.patience.checkpoint_retries:
             return self._end(task.name, TaskState.FAILED, event.because, now, gently=False)
@@ -100,13 +101,13 @@ class TaskDesk(ShelfDesk):
         task.because = f"{event.because}; tried again in {wait_s:.0f} s"
         return []
 
-    def _found(self, name: str, step: int, now: float) -> Actions:
+    def _found(self, event: msg.CheckpointFound, now: float) -> Actions:
         """Its newest checkpoint on disk is known."""
-        task = self.tasks.get(name)
-        if task is None or task.state is not TaskState.SEARCHING:
+        task = self.tasks.get(event.task)
+        if task is None or task.state is not TaskState.SEARCHING or event.search != task.search:
             return []
-        task.on_disk, task.search_at = step, None
-        return self._begin(task, step, now)
+        task.on_disk, task.search_at = event.step, None
+        return self._begin(task, event.step, now)
 
     def _begin(self, task: Task, step: int, now: float) -> Actions:
         """From the state after this step on."""
@@ -289,7 +290,10 @@ class TaskDesk(ShelfDesk):
             return self._shelved(task, event, event.shelf, now)
         if task is None or task.recovery is None:
             return []
-        task.parts.setdefault(event.step, WrittenParts()).add(event.stage, event.share, event.part)
+        written = task.parts.get(event.step)
+        if written is None or written.attempt != event.attempt:
+            written = task.parts[event.step] = WrittenParts(event.attempt)
+        written.add(event.stage, event.share, event.part)
         return self._commit_parts(task)
 
     def _commit_parts(self, task: Task) -> Actions:
@@ -311,7 +315,9 @@ class TaskDesk(ShelfDesk):
         """A copy of a stage's state is in a node's memory."""
         if task.state in OVER or node not in self.nodes or self.nodes[node].state not in REACHABLE:
             return []
-        kept = task.kept.setdefault(event.step, KeptState(task.shape.stages))
+        kept = task.kept.get(event.step)
+        if kept is None or kept.attempt != event.attempt:
+            kept = task.kept[event.step] = KeptState(task.shape.stages, event.attempt)
         kept.copies.setdefault(event.stage, {})[node] = event.part
         return self._settle_kept(task, now)
 

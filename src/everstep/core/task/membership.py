@@ -128,7 +128,8 @@ class Membership:
             return fitting[-1].rounds[stage]
         return self.epoch
 
-    def _attempt(self, step: int) -> int:
+    def attempt_of(self, step: int) -> int:
+        """The attempt at a step that counts; exact for steps that are not on record yet."""
         return [attempt for first, attempt in self.attempts if first <= step][-1]
 
     def _void_from(self, step: int) -> None:

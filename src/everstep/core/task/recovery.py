@@ -109,7 +109,8 @@ class Recovery(Admission):
             case PlacesGranted():
                 return self._granted(event)
             case CheckpointCommitted():
-                self.checkpoint = max(self.checkpoint, event.step)
+                if event.step <= self.recorded:  # else it was written before the task went back
+                    self.checkpoint = max(self.checkpoint, event.step)
                 return []
             case StateKept():
                 return self._kept(event.step)
@@ -339,6 +340,8 @@ class Recovery(Admission):
     # -------------------------------------------------------------- steps
 
     def _sealed(self, event: StepSealed) -> list[Action]:
+        if event.attempt != self.attempt_of(event.step):
+            return []  # the step was taken back since
         if event.step > self.recorded - _KEPT_SHARES:
             self.shares.setdefault(event.step, {})[event.stage] = event.sum_of_squares
             self.shares = {s: of for s, of in self.shares.items() if s > self.recorded - _KEPT_SHARES}
@@ -370,7 +373,13 @@ class Recovery(Admission):
         """
         total = self.shape.replicas * self.shape.microbatches
         for step in range(self.recorded + 1, event.step):
-            implied = StepSealed(step=step, stage=event.stage, microbatches=total, executed=3 * total)
+            implied = StepSealed(
+                step=step,
+                stage=event.stage,
+                attempt=self.attempt_of(step),
+                microbatches=total,
+                executed=3 * total,
+            )
             self.sealed.setdefault(step, {}).setdefault(event.stage, implied)
 
     def _record(self, stages: dict[int, StepSealed]) -> RecordStep:
@@ -400,7 +409,7 @@ class Recovery(Admission):
         )
 
     def _invalidated(self, event: UpdateInvalidated, now: float) -> list[Action]:
-        if event.attempt != self._attempt(event.step + 1) or isinstance(self.phase, Assembling):
+        if event.attempt != self.attempt_of(event.step + 1) or isinstance(self.phase, Assembling):
             return []
         if self.rewind is not None and isinstance(self.phase, Gathering):
             return []

@@ -52,6 +52,14 @@ class Patience:
 # ------------------------------------------------------------------ what a node reports
 
 
+class Sender(NamedTuple):
+    """The process a report comes from; see `core.cluster.fences`."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEvent:
     """Something happened to a task's worker, or its recovery has an answer."""
@@ -67,6 +75,7 @@ class CheckpointFound:
     task: str
     step: int
     refused: tuple[str, ...] = ()
+    search: int = 1  # the number of the search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +85,7 @@ class CheckpointUnusable:
     task: str
     because: str
     passing: bool
+    search: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +98,7 @@ class PartWritten:
     task: str
     step: int
     stage: int
+    attempt: int  # at this step
     part: Any
     shelf: str | None = None  # the node
     share: tuple[int, int] = (0, 1)  # which of how many parts of the stage this is
@@ -209,6 +220,7 @@ class FromNode:
     boot: str
     number: int
     report: NodeReport
+    sender: Sender | None = None  # None: the agent itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,6 +472,7 @@ class FindCheckpoint:
     task: str
     job: Any
     known: int = 0  # a step that was committed: the newest cannot be older
+    search: int = 1  # to be said again in the answer: an answer to an earlier search does not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,7 @@ class StepSealed:
 
     step: int
     stage: int
+    attempt: int  # at this step: a seal of a step that was taken back does not count
     microbatches: int
     executed: int
     losses: tuple[tuple[Microbatch, float], ...] = ()

@@ -224,6 +224,7 @@ class SaveCheckpoint:
     """Write a share of this stage's part of the checkpoint: the `index`-th of `count`, one a live peer."""
 
     state_step: int
+    attempt: int  # at that step
     index: int = 0
     count: int = 1
 
@@ -233,6 +234,7 @@ class StoreCopy:
     """Copy the state to memory that outlives this worker. `leaving`: it is this worker's last deed."""
 
     state_step: int
+    attempt: int  # at that step
     leaving: bool = False
 
 
@@ -330,6 +332,7 @@ class TellSealed:
     executed: int
     losses: tuple[tuple[Microbatch, float], ...]
     sum_of_squares: float
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ once told, stays true until the worker resumes.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from everstep.core.words.ops import Kind, Op, Worker
@@ -386,7 +387,8 @@ class WorkerState:
         if before is not None and every and before.step % every == 0:
             peers = self.mail.peers(before.step)
             if before.saved_among != peers:  # one of them may have died: then its share is not written
-                return SaveCheckpoint(before.step, peers.index(self.me.replica), len(peers))
+                attempt = self.mail.order.attempt(before.step)
+                return SaveCheckpoint(before.step, attempt, peers.index(self.me.replica), len(peers))
         return self._shelving(before) if before is not None else None
 
     def _shelving(self, before: StepState) -> WorkItem | None:
@@ -394,7 +396,9 @@ class WorkerState:
         leaving = before.step == self.mail.order.until
         every = self.rules.shelve_every
         due = leaving or (every and before.step % every == 0 and self.mail.is_first_peer(before.step))
-        return StoreCopy(before.step, leaving) if due and not before.shelved else None
+        if not due or before.shelved:
+            return None
+        return StoreCopy(before.step, self.mail.order.attempt(before.step), leaving)
 
     # -------------------------------------------------------------- joining
 
@@ -496,6 +500,7 @@ class WorkerState:
             state.everyone.executed,
             state.everyone.losses,
             sum_of_squares,
+            self.mail.order.attempt(state.step),
         )
         self._told = {step: told for step, told in self._told.items() if state.step - 4 < step < state.step}
         self._told[state.step] = sealed
@@ -503,7 +508,7 @@ class WorkerState:
 
     def _tell_news(self, step: int, sealed: TellSealed) -> None:
         if self.mail.is_first_peer(step):
-            self._command(sealed)
+            self._command(replace(sealed, attempt=self.mail.order.attempt(step)))
         for target in self.mail.wards(step):
             self.mail.send(
                 self.mail.name(ParcelKind.NEWS, step, self.me.stage), target, sealed.sum_of_squares

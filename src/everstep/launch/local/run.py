@@ -215,7 +215,7 @@ class LocalTask:
 
     # -------------------------------------------------------------- events and actions
 
-    def _reported(self, report: msg.NodeReport) -> None:
+    def _reported(self, report: msg.NodeReport, sender: msg.Sender | None) -> None:
         match report:
             case msg.TimesReported():
                 self.desk.learn(report)
@@ -228,7 +228,7 @@ class LocalTask:
             case msg.TaskEvent(event=ev.WorkerRaised() as raised):
                 self.watch("raised", (raised.worker, raised.error, raised.traceback))
         self._reports += 1
-        self._hear(msg.FromNode(node=NODE, boot=NODE, number=self._reports, report=report))
+        self._hear(msg.FromNode(node=NODE, boot=NODE, number=self._reports, report=report, sender=sender))
 
     def _hear(self, event: msg.ClusterEvent) -> None:
         now = time.monotonic()

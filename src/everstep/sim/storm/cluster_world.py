@@ -257,11 +257,19 @@ class ClusterWorld(World):
         self._sent(self.agenda.now_us, 3, None)
         self.hear(event)
 
-    def _tell(self, agent: VirtualAgent, report: msg.NodeReport) -> None:
+    def _tell(
+        self, agent: VirtualAgent, report: msg.NodeReport, sender: tuple[Worker, int] | None = None
+    ) -> None:
         """Numbered; the line keeps the order, and keeps it all while it is cut."""
         if agent.up and agent.to_head is not None:
             agent.sent += 1
-            event = msg.FromNode(node=agent.name, boot=agent.boot_name, number=agent.sent, report=report)
+            event = msg.FromNode(
+                node=agent.name,
+                boot=agent.boot_name,
+                number=agent.sent,
+                report=report,
+                sender=None if sender is None else msg.Sender(TASK, *sender),
+            )
             self.network.send(agent.to_head, event, self.spec.weather.order_us * agent.slowness)
 
     def _ordered(self, agent: VirtualAgent, boot: int, action: msg.Dispatch) -> None:
@@ -297,7 +305,8 @@ class ClusterWorld(World):
             case msg.KeepOnly():
                 self._keep_only(agent, {(w, i) for _, w, i in order.keep})
             case msg.FindCheckpoint():
-                self._tell(agent, msg.CheckpointFound(task=TASK, step=self.disk.committed))
+                found = msg.CheckpointFound(task=TASK, step=self.disk.committed, search=order.search)
+                self._tell(agent, found)
             case msg.CommitCheckpoint():
                 self.disk.committed = max(self.disk.committed, order.step)
                 self._tell(agent, msg.TaskEvent(task=TASK, event=ev.CheckpointCommitted(step=order.step)))
@@ -324,7 +333,8 @@ class ClusterWorld(World):
             self.checkers,
             self.disk,
         )
-        body.reports = VirtualLink(lambda event: self._tell(agent, msg.TaskEvent(task=TASK, event=event)))
+        me = (worker, order.incarnation)
+        body.reports = VirtualLink(lambda event: self._tell(agent, msg.TaskEvent(task=TASK, event=event), me))
         body.snapshot_out = lambda joiner, step, state: self._send_snapshot(body, joiner, step, state)
         body.shelf = self.shelf
         self.bodies[worker], self.home[worker] = body, agent.number
@@ -398,7 +408,7 @@ class ClusterWorld(World):
     def _tell_exit(self, agent: VirtualAgent, worker: Worker, incarnation: int, reason: str) -> None:
         agent.progress.forget(TASK, worker)
         exited = ev.WorkerExited(worker=worker, incarnation=incarnation, reason=reason)
-        self._tell(agent, msg.TaskEvent(task=TASK, event=exited))
+        self._tell(agent, msg.TaskEvent(task=TASK, event=exited), (worker, incarnation))
 
     def _look(self, agent: VirtualAgent, boot: int) -> None:
         """The agent's glance at its workers, a few times in an op's patience."""
@@ -416,7 +426,7 @@ class ClusterWorld(World):
                 )
                 told = agent.progress.look(TASK, worker, body.incarnation, glance, stopped=False, now=now)
                 if told is not None:
-                    self._tell(agent, told)
+                    self._tell(agent, told, (worker, body.incarnation))
         self.agenda.after(LOOK_US, self._look, agent, boot)
 
     def _others(self, me: VirtualWorker) -> Iterator[tuple[Worker, WorkerState]]:
@@ -431,8 +441,15 @@ class ClusterWorld(World):
             share = (task.index, task.count)
             self.disk.sync(task.state_step, body.me.stage, state, share)
             stage = body.me.stage
-            report = msg.PartWritten(task=TASK, step=task.state_step, stage=stage, part=stage, share=share)
-            self._tell(self.agents[body.node], report)
+            report = msg.PartWritten(
+                task=TASK,
+                step=task.state_step,
+                stage=stage,
+                attempt=task.attempt,
+                part=stage,
+                share=share,
+            )
+            self._tell(self.agents[body.node], report, (body.me, body.incarnation))
 
     # -------------------------------------------------------------- states in memory
 
@@ -449,17 +466,20 @@ class ClusterWorld(World):
         if not body.alive or told is None or (task.leaving and not told.leaves):
             return
         own = self.agents[body.node].name
-        self._keep(body, own, task.state_step, state)
+        self._keep(body, own, task, state)
         if told.shelf is not None and told.shelf.node != own and not task.leaving:
             delay = self.weather.spread(self.spec.weather.hop_us * 4)
-            self.agenda.after(delay, self._keep, body, told.shelf.node, task.state_step, state)
+            self.agenda.after(delay, self._keep, body, told.shelf.node, task, state)
 
-    def _keep(self, body: VirtualWorker, node: str, step: int, state: VirtualState) -> None:
+    def _keep(self, body: VirtualWorker, node: str, task: StoreCopy, state: VirtualState) -> None:
+        step = task.state_step
         if body.alive and self.agents[int(node[1:])].up:
             self.shelf.put(node, step, body.me.stage, state)
             stage = body.me.stage
-            part = msg.PartWritten(task=TASK, step=step, stage=stage, part=stage, shelf=node)
-            self._tell(self.agents[body.node], part)
+            part = msg.PartWritten(
+                task=TASK, step=step, stage=stage, attempt=task.attempt, part=stage, shelf=node
+            )
+            self._tell(self.agents[body.node], part, (body.me, body.incarnation))
 
     # -------------------------------------------------------------- deaths
 

@@ -353,6 +353,7 @@ class World:
             ev.StepSealed(
                 step=command.step,
                 stage=body.me.stage,
+                attempt=command.attempt,
                 microbatches=command.microbatches,
                 executed=command.executed,
                 losses=command.losses,
