@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.core.task.states import Joining, Member
+from everstep.core.task.states import Copied, Entering, Joining, Member
 from everstep.core.words import actions as act
 from everstep.core.words.cluster_messages import Patience
 from everstep.core.words.ops import Kind, Worker
@@ -103,7 +103,7 @@ class Watch:
         for worker, place in task.recovery.places.items():
             if isinstance(place, Joining | Member) and worker in self.started:
                 self.starts.append(now - self.started.pop(worker))
-            copied = isinstance(place, Member) or (isinstance(place, Joining) and place.copied)
+            copied = isinstance(place, Member | Copied | Entering)
             if copied and worker in self.copying:
                 self.copies.append(now - self.copying.pop(worker))
 

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from everstep.core.task import owed as survey_module
-from everstep.core.task import recovery as recovery_module
-from everstep.core.task.recovery import Recovery
-from everstep.core.task.states import Gathering, Joining
+from everstep.core.task import owed as owed_module
+from everstep.core.task import phases as phases_module
+from everstep.core.task.groups import Groups
+from everstep.core.task.phases import Phases
+from everstep.core.task.places import Places
+from everstep.core.task.states import Entering, Gathering
 from everstep.core.words.events import LedgerReported
 from everstep.core.words.worker_messages import Ledger, Members, Resume
 from everstep.core.worker.mailbox import Mailbox
@@ -44,15 +46,15 @@ def reduce_sums_two_rounds() -> list[Patch]:
 
 def stale_epoch_accepted() -> list[Patch]:
     """A ledger of an earlier epoch counts for this one."""
-    right = Recovery._ledger
+    right = Phases.take_ledger
 
-    def wrong(self: Recovery, event: LedgerReported) -> list[Any]:
+    def wrong(self: Phases, event: LedgerReported) -> list[Any]:
         phase = self.phase
         if isinstance(phase, Gathering) and event.epoch != phase.epoch:
             event = replace(event, epoch=phase.epoch)
         return right(self, event)
 
-    return [(Recovery, "_ledger", wrong)]
+    return [(Phases, "take_ledger", wrong)]
 
 
 def ledger_without_done_before() -> list[Patch]:
@@ -67,23 +69,23 @@ def ledger_without_done_before() -> list[Patch]:
 
 def joiner_admitted_a_step_early() -> list[Patch]:
     """A joiner is let in at a step that others have entered already."""
-    right = recovery_module.what_is_owed
+    right = phases_module.what_is_owed
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         found = right(*args, **kwargs)
         return replace(found, high=found.high - 1) if found.high > 1 else found
 
-    return [(recovery_module, "what_is_owed", wrong)]
+    return [(phases_module, "what_is_owed", wrong)]
 
 
 def ghosts_dropped() -> list[Patch]:
     """What a dead worker's outbox held, and a neighbour will ask for, is not made again."""
-    return [(survey_module._StepView, "ghosts", lambda self: {})]
+    return [(owed_module._StepView, "ghosts", lambda self: {})]
 
 
 def attempts_not_counted() -> list[Patch]:
     """After an undone update, parcels computed from the wrong weights are as good as new ones."""
-    return [(Recovery, "_void_from", lambda self, step: None)]
+    return [(Phases, "_void_from", lambda self, step: None)]
 
 
 def undo_forgotten() -> list[Patch]:
@@ -104,15 +106,15 @@ def mended_link_sends_nothing_again() -> list[Patch]:
 
 def group_kept_after_a_death() -> list[Patch]:
     """A stage with ops owed keeps its reduce group: a part sent before the death counts without them."""
-    right = Recovery._regroup
+    right = Groups.regroup
 
-    def wrong(self: Recovery, low: int, *, restarting: frozenset[int]) -> None:
+    def wrong(self: Groups, low: int, since: Any, *, restarting: frozenset[int]) -> None:
         before = self.members
-        right(self, low, restarting=frozenset())
+        right(self, low, since, restarting=frozenset())
         if before:
             self.members = tuple(Members(m.from_step, m.live, before[-1].rounds) for m in self.members)
 
-    return [(Recovery, "_regroup", wrong)]
+    return [(Groups, "regroup", wrong)]
 
 
 def feed_ends_a_step_early() -> list[Patch]:
@@ -127,16 +129,16 @@ def feed_ends_a_step_early() -> list[Patch]:
 
 
 def copy_counts_without_a_source() -> list[Patch]:
-    """A joiner keeps standing as copied though the peer that feeds it has died."""
-    right = Recovery._settle_joiners
+    """A joiner counts as copied though the peer that feeds it has died."""
+    right = Places.settle_entering
 
-    def wrong(self: Recovery, told: Any) -> Any:
-        for worker, place in self.places.items():
-            if isinstance(place, Joining) and place.enter_at is not None and worker in told:
-                told = {**told, worker: replace(told[worker], step=place.enter_at)}
-        return right(self, told)
+    def wrong(self: Places, ledgers: Any) -> Any:
+        for worker, place in self.states.items():
+            if isinstance(place, Entering) and worker in ledgers:
+                ledgers = {**ledgers, worker: replace(ledgers[worker], step=place.enter_at)}
+        return right(self, ledgers)
 
-    return [(Recovery, "_settle_joiners", wrong)]
+    return [(Places, "settle_entering", wrong)]
 
 
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {

@@ -10,7 +10,7 @@ import pytest
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.roster import NodeState, TaskState
 from everstep.core.cluster.snapshot import digest, freeze, thaw
-from everstep.core.task.states import Joining, Member
+from everstep.core.task.states import Copied, Member
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Worker
@@ -428,7 +428,7 @@ def test_a_joiner_that_catches_up_while_another_is_planned_for_is_let_in_at_the_
     recovery = drama.coordinator.tasks["t"].recovery
     assert recovery is not None
     drama.exits(W01, "killed by SIGKILL")
-    place = recovery.places[W01] = Joining(incarnation=2, source=W11, copied=True)
+    place = recovery.places[W01] = Copied(incarnation=2, source=W11)
     drama.actors["t", W01].joining = True
     drama.seal()
     drama.seal()

@@ -146,7 +146,7 @@ def test_seals_and_parts_of_a_step_that_was_taken_back_do_not_count() -> None:
     drama.report("t", W00, msg.TaskEvent(task="t", event=sealed(4, 0, before)))
     part = msg.PartWritten(task="t", step=4, stage=0, attempt=before, part={"old": 1})
     drama.report("t", W00, part)
-    assert task.recovery.sealed == {}
+    assert task.recovery._book.sealed == {}
     assert task.parts == {}
     now = task.recovery.attempt_of(4)
     drama.report("t", W00, msg.PartWritten(task="t", step=4, stage=0, attempt=now, part={"new": 1}))

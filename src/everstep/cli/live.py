@@ -103,7 +103,7 @@ class LiveView:
                 self.tell("[yellow]↻[/yellow]", self._step + 1, f"worker {action.worker} is started again")
                 self._back.add(action.worker)
             case act.CopyState():
-                self.tell("[yellow]↻[/yellow]", self._step + 1, f"worker {action.because}")
+                self.tell("[yellow]↻[/yellow]", self._step + 1, action.because)
             case act.ResumeStep() if action.worker in self._back:
                 self._back.discard(action.worker)
                 self._gone.pop(action.worker, None)

@@ -7,7 +7,7 @@ import time
 from typing import Any, NamedTuple
 
 from everstep.core.cluster.roster import Node, Task
-from everstep.core.task.states import Absent, Joining, Member, Starting
+from everstep.core.task.states import Absent, Copied, Copying, Entering, Member, Started, Starting
 from everstep.core.words.codec import encode
 from everstep.core.words.incidents import Incident
 from everstep.server import findings
@@ -15,7 +15,15 @@ from everstep.server.daemon import Daemon
 
 STORIES = 30
 QUIET_S = 1.0  # without a heartbeat; they come four times a second
-_STANDING = {Absent: "absent", Starting: "starting", Joining: "joining", Member: "member"}
+_STANDING: dict[type, str] = {
+    Absent: "absent",
+    Starting: "starting",
+    Started: "joining",
+    Copying: "joining",
+    Copied: "joining",
+    Entering: "joining",
+    Member: "member",
+}
 
 
 def status(daemon: Daemon, connected: set[str], now: float) -> dict[str, Any]:

@@ -14,33 +14,9 @@ from typing import Any
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.roster import Node, Task
 from everstep.core.task.recovery import Recovery
-from everstep.core.task.states import Phase, PlaceState, RecoveryPolicy
 from everstep.core.words.cluster_messages import Patience
 from everstep.core.words.codec import decode, encode
-from everstep.core.words.events import StepSealed
 from everstep.core.words.incidents import Incident
-from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import Members
-
-_RECOVERY: dict[str, Any] = {  # its attributes and their types
-    "epoch": int,
-    "attempts": tuple[tuple[int, int], ...],
-    "recorded": int,
-    "checkpoint": int,
-    "kept": int | None,
-    "stopping": str,
-    "until": int | None,
-    "places": dict[Worker, PlaceState],
-    "granted": frozenset[Worker],
-    "incarnations": dict[Worker, int],
-    "restarts": dict[Worker, int],
-    "phase": Phase,
-    "members": tuple[Members, ...],
-    "rewind": int | None,
-    "sealed": dict[int, dict[int, StepSealed]],
-    "shares": dict[int, dict[int, float]],
-    "raised": dict[str, tuple[Worker, int]],
-}
 
 
 def freeze(coordinator: Coordinator) -> dict[str, Any]:
@@ -80,24 +56,12 @@ def digest(coordinator: Coordinator) -> str:
 
 
 def _freeze_task(task: Task) -> dict[str, Any]:
-    recovery = task.recovery
-    state = None
-    if recovery is not None:
-        state = {name: encode(getattr(recovery, name)) for name in _RECOVERY}
-        state["policy"] = encode(recovery.policy)
-    return {"task": encode(replace(task, recovery=None)), "recovery": state}
+    recovery = None if task.recovery is None else task.recovery.snapshot()
+    return {"task": encode(replace(task, recovery=None)), "recovery": recovery}
 
 
 def _thaw_task(data: dict[str, Any], coordinator: Coordinator) -> Task:
     task: Task = decode(Task, data["task"])
-    state = data["recovery"]
-    if state is not None:
-        task.recovery = Recovery(
-            task.shape,
-            steps=task.steps,
-            policy=decode(RecoveryPolicy, state["policy"]),
-            log=coordinator.log.of_task(task.name),
-        )
-        for name, kind in _RECOVERY.items():
-            setattr(task.recovery, name, decode(kind, state[name]))
+    if data["recovery"] is not None:
+        task.recovery = Recovery.from_snapshot(data["recovery"], coordinator.log.of_task(task.name))
     return task

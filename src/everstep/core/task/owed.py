@@ -32,9 +32,14 @@ class Owed:
     owing: frozenset[int]  # the stages with ops still to run in a broken step
     give: Mapping[Worker, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
     ghosts: Mapping[Worker, frozenset[tuple[int, Microbatch]]] = field(default_factory=dict)
-    rewind: int | None = (
-        None  # a ghost's host has updated this step eagerly already: that must be undone first
-    )
+    rewind: int | None = None  # a ghost's host has updated this step eagerly: that must be undone first
+
+    def broken_if_undone(self, rewind: int | None) -> dict[int, BrokenStep]:
+        """The broken steps, if the update of step `rewind` is undone: nothing done after it counts."""
+        return {
+            step: rest if rewind is None or step <= rewind else BrokenStep(rest.dead, {})
+            for step, rest in self.broken.items()
+        }
 
 
 def what_is_owed(

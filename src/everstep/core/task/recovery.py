@@ -1,436 +1,365 @@
 """How a task heals: survivors' ledgers in, the rest of the step out.
 
-One machine per task, off the data path. Workers train without it; it speaks when membership changes.
+One machine per task, off the data path. Workers train without it; it acts when membership changes.
 
-                 ┌────────────────────────────── a member dies, a joiner has caught up, an update is invalid
-                 ▼                                                                        │
-    Assembling ──► Planning ──► Running ──► Gathering ──► Planning ──► Running ───────────┘
-        ▲                                      │
-        └──────── a stage has nobody left ─────┘   (then: the newest checkpoint, and on from there)
+A worker's death, a joiner that has caught up and an update that turned out invalid begin a new epoch, which
+`core.task.phases` carries through. A replacement copies its state from a live peer while training goes on,
+and is let in at a step that no worker has entered.
 
-Every change of membership is a new epoch. In it the live members finish the op in hand and tell their ledgers
-(Gathering); what is owed is given to the scheduler (Planning, whose answer may come late: a death meanwhile
-raises the epoch and the answer is ignored); then each worker gets the rest of its step and goes on (Running).
+`Recovery` routes events over parts that each own their state and return actions:
 
-A replacement copies its state from a live peer while training goes on, and is let in at a step nobody has
-entered.
+    Places      the process that fills each place, its slot, its restarts
+    Phases      the task's phase, its groups, epochs and attempts, and the states it can go back to
+    StepBook    which stages have sealed which step, and what is recorded
+    Raises      the exceptions of workers
 """
 
 from __future__ import annotations
 
-import math
-from typing import assert_never
+from typing import Any, assert_never
 
-from everstep.core.task.admission import Admission
-from everstep.core.task.owed import Owed, what_is_owed
+from everstep.core.task.assembly import Assembly
+from everstep.core.task.groups import Groups
+from everstep.core.task.phases import Phases
+from everstep.core.task.places import Places
+from everstep.core.task.raises import Raises
 from everstep.core.task.states import (
     Absent,
     Assembling,
+    Copied,
+    Copying,
+    Entering,
+    Fed,
     Gathering,
-    Joining,
+    Lived,
     Member,
     Over,
-    Planning,
+    Phase,
+    PlaceState,
+    RecoveryPolicy,
+    Restoring,
     Running,
+    Started,
     Starting,
 )
-from everstep.core.words.actions import (
-    Action,
-    BrokenStep,
-    CloseIncident,
-    ComputePlan,
-    FinishShape,
-    FinishTask,
-    RecordStep,
-    ResumeStep,
-    StopFeeding,
-)
-from everstep.core.words.events import (
-    CheckpointCommitted,
-    CopiesLost,
-    Event,
-    LedgerReported,
-    PlacesGranted,
-    PlanComputed,
-    ProfileChanged,
-    RestoreFailed,
-    StateCopied,
-    StateKept,
-    StepSealed,
-    StopRequested,
-    TrainingStalled,
-    UpdateInvalidated,
-    WorkerExited,
-    WorkerRaised,
-    WorkerResumed,
-    WorkerStarted,
-)
-from everstep.core.words.ops import Kind, Op, Worker
-from everstep.core.words.worker_messages import Ledger, Resume
-
-_KEPT_SHARES = 4  # steps
+from everstep.core.task.step_book import StepBook
+from everstep.core.words import actions as act
+from everstep.core.words import events as ev
+from everstep.core.words.actions import Action
+from everstep.core.words.codec import decode, encode
+from everstep.core.words.incidents import Incident, IncidentLog, TaskIncidents
+from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
+from everstep.core.words.worker_messages import Members
 
 
-class Recovery(Admission):
-    """The state machine. `handle` is its only way to change."""
+class Recovery:
+    """The state machine. `handle` is the only way it changes."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        steps: int,
+        policy: RecoveryPolicy,
+        first_step: int = 1,
+        checkpoint: int | None = None,
+        lived: Lived | None = None,
+        granted: frozenset[Worker] | None = None,
+        log: TaskIncidents | None = None,
+    ) -> None:
+        """`granted`: the places that have a slot (None: all). `checkpoint`: the step on disk, where the first
+        step continues from a newer state in the memory of nodes.
+        """
+        lived = lived or Lived()
+        restore = first_step - 1
+        self.shape, self.steps, self.policy = shape, steps, policy
+        self.log = IncidentLog().of_task("") if log is None else log
+        self._raises = Raises()
+        self._places = Places.all_absent(
+            shape.workers(),
+            policy=policy,
+            granted=frozenset(shape.workers()) if granted is None else granted,
+            incarnation=lived.incarnation,
+        )
+        self._book = StepBook(shape=shape, steps=steps, recorded=restore)
+        self._phases = Phases(
+            Assembling(restore=restore, wait_for_all=True),
+            Groups(shape=shape, epoch=lived.epoch, attempts=((0, lived.attempt),)),
+            Assembly(
+                on_disk=restore if checkpoint is None else checkpoint,
+                in_memory=None if checkpoint is None else restore,
+            ),
+            places=self._places,
+            book=self._book,
+            log=self.log,
+        )
 
     def begin(self) -> list[Action]:
         """The first actions: a process for every place that has a slot."""
-        actions: list[Action] = []
-        for worker in sorted(self.granted):
-            actions += self._start(worker, "the task begins")
-        return actions
+        return [self._places.start(worker, "the task begins") for worker in sorted(self.granted)]
 
-    def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event; say what follows from it."""
+    def handle(self, event: ev.Event, now: float) -> list[Action]:
+        """Take one event; return what follows from it."""
         if isinstance(self.phase, Over):
             return []
         match event:
-            case WorkerStarted():
-                return self._started(event)
-            case WorkerExited():
-                return self._exited(event, now)
-            case WorkerRaised():
-                return self._raised(event)
-            case LedgerReported():
-                return self._ledger(event)
-            case PlanComputed():
-                return self._planned(event, now)
-            case StepSealed():
-                return self._sealed(event)
-            case UpdateInvalidated():
-                return self._invalidated(event, now)
-            case StateCopied():
-                return self._copied(event)
-            case WorkerResumed():
-                return self._resumed(event)
-            case ProfileChanged() | TrainingStalled() | CopiesLost():
-                return self._gather(event.because) if isinstance(self.phase, Running) else []
-            case PlacesGranted():
-                return self._granted(event)
-            case CheckpointCommitted():
+            case ev.WorkerStarted():
+                return self._handle_started(event)
+            case ev.WorkerExited():
+                return self._handle_exit(event, now)
+            case ev.WorkerRaised():
+                return self._handle_raise(event)
+            case ev.LedgerReported():
+                return self._phases.take_ledger(event)
+            case ev.PlanComputed():
+                return self._phases.take_plan(event, now)
+            case ev.StepSealed():
+                return self._handle_seal(event)
+            case ev.UpdateInvalidated():
+                return self._handle_invalid_update(event, now)
+            case ev.StateCopied():
+                return self._handle_copied(event)
+            case ev.WorkerResumed():
+                return self._handle_resumed(event)
+            case ev.ProfileChanged() | ev.TrainingStalled() | ev.CopiesLost():
+                return self._phases.interrupt_if_running(event.because)
+            case ev.PlacesGranted():
+                return self._handle_grant(event)
+            case ev.CheckpointCommitted():
                 if event.step <= self.recorded:  # else it was written before the task went back
-                    self.checkpoint = max(self.checkpoint, event.step)
+                    self._phases.assembly.committed(event.step)
                 return []
-            case StateKept():
-                return self._kept(event.step)
-            case RestoreFailed():
-                return self._unrestored(event)
-            case StopRequested():
-                self.stopping = event.because
-                return self._gather(event.because) if isinstance(self.phase, Running) else []
+            case ev.StateKept():
+                return self._phases.take_kept(event.step)
+            case ev.RestoreFailed():
+                return self._handle_failed_restore(event)
+            case ev.StopRequested():
+                self._book.stopping = event.because
+                return self._phases.interrupt_if_running(event.because)
             case _:
                 assert_never(event)
 
     def validate(self) -> None:
         """What must hold between events."""
-        if isinstance(self.phase, Running | Gathering | Planning) and self.members:
-            for worker in self._having(Member):
-                assert worker.replica in self.members[-1].live[worker.stage] or not isinstance(
-                    self.phase, Running
-                ), f"{worker} is a member nobody knows of"
+        if isinstance(self.phase, Running) and self.members:
+            for worker in self._places.members():
+                live = self.members[-1].live[worker.stage]
+                assert worker.replica in live, f"{worker} is a member of no group"
         assert all(count <= self.policy.max_restarts + 1 for count in self.restarts.values())
         if isinstance(self.phase, Gathering):
-            assert self.phase.awaited, "gathering, but nobody is awaited"
+            assert self.phase.awaited, "gathering, but no ledger is awaited"
         for incident in self.incidents:
             assert incident.planned_at is None or incident.planned_at >= incident.evidence_at
 
+    # -------------------------------------------------------------- what others read
+
+    @property
+    def phase(self) -> Phase:
+        return self._phases.phase
+
+    @property
+    def places(self) -> dict[Worker, PlaceState]:
+        return self._places.states
+
+    @property
+    def granted(self) -> frozenset[Worker]:
+        return self._places.granted
+
+    @property
+    def restarts(self) -> dict[Worker, int]:
+        return self._places.restarts
+
+    @property
+    def epoch(self) -> int:
+        return self._phases.groups.epoch
+
+    @property
+    def members(self) -> tuple[Members, ...]:
+        return self._phases.groups.members
+
+    @property
+    def recorded(self) -> int:
+        """The last step that every stage has sealed."""
+        return self._book.recorded
+
+    @property
+    def checkpoint(self) -> int:
+        """The step of the newest checkpoint on disk."""
+        return self._phases.assembly.on_disk
+
+    @property
+    def kept(self) -> int | None:
+        """The newest step whose whole state is in the memory of nodes."""
+        return self._phases.assembly.in_memory
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return self.log.incidents
+
+    def attempt_of(self, step: int) -> int:
+        return self._phases.groups.attempt_of(step)
+
+    def lived(self) -> Lived:
+        """The highest numbers used so far, for the next run of this task."""
+        incarnation = max(self._places.incarnations.values())
+        return Lived(self.epoch, self._phases.groups.attempts[-1][1], incarnation)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of the state, as JSON, except for the incidents, which are the cluster's."""
+        return {
+            "phase": encode(self.phase),
+            "places": encode(self._places),
+            "groups": encode(self._phases.groups),
+            "book": encode(self._book),
+            "assembly": encode(self._phases.assembly),
+            "raises": encode(self._raises),
+        }
+
+    @classmethod
+    def from_snapshot(cls, data: dict[str, Any], log: TaskIncidents) -> Recovery:
+        places: Places = decode(Places, data["places"])
+        book: StepBook = decode(StepBook, data["book"])
+        recovery = cls(book.shape, steps=book.steps, policy=places.policy, log=log)
+        recovery._raises = decode(Raises, data["raises"])
+        recovery._places, recovery._book = places, book
+        recovery._phases = Phases(
+            decode(Phase, data["phase"]),
+            decode(Groups, data["groups"]),
+            decode(Assembly, data["assembly"]),
+            places=places,
+            book=book,
+            log=log,
+        )
+        return recovery
+
     # -------------------------------------------------------------- processes come and go
 
-    def _granted(self, event: PlacesGranted) -> list[Action]:
-        """Who has a slot now. A place without one stays empty: its microbatches go elsewhere."""
-        self.granted = event.places
+    def _handle_grant(self, event: ev.PlacesGranted) -> list[Action]:
+        """The cluster says which places have a slot. The microbatches of the others run elsewhere."""
+        self._places.granted = event.places
         for worker in event.clean:
-            self.restarts[worker] = 0
+            self._places.restarts[worker] = 0
         if isinstance(self.phase, Assembling):
-            return self._bring_back_for_assembly()
-        return self._bring_back_the_due()
+            return self._phases.fill_stages()
+        return self._places.start_due(self.recorded)
 
-    def _started(self, event: WorkerStarted) -> list[Action]:
+    def _handle_started(self, event: ev.WorkerStarted) -> list[Action]:
         place = self.places[event.worker]
         if not isinstance(place, Starting) or place.incarnation != event.incarnation:
             return []
-        self.places[event.worker] = Joining(event.incarnation)
-        match self.phase:
-            case Assembling():
-                return self._plan_if_assembled()
-            case Running():
-                return self._feed_joiners()
-            case _:
-                return []
+        self._places.to(event.worker, Started(event.incarnation))
+        if isinstance(self.phase, Running):
+            return self._places.feed_joiners()
+        return self._phases.restore_if_assembled()
 
-    def _exited(self, event: WorkerExited, now: float) -> list[Action]:
+    def _handle_exit(self, event: ev.WorkerExited, now: float) -> list[Action]:
         worker, place = event.worker, self.places[event.worker]
-        if isinstance(place, Absent) or place.incarnation != event.incarnation:
+        if not self._places.is_running(worker, event.incarnation):
             return []
-        was_member = isinstance(place, Member) or (isinstance(place, Joining) and place.enter_at is not None)
-        self.places[worker] = Absent(self.recorded + self.policy.rejoin_after_steps, event.reason)
+        self._places.to(worker, Absent(self.recorded + self.policy.rejoin_after_steps, event.reason))
         actions: list[Action] = []
-        if isinstance(place, Joining) and place.source is not None:
-            actions.append(
-                StopFeeding(source=place.source, joiner=worker, because=f"{worker} died while joining")
-            )
-        if isinstance(self.phase, Planning) and self.phase.restore is not None:
-            return actions + self._assemble()  # nobody has moved yet
-        if was_member:
+        if isinstance(place, Fed):
+            because = f"worker {worker} died while joining"
+            actions.append(act.StopFeeding(source=place.source, joiner=worker, because=because))
+        if isinstance(self.phase, Restoring):
+            return actions + self._phases.assemble()  # no worker has begun yet
+        if isinstance(place, Member | Entering):
             if not event.planned:
                 incident = self.log.open(worker, event.reason, self.recorded + 1, now, event.done_ops)
                 incident.killed_at = incident.killed_at or event.killed_at
-            actions += self._gather(f"worker {worker} is gone: {event.reason}")
+            actions += self._phases.interrupt(f"worker {worker} is gone: {event.reason}")
+            if isinstance(self.phase, Over):
+                return actions
         elif isinstance(self.phase, Running):
-            actions += self._feed_joiners()
-        actions += self._bring_back_the_due()
+            actions += self._places.feed_joiners()
+        actions += self._places.start_due(self.recorded)
         if isinstance(self.phase, Assembling):
-            actions += self._bring_back_for_assembly()
+            actions += self._phases.fill_stages()
         return actions
 
-    def _raised(self, event: WorkerRaised) -> list[Action]:
-        """Twice the same exception at the same op, from two processes: the input is at fault, not a
-        machine.
-        """
-        first = self.raised.setdefault(event.where, (event.worker, event.incarnation))
-        if first == (event.worker, event.incarnation):
-            return []
-        return self._fail(f"two workers raised at {event.where}, so another would too: {event.error}")
+    def _handle_raise(self, event: ev.WorkerRaised) -> list[Action]:
+        because = self._raises.repeated(event)
+        return [] if because is None else self._phases.fail(because)
 
-    # -------------------------------------------------------------- a new epoch
-
-    def _ledger(self, event: LedgerReported) -> list[Action]:
-        phase = self.phase
-        if (
-            not isinstance(phase, Gathering)
-            or event.epoch != phase.epoch
-            or event.worker not in phase.awaited
-        ):
-            return []
-        phase.ledgers[event.worker] = event.ledger
-        phase.awaited.discard(event.worker)
-        return [] if phase.awaited else self._survey(phase)
-
-    def _unrestored(self, event: RestoreFailed) -> list[Action]:
-        """The state that a worker was to load is gone. A peer of its stage may have it already; if none has,
-        all go back to an older one. Either way the others may be at work: they pause first.
-        """
+    def _handle_copied(self, event: ev.StateCopied) -> list[Action]:
         place = self.places[event.worker]
+        if not isinstance(place, Copying) or place.incarnation != event.incarnation:
+            return []
+        self._places.to(event.worker, Copied(place.incarnation, place.source))
+        return self._phases.interrupt_if_running(f"worker {event.worker} has caught up and joins")
+
+    def _handle_failed_restore(self, event: ev.RestoreFailed) -> list[Action]:
+        """The state that a worker was to load is gone. A peer of its stage may have loaded it already; if
+        none has, all go back to an older one. Either way the others may be at work: they are interrupted
+        first.
+        """
+        worker, place = event.worker, self.places[event.worker]
         if not isinstance(place, Member) or place.incarnation != event.incarnation:
             return []
-        if event.step == self.kept:
-            self.kept = None
+        self._phases.assembly.lost(event.step)
         match self.phase:
             case Running():
-                self.places[event.worker] = Joining(place.incarnation)
-                return self._gather(f"worker {event.worker} could not load the state of step {event.step}")
-            case Gathering() as phase:
-                self.places[event.worker] = Joining(place.incarnation)
-                phase.awaited.discard(event.worker)
-                return [] if phase.awaited else self._survey(phase)
-            case Planning(restore=int()):
-                return self._assemble()  # nobody has moved yet
+                self._places.to(worker, Started(place.incarnation))
+                return self._phases.interrupt(
+                    f"worker {worker} could not load the state of step {event.step}"
+                )
+            case Gathering():
+                self._places.to(worker, Started(place.incarnation))
+                return self._phases.await_no_ledger_of(worker)
+            case Restoring():
+                return self._phases.assemble()  # no worker has begun yet
             case _:
                 return []
 
-    def _survey(self, phase: Gathering) -> list[Action]:
-        ledgers = self._settle_joiners(phase.ledgers)
-        if any(not any(w.stage == s for w in ledgers) for s in range(self.shape.stages)):
-            return self._assemble()
-        found = what_is_owed(self.shape, ledgers, steps=self.last_step, entering=self._entering())
-        last = max(found.high, self.recorded + 1)  # a step whose seal is still to come
-        if self.stopping and self.until is None and last < self.steps:
-            self.until = last
-        for place in self.places.values():
-            if (
-                isinstance(place, Joining)
-                and place.copied
-                and place.enter_at is None
-                and self._is_fed(place)  # else it is given a new source, and copies anew
-                and found.high < self.last_step
-            ):
-                place.enter_at = found.high + 1
-        if self.rewind is None:
-            self.rewind = found.rewind
-        self._regroup(
-            found.low if self.rewind is None else min(found.low, self.rewind), restarting=found.owing
-        )
-        broken = {
-            step: rest if self.rewind is None or step <= self.rewind else BrokenStep(rest.dead, {})
-            for step, rest in found.broken.items()
-        }
-        self.phase = Planning(phase.epoch, phase.because, None, found, ledgers)
-        return [
-            ComputePlan(
-                epoch=phase.epoch,
-                broken=broken,
-                dead=self._not_among(self.members[-1]),
-                because=phase.because,
-            )
-        ]
-
-    def _planned(self, event: PlanComputed, now: float) -> list[Action]:
-        phase = self.phase
-        if not isinstance(phase, Planning) or event.epoch != phase.epoch:
+    def _handle_invalid_update(self, event: ev.UpdateInvalidated, now: float) -> list[Action]:
+        if event.attempt != self.attempt_of(event.step + 1) or isinstance(self.phase, Assembling | Restoring):
             return []
-        self.log.planned(now, phase.epoch)
-        self.phase = Running(phase.epoch)
-        if phase.restore is not None:
-            actions = self._resume_from_checkpoint(event, phase.restore, phase.because)
-        else:
-            actions = self._resume_members(event, phase)
-        self.rewind = None
-        return actions + self._feed_joiners()
-
-    def _resume_members(self, event: PlanComputed, phase: Planning) -> list[Action]:
-        assert phase.survey is not None
-        if self.rewind is not None:
-            self._void_from(self.rewind + 1)
-        actions: list[Action] = []
-        admitted = self._entering()
-        for worker in sorted({*phase.ledgers, *admitted}):
-            ledger = phase.ledgers.get(worker)
-            at = ledger.step if ledger is not None else admitted[worker]
-            if self.rewind is not None and ledger is not None:
-                at = min(at, self.rewind)
-            void = self.steps if self.rewind is None else self.rewind  # nothing done after this step counts
-            lists = {
-                step: ops[worker]
-                if ledger is None or step > void
-                else _without_reduce(ops[worker], ledger, step)
-                for step, ops in event.lists.items()
-                if step >= at and worker in ops
-            }
-            if self.rewind is not None and self.rewind < phase.survey.low:
-                lists[self.rewind] = (Op(Kind.U, None, worker.stage),)
-            order = Resume(
-                epoch=phase.epoch,
-                attempts=self.attempts,
-                step=at,
-                lists=lists,
-                steady=event.steady[worker],
-                hosts=event.hosts,
-                steady_hosts=event.steady_hosts,
-                members=self.members,
-                ghosts=phase.survey.ghosts.get(worker, frozenset()),
-                give={
-                    step: peers
-                    for step, peers in phase.survey.give.get(worker, {}).items()
-                    if self.rewind is None or step <= self.rewind
-                },
-                rewind=self.rewind,
-                until=self.until,
-                awaits=self._awaited(worker, phase.survey),
-                shares=tuple((s, stage, x) for s, of in self.shares.items() for stage, x in of.items()),
-                feeds={
-                    joiner.replica: None if place.enter_at is None else place.enter_at - 1
-                    for joiner, place in self._joiners()
-                    if place.source == worker
-                },
-            )
-            actions.append(ResumeStep(worker=worker, order=order, because=phase.because))
-        return actions
-
-    def _awaited(self, worker: Worker, found: Owed) -> frozenset[int]:
-        return frozenset(
-            step
-            for giver, steps in found.give.items()
-            for step, peers in steps.items()
-            if giver.stage == worker.stage
-            and worker.replica in peers
-            and (self.rewind is None or step <= self.rewind)
-        )
-
-    # -------------------------------------------------------------- steps
-
-    def _sealed(self, event: StepSealed) -> list[Action]:
-        if event.attempt != self.attempt_of(event.step):
-            return []  # the step was taken back since
-        if event.step > self.recorded - _KEPT_SHARES:
-            self.shares.setdefault(event.step, {})[event.stage] = event.sum_of_squares
-            self.shares = {s: of for s, of in self.shares.items() if s > self.recorded - _KEPT_SHARES}
-        if event.step <= self.recorded:
+        if isinstance(self.phase, Gathering) and self.phase.rewind is not None:
             return []
-        self.sealed.setdefault(event.step, {})[event.stage] = event
-        self._imply_earlier_seals(event)
-        actions: list[Action] = []
-        while len(self.sealed.get(self.recorded + 1, {})) == self.shape.stages:
-            actions.append(self._record(self.sealed.pop(self.recorded + 1)))
-        if actions:
-            actions += self._bring_back_the_due() + self._admit_the_late()
-        if self.recorded >= self.last_step:
-            self.phase = Over("the last step is sealed")
-            actions.append(self._finished())
-        elif actions and self.stopping and self.until is None and isinstance(self.phase, Running):
-            actions += self._gather(self.stopping)  # it was asked to stop while it was mending something
-        return actions
-
-    def _finished(self) -> Action:
-        if self.recorded >= self.steps:
-            return FinishTask(because=f"step {self.steps} is sealed at every stage")
-        because = f"{self.stopping}; step {self.recorded}, the last of this shape, is sealed at every stage"
-        return FinishShape(step=self.recorded, because=because)
-
-    def _imply_earlier_seals(self, event: StepSealed) -> None:
-        """A stage seals its steps in order: if the only one who knew of an earlier seal died before telling,
-        this one tells it too. What is lost then are that step's losses, if it was the last stage's.
-        """
-        total = self.shape.replicas * self.shape.microbatches
-        for step in range(self.recorded + 1, event.step):
-            implied = StepSealed(
-                step=step,
-                stage=event.stage,
-                attempt=self.attempt_of(step),
-                microbatches=total,
-                executed=3 * total,
-            )
-            self.sealed.setdefault(step, {}).setdefault(event.stage, implied)
-
-    def _record(self, stages: dict[int, StepSealed]) -> RecordStep:
-        self.recorded += 1
-        for worker, place in self._joiners():
-            if (
-                place.enter_at is not None
-                and place.enter_at <= self.recorded
-                and isinstance(self.phase, Running)
-            ):
-                self.places[worker] = Member(place.incarnation, place.enter_at)  # its part is in this sum
-        total = self.shape.replicas * self.shape.microbatches
-        once = all(sealed.microbatches == total for sealed in stages.values())
-        elsewhere = sum(sealed.executed - 3 * total for sealed in stages.values())
-        self.log.recorded(self.recorded, elsewhere)
-        squares = [sealed.sum_of_squares for sealed in stages.values()]
-        norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
-        return RecordStep(
-            step=self.recorded,
-            epoch=self.epoch,
-            attempt=self.attempts[-1][1],
-            losses=stages[self.shape.stages - 1].losses,
-            norm=norm,
-            microbatches_committed=total if once else 0,
-            replayed_elsewhere=elsewhere,
-            because="every stage has sealed it",
-        )
-
-    def _invalidated(self, event: UpdateInvalidated, now: float) -> list[Action]:
-        if event.attempt != self.attempt_of(event.step + 1) or isinstance(self.phase, Assembling):
-            return []
-        if self.rewind is not None and isinstance(self.phase, Gathering):
-            return []
-        self.rewind = event.step
         because = f"step {event.step} was updated eagerly, and its norm {event.norm:.4g} forbids that"
         self.log.open(event.worker, because, event.step, now, 0)
-        return self._gather(because)
+        return self._phases.interrupt(because, rewind=event.step)
 
-    # -------------------------------------------------------------- incidents
-
-    def _resumed(self, event: WorkerResumed) -> list[Action]:
+    def _handle_resumed(self, event: ev.WorkerResumed) -> list[Action]:
         if event.epoch != self.epoch:
             return []
         return [
-            CloseIncident(incident=incident, because=f"{event.worker} runs ops again")
+            act.CloseIncident(incident=incident, because=f"worker {event.worker} runs ops again")
             for incident in self.log.resumed(event.at)
         ]
 
+    # -------------------------------------------------------------- steps
 
-def _without_reduce(ops: tuple[Op, ...], ledger: Ledger, step: int) -> tuple[Op, ...]:
-    """A worker that holds a step's sum has no reduce left in it."""
-    if ledger.step > step or (ledger.step == step and any(op.kind is Kind.R for op in ledger.done)):
-        return tuple(op for op in ops if op.kind is not Kind.R)
-    return ops
+    def _handle_seal(self, event: ev.StepSealed) -> list[Action]:
+        if event.attempt != self.attempt_of(event.step):
+            return []  # the step was taken back since
+        book = self._book
+        records = book.seal(event, epoch=self.epoch, attempt=self._phases.groups.attempts[-1][1])
+        for record in records:
+            self.log.recorded(record.step, record.replayed_elsewhere)
+        actions: list[Action] = list(records)
+        if records:
+            if isinstance(self.phase, Running):
+                self._places.promote_entered(self.recorded)
+            actions += self._places.start_due(self.recorded) + self._let_in_late_joiners()
+        if book.is_full:
+            self._phases.to(Over("the last step is sealed"))
+            actions.append(self._finished())
+        elif records and book.must_stop:
+            # the request came while the task was healing
+            actions += self._phases.interrupt_if_running(book.stopping)
+        return actions
+
+    def _let_in_late_joiners(self) -> list[Action]:
+        """Joiners that caught up while the task was healing: no plan has let them in yet."""
+        ready = self._places.ready()
+        if not ready or self._book.is_full:
+            return []
+        return self._phases.interrupt_if_running(f"worker {ready[0]} has caught up and joins")
+
+    def _finished(self) -> Action:
+        if self.recorded >= self.steps:
+            return act.FinishTask(because=f"completed all {self.steps} steps")
+        because = f"{self._book.stopping}; step {self.recorded}, the last of this shape, is complete"
+        return act.FinishShape(step=self.recorded, because=because)

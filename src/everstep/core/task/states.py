@@ -1,37 +1,78 @@
-"""Where a place (replica, stage) stands, and what the task is doing: the states of `core.task.recovery`.
+"""The states of a task's recovery, and which may follow which.
 
-Each state carries its own data; there is no object with fields that mean something only sometimes.
+A *place* (replica, stage) is filled by one process at a time:
+
+    Absent ──► Starting ──► Started ──► Copying ──► Copied ──► Entering ──► Member
+
+A *phase* is what the task as a whole does:
+
+    Assembling ──► Restoring ──► Running ──► Gathering ──► Planning ──► Running
+
+Each state carries its own data. The two tables list every transition that is allowed; `core.words.lifecycle`
+checks each one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from everstep.core.task.owed import Owed
 from everstep.core.words.ops import Worker
 from everstep.core.words.worker_messages import Ledger
 
-# ------------------------------------------------------------------ where a place (replica, stage) stands
+# ------------------------------------------------------------------ a place
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """No process. Started again once step `due_step` is recorded, if the place may be restarted."""
+
+    due_step: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
 class Starting:
+    """Its process was ordered and has not reported yet."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Its process is up and has no state."""
+
     incarnation: int
 
 
-@dataclass(slots=True)
-class Joining:
-    """Up, not yet a member. `source` feeds it; `copied`: its state is whole; `enter_at`: let in from
-    there.
-    """
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """Its process copies the state of `source`, a member of its stage, while training goes on."""
 
     incarnation: int
-    source: Worker | None = None
-    copied: bool = False
-    enter_at: int | None = None
+    source: Worker
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Its process has the whole state, follows every step through `source`, and waits to be let in."""
+
+    incarnation: int
+    source: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Entering:
+    """A member from step `enter_at` on; until then `source` feeds it."""
+
+    incarnation: int
+    source: Worker
+    enter_at: int
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """Takes part from step `since` on."""
 
@@ -39,61 +80,93 @@ class Member:
     since: int
 
 
-@dataclass(slots=True)
-class Absent:
-    """Dead. Started again once `due_step` is on record, if the budget allows."""
+Fed = Copying | Copied | Entering
+Joining = Started | Fed
+PlaceState = Absent | Starting | Started | Copying | Copied | Entering | Member
 
-    due_step: int
-    because: str
+PLACE: Mapping[type[Any], frozenset[type[Any]]] = {
+    Absent: frozenset({Starting}),
+    Starting: frozenset({Started, Absent}),
+    Started: frozenset({Copying, Member, Absent}),  # Member: everyone loads a kept state
+    Copying: frozenset({Copied, Copying, Started, Absent}),  # Copying: the source died, another one is found
+    Copied: frozenset({Entering, Copying, Started, Absent}),
+    Entering: frozenset({Member, Started, Absent}),  # Started: the source died before the last feed
+    Member: frozenset({Started, Absent}),  # Started: its stage lives, another is lost, all go back
+}
+
+# ------------------------------------------------------------------ the task
 
 
-PlaceState = Starting | Joining | Member | Absent
-
-# ------------------------------------------------------------------ what the task is doing
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Assembling:
-    """Waiting until every stage has a worker; then everyone loads the checkpoint of `restore`."""
+    """Waits until every stage has a worker (or every place, where `wait_for_all`), to load step `restore`."""
 
     restore: int
     wait_for_all: bool
 
 
-@dataclass(slots=True)
-class Gathering:
+@dataclass(frozen=True, slots=True)
+class Restoring:
+    """Every stage has a worker: the schedule is being computed, then everyone loads step `restore`."""
+
     epoch: int
-    awaited: set[Worker]
+    restore: int
     because: str
-    ledgers: dict[Worker, Ledger] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Planning:
-    epoch: int
-    because: str
-    restore: int | None
-    survey: Owed | None
-    ledgers: dict[Worker, Ledger]
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Running:
     epoch: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """Members were interrupted; those in `awaited` have not reported their ledgers yet.
+
+    `rewind`: the step whose eager update is invalid, if this is why, or why an earlier epoch began.
+    """
+
+    epoch: int
+    because: str
+    rewind: int | None
+    awaited: set[Worker]
+    ledgers: dict[Worker, Ledger] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """What is owed is known; the schedule of it is being computed."""
+
+    epoch: int
+    because: str
+    rewind: int | None
+    owed: Owed
+    ledgers: Mapping[Worker, Ledger]
+
+
+@dataclass(frozen=True, slots=True)
 class Over:
     because: str
 
 
-Phase = Assembling | Gathering | Planning | Running | Over
+Phase = Assembling | Restoring | Running | Gathering | Planning | Over
+
+PHASE: Mapping[type[Any], frozenset[type[Any]]] = {
+    Assembling: frozenset({Restoring, Assembling, Over}),  # Assembling: another state is the newest now
+    Restoring: frozenset({Running, Assembling, Over}),
+    Running: frozenset({Gathering, Assembling, Over}),
+    Gathering: frozenset({Planning, Gathering, Assembling, Over}),  # Gathering: another death meanwhile
+    Planning: frozenset({Running, Gathering, Assembling, Over}),
+    Over: frozenset(),
+}
+
+# ------------------------------------------------------------------ what recovery is created with
 
 
 @dataclass(frozen=True, slots=True)
 class Lived:
-    """How far a task's earlier lives went: a later one counts on from there, so that nobody takes a word of
-    the one for a word of the other.
+    """The highest numbers that earlier runs of the task have used. The next run continues after them, so that
+    a late message of an earlier run is recognised.
     """
 
     epoch: int = 0
@@ -103,7 +176,7 @@ class Lived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPolicy:
-    """How patient to be with a place that keeps dying, and when to bring it back."""
+    """When a place is filled again, and how often."""
 
     rejoin_after_steps: int = 0
     max_restarts: int = 3  # per place

@@ -138,19 +138,4 @@ class VirtualCoordinator:
 
 def fingerprint(recovery: Recovery) -> str:
     """All of its state, as text."""
-    return repr(
-        (
-            recovery.epoch,
-            recovery.attempts,
-            recovery.recorded,
-            recovery.checkpoint,
-            recovery.places,
-            recovery.restarts,
-            recovery.phase,
-            recovery.members,
-            recovery.rewind,
-            recovery.sealed,
-            recovery.incidents,
-            recovery.raised,
-        )
-    )
+    return repr((recovery.snapshot(), recovery.incidents))

@@ -1,0 +1,56 @@
+"""Back to a kept state: when every stage has a worker, everyone loads the newest state that is kept.
+
+So a task begins, and so it goes on after a stage has lost its last worker. Owns what is known of the states
+that outlive workers, on disk and in the memory of nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.core.task.groups import Groups
+from everstep.core.task.places import Places
+from everstep.core.task.states import Assembling, Restoring
+from everstep.core.words.actions import ComputePlan
+
+
+@dataclass(slots=True, kw_only=True)
+class Assembly:
+    on_disk: int  # the step of the newest checkpoint; 0: none, the task starts from its seed
+    in_memory: int | None  # the newest step whose whole state is in the memory of nodes
+
+    def nearest(self) -> tuple[int, str]:
+        """The newest step whose state is kept, and where."""
+        if self.in_memory is not None and self.in_memory >= self.on_disk:
+            return self.in_memory, "the memory of nodes"
+        return self.on_disk, "the checkpoint on disk" if self.on_disk else "the seed"
+
+    def committed(self, step: int) -> None:
+        self.on_disk = max(self.on_disk, step)
+
+    def lost(self, step: int) -> None:
+        """The state of this step, in memory, cannot be loaded any more."""
+        if step == self.in_memory:
+            self.in_memory = None
+
+    def restore(
+        self, phase: Assembling, places: Places, groups: Groups, *, is_first: bool
+    ) -> tuple[Restoring, ComputePlan] | None:
+        """Every process becomes a member, if there are enough of them. `is_first`: the task begins."""
+        every_stage = frozenset(range(groups.shape.stages))
+        if phase.wait_for_all and places.are_starting():
+            return None
+        if {worker.stage for worker in places.joiners()} != every_stage:
+            return None
+        epoch = groups.next_epoch()
+        places.all_enter(phase.restore + 1)
+        groups.regroup(phase.restore + 1, places.since(), restarting=every_stage)
+        _, where = self.nearest()
+        because = "every worker is up"
+        if not is_first:
+            because = (
+                f"every stage has a worker again; the nearest state is that of step {phase.restore}, "
+                f"in {where}"
+            )
+        question = ComputePlan(epoch=epoch, broken={}, dead=groups.without(), because=because)
+        return Restoring(epoch, phase.restore, because), question

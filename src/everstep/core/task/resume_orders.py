@@ -1,0 +1,111 @@
+"""The orders with which workers go on in a new epoch, from what is owed and the schedule of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from everstep.core.task.groups import Groups
+from everstep.core.task.owed import Owed
+from everstep.core.task.places import Places
+from everstep.core.task.states import Planning, Restoring
+from everstep.core.task.step_book import StepBook
+from everstep.core.words.actions import Action, ResumeStep
+from everstep.core.words.events import PlanComputed
+from everstep.core.words.ops import Kind, Op, Worker
+from everstep.core.words.worker_messages import Ledger, Resume
+
+
+def restore_orders(
+    plan: PlanComputed, phase: Restoring, places: Places, groups: Groups, book: StepBook
+) -> list[Action]:
+    """Every member loads a kept state and begins with the step after it."""
+    return [
+        ResumeStep(
+            worker=worker,
+            because=phase.because,
+            order=Resume(
+                epoch=plan.epoch,
+                attempts=groups.attempts,
+                step=phase.restore + 1,
+                steady=plan.steady[worker],
+                steady_hosts=plan.steady_hosts,
+                members=groups.members,
+                restore=phase.restore,
+                until=book.until,
+            ),
+        )
+        for worker in places.members()
+    ]
+
+
+def resume_orders(
+    plan: PlanComputed, phase: Planning, places: Places, groups: Groups, book: StepBook
+) -> list[Action]:
+    """Every member gets the rest of the steps that are broken, every joiner that is let in its first ones."""
+    owed, rewind = phase.owed, phase.rewind
+    entering = places.entering()
+    actions: list[Action] = []
+    for worker in sorted({*phase.ledgers, *entering}):
+        ledger = phase.ledgers.get(worker)
+        at = entering[worker] if ledger is None else ledger.step
+        if rewind is not None and ledger is not None:
+            at = min(at, rewind)
+        order = Resume(
+            epoch=phase.epoch,
+            attempts=groups.attempts,
+            step=at,
+            lists=_lists(plan, phase, worker, at=at, steps=book.steps),
+            steady=plan.steady[worker],
+            hosts=plan.hosts,
+            steady_hosts=plan.steady_hosts,
+            members=groups.members,
+            ghosts=owed.ghosts.get(worker, frozenset()),
+            give=_up_to(rewind, owed.give.get(worker, {})),
+            rewind=rewind,
+            until=book.until,
+            awaits=_awaited(worker, owed, rewind),
+            shares=book.all_shares(),
+            feeds=places.fed_by(worker),
+        )
+        actions.append(ResumeStep(worker=worker, order=order, because=phase.because))
+    return actions
+
+
+def _lists(
+    plan: PlanComputed, phase: Planning, worker: Worker, *, at: int, steps: int
+) -> dict[int, tuple[Op, ...]]:
+    """The worker's ops in every broken step from `at` on."""
+    ledger, rewind = phase.ledgers.get(worker), phase.rewind
+    counts_up_to = steps if rewind is None else rewind  # nothing done after this step counts
+    lists = {
+        step: ops[worker]
+        if ledger is None or step > counts_up_to
+        else _without_reduce(ops[worker], ledger, step)
+        for step, ops in plan.lists.items()
+        if step >= at and worker in ops
+    }
+    if rewind is not None and rewind < phase.owed.low:
+        lists[rewind] = (Op(Kind.U, None, worker.stage),)
+    return lists
+
+
+def _without_reduce(ops: tuple[Op, ...], ledger: Ledger, step: int) -> tuple[Op, ...]:
+    """A worker that holds a step's sum has no reduce left in it."""
+    if ledger.step > step or (ledger.step == step and any(op.kind is Kind.R for op in ledger.done)):
+        return tuple(op for op in ops if op.kind is not Kind.R)
+    return ops
+
+
+def _awaited(worker: Worker, owed: Owed, rewind: int | None) -> frozenset[int]:
+    """The steps whose sum a peer gives to this worker."""
+    return frozenset(
+        step
+        for giver, steps in owed.give.items()
+        for step, peers in _up_to(rewind, steps).items()
+        if giver.stage == worker.stage and worker.replica in peers
+    )
+
+
+def _up_to(rewind: int | None, steps: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """What is done after an update that is taken back is of no use."""
+    return {step: peers for step, peers in steps.items() if rewind is None or step <= rewind}

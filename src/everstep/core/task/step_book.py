@@ -1,0 +1,99 @@
+"""The book of steps: which stages have sealed which step, what is recorded, and which step is the last."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from everstep.core.words.actions import RecordStep
+from everstep.core.words.events import StepSealed
+from everstep.core.words.shape import Shape
+
+_KEPT_SHARES = 4  # steps
+
+
+@dataclass(slots=True, kw_only=True)
+class StepBook:
+    shape: Shape
+    steps: int  # of the whole task
+    recorded: int
+    until: int | None = None  # the last step of this shape, if the task is to take another one
+    stopping: str = ""  # why this shape ends
+    sealed: dict[int, dict[int, StepSealed]] = field(default_factory=dict)  # by step and stage
+    shares: dict[int, dict[int, float]] = field(default_factory=dict)  # of the norm, of the last few steps
+
+    @property
+    def last_step(self) -> int:
+        return self.steps if self.until is None else self.until
+
+    @property
+    def is_full(self) -> bool:
+        return self.recorded >= self.last_step
+
+    @property
+    def must_stop(self) -> bool:
+        """This shape is to end, and its last step is not chosen yet."""
+        return bool(self.stopping) and self.until is None
+
+    def stop_after(self, step: int) -> None:
+        if self.must_stop and step < self.steps:
+            self.until = step
+
+    def seal(self, event: StepSealed, *, epoch: int, attempt: int) -> list[RecordStep]:
+        """One stage has sealed a step. Every step that all stages have sealed now is recorded, in order."""
+        oldest = self.recorded - _KEPT_SHARES
+        if event.step > oldest:
+            self.shares.setdefault(event.step, {})[event.stage] = event.sum_of_squares
+            self.shares = {step: shares for step, shares in self.shares.items() if step > oldest}
+        if event.step <= self.recorded:
+            return []
+        self.sealed.setdefault(event.step, {})[event.stage] = event
+        self._imply_earlier_seals(event)
+        records = []
+        while len(self.sealed.get(self.recorded + 1, {})) == self.shape.stages:
+            records.append(self._record(self.sealed.pop(self.recorded + 1), epoch=epoch, attempt=attempt))
+        return records
+
+    def go_back_to(self, step: int) -> None:
+        """The state of this step is restored: later steps are not recorded any more."""
+        self.recorded = step
+        self.sealed.clear()
+
+    def void_from(self, step: int) -> None:
+        """What was computed of this step and later ones does not count."""
+        self.shares = {earlier: shares for earlier, shares in self.shares.items() if earlier < step}
+
+    def all_shares(self) -> tuple[tuple[int, int, float], ...]:
+        return tuple((step, stage, x) for step, shares in self.shares.items() for stage, x in shares.items())
+
+    def _imply_earlier_seals(self, event: StepSealed) -> None:
+        """A stage seals its steps in order. If the only worker that knew of an earlier seal died before it
+        could report it, this report stands for it too; the losses of that step are then lost.
+        """
+        total = self.shape.replicas * self.shape.microbatches
+        for step in range(self.recorded + 1, event.step):
+            implied = StepSealed(
+                step=step,
+                stage=event.stage,
+                attempt=event.attempt,
+                microbatches=total,
+                executed=3 * total,
+            )
+            self.sealed.setdefault(step, {}).setdefault(event.stage, implied)
+
+    def _record(self, stages: dict[int, StepSealed], *, epoch: int, attempt: int) -> RecordStep:
+        self.recorded += 1
+        total = self.shape.replicas * self.shape.microbatches
+        once = all(sealed.microbatches == total for sealed in stages.values())
+        squares = [sealed.sum_of_squares for sealed in stages.values()]
+        norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+        return RecordStep(
+            step=self.recorded,
+            epoch=epoch,
+            attempt=attempt,
+            losses=stages[self.shape.stages - 1].losses,
+            norm=norm,
+            microbatches_committed=total if once else 0,
+            replayed_elsewhere=sum(sealed.executed - 3 * total for sealed in stages.values()),
+            because="every stage has sealed it",
+        )

@@ -1,0 +1,213 @@
+"""Recovery of one task, event by event: what it asks for, and what it must not do."""
+
+import json
+from typing import Any
+
+import pytest
+
+from everstep.core.task.recovery import Recovery
+from everstep.core.task.states import (
+    Absent,
+    Assembling,
+    Copied,
+    Copying,
+    Entering,
+    Gathering,
+    Member,
+    Over,
+    RecoveryPolicy,
+    Restoring,
+    Running,
+    Started,
+)
+from everstep.core.words import actions as act
+from everstep.core.words import events as ev
+from everstep.core.words.incidents import IncidentLog
+from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
+from everstep.core.words.worker_messages import Ledger
+from everstep.errors import InternalError
+
+W00, W01, W10, W11 = Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)
+
+
+class Task:
+    """A recovery, and the answers that a world without surprises gives it."""
+
+    def __init__(self, *, replicas: int = 2, max_restarts: int = 3) -> None:
+        self.recovery = Recovery(
+            Shape(replicas, 2, 1), steps=9, policy=RecoveryPolicy(max_restarts=max_restarts)
+        )
+        self.recovery.begin()
+        for worker in self.recovery.shape.workers():
+            self.start(worker)
+        self.plan()
+
+    def happens(self, event: ev.Event) -> list[act.Action]:
+        actions = self.recovery.handle(event, 1.0)
+        self.recovery.validate()
+        return actions
+
+    def start(self, worker: Worker) -> list[act.Action]:
+        place: Any = self.recovery.places[worker]
+        return self.happens(ev.WorkerStarted(worker=worker, incarnation=place.incarnation))
+
+    def exit(self, worker: Worker) -> list[act.Action]:
+        place: Any = self.recovery.places[worker]
+        return self.happens(
+            ev.WorkerExited(worker=worker, incarnation=place.incarnation, reason="killed by SIGKILL")
+        )
+
+    def copied(self, worker: Worker) -> list[act.Action]:
+        place: Any = self.recovery.places[worker]
+        return self.happens(ev.StateCopied(worker=worker, incarnation=place.incarnation, state_step=1))
+
+    def report(self, worker: Worker, step: int = 1, *, joining: bool = False) -> list[act.Action]:
+        ledger = Ledger(step=step, joining=joining)
+        return self.happens(ev.LedgerReported(worker=worker, epoch=self.recovery.epoch, ledger=ledger))
+
+    def plan(self) -> list[act.Action]:
+        steady: dict[Worker, Any] = dict.fromkeys(self.recovery.shape.workers(), ())
+        return self.happens(
+            ev.PlanComputed(epoch=self.recovery.epoch, lists={}, steady=steady, hosts={}, steady_hosts={})
+        )
+
+
+def test_a_death_interrupts_the_members_and_the_plan_resumes_them() -> None:
+    task = Task()
+    interrupt, start = task.exit(W01)
+    assert interrupt == act.InterruptWorkers(
+        workers=(W00, W10, W11), epoch=2, because="worker 0:1 is gone: killed by SIGKILL"
+    )
+    assert isinstance(start, act.StartWorker)
+    assert task.report(W00) == task.report(W10) == []
+    (question,) = task.report(W11)
+    assert isinstance(question, act.ComputePlan)
+    assert question.dead == {W01}
+    assert [action.worker for action in task.plan() if isinstance(action, act.ResumeStep)] == [W00, W10, W11]
+    assert task.recovery.phase == Running(2)
+
+
+def test_a_place_goes_from_absent_to_member_through_every_state() -> None:
+    task = Task()
+    seen = []
+
+    def look() -> None:
+        seen.append(task.recovery.places[W01])
+
+    task.exit(W01)
+    for worker in (W00, W10, W11):
+        task.report(worker)
+    task.plan()
+    look()
+    copy = task.start(W01)
+    look()
+    assert copy == [
+        act.CopyState(
+            source=W11,
+            joiner=W01,
+            because="worker 0:1 copies its state from worker 1:1 while training continues",
+        )
+    ]
+    task.copied(W01)
+    look()
+    for worker in (W00, W10, W11):
+        task.report(worker, 3)
+    look()
+    task.plan()
+    task.exit(W00)  # the next epoch asks the joiner too, which has its state by now
+    for worker in (W10, W11):
+        task.report(worker, 4)
+    task.report(W01, 4, joining=True)
+    look()
+    assert [type(place).__name__ for place in seen] == ["Starting", "Copying", "Copied", "Entering", "Member"]
+    assert seen[1:] == [Copying(2, W11), Copied(2, W11), Entering(2, W11, 4), Member(2, 4)]
+
+
+def test_a_stage_whose_restarts_are_used_up_fails_the_task_while_another_stage_lives() -> None:
+    """Was an assertion that ended the coordinator: only the death of all stages at once was a sentence."""
+    task = Task(replicas=1, max_restarts=0)
+    task.exit(W01)
+    (failed,) = task.report(W00)
+    assert failed == act.FailTask(
+        because="stage 1 has no worker left and its restarts are used up (0 per place); "
+        "the last one: killed by SIGKILL"
+    )
+    assert isinstance(task.recovery.phase, Over)
+
+
+def test_an_invalid_update_reported_while_everyone_goes_back_to_a_kept_state_changes_nothing() -> None:
+    """The update goes anyway. It was taken for a reason to ask workers that have no state for ledgers."""
+    task = Task(replicas=1)
+    invalid = ev.UpdateInvalidated(worker=W00, step=1, norm=9.0, attempt=task.recovery.attempt_of(2))
+    task.exit(W01)
+    task.report(W00, 2)
+    assert isinstance(task.recovery.phase, Assembling)
+    assert task.happens(invalid) == []
+    task.start(W01)
+    assert isinstance(task.recovery.phase, Restoring)
+    assert task.happens(invalid) == []
+    assert isinstance(task.recovery.phase, Restoring)
+    assert all(isinstance(action, act.ResumeStep) for action in task.plan())
+
+
+def test_a_report_of_an_earlier_process_changes_nothing() -> None:
+    task = Task()
+    task.exit(W01)
+    before = task.recovery.snapshot()
+    assert task.happens(ev.WorkerExited(worker=W01, incarnation=1, reason="late")) == []
+    assert task.happens(ev.WorkerStarted(worker=W01, incarnation=1)) == []
+    assert task.happens(ev.StateCopied(worker=W01, incarnation=1, state_step=3)) == []
+    assert task.recovery.snapshot() == before
+
+
+def test_a_transition_that_the_tables_do_not_list_is_an_internal_error() -> None:
+    task = Task()
+    with pytest.raises(InternalError, match="worker 0:1: member cannot become copied"):
+        task.recovery._places.to(W01, Copied(1, W11))
+    with pytest.raises(InternalError, match="the task: running cannot become running"):
+        task.recovery._phases.to(Running(7))
+
+
+def test_a_snapshot_in_any_phase_is_the_same_machine() -> None:
+    """With every phase in it, and every state of a place."""
+    task = Task()
+    phases, places = set(), set()
+
+    def swap() -> None:
+        phases.add(type(task.recovery.phase))
+        places.update(map(type, task.recovery.places.values()))
+        data = json.loads(json.dumps(task.recovery.snapshot()))
+        log = IncidentLog()
+        log.incidents = task.recovery.incidents
+        task.recovery = Recovery.from_snapshot(data, log.of_task(""))
+        assert task.recovery.snapshot() == data
+
+    swap()
+    task.exit(W01)
+    swap()
+    for worker in (W00, W10, W11):
+        task.report(worker)
+    swap()
+    task.plan()
+    swap()
+    task.start(W01)
+    swap()
+    task.copied(W01)
+    swap()
+    for worker in (W00, W10, W11):
+        task.report(worker, 2)
+    swap()
+    task.plan()
+    for worker in (W00, W10, W11, W01):
+        task.exit(worker)
+        swap()
+    task.start(W00)
+    swap()
+    task.start(W01)
+    swap()
+    task.plan()
+    swap()
+    assert phases >= {Assembling, Restoring, Running, Gathering}
+    assert places >= {Started, Copying, Copied, Entering, Member}
+    assert not any(isinstance(place, Absent) for place in task.recovery.places.values())
