@@ -7,7 +7,7 @@ exists in one place. A tensor's logical name is "<layer>.<parameter>", the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from everstep.engine.boundary import Value
 from everstep.errors import UserError
 
 Factory = Callable[[], nn.Module]
@@ -36,6 +37,35 @@ def token_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
 
 
+Run = Callable[..., Any]  # (index of a layer, function, *args, **kwargs): what a stage calls a layer with
+Through = Callable[[Value, Run], Value]  # what a stage is given -> what it gives
+
+
+def one_after_the_other(layers: range, modules: list[nn.Module], device: torch.device) -> Through:
+    def through(value: Value, run: Run) -> Value:
+        for index, module in zip(layers, modules, strict=True):
+            value = run(index, module, value)
+        return value
+
+    return through
+
+
+def anything(inputs: Value) -> None:
+    """A model whose inputs are whatever its first layer takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assembly:
+    """How layers make a stage, where it is not one after the other; what is known of them besides."""
+
+    join: Callable[[range, list[nn.Module], torch.device], Through] = one_after_the_other
+    together: tuple[tuple[str, ...], ...] = ()  # neighbours that no cut may part
+    costs: Mapping[str, float] | None = None  # time of each layer; None: counted from its parameters
+    recomputed: frozenset[str] | None = None  # what `recompute` is about; None: all layers but the last
+    check: Callable[[Value], None] = anything  # raises a sentence about inputs that do not fit
+    card: Mapping[str, Any] = field(default_factory=dict)  # what checkpoints say about the model
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """Layers in order, a loss of (output, targets), and pairs of logical names that are one tensor.
@@ -46,6 +76,7 @@ class Model:
     layers: Mapping[str, Factory]  # name to a function that builds the nn.Module
     loss: Loss = cross_entropy  # of (output, targets): a mean, or (sum, weight) such as `token_loss`
     tied: tuple[tuple[str, str], ...] = ()  # such as (("embed.weight", "head.weight"),)
+    assembly: Assembly = Assembly()  # for families of models, such as `everstep.hf` makes
 
     def __post_init__(self) -> None:
         layers = self.layers
@@ -90,6 +121,11 @@ def trained(layer: str, module: nn.Module) -> dict[str, nn.Parameter]:
     return {f"{layer}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
 
 
+def every_parameter(layer: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters of a layer, frozen ones too, by logical name."""
+    return {f"{layer}.{name}": p for name, p in module.named_parameters()}
+
+
 def skeleton(model: Model, layer: str) -> nn.Module:
     """The layer on the meta device: its shapes without its memory."""
     with torch.device("meta"), _NoDraws():
@@ -115,6 +151,24 @@ def built(model: Model, layer: str) -> nn.Module:
         raise UserError(f"layer {layer!r} cannot be built: {told(error)}.") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"the factory of layer {layer!r} gave a {type(module).__name__}; give an nn.Module.")
+    return module
+
+
+def in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Parameters and kept buffers in the precision of the computation. Buffers that are not kept in
+    checkpoints are tables, such as rotary frequencies: they stay as precise as they are.
+    """
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in part._buffers.items():
+            if (
+                buffer is not None
+                and buffer.is_floating_point()
+                and name not in part._non_persistent_buffers_set
+            ):
+                part._buffers[name] = buffer.to(dtype)
     return module
 
 
@@ -149,12 +203,14 @@ def parameter_count(model: Model) -> int:
 
 def check_tied(model: Model) -> None:
     """Tied names must exist and have one shape."""
-    table = slots(model, range(len(model.layers))) if model.tied else {}
+    table: dict[str, nn.Parameter] = {}
+    for layer in model.layers if model.tied else ():
+        table |= every_parameter(layer, skeleton(model, layer))
     for pair in model.tied:
         for name in pair:
             if name not in table:
                 raise UserError(f"tied parameter {name!r} is not in the model; names are layer.parameter.")
-        shapes = [table[name].shape for name in pair]
+        shapes = [tuple(table[name].shape) for name in pair]
         if shapes[0] != shapes[1]:
             raise UserError(
                 f"tied parameters {pair[0]!r} {shapes[0]} and {pair[1]!r} {shapes[1]} "
@@ -164,12 +220,24 @@ def check_tied(model: Model) -> None:
 
 def partition(model: Model, stages: int) -> list[range]:
     """Contiguous layers for each stage, the costliest stage as cheap as it can be."""
-    count = len(model.layers)
+    blocks = _blocks(model)
     if stages < 1:
         raise UserError(f"stages is {stages}; a pipeline has at least 1.")
-    if stages > count:
-        raise UserError(f"stages is {stages}, more stages than layers; the model has {count} layers.")
-    return _balanced([_cost(skeleton(model, name)) for name in model.layers], stages)
+    if stages > len(blocks):
+        raise UserError(
+            f"stages is {stages}, more stages than layers; the model has {len(blocks)} layers to cut between."
+        )
+    known = model.assembly.costs
+    costs = [_cost(skeleton(model, name)) if known is None else known[name] for name in model.layers]
+    parts = _balanced([sum(costs[i] for i in block) for block in blocks], stages)
+    return [range(blocks[part.start].start, blocks[part.stop - 1].stop) for part in parts]
+
+
+def _blocks(model: Model) -> list[range]:
+    """The layers, those that stay together as one."""
+    inside = {name for group in model.assembly.together for name in group[1:]}
+    starts = [index for index, name in enumerate(model.layers) if name not in inside]
+    return [range(a, b) for a, b in pairwise([*starts, len(model.layers)])]
 
 
 def _cost(module: nn.Module) -> float:

@@ -19,7 +19,17 @@ from everstep.engine import device
 from everstep.engine.boundary import Value, advice, described, mapped, take_apart, tensors_in
 from everstep.engine.data import Dataset, split
 from everstep.engine.job import Job
-from everstep.engine.model import Model, check_tied, parameter_count, partition, skeleton, slots, told
+from everstep.engine.model import (
+    Model,
+    check_tied,
+    in_precision,
+    one_after_the_other,
+    parameter_count,
+    partition,
+    skeleton,
+    slots,
+    told,
+)
 from everstep.engine.optimizer import OptimizerFactory
 from everstep.engine.resolve import data_of, model_of, optimizer_of
 from everstep.engine.stage import DTYPES
@@ -56,7 +66,9 @@ def preflight(
     data = data or data_of(job)
     batch = _batch(job, data)
     _vocabulary(job, batch)
-    _run(job, model, batch)
+    model.assembly.check(batch[0])
+    if model.assembly.join is one_after_the_other:
+        _run(job, model, batch)
     ours = optimizer is None and job.optimizer.build is None
     optimizer = optimizer or optimizer_of(job)
     if not ours:
@@ -149,7 +161,7 @@ def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
     value = mapped(lambda t: t.to(dtype).requires_grad_() if t.is_floating_point() else t, value)
     before = "the data"
     for name in model.layers:
-        module = _layer(model, name).to(dtype)
+        module = in_precision(_layer(model, name), dtype)
         given = described(value)
         value = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), value)
         try:

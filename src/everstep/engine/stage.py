@@ -18,14 +18,16 @@ rounded to fp32 is, practically always, the same bits in any order and under any
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from everstep.engine import device as devices
@@ -33,7 +35,7 @@ from everstep.engine import keys
 from everstep.engine.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
 from everstep.engine.data import Dataset, split
 from everstep.engine.linear import Queue, take_over
-from everstep.engine.model import Model, Slot, built, end, slots, trained
+from everstep.engine.model import Model, Slot, built, end, every_parameter, in_precision, slots, trained
 from everstep.errors import InternalError, UserError
 
 Precision = Literal["fp32", "bf16"]
@@ -86,7 +88,10 @@ class Stage:
         )
         self._queue: Queue = []
         self.parameters: dict[str, nn.Parameter] = {}  # what the layers compute with, by logical name
-        self._modules = _build(self)
+        self._through = model.assembly.join(layers, _build(self), device)
+        again = model.assembly.recomputed
+        names = (model.names[:-1] if again is None else again) if recompute else ()
+        self._recomputed = {index for index in layers if model.names[index] in set(names)}
         self._gradients, self._views = self._buffer(None)
         self._spare: list[Tensor] = []
         self._stashes: dict[tuple[int, int], Stash] = {}
@@ -107,8 +112,8 @@ class Stage:
         wanted, value = ({}, self._fed(inputs)) if self.is_first else self._enter(given)
         weight: Tensor | float | None = None
         with _Measured(self) if self._forward_bytes < 0 else nullcontext():
-            for index, module in zip(self.layers, self._modules, strict=True):
-                value = self._layer(module, self._key(step, microbatch, index), value)
+            devices.seed(self.device, self._key(step, microbatch, self.layers.start))
+            value = self._through(value, partial(self._layer, step, microbatch))
             if self.is_last:
                 devices.seed(self.device, self._key(step, microbatch, self.layers.stop))
                 value, weight = self._loss(value, targets)
@@ -285,17 +290,19 @@ class Stage:
         self._weights = {key: known for key, known in self._weights.items() if key[0] >= step - 1}
         self._weights[step, microbatch] = weight
 
-    def _layer(self, module: nn.Module, seed: int, value: Value) -> Value:
-        def run(value: Value) -> Value:
+    def _layer(
+        self, step: int, microbatch: int, index: int, layer: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        def run(*args: Any) -> Any:
             devices.seed(self.device, seed)  # inside, so that a recompute draws the same dropout
-            return module(value)
+            return layer(*args, **kwargs)
 
-        # The model's last layer is not recomputed: its backward follows its forward at once.
-        if self.recompute and not (self.is_last and module is self._modules[-1]):
-            if self._forward_bytes < 0:
-                self._kept.extend(tensors_in(value))
-            return checkpoint(run, value, use_reentrant=False, preserve_rng_state=False)
-        return run(value)
+        seed = self._key(step, microbatch, index)
+        if index not in self._recomputed:
+            return run(*args)
+        if self._forward_bytes < 0:
+            self._kept.extend(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
         """Memory of the storages behind some tensors, the weights' own left out."""
@@ -351,18 +358,18 @@ def _build(stage: Stage) -> list[nn.Module]:
     for index in stage.layers:
         layer = stage.model.names[index]
         module = _drawn(stage, index)
-        parameters = trained(layer, module)
+        here, parameters = every_parameter(layer, module), trained(layer, module)
         for first, second in stage.model.tied:  # the second of a pair starts with the values of the first
-            if second in parameters:
+            if second in here:
                 owner = max((name for name in index_of if first.startswith(name + ".")), key=len)
-                source = parameters if owner == layer else trained(owner, _drawn(stage, index_of[owner]))
-                parameters[second].data.copy_(source[first].data)
+                source = here if owner == layer else every_parameter(owner, _drawn(stage, index_of[owner]))
+                here[second].data.copy_(source[first].data)
         for name, parameter in parameters.items():
             master, working = stage.slots[name].of(stage.masters), stage.slots[name].of(stage.working)
             working.copy_(master.copy_(parameter.data))
             parameter.data = working
         stage.parameters.update(parameters)
-        module.to(stage.device, DTYPES[stage.precision])  # buffers, and parameters that are not trained
+        in_precision(module.to(stage.device), DTYPES[stage.precision])
         take_over(module, stage._queue)
         modules.append(module.train())
     return modules

@@ -1,0 +1,235 @@
+"""`everstep.hf`: a causal LM of transformers as a `Model`, its parameters under their original names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everstep.engine.boundary import Value, described
+from everstep.engine.hf import weights
+from everstep.engine.hf.anatomy import Anatomy, anatomy_of, with_stand_ins
+from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
+from everstep.engine.hf.stage import StageModel
+from everstep.engine.model import Assembly, Model, Through, told
+from everstep.errors import UserError
+
+Prepare = Callable[[Any], Any]  # changes the model in place: freezes, puts adapters in
+
+
+def hf(
+    source: Any,
+    *,
+    weights: bool | None = None,
+    train: str | Sequence[str] = (),
+    freeze: str | Sequence[str] = (),
+    prepare: Prepare | None = None,
+    **changes: Any,
+) -> Model:
+    """A causal language model of Hugging Face transformers, for `everstep.train(model=...)`.
+
+    source      a folder with config.json and safetensors, a config.json, or a config object
+    weights     start from the folder's weights; False: from values drawn by the seed. By default, what the
+                folder has
+    train       names of the parameters to train, with * for any text, such as "*.self_attn.*"; the others
+                are frozen
+    freeze      names of the parameters not to train
+    prepare     a function of the model that changes it in place before it is cut: freezes parameters, puts
+                in adapters (peft's `inject_adapter_in_model`)
+    changes     values of the config to change: num_hidden_layers=4, attn_implementation="eager"
+
+    A batch is a dict with input_ids and labels (as in transformers: not shifted, -100 is not counted), maybe
+    attention_mask and position_ids; or (tokens, targets) with targets shifted already.
+    """
+    config = config_of(source, changes)
+    folder = folder_of(source) if isinstance(source, str | Path) else None
+    if weights and folder is None:
+        raise UserError("weights=True needs a folder with safetensors; hf was given a config.")
+    family = Family(config, folder if weights is not False else None, prepare, _list(train), _list(freeze))
+    if weights and family.folder is None:
+        raise UserError(f"model folder {str(folder)!r} has no safetensors; save it with save_pretrained.")
+    return family.model()
+
+
+class Family:
+    """What the workers of a model share: its config, its form, and where its values come from."""
+
+    def __init__(
+        self,
+        config: Any,
+        folder: Path | None,
+        prepare: Prepare | None = None,
+        train: Sequence[str] = (),
+        freeze: Sequence[str] = (),
+    ) -> None:
+        self.config, self.prepare, self.train, self.freeze = config, prepare, train, freeze
+        self.bare = self._bare()
+        self.folder = None
+        if folder is not None:
+            found = weights.Folder(folder, self.bare)
+            self.folder = found if found.is_there else None
+        self.whole = self._prepared(copy.deepcopy(self.bare)) if prepare is not None else self.bare
+        self._set_trained(self.whole)
+
+    def model(self) -> Model:
+        anatomy = self.anatomy
+        edges = tuple(group for group in (anatomy.before, anatomy.after) if len(group) > 1)
+        return Model(
+            layers={name: partial(self.layer, name) for name in anatomy.names},
+            loss=self.loss,
+            tied=tuple((first, second) for second, first in sorted(self._tied().items())),
+            assembly=Assembly(
+                join=self.join,
+                together=edges,
+                costs={name: self._cost(name) for name in anatomy.names},
+                recomputed=frozenset(anatomy.layers),
+                check=self.check,
+                card={"hf_config": plain_config(self.config)},
+            ),
+        )
+
+    # -------------------------------------------------------------- for the stages
+
+    def layer(self, name: str) -> nn.Module:
+        """The module of this name: on the meta device its shapes, else its values."""
+        there: nn.Module = self.whole.get_submodule(name)
+        if torch.empty(0).is_meta:
+            return copy.deepcopy(there)
+        holder = self._alone(self.bare, name)
+        if self.folder is not None:
+            module = self.folder.load(holder, name)
+        else:
+            module = weights.drawn(holder, name)
+        trained = {key: p.requires_grad for key, p in there.named_parameters()}
+        if self.prepare is not None and trained.keys() != {key for key, _ in module.named_parameters()}:
+            self._prepared(holder)
+            module = holder.get_submodule(name)
+        for key, parameter in module.named_parameters():
+            parameter.requires_grad_(trained[key])
+        return module
+
+    def join(self, layers: range, modules: list[nn.Module], device: torch.device) -> Through:
+        return StageModel(self.whole, self.anatomy, layers, modules, device)
+
+    def loss(self, output: Mapping[str, Tensor], targets: Value) -> tuple[Tensor, Tensor]:
+        """The sum over the tokens that count, and how many they are; a router's loss in proportion."""
+        logits, labels = output["logits"], targets
+        if isinstance(targets, Mapping):
+            logits, labels = logits[:, :-1], labels_of(targets)[:, 1:]
+        labels = labels.reshape(-1)
+        total = nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels, reduction="sum")
+        weight = (labels != -100).sum()
+        if "aux" in output:
+            total = total + self.config.router_aux_loss_coef * output["aux"] * weight
+        return total, weight
+
+    def check(self, inputs: Value) -> None:
+        """The first batch: are its keys and tokens those of a language model?"""
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
+            raise UserError(
+                f"data gives {described(inputs)}; a language model takes a dict with input_ids, whole "
+                "numbers in rows x length, or (tokens, targets)."
+            )
+        text = self.config.get_text_config()
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < text.vocab_size:
+            raise UserError(
+                f"data gives tokens {int(tokens.min())} to {int(tokens.max())} and the model knows 0 to "
+                f"{text.vocab_size - 1}; was another tokenizer used?"
+            )
+        most = getattr(text, "max_position_embeddings", None)
+        if most is not None and tokens.shape[1] > most:
+            raise UserError(f"data gives rows of {tokens.shape[1]} tokens, and the model takes {most}.")
+
+    # -------------------------------------------------------------- how
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        return anatomy_of(self.whole)
+
+    def _bare(self) -> Any:
+        auto = transformers().AutoModelForCausalLM
+        dropped = [key for key in ("layerdrop", "layer_drop") if getattr(self.config, key, 0)]
+        if dropped:
+            raise UserError(f"{dropped[0]} is above 0, and layers that are left out at random cannot be cut.")
+        try:
+            with torch.device("meta"):
+                model = auto.from_config(self.config, dtype=torch.float32)
+        except (ValueError, KeyError) as error:
+            raise UserError(
+                f"{type(self.config).__name__} is no causal language model: {told(error)}."
+            ) from None
+        except ImportError as error:
+            raise UserError(f"the model cannot be built: {told(error)}.") from None
+        return model
+
+    def _prepared(self, model: Any) -> Any:
+        assert self.prepare is not None
+        try:
+            self.prepare(model)
+        except Exception as error:  # the user's function
+            raise UserError(f"prepare raised {told(error)}.") from error
+        return model
+
+    def _set_trained(self, model: Any) -> None:
+        if self.train and self.freeze:
+            raise UserError("train and freeze are both given; give one.")
+        for patterns, kept in ((self.train, True), (self.freeze, False)):
+            names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    raise UserError(
+                        f"{'train' if kept else 'freeze'} names {pattern!r}, which fits no parameter such as "
+                        f"{names[len(names) // 2]!r}."
+                    )
+            for name, parameter in model.named_parameters() if patterns else ():
+                fits = any(fnmatchcase(name, pattern) for pattern in patterns)
+                parameter.requires_grad_(fits is kept and parameter.requires_grad)
+
+    def _alone(self, model: Any, name: str) -> Any:
+        """A copy of the model in which one part is real and stand-ins are in the place of all others."""
+        return with_stand_ins(model, {other: _never for other in self.anatomy.names if other != name})
+
+    def _tied(self) -> dict[str, str]:
+        inside = dict(self.whole.named_parameters(remove_duplicate=False))
+        pairs = self.bare.all_tied_weights_keys.items()
+        return {second: first for second, first in pairs if second in inside and first in inside}
+
+    def _cost(self, name: str) -> float:
+        """Multiplications per token: of experts only those that a token is sent to, of a table none."""
+        text = self.config.get_text_config()
+        experts = next((n for key in _EXPERTS if (n := getattr(text, key, None))), 1)
+        share = min(1.0, (getattr(text, "num_experts_per_tok", None) or experts) / experts)
+        part: nn.Module = self.whole.get_submodule(name)
+        tables = {id(p) for m in part.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        cost = 1e-3
+        for key, parameter in part.named_parameters():
+            weight = 0.05 if id(parameter) in tables and name in self.anatomy.before else 1.0
+            cost += parameter.numel() * (share if ".experts." in f".{key}" else weight)
+        return cost
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def labels_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """A batch's labels; without them its tokens, padding left out."""
+    if "labels" in batch:
+        return batch["labels"]
+    mask = batch.get("attention_mask")
+    tokens = batch["input_ids"]
+    return tokens if mask is None else tokens.masked_fill(mask == 0, -100)
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a model in which one part is real was run")
+
+
+def _list(patterns: str | Sequence[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
