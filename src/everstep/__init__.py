@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from everstep.engine.hf.model import hf
     from everstep.engine.model import Model, token_loss
     from everstep.errors import EverstepError, UserError
     from everstep.launch.local.api import Result, train
 
-__all__ = ["EverstepError", "Model", "Result", "UserError", "__version__", "token_loss", "train"]
+__all__ = ["EverstepError", "Model", "Result", "UserError", "__version__", "hf", "token_loss", "train"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -17,6 +18,7 @@ _HOMES = {
     "Result": "everstep.launch.local.api",
     "Model": "everstep.engine.model",
     "token_loss": "everstep.engine.model",
+    "hf": "everstep.engine.hf.model",
     "UserError": "everstep.errors",
     "EverstepError": "everstep.errors",
 }

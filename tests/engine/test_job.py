@@ -107,10 +107,13 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
     [
         ("", "model is missing"),
         ("model = 3", "model is 3; it is a table: write [model]"),
-        ("[model]", "model.preset or model.build is missing; give one"),
+        ("[model]", "model.preset, model.build or model.hf is missing; give one"),
         ('[model]\npreset = "a"\nbuild = "b:c"', "model.preset and model.build are both given"),
         ('[model]\npreset = "gpt-1n"', "model preset 'gpt-1n' is not known; did you mean 'gpt-1m'?"),
-        (f"{MODEL}dropuot = 0.1", "model.dropuot is not a field of a GPT; did you mean 'dropout'?"),
+        (
+            f"{MODEL}dropuot = 0.1",
+            "model.dropuot is not a key of gpt-tiny; did you mean 'dropout'? Its keys: context,",
+        ),
         (f'{MODEL}width = "64"', "model.width is '64'; it must be a whole number"),
         (f"{MODEL}heads = 7", "no even head size"),
         (f"replicsa = 2\n{MODEL}", "replicsa is not a key of a job; did you mean 'replicas'?"),
@@ -125,7 +128,7 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
         (f'{MODEL}[data]\nkind = "sinthetic"', "data.kind is 'sinthetic'; did you mean 'synthetic'?"),
         (
             f'{MODEL}[data]\nkind = "synthetic"\nrow = 2',
-            "data.row is not a key of a job; did you mean 'rows'?",
+            "data.row is not a key of [data]; did you mean 'rows'? Its keys: build, kind,",
         ),
         (f"{MODEL}[optimizer]\nlr = 0", "optimizer.lr is 0.0; it must be more than 0"),
         (f"{MODEL}[optimizer]\nlr = nan", "optimizer.lr is nan; it must be a finite number"),
@@ -133,7 +136,10 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
         (f"{MODEL}[optimizer]\nbetas = [0.9]", "optimizer.betas is [0.9]; it is a list of 2 numbers"),
         (f"{MODEL}[optimizer]\nbetas = [0.9, 1]", "optimizer.betas is [0.9, 1.0]; each must be"),
         (f"{MODEL}[optimizer]\nclip = -1", "optimizer.clip is -1.0; it must be more than 0"),
-        (f"{MODEL}[optimizer]\nlearning_rate = 1", "optimizer.learning_rate is not a key"),
+        (
+            f"{MODEL}[optimizer]\nlearning_rate = 1",
+            "learning_rate is not a key of [optimizer]; its keys: betas,",
+        ),
         (f"{MODEL}[checkpoint]\ninterval = 3", "checkpoint.folder is missing"),
         (f'{MODEL}[checkpoint]\nfolder = "a"\nkeep = 0', "checkpoint.keep is 0; it must be at least 1"),
         ("steps = = 3", "is not TOML"),

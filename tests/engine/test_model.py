@@ -8,7 +8,7 @@ from torch import nn
 
 from everstep.engine.gpt import gpt
 from everstep.engine.model import Model, _balanced, check_tied, parameter_count, partition, slots
-from everstep.engine.presets import PRESETS, GptShape, flops_per_token, matmul_parameters, shape
+from everstep.engine.presets import MODELS, GptShape, flops_per_token, matmul_parameters, shape
 from everstep.errors import UserError
 
 SIZES = {
@@ -27,10 +27,10 @@ def linear() -> nn.Module:
     return nn.Linear(2, 3)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_preset_is_the_size_its_name_says(name: str) -> None:
     assert parameter_count(gpt(name)) == pytest.approx(SIZES[name], rel=0.1)
-    form = PRESETS[name]
+    form = MODELS[name].shape
     table = slots(gpt(form), range(form.depth + 2))
     matrices = sum(slot.size for name, slot in table.items() if len(slot.shape) == 2 and "tokens" not in name)
     assert matmul_parameters(form) == matrices

@@ -106,7 +106,7 @@ def scalars(folder: Path | None, watch: Watcher) -> Iterator[Watcher]:
 
 def describe(job: Job) -> str:
     """A job in half a line."""
-    what = job.model.preset or job.model.build or "a GPT"
+    what = job.model.preset or job.model.hf or job.model.build
     return (
         f"{what}: {job.replicas} replicas × {job.stages} stages, {job.microbatches} microbatches a "
         f"replica, {job.steps} steps, {job.precision} on {job.device}"

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from everstep.engine.model import Model
+from everstep.engine.boundary import Value, described
+from everstep.engine.model import Assembly, Model
 from everstep.engine.presets import GptShape
 from everstep.engine.presets import shape as named_shape
+from everstep.errors import UserError
 
 
 def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
@@ -24,7 +26,26 @@ def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
     form = preset if isinstance(preset, GptShape) else named_shape(preset, **changes)
     blocks = {f"blocks.{i}": partial(Block, form) for i in range(form.depth)}
     tied = (("embed.tokens.weight", "head.logits.weight"),) if form.tied else ()
-    return Model(layers={"embed": partial(Embed, form), **blocks, "head": partial(Head, form)}, tied=tied)
+    return Model(
+        layers={"embed": partial(Embed, form), **blocks, "head": partial(Head, form)},
+        tied=tied,
+        assembly=Assembly(check=partial(check_tokens, form.vocab)),
+    )
+
+
+def check_tokens(vocab: int, inputs: Value, targets: Value) -> None:
+    """The first batch: rows of tokens that the model knows?"""
+    for tokens, what in ((inputs, "inputs"), (targets, "targets")):
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
+            kind = f" and {tokens.dtype}" if isinstance(tokens, Tensor) else ""
+            raise UserError(
+                f"data gives as {what} {described(tokens)}{kind}; a GPT takes token numbers in rows x length."
+            )
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
+            raise UserError(
+                f"data gives tokens {int(tokens.min())} to {int(tokens.max())} and the model "
+                f"knows 0 to {vocab - 1}; raise model.vocab."
+            )
 
 
 class Embed(nn.Module):

@@ -6,6 +6,7 @@ what to write instead. No torch here: the launcher reads a job, and the workers 
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from collections.abc import Mapping
@@ -19,27 +20,31 @@ from everstep.errors import UserError
 
 # A schedule holds every op of a step: beyond this the coordinator would plan for minutes.
 MOST_WORKERS, MOST_OPS = 16_384, 1 << 20
+HF_ARGUMENTS = ("weights", "train", "freeze", "prepare")  # of `everstep.hf`; other keys are its config's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One of our GPTs by `preset`, or `build = "module:function"` that returns a Model or its layers.
+    """One of our models by `preset`, `hf` for a folder of a Hugging Face model, or
+    `build = "module:function"` that returns a Model or its layers.
 
-    Every other key goes to it: fields of the GPT (`dropout = 0.1`), or arguments of the function.
+    Every other key goes to it: numbers of the preset (`dropout = 0.1`), arguments of `everstep.hf`, or
+    arguments of the function.
     """
 
     preset: str | None = None
     build: str | None = None
+    hf: str | None = None  # config.json and, to start from weights, safetensors
+    card: dict[str, Any] = field(default_factory=dict)  # what checkpoints say of the model besides
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("model", preset=self.preset, build=self.build)
-        if self.build is None:
-            self.gpt()
+        one_of("model", preset=self.preset, build=self.build, hf=self.hf)
+        self.shape()
 
-    def gpt(self) -> presets.GptShape | None:
-        """The shape of the preset, as changed by the options; None for a user's own model."""
-        if self.build is not None:
+    def shape(self) -> presets.GptShape | None:
+        """The numbers of the preset, as changed by the options; None for any other model."""
+        if self.preset is None:
             return None
         hints = get_type_hints(presets.GptShape)
         known = {
@@ -188,6 +193,43 @@ class Job:
     def path(self, name: str) -> Path:
         """A path of the job file, seen from the job file's folder."""
         return Path(self.base, name)
+
+    def language(self) -> tuple[int, int | None] | None:
+        """The vocabulary and the usual length of a row, where the model's words say."""
+        form, config = self.model.shape(), self._hf_config()
+        if form is not None:
+            return form.vocab, form.context
+        return (int(config["vocab_size"]), None) if "vocab_size" in config else None
+
+    def model_card(self) -> dict[str, Any]:
+        """What a checkpoint says about the model, so that others can build it."""
+        spec, form = self.model, self.model.shape()
+        if form is not None:
+            return {"model": asdict(form), **spec.card}
+        if spec.hf is not None:
+            told = {"hf": str(self.path(spec.hf).resolve()), **spec.options}
+            return {"model": told, "hf_config": self._hf_config(), **spec.card}
+        return {"model": {"build": spec.build}, **spec.card}
+
+    def modules(self) -> tuple[str, ...]:
+        """What its workers import besides torch: better once, before they are forked."""
+        if self.model.hf is None:
+            return ()
+        kind = str(self._hf_config().get("model_type", "auto"))
+        return "everstep.engine.hf.model", f"transformers.models.{kind}.modeling_{kind}"
+
+    def _hf_config(self) -> dict[str, Any]:
+        """The config.json of a Hugging Face model with what the job changes; read without transformers."""
+        if self.model.hf is None:
+            return {}
+        path = self.path(self.model.hf)
+        path = path if path.name == "config.json" else path / "config.json"
+        try:
+            table = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # said in words when the model is built
+            return {}
+        changes = {key: value for key, value in self.model.options.items() if key not in HF_ARGUMENTS}
+        return {**table, **changes} if isinstance(table, dict) else {}
 
     def to_dict(self) -> dict[str, Any]:
         """JSON, with an exact inverse."""

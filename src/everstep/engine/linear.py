@@ -5,8 +5,9 @@
     W   dW += dyᵀ x,  db += Σ dy         run from the queue, into the gradient buffer
 
 A plain `nn.Linear` in any user's module is taken over by swapping its class, and a plain `nn.Embedding` with
-it (its weight gradient is a dense table, too large to hold from I to W; its indices are not). Every other
-parameter gets its gradient from autograd during I.
+it (its weight gradient is a dense table, too large to hold from I to W; its indices are not); of transformers
+also GPT-2's `Conv1D`, a Linear whose weight lies the other way, and Falcon's Linear. Every other parameter
+gets its gradient from autograd during I: for those, I and W are one op. `share_in_two` tells how many.
 
 Rejected: `torch.distributed.pipelining`'s split of the autograd graph. It walks private graph state, fails on
 outputs that are views, and under activation checkpointing runs the forward once more per parameter group;
@@ -15,7 +16,7 @@ here the recompute happens once, in I, because W needs only tensors that I alrea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +25,22 @@ from torch import Tensor, nn
 Into = Callable[[Tensor], Tensor]  # a parameter -> its view in the gradient buffer
 
 
+_LINEAR_TOO = {"transformers.models.falcon.modeling_falcon.FalconLinear"}  # a forward of their own, as good
+_ACROSS = {"transformers.pytorch_utils.Conv1D"}
+
+
 class LinearGrad(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
-    input: Tensor
+    input: Tensor | None  # None where the weight is frozen
     grad: Tensor
+    across: bool = False  # the weight is inputs x outputs
 
     def run(self, into: Into) -> None:
         grad = self.grad.reshape(-1, self.grad.shape[-1])
-        if self.weight is not None:
-            add_product(into(self.weight), grad, self.input.reshape(-1, self.input.shape[-1]))
+        if self.weight is not None and self.input is not None:
+            x = self.input.reshape(-1, self.input.shape[-1])
+            add_product(into(self.weight), *((x, grad) if self.across else (grad, x)))
         if self.bias is not None:
             target = into(self.bias)
             target.add_(grad.sum(0) if grad.dtype == torch.float32 else grad.sum(0, dtype=torch.float32))
@@ -75,7 +82,7 @@ def add_product(target: Tensor, grad: Tensor, x: Tensor) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: Queue) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue  # the objects: a saved tensor may be an alias
         return nn.functional.linear(x, weight, bias)
 
@@ -88,6 +95,24 @@ class _Linear(torch.autograd.Function):
             ours = [p if need else None for p, need in zip((ctx.weight, ctx.bias), needed, strict=True)]
             ctx.queue.append(LinearGrad(weight=ours[0], bias=ours[1], input=x, grad=grad))
         return grad.matmul(weight) if need_x else None, None, None, None
+
+
+class _Conv1D(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, queue: Queue) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
+        return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        need_x, *needed, _ = ctx.needs_input_grad
+        if any(needed):
+            ours = [p if need else None for p, need in zip((ctx.weight, ctx.bias), needed, strict=True)]
+            ctx.queue.append(LinearGrad(weight=ours[0], bias=ours[1], input=x, grad=grad, across=True))
+        return grad.matmul(weight.t()) if need_x else None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -109,6 +134,18 @@ class QueuedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = _Linear.apply(input, self.weight, self.bias, self.queue)  # type: ignore[no-untyped-call]
+        return output
+
+
+class QueuedConv1D(nn.Module):
+    """transformers' Conv1D, which is not imported for this."""
+
+    queue: Queue  # set by take_over
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = _Conv1D.apply(x, self.weight, self.bias, self.queue)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -134,12 +171,26 @@ def take_over(module: nn.Module, queue: Queue) -> int:
     return taken
 
 
+def share_in_two(modules: Iterable[nn.Module]) -> float:
+    """Of the trained numbers in these modules, the part whose I and W are two ops."""
+    taken, total = 0, 0
+    for part in (part for module in modules for part in module.modules()):
+        own = [p for p in part.parameters(recurse=False) if p.requires_grad]
+        total += sum(p.numel() for p in own)
+        if isinstance(part, QueuedLinear | QueuedConv1D | QueuedEmbedding) or _replacement(part) is not None:
+            taken += sum(p.numel() for p in own)
+    return taken / total if total else 1.0
+
+
 def _replacement(part: nn.Module) -> type[nn.Module] | None:
     # A parametrized weight is no parameter of the module but computed from one: autograd must see it.
     if not isinstance(part._parameters.get("weight"), nn.Parameter):
         return None
-    if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward:
+    name = f"{type(part).__module__}.{type(part).__qualname__}"
+    if isinstance(part, nn.Linear) and (type(part).forward is nn.Linear.forward or name in _LINEAR_TOO):
         return QueuedLinear
+    if name in _ACROSS and part._parameters.get("bias") is not None:
+        return QueuedConv1D
     if isinstance(part, nn.Embedding) and type(part).forward is nn.Embedding.forward:
         plain = part.max_norm is None and not part.sparse and not part.scale_grad_by_freq
         return QueuedEmbedding if plain else None

@@ -50,8 +50,8 @@ def one_after_the_other(layers: range, modules: list[nn.Module], device: torch.d
     return through
 
 
-def anything(inputs: Value) -> None:
-    """A model whose inputs are whatever its first layer takes."""
+def anything(inputs: Value, targets: Value) -> None:
+    """A model that takes whatever its first layer and its loss take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +62,7 @@ class Assembly:
     together: tuple[tuple[str, ...], ...] = ()  # neighbours that no cut may part
     costs: Mapping[str, float] | None = None  # time of each layer; None: counted from its parameters
     recomputed: frozenset[str] | None = None  # what `recompute` is about; None: all layers but the last
-    check: Callable[[Value], None] = anything  # raises a sentence about inputs that do not fit
+    check: Callable[[Value, Value], None] = anything  # says in a sentence what of a batch does not fit
     card: Mapping[str, Any] = field(default_factory=dict)  # what checkpoints say about the model
 
 
@@ -224,9 +224,7 @@ def partition(model: Model, stages: int) -> list[range]:
     if stages < 1:
         raise UserError(f"stages is {stages}; a pipeline has at least 1.")
     if stages > len(blocks):
-        raise UserError(
-            f"stages is {stages}, more stages than layers; the model has {len(blocks)} layers to cut between."
-        )
+        raise UserError(f"stages is {stages}, more stages than layers; the model has {len(blocks)} layers.")
     known = model.assembly.costs
     costs = [_cost(skeleton(model, name)) if known is None else known[name] for name in model.layers]
     parts = _balanced([sum(costs[i] for i in block) for block in blocks], stages)

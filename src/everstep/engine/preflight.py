@@ -60,13 +60,13 @@ def preflight(
     model = model or model_of(job)
     parts = partition(model, job.stages)
     check_tied(model)
+    _check_sharing(model)
     parameters = parameter_count(model)
     if parameters == 0:
         raise UserError("the model has no parameter to train; is everything frozen?")
     data = data or data_of(job)
     batch = _batch(job, data)
-    _vocabulary(job, batch)
-    model.assembly.check(batch[0])
+    model.assembly.check(*batch)
     if model.assembly.join is one_after_the_other:
         _run(job, model, batch)
     ours = optimizer is None and job.optimizer.build is None
@@ -137,23 +137,6 @@ def _forms(batch: tuple[Value, Value]) -> str:
     return ", ".join(f"{t.ndim}-D {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(batch))
 
 
-def _vocabulary(job: Job, batch: tuple[Value, Value]) -> None:
-    form = job.model.gpt()
-    if form is None:
-        return
-    for tokens, what in zip(batch, ("inputs", "targets"), strict=True):
-        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
-            kind = f" and {tokens.dtype}" if isinstance(tokens, Tensor) else ""
-            raise UserError(
-                f"data gives as {what} {described(tokens)}{kind}; a GPT takes token numbers in rows x length."
-            )
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < form.vocab:
-            raise UserError(
-                f"data gives tokens {int(tokens.min())} to {int(tokens.max())} and the model "
-                f"knows 0 to {form.vocab - 1}; raise model.vocab."
-            )
-
-
 def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
     """The layers one after another, each as if it were the first of its stage."""
     dtype = DTYPES[job.precision]
@@ -211,6 +194,28 @@ def _try_loss(model: Model, last: str, output: Value, targets: Value, real_targe
             "some targets are -100, which do not count, and the loss is a mean, which would count every "
             "microbatch alike; let the loss return (sum, weight), such as everstep.token_loss."
         )
+
+
+def _check_sharing(model: Model) -> None:
+    """Each layer has parameters of its own: two workers could not change one tensor."""
+    built = {name: skeleton(model, name) for name in model.layers}
+    tied = {frozenset(pair) for pair in model.tied}
+    seen: dict[int, tuple[str, str]] = {}
+    for name, module in built.items():
+        twin = next((other for other in built if other != name and built[other] is module), None)
+        if twin is not None:
+            raise UserError(
+                f"layers {name!r} and {twin!r} are one module; build a new one in each function, and name "
+                "what they share in Model(tied=...)."
+            )
+        for key, parameter in module.named_parameters():
+            other, its = seen.setdefault(id(parameter), (name, key))
+            if other != name and frozenset((f"{other}.{its}", f"{name}.{key}")) not in tied:
+                raise UserError(
+                    f"layers {other!r} and {name!r} share the parameter {key!r}, and may be on two workers; "
+                    f'give each its own, and Model(tied=(("{other}.{its}", "{name}.{key}"),)) to keep them '
+                    "equal."
+                )
 
 
 def _layer(model: Model, name: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The GPTs we know by name, and what a token costs on them.
+"""The models we know by name, and what a token costs on them.
 
 Torch-free: a job file is checked before torch is loaded.
 """
@@ -42,33 +42,56 @@ class GptShape:
             raise UserError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1.")
 
 
-PRESETS = {
-    "gpt-tiny": GptShape(),  # 0.25 M parameters: for tests and demos
-    "gpt-1m": GptShape(width=128, heads=4, hidden=384, context=128),
-    "gpt-10m": GptShape(width=320, depth=8, heads=5, hidden=896, context=256),
-    "gpt-125m": GptShape(vocab=50304, width=768, depth=12, heads=12, hidden=2048, context=1024, tied=True),
-    "gpt-350m": GptShape(vocab=50304, width=1024, depth=24, heads=16, hidden=2816, context=1024, tied=True),
-    "gpt-1b": GptShape(vocab=32000, width=2048, depth=18, heads=16, hidden=5632, context=2048),
-    "gpt-3b": GptShape(vocab=32000, width=3072, depth=24, heads=24, hidden=8192, context=2048),
-    "gpt-7b": GptShape(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, context=2048),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltIn:
+    """A model that a job can ask for by name: its numbers, and the function that builds it from them."""
+
+    shape: GptShape
+    build: str = "everstep.engine.gpt:gpt"  # module:function
+
+
+# One row is one model: nothing else knows their names.
+MODELS = {
+    "gpt-tiny": BuiltIn(shape=GptShape()),  # 0.25 M parameters: for tests and demos
+    "gpt-1m": BuiltIn(shape=GptShape(width=128, heads=4, hidden=384, context=128)),
+    "gpt-10m": BuiltIn(shape=GptShape(width=320, depth=8, heads=5, hidden=896, context=256)),
+    "gpt-125m": BuiltIn(
+        shape=GptShape(vocab=50304, width=768, depth=12, heads=12, hidden=2048, context=1024, tied=True)
+    ),
+    "gpt-350m": BuiltIn(
+        shape=GptShape(vocab=50304, width=1024, depth=24, heads=16, hidden=2816, context=1024, tied=True)
+    ),
+    "gpt-1b": BuiltIn(shape=GptShape(vocab=32000, width=2048, depth=18, heads=16, hidden=5632, context=2048)),
+    "gpt-3b": BuiltIn(shape=GptShape(vocab=32000, width=3072, depth=24, heads=24, hidden=8192, context=2048)),
+    "gpt-7b": BuiltIn(
+        shape=GptShape(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, context=2048)
+    ),
 }
+SMALLEST = "gpt-tiny"
 
 
 def shape(preset: str | None = None, **changes: Any) -> GptShape:
-    """A preset, or our smallest GPT, with some of its numbers changed."""
-    if preset is not None and preset not in PRESETS:
-        raise UserError(f"model preset {preset!r} is not known; {closest(preset, PRESETS)}.")
+    """The numbers of a model, or of our smallest, with some of them changed."""
+    if preset is not None and preset not in MODELS:
+        raise UserError(f"model preset {preset!r} is not known; {closest(preset, MODELS)}")
     known = {field.name for field in fields(GptShape)}
     for name in changes:
         if name not in known:
-            raise UserError(f"model.{name} is not a field of a GPT; {closest(name, known)}.")
-    return replace(PRESETS[preset or "gpt-tiny"], **changes)
+            raise UserError(f"model.{name} is not a key of {preset or SMALLEST}; {closest_key(name, known)}")
+    return replace(MODELS[preset or SMALLEST].shape, **changes)
 
 
 def closest(word: str, known: Any) -> str:
     """How a message about an unknown word ends."""
     near = get_close_matches(word, list(known), n=1)
-    return f"did you mean {near[0]!r}?" if near else "use one of " + ", ".join(sorted(known))
+    return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(known))}."
+
+
+def closest_key(word: str, known: Any) -> str:
+    """How a message about an unknown key ends: what it may have been, and all there are."""
+    near = get_close_matches(word, list(known), n=1)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    return f"{guess}{'Its' if near else 'its'} keys: {', '.join(sorted(known))}."
 
 
 def matmul_parameters(shape: GptShape) -> int:

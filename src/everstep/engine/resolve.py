@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from everstep.engine.data import Dataset, Synthetic, TokenFile
-from everstep.engine.gpt import gpt
 from everstep.engine.job import Job
 from everstep.engine.model import Model, told
 from everstep.engine.optimizer import Named, OptimizerFactory, adamw
-from everstep.engine.presets import closest
+from everstep.engine.presets import MODELS, SMALLEST, closest
 from everstep.errors import UserError
 
 
@@ -25,6 +24,11 @@ def resolve(name: str, where: str, base: str | Path = ".") -> Callable[..., Any]
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
         raise UserError(f'{where} is {name!r}; write it as "module:function".')
+    if module_name == "__main__":
+        raise UserError(
+            f"{where} is {name!r}, and every worker has another __main__; move {function_name} to a file of "
+            f'its own, mine.py, and write "mine:{function_name}".'
+        )
     for folder in (str(Path.cwd()), str(Path(base).resolve())):
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -44,7 +48,7 @@ def resolve(name: str, where: str, base: str | Path = ".") -> Callable[..., Any]
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserError(
             f"{where} {name!r}: module {module_name!r} has no {function_name!r}; "
-            f"{closest(function_name, names)}."
+            f"{closest(function_name, names)}"
         )
     if not callable(function):
         raise UserError(f"{where} {name!r} is a {type(function).__name__}; it must be a function.")
@@ -52,14 +56,31 @@ def resolve(name: str, where: str, base: str | Path = ".") -> Callable[..., Any]
 
 
 def model_of(job: Job) -> Model:
-    if job.model.build is None:
-        return gpt(job.model.gpt())
-    made = _call(resolve(job.model.build, "model.build", job.base), "model.build", job.model.options)
+    spec = job.model
+    if spec.hf is not None:
+        return _hugging_face(job, dict(spec.options))
+    if spec.build is None:
+        form = spec.shape()
+        assert form is not None
+        module, _, function = MODELS[spec.preset or SMALLEST].build.partition(":")
+        model: Model = getattr(importlib.import_module(module), function)(form)
+        return model
+    made = _call(resolve(spec.build, "model.build", job.base), "model.build", spec.options)
     return made if isinstance(made, Model) else Model(layers=made)
 
 
+def _hugging_face(job: Job, options: dict[str, Any]) -> Model:
+    from everstep.engine.hf.model import hf
+
+    prepare = options.pop("prepare", None)
+    if prepare is not None:
+        options["prepare"] = resolve(prepare, "model.prepare", job.base)
+    assert job.model.hf is not None
+    return hf(job.path(job.model.hf), **options)
+
+
 def data_of(job: Job) -> Dataset:
-    spec, form = job.data, job.model.gpt()
+    spec, language = job.data, job.language()
     if spec.build is not None:
         made = _call(resolve(spec.build, "data.build", job.base), "data.build", spec.options)
         if not callable(getattr(made, "batch", None)):
@@ -69,7 +90,7 @@ def data_of(job: Job) -> Dataset:
             )
         dataset: Dataset = made
         return dataset
-    sequence = spec.sequence or (form.context if form is not None else None)
+    sequence = spec.sequence or (language[1] if language is not None else None)
     if sequence is None:
         raise UserError("data.sequence is missing; a model of your own needs the length of a row.")
     if spec.kind == "file":
@@ -78,7 +99,7 @@ def data_of(job: Job) -> Dataset:
             job.path(spec.path), sequence=sequence, rows=spec.rows, seed=job.seed, token=spec.token
         )
     return Synthetic(
-        vocab=form.vocab if form is not None else 256, sequence=sequence, rows=spec.rows, seed=job.seed
+        vocab=language[0] if language is not None else 256, sequence=sequence, rows=spec.rows, seed=job.seed
     )
 
 

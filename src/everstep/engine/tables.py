@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from everstep.engine.presets import closest
+from everstep.engine.presets import closest, closest_key
 from everstep.errors import UserError
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def checked(kind: Any, value: Any, where: str) -> Any:
         return read(kind, value, where)  # type: ignore[arg-type]
     if origin is Literal:
         if value not in args:
-            raise UserError(f"{where} is {shown(value)}; {closest(str(value)[:SHOWN], args)}.")
+            raise UserError(f"{where} is {shown(value)}; {closest(str(value)[:SHOWN], args)}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple) or len(value) != len(args):
@@ -56,6 +56,11 @@ def checked(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     wanted = origin or kind
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        if callable(value):
+            raise UserError(
+                f"{where} is a function, and a job travels to its workers as JSON; give a value, or name the "
+                'function in a file of its own as "module:function".'
+            )
         words = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
         raise UserError(f"{where} is {shown(value)}; it must be {words.get(wanted, 'a table')}.")
     if kind is float and not math.isfinite(value):
@@ -76,16 +81,17 @@ def _name(where: str, key: str) -> str:
 def refuse_unknown(where: str, given: Mapping[str, Any], known: list[str]) -> None:
     for key in given:
         if key not in known:
-            raise UserError(f"{_name(where, key)} is not a key of a job; {closest(key, known)}.")
+            table = f"[{where}]" if where else "a job"
+            raise UserError(f"{_name(where, key)} is not a key of {table}; {closest_key(key, known)}")
 
 
 def one_of(where: str, **given: str | None) -> None:
     names = [f"{where}.{name}" for name in given]
-    count = sum(value is not None for value in given.values())
-    if count > 1:
-        raise UserError(f"{' and '.join(names)} are both given; give one.")
-    if count == 0:
-        raise UserError(f"{' or '.join(names)} is missing; give one.")
+    there = [f"{where}.{name}" for name, value in given.items() if value is not None]
+    if len(there) > 1:
+        raise UserError(f"{' and '.join(there)} are both given; give one.")
+    if not there:
+        raise UserError(f"{', '.join(names[:-1])} or {names[-1]} is missing; give one.")
 
 
 def at_least(where: str, value: float | None, least: int) -> None:

@@ -78,7 +78,7 @@ class Agent:
         self._kept: deque[tuple[int, msg.NodeReport, msg.Sender | None]] = deque()
         self._reports = 0
         self._news = asyncio.Event()
-        self._nurseries: dict[int, ForkServer] = {}
+        self._nurseries: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
         self._clock = time.time() - time.monotonic()  # workers speak monotonic; the coordinator, wall time
         self._welcomed = False
         self._term = 0  # of the newest coordinator heard: an older one may not know that it is deposed
@@ -119,7 +119,7 @@ class Agent:
 
     def warm_up(self, threads: int = 1) -> None:
         """Load torch before the first worker is asked for."""
-        self._nurseries[threads] = ForkServer(threads=threads).start()
+        self._nurseries[threads, ()] = ForkServer(threads=threads).start()
 
     # -------------------------------------------------------------- reports
 
@@ -152,9 +152,10 @@ class Agent:
             self.crew.tick(time.monotonic())
 
     def _nursery(self, job: Job) -> ForkServer:
-        if job.threads not in self._nurseries:
-            self._nurseries[job.threads] = ForkServer(threads=job.threads).start()
-        return self._nurseries[job.threads]
+        key = (job.threads, job.modules())
+        if key not in self._nurseries:
+            self._nurseries[key] = ForkServer(threads=job.threads, preload=job.modules()).start()
+        return self._nurseries[key]
 
     # -------------------------------------------------------------- the line
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 from everstep.checkpoint import folder
@@ -42,7 +41,7 @@ class Checkpoints:
             "seed": job.seed,
             "steps": job.steps,
             "precision": job.precision,
-            "model": asdict(shape) if (shape := job.model.gpt()) is not None else {"build": job.model.build},
+            **job.model_card(),
             "shape": {"replicas": job.replicas, "stages": job.stages, "microbatches": job.microbatches},
             "rng": {"kind": "of (seed, step, microbatch, layer)", "seed": job.seed},
             "scheduler": {

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from everstep.errors import InternalError
 
-_PRELOAD = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker")
+_ALWAYS = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker")
 
 # Some builds of torch allocate with mimalloc, which gives free memory back after 10 ms; the next op faults it
 # in again: 8 % of a step on two cores. A worker needs the same memory a moment later, so it keeps it.
@@ -38,18 +38,18 @@ class ForkedProcess(NamedTuple):
 
 class ForkServer:
     """The owner's side. `threads`: of each worker's tensor ops; some libraries read it only as they are
-    loaded.
+    loaded. `preload`: modules that workers will want besides; one that cannot be imported is left to them.
     """
 
-    def __init__(self, *, threads: int = 1) -> None:
-        self._threads = threads
+    def __init__(self, *, threads: int = 1, preload: tuple[str, ...] = ()) -> None:
+        self._threads, self._preload = threads, preload
         self.warm = False
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "everstep.node.fork_server", str(theirs.fileno())]
+        command = [sys.executable, "-m", "everstep.node.fork_server", str(theirs.fileno()), *self._preload]
         env = {**_ALLOCATOR, **os.environ, "OMP_NUM_THREADS": str(self._threads)}
         env.pop("EVERSTEP_TOKEN", None)  # user code must not be able to submit jobs
         self._process = subprocess.Popen(
@@ -111,9 +111,12 @@ def exit_reason(pid: int) -> str:
 # ------------------------------------------------------------------ the nursery itself
 
 
-def serve(fd: int) -> None:
-    for name in _PRELOAD:
+def serve(fd: int, preload: list[str]) -> None:
+    for name in _ALWAYS:
         importlib.import_module(name)
+    for name in preload:
+        with contextlib.suppress(Exception):  # a worker that needs it will say what is wrong
+            importlib.import_module(name)
     sock = socket.socket(fileno=fd)
     children: set[int] = set()
     while data := sock.recv(1 << 20):
@@ -159,5 +162,5 @@ def _live(spec: dict[str, Any], output: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when this ends
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]), sys.argv[2:])
     os._exit(0)  # with torch loaded, the interpreter's own end takes a second, and the owner waits for it

@@ -311,7 +311,7 @@ class Api:
         if type(replicas) is not int or type(stages) is not int:
             raise UserError(f"replicas is {replicas!r} and stages {stages!r}; give two whole numbers.")
         job = Job.from_dict(task.job).reshaped(replicas, stages)
-        gpt = job.model.gpt()
+        gpt = job.model.shape()
         if gpt is not None and job.stages > gpt.depth + 2:
             raise UserError(f"stages is {job.stages}, and the model has {gpt.depth + 2} layers to share out.")
         slots = sum(n.slots for n in self.daemon.machine.nodes.values() if n.state is NodeState.UP)

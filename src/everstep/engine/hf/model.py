@@ -129,7 +129,7 @@ class Family:
             total = total + self.config.router_aux_loss_coef * output["aux"] * weight
         return total, weight
 
-    def check(self, inputs: Value) -> None:
+    def check(self, inputs: Value, targets: Value) -> None:
         """The first batch: are its keys and tokens those of a language model?"""
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
         if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:

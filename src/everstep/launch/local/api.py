@@ -8,6 +8,7 @@ the workers and returns a `Result`; in a worker it trains and ends the process.
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import sys
 import threading
@@ -16,6 +17,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from everstep.core.words.cluster_messages import Patience
 from everstep.engine import context
@@ -72,9 +76,9 @@ launch: LocalLaunch | None = None  # set by `everstep run`; a plain `python trai
 
 
 def train(
-    *,
-    model: Layers,
-    data: Dataset | Batch,
+    *positional: Any,
+    model: Layers | None = None,
+    data: Dataset | Batch | None = None,
     loss: Loss | None = None,
     optimizer: OptimizerFactory | None = None,
     replicas: int = 1,
@@ -85,16 +89,24 @@ def train(
 ) -> Result:
     """Train `model` on `replicas` x `stages` workers; each replica brings `microbatches` to every step.
 
-    model       a `Model`, or its layers: a dict or list of functions that each build one `nn.Module`
-    data        an object with batch(step, microbatch) -> (inputs, targets), or that function; the same
-                arguments must give the same tensors
-    loss        of (output, targets), one number; cross entropy if not given
+    model       a `Model`, such as `everstep.hf` gives, or its layers: a dict or list of functions that each
+                build one `nn.Module`
+    data        an object with batch(step, microbatch), or that function; it gives (inputs, targets), or a
+                dict that the first layer and the loss both get; the same arguments must give the same tensors
+    loss        of (output, targets): a mean, or (sum, weight) such as `everstep.token_loss`; cross entropy if
+                not given
     optimizer   a function of named parameters, such as `lambda named: torch.optim.SGD(named, lr=0.1)`; AdamW
                 if not given, set by lr, betas, eps and weight_decay
     settings    other keys of a job: precision, accumulate, recompute, seed, device, threads, log, checkpoint;
                 and of its optimizer: warmup, decay, floor, clip, stagger
     """
+    if positional or model is None or data is None:
+        raise UserError(
+            "everstep.train takes named arguments, and needs model and data: "
+            "everstep.train(model=..., data=..., steps=...)."
+        )
     found = _model(model, loss)
+    _check_optimizer(optimizer)
     dataset: Dataset = data if isinstance(data, Dataset) else _Function(data)
     here = context.current_worker()
     if here is not None:
@@ -104,7 +116,7 @@ def train(
     shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches, "steps": steps}
     if optimizer is not None:
         settings.setdefault("decay", "constant")  # the rate is the optimizer's own, unless the call says more
-    job = _job({**shape, **call.overrides}, settings)
+    job = _job({**shape, **call.overrides}, settings, found.assembly.card)
     faults = parse_kills(call.kills, job)
     preflight(job, model=found, data=dataset, optimizer=optimizer)
     with call.watch(job) as watch:
@@ -140,7 +152,7 @@ def run_job(
 
     `born`: the nursery to use, for several runs in a row. `page`: where people may watch it.
     """
-    home = births.nursery(job.threads) if born is None else nullcontext(born)
+    home = births.nursery(job.threads, _modules(job)) if born is None else nullcontext(born)
     with home as mother, _interruptible(watch) as safely:
         return LocalTask(
             job,
@@ -152,6 +164,13 @@ def run_job(
             tick_s=tick_s,
             page=page,
         ).run()
+
+
+def _modules(job: Job) -> tuple[str, ...]:
+    """What workers will want: for a script that has built a Hugging Face model, what that has imported."""
+    ours = "everstep.engine.hf.model"
+    models = [name for name in sys.modules if re.fullmatch(r"transformers\.models\.\w+\.modeling_\w+", name)]
+    return job.modules() or ((ours, *sorted(models)) if ours in sys.modules else ())
 
 
 def result_of(outcome: Outcome, job: Job) -> Result:
@@ -167,8 +186,30 @@ def result_of(outcome: Outcome, job: Job) -> Result:
 
 
 def _model(given: Layers, loss: Loss | None) -> Model:
+    if isinstance(given, nn.Module):
+        kind = type(given).__name__
+        fix = (
+            "everstep.hf(FOLDER) after save_pretrained(FOLDER)"
+            if hasattr(given, "save_pretrained")
+            else ("its layers in order, each as a function that builds it: [lambda: Embed(...), ...]")
+        )
+        raise UserError(f"model is a {kind} already built, and every worker builds its own part; give {fix}.")
     model = given if isinstance(given, Model) else Model(layers=given)  # type: ignore[arg-type]
     return model if loss is None else replace(model, loss=loss)
+
+
+def _check_optimizer(given: Any) -> None:
+    if isinstance(given, torch.optim.Optimizer):
+        kind = type(given).__name__
+        raise UserError(
+            f"optimizer is a {kind} already built, and every stage makes its own; give a function: "
+            f"optimizer=lambda named: torch.optim.{kind}(named, lr=...)."
+        )
+    if given is not None and not callable(given):
+        raise UserError(
+            f"optimizer is a {type(given).__name__}; give a function of named parameters, such as "
+            "lambda named: torch.optim.SGD(named, lr=0.1)."
+        )
 
 
 class _Function:
@@ -183,7 +224,7 @@ class _Function:
         self.batch = function
 
 
-def _job(shape: Mapping[str, int], settings: Mapping[str, Any]) -> Job:
+def _job(shape: Mapping[str, int], settings: Mapping[str, Any], card: Mapping[str, Any]) -> Job:
     settings = dict(settings)
     optimizer = {key: settings.pop(key) for key in list(settings) if key in _OPTIMIZER_KEYS}
     if isinstance(settings.get("checkpoint"), str | Path):
@@ -191,7 +232,7 @@ def _job(shape: Mapping[str, int], settings: Mapping[str, Any]) -> Job:
     return Job.from_dict(
         {
             "base": str(Path.cwd()),
-            "model": {"build": _IN_THE_SCRIPT},
+            "model": {"build": _IN_THE_SCRIPT, "card": dict(card)},
             "optimizer": optimizer,
             "data": {"build": _IN_THE_SCRIPT},
             **shape,

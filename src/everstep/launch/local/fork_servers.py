@@ -9,8 +9,8 @@ from everstep.node.fork_server import ForkServer
 
 
 @contextlib.contextmanager
-def nursery(threads: int) -> Iterator[ForkServer]:
-    made = ForkServer(threads=threads).start()
+def nursery(threads: int, preload: tuple[str, ...] = ()) -> Iterator[ForkServer]:
+    made = ForkServer(threads=threads, preload=preload).start()
     try:
         yield made
     finally:
