@@ -147,6 +147,8 @@ class _NoDraws(TorchFunctionMode):
 def built(model: Model, layer: str) -> nn.Module:
     try:
         module = model.layers[layer]()
+    except UserError:
+        raise
     except Exception as error:  # the user's factory
         raise UserError(f"layer {layer!r} cannot be built: {told(error)}.") from error
     if not isinstance(module, nn.Module):

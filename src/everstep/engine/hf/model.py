@@ -137,6 +137,8 @@ class Family:
                 f"data gives {described(inputs)}; a language model takes a dict with input_ids, whole "
                 "numbers in rows x length, or (tokens, targets)."
             )
+        if self.folder is not None:
+            self.folder.check()
         text = self.config.get_text_config()
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < text.vocab_size:
             raise UserError(

@@ -39,6 +39,13 @@ class Folder:
         self._mapping = transformers("conversion_mapping").get_model_conversion_mapping
         self._tied = dict(model.all_tied_weights_keys)
         self._sources = self._sources_of(model)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        lacking = [name for name in self._shapes if name not in self._sources and name not in self._tied]
+        if self._files and lacking:
+            raise UserError(
+                f"model folder {str(path)!r} has no weights for {lacking[0]}; are config.json and the "
+                "safetensors of one model?"
+            )
 
     @property
     def is_there(self) -> bool:
@@ -49,19 +56,23 @@ class Folder:
         module: nn.Module = holder.get_submodule(name)
         inside = [f"{name}.{key}" for key in module.state_dict()]
         wanted = {source for key in inside for source in self._sources.get(key, ())}
-        missing = self._read(holder, wanted)
-        lacking = sorted(missing & set(inside) - set(self._tied))
-        if lacking:
-            raise UserError(
-                f"model folder {str(self.path)!r} has no weights for {lacking[0]}; are config.json and the "
-                "safetensors of one model?"
-            )
+        self._read(holder, wanted)
         return drawn(holder, name)  # tables, and the second of a tied pair, whose values come with the first
 
-    def _read(self, holder: Any, wanted: set[str]) -> set[str]:
-        """Values for all that `wanted` has; the names that are left without."""
+    def check(self) -> None:
+        """Before any worker starts: has every tensor that is one entry of the files its shape?"""
+        plain = {name: name for name, sources in self._sources.items() if sources == {name}}
+        with self._open({name for name in plain if name in self._shapes}) as tensors:
+            for name, entry in tensors.items():
+                if (there := tuple(entry.get_shape())) != self._shapes[name]:
+                    raise UserError(self._mismatch(name, there, self._shapes[name]))
+
+    def _mismatch(self, name: str, there: tuple[int, ...], here: tuple[int, ...]) -> str:
+        return f"{name} has shape {there} in {str(self.path)!r} and {here} by its config."
+
+    def _read(self, holder: Any, wanted: set[str]) -> None:
         loading, utils = transformers("core_model_loading"), transformers("modeling_utils")
-        with self._open(wanted) as tensors:
+        with self._open(wanted) as tensors, _quietly():
             info, _ = loading.convert_and_load_state_dict_in_model(
                 model=holder,
                 state_dict=tensors,
@@ -71,13 +82,10 @@ class Folder:
             )
         if info.mismatched_keys:
             name, there, here = sorted(info.mismatched_keys)[0]
-            raise UserError(
-                f"{name} has shape {tuple(there)} in {str(self.path)!r} and {tuple(here)} by its config.json."
-            )
+            raise UserError(self._mismatch(name, tuple(there), tuple(here)))
         if info.conversion_errors:
             name, why = sorted(info.conversion_errors.items())[0]
             raise UserError(f"{name} of {str(self.path)!r} cannot be converted: {why}.")
-        return set(info.missing_keys)
 
     @contextmanager
     def _open(self, wanted: set[str]) -> Iterator[dict[str, Any]]:
@@ -109,3 +117,16 @@ class Folder:
             for one in names:
                 found.setdefault(one, set()).add(source)
         return found
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without a progress bar for every layer of every worker."""
+    logging = transformers("utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

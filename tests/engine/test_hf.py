@@ -1,0 +1,294 @@
+"""Models of transformers, cut into stages: the losses and gradients of the whole model, under any cut."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline import by_name, run_step, stages
+from torch import Tensor, nn
+
+from everstep.engine.hf import weights
+from everstep.engine.hf.model import hf
+from everstep.engine.job import DataSpec, Job, ModelSpec
+from everstep.engine.linear import share_in_two
+from everstep.engine.model import Model, partition, skeleton, slots
+from everstep.engine.preflight import preflight
+from everstep.engine.stage import Stage
+from everstep.errors import UserError
+
+transformers = pytest.importorskip("transformers")
+NUMBERS = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+SMALL = {**NUMBERS, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
+LLAMA = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
+CONFIGS = {
+    "llama, tied": LLAMA,
+    "gemma2: scaled embeddings, two kinds of layers": transformers.Gemma2Config(**SMALL, sliding_window=4),
+    "gpt2: no plan, Conv1D, positions added": transformers.GPT2Config(
+        n_embd=32, n_layer=4, n_head=4, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=0
+    ),
+    "mixtral: experts, a router's loss": transformers.MixtralConfig(
+        **SMALL, num_local_experts=4, output_router_logits=True
+    ),
+    "falcon: layers give tuples": transformers.FalconConfig(**NUMBERS, alibi=True),
+}
+
+
+class Masked:
+    """Rows of different lengths: masks, and tokens that do not count."""
+
+    def batch(self, step: int, microbatch: int) -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(100 * step + microbatch)
+        ids = torch.randint(3, 64, (2, 12), generator=draw)
+        mask = torch.ones_like(ids)
+        mask[1, 5 + microbatch :] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def step_of(pipeline: list[Stage]) -> tuple[Tensor, dict[str, Tensor]]:
+    losses = run_step(pipeline, 1, 2, (1, 0))
+    return losses, by_name(pipeline, [stage.take_gradients() for stage in pipeline])
+
+
+def masters(pipeline: list[Stage]) -> dict[str, Tensor]:
+    return by_name(pipeline, [stage.masters for stage in pipeline])
+
+
+def without_dropout(config: Any) -> Any:
+    return type(config)(
+        **config.to_dict() | {k: 0.0 for k in config.to_dict() if "dropout" in k or "pdrop" in k}
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_and_gradients_are_those_of_transformers_under_every_cut(name: str) -> None:
+    model = hf(without_dropout(CONFIGS[name]))
+    pipeline = stages(model, 3, Masked(), seed=3)
+    losses, gradients = step_of(pipeline)
+
+    whole = transformers.AutoModelForCausalLM.from_config(without_dropout(CONFIGS[name]))
+    whole.load_state_dict(masters(pipeline), strict=False)
+    for microbatch in range(2):
+        batch = Masked().batch(1, microbatch)
+        tokens = int((batch["labels"][:, 1:] != -100).sum())
+        assert pipeline[0].weight(1, microbatch) == tokens
+        loss = whole.train()(**batch, use_cache=False).loss * tokens
+        assert torch.allclose(losses[microbatch], loss.detach(), rtol=1e-6)
+        loss.backward()
+    second = dict(model.tied)
+    for key, parameter in whole.named_parameters():
+        ours = gradients[key] + (gradients[second[key]] if key in second else 0)
+        assert (ours - parameter.grad).norm() <= 1e-6 * parameter.grad.norm(), key
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gpt2: no plan, Conv1D, positions added"])
+def test_every_cut_has_the_same_bits_and_so_has_a_recompute(name: str) -> None:
+    """With dropout, where the model has it: draws are a function of the layer, not of the stage."""
+    model = hf(CONFIGS[name])
+    losses, gradients = step_of(stages(model, 1, Masked(), seed=3))
+    for count, recompute in ((2, False), (2, True), (len(model.layers) - 2, False)):
+        pipeline = stages(model, count, Masked(), seed=3, recompute=recompute)
+        again, found = step_of(pipeline)
+        assert torch.equal(again, losses)
+        assert all(torch.equal(found[key], gradients[key]) for key in gradients)
+
+
+def test_names_are_the_models_own_and_edges_stay_whole() -> None:
+    model = hf(CONFIGS["gpt2: no plan, Conv1D, positions added"])
+    assert model.names[:3] == ["transformer.wte", "transformer.wpe", "transformer.h.0"]
+    assert model.names[-2:] == ["transformer.ln_f", "lm_head"]
+    assert model.tied == (("transformer.wte.weight", "lm_head.weight"),)
+    named = {
+        name
+        for name, _ in transformers.GPT2LMHeadModel(
+            CONFIGS["gpt2: no plan, Conv1D, positions added"]
+        ).named_parameters()
+    }
+    assert {*slots(model, range(len(model.layers)))} == named | {"lm_head.weight"}
+    for count in range(1, 7):
+        cuts = {part.start for part in partition(model, count)}
+        assert not cuts & {1, len(model.layers) - 1}
+    with pytest.raises(UserError, match="the model has 6 layers"):
+        partition(model, 7)
+
+
+def test_weight_gradients_are_ops_of_their_own_but_for_what_cannot_be_split() -> None:
+    shares = {
+        name: share_in_two([skeleton(model, layer) for layer in model.layers])
+        for name, model in ((name, hf(config)) for name, config in CONFIGS.items())
+    }
+    assert shares.pop("mixtral: experts, a router's loss") < 0.5  # all experts are one tensor
+    assert all(share > 0.95 for share in shares.values())
+
+
+# ------------------------------------------------------------------ from a folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, config in CONFIGS.items():
+        torch.manual_seed(1)
+        made[name] = tmp_path_factory.mktemp("hf") / "model"
+        whole = transformers.AutoModelForCausalLM.from_config(config)
+        whole.save_pretrained(made[name], max_shard_size="20kB")
+    return made
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "mixtral: experts, a router's loss"])
+def test_a_stage_starts_from_the_folders_weights_and_reads_no_others(
+    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
+    expected = whole.state_dict()
+    read: list[str] = []
+    real = weights.safe_open
+
+    class Counted:
+        def __init__(self, path: Path, framework: str) -> None:
+            self.file = real(path, framework=framework)
+
+        def __enter__(self) -> "Counted":
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            self.file.__exit__(*args)
+
+        def get_slice(self, key: str) -> Any:
+            read.append(key)
+            return self.file.get_slice(key)
+
+    monkeypatch.setattr(weights, "safe_open", Counted)
+    model = hf(folders[name])
+    assert read == []
+    for layers in partition(model, 3):
+        stage = Stage(model, layers, data=Masked(), device=torch.device("cpu"))
+        values = stage.views(stage.masters)
+        assert values.keys() == {*slots(model, layers)}
+        assert all(torch.equal(value, expected[key]) for key, value in values.items())
+        own = {model.names[index] for index in layers}
+        tied = {"model.embed_tokens"} if layers.stop == len(model.layers) else set()
+        assert {key for key in read if not any(key.startswith(f"{layer}.") for layer in own | tied)} == set()
+        read.clear()
+
+
+def test_a_folder_can_be_taken_for_its_config_alone(folders: dict[str, Path]) -> None:
+    drawn = masters(stages(hf(folders["llama, tied"], weights=False), 1, Masked(), seed=1))
+    other = masters(stages(hf(LLAMA), 1, Masked(), seed=1))
+    assert all(torch.equal(drawn[key], other[key]) for key in drawn)
+    shallow = hf(folders["llama, tied"], weights=False, num_hidden_layers=1)
+    assert len(shallow.layers) == 4
+
+
+# ------------------------------------------------------------------ frozen parameters
+
+
+class Adapter(nn.Module):
+    """What LoRA does, in ten lines."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False, device=base.weight.device)
+        self.up = nn.Linear(rank, base.out_features, bias=False, device=base.weight.device)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted(model: Any) -> None:
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "q_proj", None), nn.Linear):
+            module.q_proj = Adapter(module.q_proj)
+
+
+def injected(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
+
+
+def by_pattern(folder: Path) -> Model:
+    return hf(folder, train=["*.q_proj.weight", "model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("make", "trained"),
+    [
+        (by_pattern, 4 * 32 * 32 + 32),
+        (lambda folder: hf(folder, prepare=adapted), 4 * 2 * 2 * 32),
+        (lambda folder: hf(folder, prepare=injected), 4 * 2 * 2 * 32),
+    ],
+    ids=["by pattern", "own adapters", "peft"],
+)
+def test_frozen_parameters_keep_their_values_and_get_no_optimizer(
+    folders: dict[str, Path], make: Any, trained: int
+) -> None:
+    model = make(folders["llama, tied"])
+    losses, gradients = step_of(stages(model, 2, Masked(), seed=3))
+    assert sum(gradient.numel() for gradient in gradients.values()) == trained
+    assert all(gradient.any() for key, gradient in gradients.items() if "down" not in key and "_A" not in key)
+    full, _ = step_of(stages(hf(folders["llama, tied"]), 2, Masked(), seed=3))
+    assert torch.equal(losses, full)  # adapters start as nothing
+    again, found = step_of(stages(model, 3, Masked(), seed=3))
+    assert torch.equal(again, losses)
+    assert all(torch.equal(found[key], gradients[key]) for key in gradients)
+
+
+# ------------------------------------------------------------------ jobs, and mistakes
+
+
+def job(folder: Path, **options: Any) -> Job:
+    return Job(
+        model=ModelSpec(hf=folder.name, options=options),
+        data=DataSpec(kind="synthetic", rows=2, sequence=12),
+        stages=2,
+        base=str(folder.parent),
+    )
+
+
+def test_a_job_names_a_folder(folders: dict[str, Path]) -> None:
+    checked = preflight(job(folders["llama, tied"], num_hidden_layers=3, weights=False))
+    assert checked.model.names[1:4] == [f"model.layers.{i}" for i in range(3)]
+    assert int(checked.batch[0].max()) < 64
+    card = job(folders["llama, tied"], num_hidden_layers=3).model_card()
+    assert card["hf_config"]["num_hidden_layers"] == 3
+    assert json.loads(json.dumps(checked.model.assembly.card))["hf_config"]["model_type"] == "llama"
+
+
+def test_mistakes_are_one_sentence(folders: dict[str, Path], tmp_path: Path) -> None:
+    llama = folders["llama, tied"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text('{"model_type": "nothing-we-know"}')
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text((llama / "config.json").read_text())
+    wrong = [
+        (lambda: hf("meta-llama/Nothing"), "is not a folder; download it first, with hf download"),
+        (lambda: hf(tmp_path / "empty"), "has no config.json"),
+        (lambda: hf(tmp_path / "odd"), "cannot be read"),
+        (lambda: hf(3), "hf was given a int; give a folder"),
+        (lambda: hf(tmp_path / "bare", weights=True), "has no safetensors"),
+        (lambda: hf(llama, num_layers_hidden=2), "'num_layers_hidden' is not a value of a LlamaConfig"),
+        (lambda: hf(llama, train="*.query.*"), "train names '*.query.*', which fits no parameter such as"),
+        (lambda: hf(llama, train="*", freeze="*"), "train and freeze are both given"),
+        (lambda: hf(llama, prepare=lambda model: model.nothing), "prepare raised AttributeError"),
+        (lambda: hf(transformers.OPTConfig(layerdrop=0.1)), "layerdrop is above 0"),
+        (lambda: hf(transformers.T5Config()), "is no causal language model"),
+        (lambda: preflight(job(llama, intermediate_size=32)), "down_proj.weight has shape (32, 48) in"),
+        (lambda: hf(llama, num_hidden_layers=5), "has no weights for model.layers.4."),
+        (lambda: preflight(job(llama, max_position_embeddings=4)), "12 tokens, and the model takes 4"),
+    ]
+    for make, says in wrong:
+        with pytest.raises(UserError) as caught:
+            make()
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(UserError, match=r"install it with pip install 'everstep\[hf\]'"):
+        hf(LLAMA)
