@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.roster import NodeState, TaskState
+from everstep.core.cluster.node_states import NodeState
+from everstep.core.cluster.roster import TaskState
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.task.states import Copied, Member
 from everstep.core.words import cluster_messages as msg

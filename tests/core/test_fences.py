@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from everstep.core.cluster.roster import NodeState, TaskState
+from everstep.core.cluster.node_states import NodeState
+from everstep.core.cluster.roster import TaskState
 from everstep.core.task.owed import Shape
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev

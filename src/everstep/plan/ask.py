@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import cache
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.roster import OVER, NodeState, TaskState
+from everstep.core.cluster.node_states import NodeAdmin
+from everstep.core.cluster.roster import OVER, TaskState
 from everstep.core.cluster.roster import Task as RunningTask
 from everstep.core.words.cluster_messages import AssignmentChosen
 from everstep.core.words.ops import Worker
@@ -33,7 +34,7 @@ def choose(coordinator: Coordinator, version: int, event: str) -> AssignmentChos
     """How many workers each task shall have, now that `event` has happened."""
     tasks = [t for t in coordinator.tasks.values() if t.state not in OVER and t.state is not TaskState.PAUSED]
     nodes = [
-        PlanNode(name=node.name, slots=node.slots, lost=node.state not in (NodeState.UP, NodeState.SILENT))
+        PlanNode(name=node.name, slots=node.slots, lost=node.admin is not NodeAdmin.UP or not node.reachable)
         for node in coordinator.nodes.values()
     ]
     if not tasks or not any(not node.lost for node in nodes):

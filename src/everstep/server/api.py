@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from everstep.core.cluster.roster import OVER, Node, NodeState, Task, TaskState
+from everstep.core.cluster.node_states import NodeState
+from everstep.core.cluster.roster import OVER, Node, Task, TaskState
 from everstep.core.cluster.snapshot import digest
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import parse_worker

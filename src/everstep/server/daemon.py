@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.roster import REACHABLE
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.faults.detector import Heartbeats
 from everstep.core.words import actions as act
@@ -113,7 +112,7 @@ class Daemon:
         now = time.monotonic()
         for node in self.machine.nodes:
             self.hearts.heard(node, now)
-        self._returning = {n.name for n in self.machine.nodes.values() if n.state in REACHABLE}
+        self._returning = {n.name for n in self.machine.nodes.values() if n.reachable}
         self._returned_by = now + RETURN_S
         self.say(
             f"coordinator: {self.number} entries in {now - began:.2f} s, state {digest(self.machine)[:12]}, "

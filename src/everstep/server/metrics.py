@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from everstep.core.cluster.roster import NodeState, TaskState
+from everstep.core.cluster.node_states import NodeState
+from everstep.core.cluster.roster import TaskState
 from everstep.server import views
 from everstep.server.daemon import Daemon
 from everstep.server.outlook import waf

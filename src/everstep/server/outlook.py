@@ -18,7 +18,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.roster import Node, NodeState, Task, TaskState
+from everstep.core.cluster.node_states import NodeLiveness
+from everstep.core.cluster.roster import Node, Task, TaskState
 from everstep.core.task.states import Member
 from everstep.plan.ask import choose, worth
 from everstep.server.daemon import Daemon
@@ -91,7 +92,7 @@ def foresee(machine: Coordinator) -> list[dict[str, Any]]:
 
 
 def _if_lost(machine: Coordinator, name: str, what: str) -> dict[str, Any]:
-    nodes = machine.nodes | {name: replace(machine.nodes[name], state=NodeState.GONE)}
+    nodes = machine.nodes | {name: replace(machine.nodes[name], liveness=NodeLiveness.GONE)}
     tasks = {
         task.name: replace(task, seats={w: s for w, s in task.seats.items() if s.node != name})
         for task in machine.tasks.values()

@@ -101,6 +101,8 @@ def _node(
     return {
         "node": node.name,
         "state": node.state,
+        "admin": node.admin,
+        "liveness": node.liveness,
         "because": node.because,
         "since": node.since + daemon.ahead_s,
         "slots": node.slots,

@@ -17,8 +17,9 @@ from typing import assert_never
 
 from everstep.core.cluster import fences
 from everstep.core.cluster.dispatch import Actions
+from everstep.core.cluster.node_states import NodeAdmin, NodeLiveness
 from everstep.core.cluster.nodes import NodeDesk
-from everstep.core.cluster.roster import REACHABLE, Node, NodeState, Seat, Task, TaskState
+from everstep.core.cluster.roster import Node, Seat, Task, TaskState
 from everstep.core.faults import detector, remedies
 from everstep.core.faults.severity import TABLE, ErrorKind, Judgement, judge
 from everstep.core.words import cluster_messages as msg
@@ -43,7 +44,7 @@ class Coordinator(NodeDesk):
             case msg.NodeFellSilent():
                 return self._silent(event, now)
             case msg.NodeLeft():
-                return self._lost(event.node, NodeState.LEFT, "its agent ended in good order", now)
+                return self._lost(event.node, NodeLiveness.LEFT, "its agent ended in good order", now)
             case msg.DrainRequested():
                 return self._drain(event.node, now)
             case msg.ReadmitRequested():
@@ -79,10 +80,10 @@ class Coordinator(NodeDesk):
         dues = [task.not_before[worker] for task in self.tasks.values() for worker in task.held]
         dues += [task.search_at for task in self.tasks.values() if task.search_at is not None]
         for node in self.nodes.values():
-            if node.state is NodeState.SILENT and (ends_at := self._silence_ends_at(node)) is not None:
+            if node.liveness is NodeLiveness.SILENT and (ends_at := self._silence_ends_at(node)) is not None:
                 dues.append(ends_at)
-            if node.state is NodeState.ISOLATED:
-                dues.append(node.since + self.patience.isolation_s)
+            if node.admin is NodeAdmin.ISOLATED:
+                dues.append(node.admin_since + self.patience.isolation_s)
         return min(dues, default=None)
 
     def unfinished(self) -> Actions:
@@ -90,7 +91,7 @@ class Coordinator(NodeDesk):
         actions: Actions = [
             msg.Dispatch(node=node.name, number=number, order=order, because=because)
             for node in self.nodes.values()
-            if node.state in REACHABLE
+            if node.reachable
             for number, order, because in node.pending
         ]
         for task in self.tasks.values():
@@ -240,7 +241,7 @@ class Coordinator(NodeDesk):
 
     def _hung(self, task: Task, found: detector.Hung, now: float) -> Actions:
         seat = task.seats[found.worker]
-        if not self._up(seat.node):
+        if not self._is_heard(seat.node):
             return []  # the node is in doubt already
         incident = self._evidence(task, found.worker, "progress", found.because, now)
         incident.node = seat.node
@@ -315,7 +316,7 @@ class Coordinator(NodeDesk):
 
     def _kernel_spoke(self, node: Node, text: str, now: float) -> Actions:
         judgement = judge("kernel", text)
-        if judgement.severity != 1 or node.state is not NodeState.UP:
+        if judgement.severity != 1 or node.admin is not NodeAdmin.UP:
             return []
         incident = self.log.new(task="", workers=[], what=f"node {node.name}: {text}", step=0, now=now)
         incident.node, incident.stops_training = node.name, False
@@ -337,9 +338,9 @@ class Coordinator(NodeDesk):
             if task.search_at is not None and task.search_at <= now:
                 actions += self._search(task)
         for node in list(self.nodes.values()):
-            over = now - node.since >= self.patience.isolation_s
-            if node.state is NodeState.ISOLATED and over:
-                actions += self._set(node, NodeState.UP, "its time of isolation is over", now)
+            over = now - node.admin_since >= self.patience.isolation_s
+            if node.admin is NodeAdmin.ISOLATED and over:
+                actions += self._wanted(node, NodeAdmin.UP, "its time of isolation is over", now)
                 actions += self._fill(now, f"node {node.name} is back from isolation")
         return actions + self._confirm_silence(now)
 

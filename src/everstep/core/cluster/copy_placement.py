@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.core.cluster.roster import KeptState, Node, NodeState, Task
+from everstep.core.cluster.node_states import NodeState
+from everstep.core.cluster.roster import KeptState, Node, Task
 from everstep.core.words.cluster_messages import MemoryAddress
 from everstep.core.words.ops import Worker
 

@@ -5,7 +5,8 @@ Orders to a node are numbered, and kept until the node says it has carried them 
 
 from __future__ import annotations
 
-from everstep.core.cluster.roster import REACHABLE, Node, NodeState, Roster, Task
+from everstep.core.cluster.node_states import NodeLiveness
+from everstep.core.cluster.roster import Node, Roster, Task
 from everstep.core.faults import detector
 from everstep.core.faults.severity import Judgement
 from everstep.core.words import cluster_messages as msg
@@ -48,14 +49,14 @@ class Orders:
             self.nodes[node].pending = [order for order in self.nodes[node].pending if order[0] > number]
 
     def _order(self, node: Node, order: Order, because: str) -> Actions:
-        if node.state not in REACHABLE:
+        if not node.reachable:
             return []
         node.sent += 1
         node.pending.append((node.sent, order, because))
         return [msg.Dispatch(node=node.name, number=node.sent, order=order, because=because)]
 
-    def _up(self, name: str) -> bool:
-        return self.nodes[name].state is NodeState.UP
+    def _is_heard(self, name: str) -> bool:
+        return self.nodes[name].liveness is NodeLiveness.HEARD
 
     def _evidence(self, task: Task, worker: Worker, source: str, text: str, now: float) -> Incident:
         step = task.recovery.recorded + 1 if task.recovery is not None else 0

@@ -1,13 +1,15 @@
 """The life of a node: it joins, falls silent, is given up, drained, isolated, readmitted.
 
 A node that falls silent is not dead yet: if the steps of its tasks go on, only the line to it is cut. It is
-given up when its workers' peers elsewhere wait for it too, or when for a long time nobody can speak for it.
+given up when its workers' peers elsewhere wait for it too, or when for a long time no other node can speak
+for it; whatever an operator or a remedy wants with it meanwhile (`node_states`).
 """
 
 from __future__ import annotations
 
 from everstep.core.cluster.dispatch import Actions
-from everstep.core.cluster.roster import REACHABLE, Node, NodeState, Seat, Task, TaskState
+from everstep.core.cluster.node_states import NodeAdmin, NodeLiveness, NodeState
+from everstep.core.cluster.roster import Node, Seat, Task, TaskState
 from everstep.core.cluster.tasks import TaskDesk
 from everstep.core.faults import remedies
 from everstep.core.faults.severity import judge
@@ -22,8 +24,8 @@ class NodeDesk(TaskDesk):
         node = self.nodes.get(event.node)
         actions: Actions = []
         if node is not None and node.boot != event.boot:
-            if node.state in REACHABLE:
-                actions += self._lost(event.node, NodeState.GONE, "its agent was started anew", now)
+            if node.reachable:
+                actions += self._lost(event.node, NodeLiveness.GONE, "its agent was started anew", now)
             node.boot, node.slots, node.host = event.boot, event.slots, event.host
             node.shelf_port = event.shelf_port
             node.heard, node.sent, node.pending = 0, 0, []
@@ -34,14 +36,15 @@ class NodeDesk(TaskDesk):
                 boot=event.boot,
                 slots=event.slots,
                 host=event.host,
-                since=now,
+                admin_since=now,
+                liveness_since=now,
                 shelf_port=event.shelf_port,
             )
             self.nodes[event.node] = node
-        given_up = node.state is NodeState.GONE
-        if node.state in (NodeState.SILENT, NodeState.GONE, NodeState.LEFT):
-            actions += self._set(node, NodeState.UP, "it is back", now)
-        elif node.heard == 0 and node.sent == 0 and node.state is NodeState.UP:
+        given_up = node.liveness is NodeLiveness.GONE
+        if node.liveness is not NodeLiveness.HEARD:
+            actions += self._seen(node, NodeLiveness.HEARD, "it is back", now)
+        elif node.heard == 0 and node.sent == 0:
             actions.append(msg.NodeChanged(node=node.name, state=node.state, because=node.because))
         keep = tuple(
             (task.name, worker, task.seats[worker].incarnation)
@@ -54,15 +57,17 @@ class NodeDesk(TaskDesk):
 
     def _silent(self, event: msg.NodeFellSilent, now: float) -> Actions:
         node = self.nodes.get(event.node)
-        if node is None or node.state is not NodeState.UP:
+        if node is None or node.liveness is not NodeLiveness.HEARD:
             return []
-        because = f"not heard for {event.silent_s:.2f} s; its workers may well be training"
-        return self._set(node, NodeState.SILENT, because, now) + self._confirm_silence(now)
+        training = "; its workers may be training" if self.roster.on_node(node.name) else ""
+        because = f"not heard for {event.silent_s:.2f} s{training}"
+        return self._seen(node, NodeLiveness.SILENT, because, now) + self._confirm_silence(now)
 
     def _confirm_silence(self, now: float) -> Actions:
         """Give up a silent node once the peers of its workers, elsewhere, wait too."""
         actions: Actions = []
-        for node in [n for n in self.nodes.values() if n.state is NodeState.SILENT]:
+        for node in [n for n in self.nodes.values() if n.liveness is NodeLiveness.SILENT]:
+            silent_s = now - node.liveness_since
             witnesses = [
                 f"{worker} of {task.name}"
                 for task in {t.name: t for t, _ in self.roster.on_node(node.name)}.values()
@@ -71,22 +76,22 @@ class NodeDesk(TaskDesk):
             ]
             if witnesses:
                 because = f"silent, and worker {witnesses[0]} on another node waits for it"
-                actions += self._lost(node.name, NodeState.GONE, because, now)
-            elif (owed := self._owed_by(node.name)) and now - node.since >= self.patience.awaited_silence_s:
+                actions += self._lost(node.name, NodeLiveness.GONE, because, now)
+            elif (owed := self._owed_by(node.name)) and silent_s >= self.patience.awaited_silence_s:
                 because = f"silent, and the ledger of worker {owed} is waited for"
-                actions += self._lost(node.name, NodeState.GONE, because, now)
-            elif now - node.since >= self.patience.lonely_silence_s and self.roster.on_node(node.name):
-                because = f"silent for {now - node.since:.0f} s, and nobody else can speak for it"
-                if not self._speaks_for(node.name):
-                    actions += self._lost(node.name, NodeState.GONE, because, now)
+                actions += self._lost(node.name, NodeLiveness.GONE, because, now)
+            elif silent_s >= self.patience.lonely_silence_s and not self._speaks_for(node.name):
+                alone = "no other worker can speak for it" if self.roster.on_node(node.name) else "it is idle"
+                because = f"silent for {silent_s:.0f} s, and {alone}"
+                actions += self._lost(node.name, NodeLiveness.GONE, because, now)
         return actions
 
     def _silence_ends_at(self, node: Node) -> float | None:
         """When a silent node is given up, if nothing is heard until then."""
         if self._owed_by(node.name):
-            return node.since + self.patience.awaited_silence_s
-        if self.roster.on_node(node.name) and not self._speaks_for(node.name):
-            return node.since + self.patience.lonely_silence_s
+            return node.liveness_since + self.patience.awaited_silence_s
+        if not self._speaks_for(node.name):
+            return node.liveness_since + self.patience.lonely_silence_s
         return None
 
     def _owed_by(self, node: str) -> str:
@@ -105,16 +110,16 @@ class NodeDesk(TaskDesk):
         return any(
             task.recovery is not None
             and isinstance(task.recovery.places.get(worker), Member)
-            and any(seat.node != node and self._up(seat.node) for seat in task.seats.values())
+            and any(seat.node != node and self._is_heard(seat.node) for seat in task.seats.values())
             for task, worker in self.roster.on_node(node)
         )
 
-    def _lost(self, name: str, state: NodeState, because: str, now: float) -> Actions:
+    def _lost(self, name: str, state: NodeLiveness, because: str, now: float) -> Actions:
         """A node is gone, and with it every worker on it."""
         node = self.nodes.get(name)
-        if node is None or node.state not in REACHABLE:
+        if node is None or not node.reachable:
             return []
-        actions = self._set(node, state, because, now)
+        actions = self._seen(node, state, because, now)
         node.pending.clear()
         losers = self._forget_copies(name)
         for task in losers:
@@ -127,7 +132,7 @@ class NodeDesk(TaskDesk):
             if task.state is TaskState.SEARCHING:  # the answer may have died with the node
                 task.state, task.search_at = TaskState.WAITING, None
             actions += self._grant(task, now)
-            if state is NodeState.GONE and task.state is TaskState.RUNNING:
+            if state is NodeLiveness.GONE and task.state is TaskState.RUNNING:
                 self._blame_node(task, node, [worker for worker, seat in seats if seat.incarnation], now)
             for worker, seat in seats:
                 actions += self._gone(task, worker, seat, f"node {name} is gone: {because}", now)
@@ -151,10 +156,10 @@ class NodeDesk(TaskDesk):
 
     def _drain(self, name: str, now: float) -> Actions:
         node = self.nodes.get(name)
-        if node is None or node.state not in (NodeState.UP, NodeState.SILENT):
+        if node is None or node.admin is NodeAdmin.DRAINING:
             return []
-        actions = self._set(node, NodeState.DRAINING, "a person drains it", now)
-        return actions + self._evacuate(node, "a person drains it", now)
+        actions = self._wanted(node, NodeAdmin.DRAINING, "drained by an operator", now)
+        return actions + self._evacuate(node, "drained by an operator", now)
 
     def _evacuate(self, node: Node, because: str, now: float) -> Actions:
         """Ask a node's workers to go; their places are filled elsewhere."""
@@ -166,22 +171,27 @@ class NodeDesk(TaskDesk):
     def _isolate(self, node: Node, because: str, now: float) -> Actions:
         node.isolations = [*remedies.recent(node.isolations, now, self.patience), now]
         lemon = len(node.isolations) >= self.patience.isolations_before_lemon
-        state = NodeState.LEMON if lemon else NodeState.ISOLATED
+        if node.admin is NodeAdmin.DRAINING:  # it is on its way out, and stays out
+            return []
+        state = NodeAdmin.LEMON if lemon else NodeAdmin.ISOLATED
         told = f"isolated {len(node.isolations)} times lately; {because}" if lemon else because
-        return self._set(node, state, told, now) + self._evacuate(node, f"isolated: {because}", now)
+        return self._wanted(node, state, told, now) + self._evacuate(node, f"isolated: {because}", now)
 
     def _readmit(self, event: msg.ReadmitRequested, now: float) -> Actions:
         node = self.nodes.get(event.node)
-        out = (NodeState.LEMON, NodeState.ISOLATED, NodeState.DRAINING)
-        if node is None or node.state not in out:
+        if node is None or node.admin is NodeAdmin.UP:
             return []
         node.isolations.clear()
-        actions = self._set(node, NodeState.UP, f"readmitted by {event.by}", now)
+        actions = self._wanted(node, NodeAdmin.UP, f"readmitted by {event.by}", now)
         return actions + self._fill(now, f"node {node.name} was readmitted")
 
-    def _set(self, node: Node, state: NodeState, because: str, now: float) -> Actions:
-        node.state, node.because, node.since = state, because, now
-        return [msg.NodeChanged(node=node.name, state=state, because=because)]
+    def _wanted(self, node: Node, admin: NodeAdmin, because: str, now: float) -> Actions:
+        node.set_admin(admin, because, now)
+        return [msg.NodeChanged(node=node.name, state=node.state, because=because)]
+
+    def _seen(self, node: Node, liveness: NodeLiveness, because: str, now: float) -> Actions:
+        node.set_liveness(liveness, because, now)
+        return [msg.NodeChanged(node=node.name, state=node.state, because=because)]
 
     def _could_live_without(self, name: str) -> bool:
         """Would every task with workers on this node still have, or find, a worker for each stage?"""

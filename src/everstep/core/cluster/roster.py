@@ -11,25 +11,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from everstep.core.cluster.node_states import ADMIN, LIVENESS, NodeAdmin, NodeLiveness, NodeState, shown
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Lived
 from everstep.core.words.actions import ComputePlan, StartWorker
 from everstep.core.words.cluster_messages import MemoryAddress, OpOverdue, Order
+from everstep.core.words.lifecycle import move
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
-
-
-class NodeState(StrEnum):
-    UP = "up"
-    SILENT = "silent"  # not heard for a while; its workers may well be training
-    GONE = "gone"  # given up: silent, and its workers too
-    LEFT = "left"  # ended in good order
-    DRAINING = "draining"  # gets no new workers, and loses those it has
-    ISOLATED = "isolated"  # kept out for a time after a grave fault
-    LEMON = "lemon"  # isolated too often: kept out until somebody readmits it
-
-
-REACHABLE = frozenset(NodeState) - {NodeState.GONE, NodeState.LEFT}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,9 +27,12 @@ class Node:
     boot: str
     slots: int
     host: str
-    state: NodeState = NodeState.UP
-    because: str = "it joined"
-    since: float = 0.0
+    admin: NodeAdmin = NodeAdmin.UP
+    admin_because: str = "it joined"
+    admin_since: float = 0.0
+    liveness: NodeLiveness = NodeLiveness.HEARD
+    liveness_because: str = "it joined"
+    liveness_since: float = 0.0
     heard: int = 0  # the last report of this boot
     sent: int = 0  # the last order to this boot
     pending: list[tuple[int, Order, str]] = field(default_factory=list)  # orders it may not have got
@@ -48,6 +40,39 @@ class Node:
     shelving: set[str] = field(default_factory=set)  # tasks whose copies it may keep
     isolations: list[float] = field(default_factory=list)
     shelf_port: int = 0
+
+    @property
+    def state(self) -> NodeState:
+        """The one word that is shown."""
+        return shown(self.admin, self.liveness)
+
+    @property
+    def because(self) -> str:
+        return self.liveness_because if self._shows_liveness else self.admin_because
+
+    @property
+    def since(self) -> float:
+        return self.liveness_since if self._shows_liveness else self.admin_since
+
+    @property
+    def _shows_liveness(self) -> bool:
+        """Of a node that is up the last change is told."""
+        if self.state is NodeState.UP:
+            return self.liveness_since >= self.admin_since
+        return self.liveness is not NodeLiveness.HEARD
+
+    @property
+    def reachable(self) -> bool:
+        """Not given up: its workers count."""
+        return self.liveness in (NodeLiveness.HEARD, NodeLiveness.SILENT)
+
+    def set_admin(self, new: NodeAdmin, because: str, now: float) -> None:
+        self.admin = move(ADMIN, self.admin, new, f"node {self.name}")
+        self.admin_because, self.admin_since = because, now
+
+    def set_liveness(self, new: NodeLiveness, because: str, now: float) -> None:
+        self.liveness = move(LIVENESS, self.liveness, new, f"node {self.name}")
+        self.liveness_because, self.liveness_since = because, now
 
     @property
     def shelf(self) -> MemoryAddress:
@@ -235,7 +260,7 @@ class Roster:
             assert not (task.state in OVER and task.seats), f"{task.name} is over and holds slots"
             for worker, seat in task.seats.items():
                 node = self.nodes[seat.node]
-                assert node.state in REACHABLE, f"{task.name} {worker} sits on {node.name}, which is gone"
+                assert node.reachable, f"{task.name} {worker} sits on {node.name}, which is gone"
                 assert 0 <= seat.slot < node.slots
 
 

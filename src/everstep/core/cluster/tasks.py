@@ -13,7 +13,6 @@ from everstep.core.cluster.dispatch import Actions
 from everstep.core.cluster.memory_copies import ShelfDesk
 from everstep.core.cluster.roster import (
     OVER,
-    REACHABLE,
     KeptState,
     NextShape,
     Seat,
@@ -313,7 +312,7 @@ class TaskDesk(ShelfDesk):
 
     def _shelved(self, task: Task, event: msg.PartWritten, node: str, now: float) -> Actions:
         """A copy of a stage's state is in a node's memory."""
-        if task.state in OVER or node not in self.nodes or self.nodes[node].state not in REACHABLE:
+        if task.state in OVER or node not in self.nodes or not self.nodes[node].reachable:
             return []
         kept = task.kept.get(event.step)
         if kept is None or kept.attempt != event.attempt:

@@ -51,7 +51,12 @@ LIMITS = DetectorLimits(
     first_op_s=0.3,
 )
 PATIENCE = msg.Patience(
-    restarts_per_place=60, backoff_s=0.005, backoff_most_s=0.03, isolation_s=0.3, lonely_silence_s=0.1
+    restarts_per_place=60,
+    backoff_s=0.005,
+    backoff_most_s=0.03,
+    isolation_s=0.3,
+    lonely_silence_s=0.1,
+    awaited_silence_s=0.1,
 )
 TIMES_S = {"F": 0.001, "I": 0.0011, "W": 0.0009, "B": 0.002, "R": 0.0003, "U": 0.0003}
 
@@ -531,6 +536,12 @@ class ClusterWorld(World):
         self._note("back", Worker(agent.number, 0), f"{agent.name} is back")
         self.hear(agent_joined(agent))
         self.agenda.after(LOOK_US, self._look, agent, agent.boot)
+
+    def drain_node(self, number: int, span_us: int) -> None:
+        agent = self.agents[number]
+        self._note("drain", Worker(number, 0), f"an operator drains {agent.name}")
+        self.hear(msg.DrainRequested(node=agent.name))  # type: ignore[arg-type]
+        self.agenda.after(self.weather.spread(2_000), self.lose_node, number, span_us)
 
     def mute_node(self, number: int, span_us: int) -> None:
         agent = self.agents[number]

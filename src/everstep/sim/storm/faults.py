@@ -29,6 +29,7 @@ class FaultKind(StrEnum):
     PART = "partition"  # a node cannot be reached by the others, nor reach them; held back, then delivered
     ONE_WAY = "one-way"  # it can be heard, but does not hear
     MUTE = "mute"  # the coordinator does not hear a node: it takes its workers for dead, and they are not
+    DRAIN = "drain"  # an operator drains a node, which loses power before its workers have left
     HEAD = "coordinator"  # the coordinator crashes; what its journal had not synced is lost
 
 

@@ -15,6 +15,8 @@ from everstep.sim.draw import Draw
 from everstep.sim.storm.faults import HERE, TRIGGERS, WHO_WORKERS, FaultKind, StormFault
 
 OP_US = 1_000  # a typical op; all else is in proportion to it
+FOR_GOOD_US = 3_600_000_000
+ANY_SEED = tuple(kind for kind in FaultKind if kind is not FaultKind.DRAIN)  # a drain is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,14 @@ def with_moves(spec: Spec) -> Spec:
     return replace(spec, rules=rules, moves=tuple(draw.below(duration) for _ in range(draw.between(1, 3))))
 
 
+def with_drain(spec: Spec) -> Spec:
+    """The same storm, in which an operator drains a node that then dies for good."""
+    draw = Draw(spec.seed, "drain")
+    at_us, target = draw.below(run_time_us(spec)), draw.below(64)
+    drain = StormFault(what=FaultKind.DRAIN, at_us=at_us, target=target, span_us=FOR_GOOD_US)
+    return replace(spec, faults=(*spec.faults, drain))
+
+
 def _draw_rules(draw: Draw) -> TaskRules:
     replicas = draw.choice((1, 2, 2, 2, 3, 3, 3, 4))
     stages = draw.choice((1, 2, 2, 2, 3, 3))
@@ -120,9 +130,7 @@ def _draw_rules(draw: Draw) -> TaskRules:
     )
 
 
-def draw_faults(
-    draw: Draw, spec: Spec, kinds: tuple[FaultKind, ...] = tuple(FaultKind)
-) -> tuple[StormFault, ...]:
+def draw_faults(draw: Draw, spec: Spec, kinds: tuple[FaultKind, ...] = ANY_SEED) -> tuple[StormFault, ...]:
     """A random few kinds of fault, some faults of these kinds. One seed in sixteen is calm."""
     if draw.chance(1 / 16):
         return ()

@@ -54,6 +54,7 @@ class Strikes:
             FaultKind.PART,
             FaultKind.ONE_WAY,
             FaultKind.MUTE,
+            FaultKind.DRAIN,
         ):
             self._strike_node(fault, fault.target % len(world.nodes))
         else:
@@ -106,6 +107,8 @@ class Strikes:
                 world.agenda.after(fault.span_us, self._end_lag, number)
             case FaultKind.MUTE:
                 world.mute_node(number, fault.span_us)
+            case FaultKind.DRAIN:
+                world.drain_node(number, fault.span_us)
             case _:
                 self._partition(fault, number)
 

@@ -442,6 +442,10 @@ class World:
         for worker, incarnation in lost:
             self.hear(self._exit(worker, incarnation, f"node {node.number} fell silent"))
 
+    def drain_node(self, number: int, span_us: int) -> None:
+        """Recovery knows of no operators: here it only loses power."""
+        self.lose_node(number, span_us)
+
     def mute_node(self, number: int, span_us: int) -> None:
         """The coordinator does not hear the node. After a silence it takes the workers there for dead."""
         node = self.nodes[number]
