@@ -46,7 +46,8 @@ def agent_command(
 ) -> int:
     """Run the agent of this node: it starts workers for the coordinator, and watches them.
 
-    If the line to the coordinator breaks, its workers train on and it reports when the line is back.
+    If the line to the coordinator breaks, or the coordinator refuses its token, its workers train on and it
+    tries again; a token file is read again each time.
 
     [bold]Examples[/bold]
 
@@ -63,11 +64,12 @@ def agent_command(
         slots=slots or _slots(),
         coordinators=tuple(filter(None, coordinator.split(","))),
         host=host,
-        token=tokens.found(token, token_file) or None,
+        token=lambda: tokens.found(token, token_file),
         ca=ca,
         words=log_dir,
         beat_s=beat,
     )
+    settings.token()  # a file that cannot be read is told now
     if not settings.coordinators:
         raise UserError(f"--coordinator is empty; give an address such as {DEFAULT_ADDRESS}.")
     if as_json:

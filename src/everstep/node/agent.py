@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import secrets
 import shutil
 import ssl
@@ -56,7 +57,7 @@ class AgentSettings:
     slots: int
     coordinators: Sequence[str]  # http(s) addresses, or @FILE that holds one now; tried in turn
     host: str = "127.0.0.1"  # where this node's workers are reached by their peers
-    token: str | None = None
+    token: Callable[[], str] = lambda: ""  # asked at every attempt: a file may hold another one by then
     ca: Path | None = None
     beat_s: float = BEAT_EVERY_S
     words: Path | None = None  # a folder for what workers print
@@ -81,6 +82,7 @@ class Agent:
         self._nurseries: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
         self._clock = time.time() - time.monotonic()  # workers speak monotonic; the coordinator, wall time
         self._welcomed = False
+        self._troubles: dict[str, str] = {}  # by address: why it is not connected, as last told
         self._term = 0  # of the newest coordinator heard: an older one may not know that it is deposed
 
     async def run(self) -> None:
@@ -160,24 +162,37 @@ class Agent:
     # -------------------------------------------------------------- the line
 
     async def _stay_connected(self) -> None:
+        """For ever. No word of a coordinator and no fault of the line ends workers: only an order does."""
         wait, turn = RETRY_FIRST_S, 0
         async with aiohttp.ClientSession() as session:
             while True:
                 address = current(self.settings.coordinators[turn % len(self.settings.coordinators)])
                 self._welcomed = False
+                reason, began = "it has closed the line", time.monotonic()
                 try:
                     if address:
                         await self._connected(session, address)
-                except (aiohttp.ClientError, OSError, TimeoutError, PeerError) as error:
-                    if self._welcomed:
-                        self.say(f"the line to {address} is cut ({error}); workers train on")
-                if self._welcomed:
+                except Exception as error:  # the main loop: whatever it is, the workers train on
+                    reason = str(error) or type(error).__name__
+                if address:
+                    self._tell_trouble(address, reason)
+                if self._welcomed and time.monotonic() - began > RETRY_MOST_S:
                     wait = RETRY_FIRST_S
-                await asyncio.sleep(wait)
+                await asyncio.sleep(wait * random.uniform(0.75, 1.25))
                 wait, turn = min(wait * 2, RETRY_MOST_S), turn + 1
 
+    def _tell_trouble(self, address: str, reason: str) -> None:
+        """Once for each reason: it is tried again several times per second."""
+        if self._troubles.get(address) == reason:
+            return
+        self._troubles[address] = reason
+        workers = len(self.crew.processes)
+        going_on = f"; its {workers} workers train on" if workers else ""
+        self.say(f"node {self.settings.node} is not connected to {address}: {reason}{going_on}; trying again")
+
     async def _connected(self, session: aiohttp.ClientSession, address: str) -> None:
-        headers = {"Authorization": f"Bearer {self.settings.token}"} if self.settings.token else {}
+        token = self.settings.token()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         context = ssl.create_default_context(cafile=str(self.settings.ca)) if self.settings.ca else None
         url = f"{address.rstrip('/')}/v1/agent"
         timeout = aiohttp.ClientWSTimeout(ws_close=1.0)
@@ -193,9 +208,9 @@ class Agent:
             line = await asyncio.wait_for(connect, 5.0)
         except aiohttp.WSServerHandshakeError as error:
             if error.status in (401, 403):
-                raise UserError(
-                    f"the coordinator at {address} refuses this agent's token; give it by --token or "
-                    "EVERSTEP_TOKEN."
+                raise PeerError(
+                    "it refuses this agent's token; correct the token file, or start the agent with the "
+                    "right --token-file or EVERSTEP_TOKEN"
                 ) from None
             raise
         try:
@@ -214,10 +229,11 @@ class Agent:
         await line.send_str(json.dumps({"hello": hello, "done": self.done}))
         welcome = await line.receive_json(timeout=10.0)
         if "refused" in welcome:
-            raise EverstepError(welcome["refused"])
+            raise PeerError(welcome["refused"])
         self._check_term(welcome)
         self._heard(welcome["heard"])
         self._welcomed = True
+        self._troubles.clear()
         self.say(f"node {self.settings.node} is connected to {address}")
         speaking = asyncio.create_task(self._speak(line, welcome["heard"]))
         beating = asyncio.create_task(self._beat(line))

@@ -1,0 +1,178 @@
+"""Nothing that a coordinator or the line to it does ends an agent, or the workers of its node."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from everstep.cli.client import Client
+from everstep.errors import UserError
+from everstep.node import agent as module
+from everstep.node.agent import Agent, AgentSettings
+from harness.cluster import small_job
+from tests.server.served import served
+
+
+class RudeCoordinator:
+    """Does one thing after the other to whoever calls, then welcomes."""
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.rude = [
+            self._status(401),
+            self._status(403),
+            self._status(500),
+            self._says('{"refused": "node n1 is connected already"}'),
+            self._says("this is no JSON"),
+            self._says("[1, 2]"),
+            self._says("{}"),
+            self._says(None),
+            self._says('{"welcome": "n1", "heard": "x"}'),
+            self._says(
+                '{"welcome": "n1", "heard": 0, "term": 7}', '{"number": 1, "order": {"is": "Nothing"}}'
+            ),
+            self._says('{"welcome": "n1", "heard": 0, "term": 7}', '{"ask": 1}'),
+            self._says('{"welcome": "n1", "heard": 0, "term": 6}'),  # deposed
+        ]
+        self.welcomed = asyncio.Event()
+
+    @staticmethod
+    def _status(number: int) -> Callable[[web.Request], Any]:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            return web.Response(status=number)
+
+        return answer
+
+    @staticmethod
+    def _says(*texts: str | None) -> Callable[[web.Request], Any]:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            line = web.WebSocketResponse()
+            await line.prepare(request)
+            await line.receive()
+            for text in texts:
+                if text is not None:
+                    await line.send_str(text)
+            await line.close()
+            return line
+
+        return answer
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        self.tokens.append(request.headers.get("Authorization", ""))
+        if self.rude:
+            found: web.StreamResponse = await self.rude.pop(0)(request)
+            return found
+        line = web.WebSocketResponse()
+        await line.prepare(request)
+        await line.receive()
+        await line.send_json({"welcome": "n1", "heard": 0, "term": 7})
+        self.welcomed.set()
+        async for _ in line:
+            pass
+        return line
+
+
+def test_whatever_a_coordinator_does_the_agent_tries_again_and_says_why_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RETRY_FIRST_S", 0.001)
+    monkeypatch.setattr(module, "RETRY_MOST_S", 0.004)
+    said: list[str] = []
+    asked = iter(range(1000))
+
+    def token() -> str:
+        number = next(asked)
+        if number == 3:
+            raise UserError("the token file x cannot be read.")  # while it is being replaced
+        return f"token-{number}"
+
+    async def play() -> RudeCoordinator:
+        coordinator = RudeCoordinator()
+        app = web.Application()
+        app.router.add_get("/v1/agent", coordinator.serve)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        settings = AgentSettings(node="n1", slots=1, coordinators=(f"http://127.0.0.1:{port}",), token=token)
+        job = asyncio.create_task(Agent(settings, say=said.append).run())
+        welcomed = asyncio.create_task(coordinator.welcomed.wait())
+        async with asyncio.timeout(20):
+            await asyncio.wait({job, welcomed}, return_when=asyncio.FIRST_COMPLETED)
+        assert not job.done(), job.exception()
+        job.cancel()
+        await runner.cleanup()
+        return coordinator
+
+    coordinator = asyncio.run(play())
+    assert coordinator.tokens[:3] == ["Bearer token-0", "Bearer token-1", "Bearer token-2"]
+    assert coordinator.tokens[3] == "Bearer token-4"
+    assert sum("refuses this agent's token" in line for line in said) == 1, "401, then 403: one reason"
+    assert any("token file x cannot be read" in line for line in said)
+    assert any("connected already" in line for line in said)
+    assert any("of term 6" in line for line in said)
+    assert all("\n" not in line for line in said)
+
+
+def until(true: Callable[[], Any], what: str, within_s: float = 60.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (found := true()):
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.slow
+def test_workers_live_through_a_rotation_of_the_token(tmp_path: Path) -> None:
+    """The coordinator has the new token before the node's file has it."""
+    file, log = tmp_path / "token", tmp_path / "agent.log"
+    file.touch(mode=0o600)
+    file.write_text("the old one\n")
+    job = small_job(tmp_path, steps=1_000_000, replicas=1, stages=1)
+    agent: subprocess.Popen[bytes] | None = None
+
+    def workers(client: Client) -> dict[str, int]:
+        rows = client.get("/v1/tasks/t/readings")["workers"]
+        return {row["worker"]: row["pid"] for row in rows}
+
+    try:
+        with served(tmp_path / "state", token="the old one") as address:
+            port = int(address.rpartition(":")[2])
+            command = [sys.executable, "-m", "everstep.cli.main", "agent", "--node", "a", "--slots", "1"]
+            with log.open("wb") as out:
+                agent = subprocess.Popen(
+                    [*command, "--coordinator", address, "--token-file", str(file)],
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,
+                )
+            client = Client(address=address, token="the old one")
+            until(lambda: client.get("/v1/status")["nodes"], "the node is there")
+            client.post("/v1/tasks", {"name": "t", "job": job})
+            until(lambda: client.get("/v1/tasks/t")["step"] >= 1, "it trains")
+            before = workers(client)
+        with served(tmp_path / "state", token="the new one", port=port) as address:
+            client = Client(address=address, token="the new one")
+            until(lambda: "refuses this agent's token" in log.read_text(), "the agent says what is wrong")
+            os.kill(before["0:0"], 0)
+            step = client.get("/v1/tasks/t")["step"]
+            file.write_text("the new one\n")
+            until(lambda: client.get("/v1/tasks/t")["step"] > step, "its steps are heard again")
+            assert workers(client) == before
+            assert client.get("/v1/incidents") == []
+            assert agent.poll() is None
+    finally:
+        if agent is not None:
+            agent.send_signal(signal.SIGTERM)
+            agent.wait(20)
