@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS, STRIKE = 8, 5
-TIMEOUT_S, SLEEP_S = 1.5, 2.5
+TIMEOUT_S, SLEEP_S = 3.0, 4.5
 WORK_S = 0.01
 
 # fault -> is its dump written, who is to blame ("one": the struck rank, "two": it and another, "none")
@@ -406,7 +406,7 @@ def warm_up() -> None:
     """What every rank imports, once: ranks are forked."""
     import torch
     import torch.distributed
-    import torch.nn.parallel  # noqa: F401
+    import torch.nn.parallel
 
     import everstep.cli.diagnose
 
@@ -435,9 +435,11 @@ def main() -> None:
                 if not folder.is_dir():
                     continue
             else:
-                folder = Path(scratch) if given.keep is None else given.keep / scenario.name.replace(
-                    ", ", "_"
-                ).replace(" ", "-")
+                folder = (
+                    Path(scratch)
+                    if given.keep is None
+                    else given.keep / scenario.name.replace(", ", "_").replace(" ", "-")
+                )
                 folder.mkdir(parents=True, exist_ok=True)
                 run_scenario(scenario, folder, 20000 + (os.getpid() * 7 + number * 3) % 30000)
             rows.append(judge(scenario, folder))

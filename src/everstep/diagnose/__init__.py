@@ -6,9 +6,10 @@
 `stream.Stream` is the same for a job that is running: `feed(records)`, `verdicts(now)`.
 """
 
+from everstep.diagnose.case import Case, join
 from everstep.diagnose.finding import Diagnosis, Finding, Imbalance, Suspect, Syndrome, Where
 from everstep.diagnose.flight import Unusable
-from everstep.diagnose.record import Case, Group, Log, Part, Record, join
+from everstep.diagnose.record import Group, Log, Part, Record
 from everstep.diagnose.sources import read
 from everstep.diagnose.verdict import Analysis, analyse
 

@@ -17,8 +17,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from everstep.diagnose.case import Case
 from everstep.diagnose.messages import Pairs
-from everstep.diagnose.record import SYNCHRONIZING, UNKNOWN, Case
+from everstep.diagnose.record import SYNCHRONIZING, UNKNOWN
 
 
 def offsets_ns(case: Case, pairs: Pairs) -> dict[int, int]:

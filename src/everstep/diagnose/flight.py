@@ -6,12 +6,12 @@ the unpickler here refuses every one of them; the stock tool runs whatever a dum
 What differs between dumps, and what is made of it:
 
     state             NCCL: scheduled, started, completed. gloo: always scheduled; `retired` says completed
-    pg_config         NCCL: name -> ranks as text. gloo: one nameless group with no ranks; `join` infers them
+    pg_config         NCCL: name -> ranks as text. gloo: one nameless group, mostly without ranks (`case.py`)
     pg_status         by pg_id, not by name. Entries tell which id is which name; where a rank has no entries
                       (the one that matters most: a stuck host), ids and names are both in order of creation,
                       so they are paired in order if there are equally many and no entry contradicts
     last_enqueued     NCCL: the number of the last collective or of the last message, whichever was last.
-                      gloo: collectives and messages counted together, as `op_id`
+                      gloo: collectives and messages counted together (`flight_gloo.py`)
     JSON              numbers of pg_status as text, times 0 for none, no `entries` where there are none
     messages          "nccl:send 0->3", ranks of the group, also where `is_p2p` says no; gloo records none
     rank              not in the dump at all: from the file's name, or the one rank all its groups share
@@ -27,7 +27,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.diagnose.record import RECV, SEND, UNKNOWN, Group, Log, Part, Progress, Record
+from everstep.diagnose import flight_gloo
+from everstep.diagnose.record import (
+    FLIGHT_RECORDER,
+    RECV,
+    SEND,
+    UNKNOWN,
+    Group,
+    Log,
+    Part,
+    Progress,
+    Record,
+)
 from everstep.errors import UserError
 
 _MESSAGE = re.compile(r"(?:\w+:)?(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
@@ -97,6 +108,7 @@ def part_of(name: str, dump: Any) -> Part:
     entries = [entry for entry in dump.get("entries") or [] if isinstance(entry, Mapping)]
     configured = _configured(dump.get("pg_config") or {})
     rank = rank_of(name, [members for members, _ in configured.values()])
+    gloo = flight_gloo.is_of_gloo(dump, entries)
     groups: list[Group] = []
     index: dict[str, int] = {}
     for group, (members, about) in configured.items():
@@ -108,7 +120,7 @@ def part_of(name: str, dump: Any) -> Part:
         group, about = _group_of(entry)
         if group not in index:
             index[group] = len(groups)
-            groups.append(Group(name=group, about=about))
+            groups.append(_unlisted(group, about, entry, entries))
         try:
             records.append(_record(entry, rank, index[group], groups[index[group]].members, place))
         except (TypeError, ValueError, KeyError, IndexError) as error:
@@ -119,9 +131,32 @@ def part_of(name: str, dump: Any) -> Part:
         groups=groups,
         ranks=(rank,),
         progress=_progress(dump, entries, index, rank),
-        form="flight recorder",
-        has_device=not any(_is_gloo(entry) for entry in entries),
+        form=FLIGHT_RECORDER,
+        has_device=not gloo,
+        world_size=len(flight_gloo.members_of_world(dump)) if gloo else 0,
+        messages_next=_messages_next(entries, rank) if gloo else {},
     )
+
+
+def _unlisted(name: str, about: str, entry: Mapping[str, Any], entries: list[Mapping[str, Any]]) -> Group:
+    """A group that no list of groups names: what its entries say of it."""
+    level, timeout = entry.get("pg_id"), entry.get("timeout_ms")
+    same = [each for each in entries if _group_of(each)[0] == name]
+    return Group(
+        name=name,
+        about=about,
+        size=flight_gloo.group_size(same),
+        level=int(level) if isinstance(level, int) else UNKNOWN,
+        timeout_ns=int(timeout) * 1_000_000 if isinstance(timeout, int) else UNKNOWN,
+    )
+
+
+def _messages_next(entries: list[Mapping[str, Any]], rank: int) -> dict[int, int]:
+    try:
+        count = flight_gloo.messages_next(entries)
+    except (TypeError, ValueError):
+        return {}
+    return {rank: count} if count else {}
 
 
 def rank_of(name: str, memberships: list[tuple[int, ...]]) -> int:
@@ -191,10 +226,6 @@ def _record(entry: Mapping[str, Any], rank: int, group: int, members: tuple[int,
     )
 
 
-def _is_gloo(entry: Mapping[str, Any]) -> bool:
-    return str(entry.get("profiling_name", "")).startswith("gloo:")
-
-
 def _kind(name: str) -> str:
     plain = name.rsplit(":", 1)[-1].lower()
     for word in _KINDS:
@@ -223,7 +254,9 @@ def _progress(
         paired = {pg: str(number) for pg, number in zip(sorted(status), numbered, strict=True)}
         if all(paired.get(pg) == name for pg, name in names.items()):
             names = paired
-    if any(_is_gloo(entry) for entry in entries):  # its counters mix messages in, and entries say it better
+    if any(
+        flight_gloo.is_gloo(entry) for entry in entries
+    ):  # its counters mix messages in, and entries say it better
         return {}
     return {
         (rank, index[names[pg]]): Progress(

@@ -23,11 +23,13 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
+from everstep.diagnose.case import Case
 from everstep.diagnose.circles import last_circles
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
 from everstep.diagnose.mismatch import find_mismatches
+from everstep.diagnose.postmortem import find_stopped
 from everstep.diagnose.raised import find_lost, find_raised
-from everstep.diagnose.record import UNKNOWN, Case
+from everstep.diagnose.record import UNKNOWN
 from everstep.diagnose.waiting import Arrow, Rests, Standing, arrows_of, operation, stand
 
 _HANG_AFTER_S = 1.0
@@ -41,6 +43,9 @@ def find_hangs(case: Case, *, now_ns: int = UNKNOWN) -> list[Finding]:
     raised = find_raised(case)
     if raised:
         return raised
+    stopped = find_stopped(case)
+    if stopped:
+        return find_lost(case) or stopped
     standing = stand(case)
     if not standing.first or not _overdue(case, standing, now_ns):
         return find_lost(case)

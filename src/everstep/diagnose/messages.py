@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.diagnose.record import RECV, SEND, UNKNOWN, Case, Ints
+from everstep.diagnose.case import Case
+from everstep.diagnose.record import RECV, SEND, UNKNOWN, Ints
 
 Floats = NDArray[np.float64]
 

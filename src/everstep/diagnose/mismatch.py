@@ -1,31 +1,43 @@
 """Ranks that disagree about what an operation is: its kind, or its size where sizes must agree.
 
 They come before any look at who waits: the operation can never complete, and whoever is in the minority runs
-another program, or another iteration of it. On a tie nobody is in the minority, and all are named, unsure.
+another program, or another iteration of it. On a tie the past tells: a rank that calls what it called after
+the same operations before follows the program. Where it does not tell, all are named, unsure.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 import numpy as np
 
+from everstep.diagnose.case import Case
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
-from everstep.diagnose.record import EQUAL_SIZES, RECV, SEND, UNKNOWN, Case, Record
+from everstep.diagnose.program import same_place
+from everstep.diagnose.record import COMPUTE, EQUAL_SIZES, RECV, SEND, UNKNOWN, Record
 from everstep.diagnose.waiting import Standing
+
+_BY_MAJORITY, _BY_THE_PAST, _TIED = 0.95, 0.7, 0.5
+_LOOK_BACK = 256  # operations
 
 
 def find_mismatches(case: Case, standing: Standing) -> list[Finding]:
     """The earliest disagreement at an operation somebody waits at, if there is one."""
-    for records in _waited_for(case, standing):
+    return first_disagreement(case, _waited_for(case, standing))
+
+
+def first_disagreement(case: Case, operations: Iterable[list[Record]]) -> list[Finding]:
+    """Of operations, each as its members issued it."""
+    for records in operations:
         kinds = Counter(record.kind for record in records)
         if len(kinds) > 1:
             said = {record.rank: record.kind for record in records}
-            return [_disagree(case, records[0], said, "calls {0} where {1} call {2}")]
+            return [_disagree(case, records, said, "calls {0} where {1} call {2}")]
         sizes = {record.bytes for record in records if record.bytes != UNKNOWN}
         if len(sizes) > 1 and records[0].kind in EQUAL_SIZES:
             said = {record.rank: f"{record.bytes} bytes" for record in records}
-            return [_disagree(case, records[0], said, "brings {0} to it where {1} bring {2}")]
+            return [_disagree(case, records, said, "brings {0} to it where {1} bring {2}")]
     return []
 
 
@@ -44,12 +56,18 @@ def _waited_for(case: Case, standing: Standing) -> list[list[Record]]:
     return [found[key] for key in sorted(found)]
 
 
-def _disagree(case: Case, record: Record, said: dict[int, str], form: str) -> Finding:
-    most, _ = Counter(said.values()).most_common(1)[0]
-    majority = sorted(rank for rank, word in said.items() if word == most)
-    tied = len(majority) * 2 <= len(said)
-    odd = sorted(said) if tied else sorted(set(said) - set(majority))
-    operation = f"operation {record.seq} of group {case.name(record.group)}"
+def _disagree(case: Case, records: list[Record], said: dict[int, str], form: str) -> Finding:
+    most, count = Counter(said.values()).most_common(1)[0]
+    tied = count * 2 <= len(said)
+    strays = [record.rank for record in records if tied and _strays(case, record)]
+    if 0 < len(strays) < len(said):
+        odd, confidence = sorted(strays), _BY_THE_PAST
+        most = next(word for rank, word in said.items() if rank not in strays)
+    else:
+        odd = sorted(said) if tied else sorted(rank for rank, word in said.items() if word != most)
+        confidence = _TIED if tied else _BY_MAJORITY
+    others = f"rank {ranks_text(rank for rank, word in said.items() if word == most)}"
+    operation = f"operation {records[0].seq} of group {case.name(records[0].group)}"
     agreed = RuledOut(what="device and link", because="ranks disagree about the operation itself")
     return Finding(
         syndrome=Syndrome.COMMUNICATION_HANG,
@@ -57,8 +75,8 @@ def _disagree(case: Case, record: Record, said: dict[int, str], form: str) -> Fi
         suspects=tuple(
             Suspect(
                 rank=rank,
-                confidence=0.5 if tied else 0.95,
-                evidence=f"at {operation} it {form.format(said[rank], f'rank {ranks_text(majority)}', most)}",
+                confidence=confidence,
+                evidence=f"at {operation} it {form.format(said[rank], others, most)}",
                 node=case.hosts.get(rank, ""),
             )
             for rank in odd
@@ -67,3 +85,13 @@ def _disagree(case: Case, record: Record, said: dict[int, str], form: str) -> Fi
         ruled_out=(agreed,),
         because=f"ranks do not agree on {operation}: rank {ranks_text(odd)} differs from the rest.",
     )
+
+
+def _strays(case: Case, record: Record) -> bool:
+    """Is it another operation than the one the rank called after the same operations before?"""
+    log = case.log
+    mine = (log.rank == record.rank) & (log.group == record.group) & (log.seq < record.seq)
+    rows = np.flatnonzero(mine & ~log.is_kind(SEND, RECV, COMPUTE))[-_LOOK_BACK:]
+    past = [(log.kinds[log.kind[at]], int(log.bytes[at])) for at in rows.tolist()]
+    before = same_place(past)
+    return before is not None and past[before] != (record.kind, record.bytes)

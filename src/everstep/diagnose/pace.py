@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.diagnose.record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Case, Ints, Log, most_by
+from everstep.diagnose.case import Case
+from everstep.diagnose.record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Ints, Log, most_by
 
 Floats = NDArray[np.float64]
 _LONGEST_PERIOD = 512

@@ -15,8 +15,9 @@ from collections import defaultdict
 
 import numpy as np
 
+from everstep.diagnose.case import Case
 from everstep.diagnose.finding import Finding
-from everstep.diagnose.record import COMPUTE, RECV, SEND, UNKNOWN, Case
+from everstep.diagnose.record import COMPUTE, RECV, SEND, UNKNOWN
 from everstep.diagnose.verdict import Analysis
 from everstep.schedule.gantt import Box, Line, Picture, Word, png, svg
 

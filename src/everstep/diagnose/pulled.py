@@ -44,4 +44,5 @@ def read_pull(name: str, text: str) -> Part:
                 part.hosts[rank] = str(said["host"])
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise Unusable(f"a pull's answers that are not understood ({error})") from None
+    part.pulled = frozenset(part.taken_ns)
     return part

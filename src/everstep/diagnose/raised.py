@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from everstep.diagnose.case import Case
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
 from everstep.diagnose.flight import Unusable
-from everstep.diagnose.record import UNKNOWN, Case, Log, Part
+from everstep.diagnose.record import UNKNOWN, Log, Part
 
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out|socket|peer|remote process|DistBackendError|"

@@ -10,14 +10,12 @@ see, so no analysis may read an absence as evidence.
     ended      this rank was done with it
     took       how long it ran, where a source knows the length and not the moment
 
-A `Part` is what one file says. `join` makes one `Case` of many parts: groups that several ranks name become
-one group, and messages between two ranks find each other. Groups are the same when their name and their
-members are: after a split, one name may stand for two sets of ranks.
+A `Part` is what one file says; `case.py` makes one `Case` of many parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +24,7 @@ from numpy.typing import NDArray
 
 UNKNOWN = -1
 SEND, RECV, COMPUTE = "send", "recv", "compute"
+FLIGHT_RECORDER = "flight recorder"  # the form of its dumps
 SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 EQUAL_SIZES = frozenset({"all_reduce", "broadcast", "reduce", "reduce_scatter"})
 Ints = NDArray[np.int64]
@@ -61,6 +60,9 @@ class Group:
     members: tuple[int, ...] = ()
     about: str = ""
     pairwise: bool = False  # messages carry a number of their own per sender and receiver
+    size: int = 0  # how many members there are, where a source says that and not who they are
+    level: int = UNKNOWN  # which of its groups this is, as the rank that names it counts them
+    timeout_ns: int = UNKNOWN  # how long an operation of it waits before it fails
 
     def __str__(self) -> str:
         return f"{self.name} ({self.about})" if self.about not in ("", "undefined", self.name) else self.name
@@ -181,80 +183,8 @@ class Part:
     errors: dict[int, tuple[int, str]] = field(default_factory=dict)  # raised: when (ns), what
     world_size: int = 0
     has_device: bool = True  # gloo has none: what failed there looks completed
-
-
-@dataclass(slots=True, kw_only=True)
-class Case:
-    """Everything known about one job at one time."""
-
-    log: Log
-    groups: list[Group]
-    ranks: tuple[int, ...]  # who spoke
-    world: tuple[int, ...]  # who exists
-    progress: dict[tuple[int, int], Progress] = field(default_factory=dict)
-    taken_ns: dict[int, int] = field(default_factory=dict)
-    hosts: dict[int, str] = field(default_factory=dict)
-    silent: dict[int, str] = field(default_factory=dict)
-    stacks: dict[int, str] = field(default_factory=dict)
-    stuck_hosts: dict[int, str] = field(default_factory=dict)
-    errors: dict[int, tuple[int, str]] = field(default_factory=dict)
-    has_device: bool = True
-
-    def name(self, group: int) -> str:
-        return str(self.groups[group])
-
-
-def join(parts: Sequence[Part]) -> Case:
-    """One case of many parts. Of several dumps of one rank the latest counts."""
-    parts = _latest(parts)
-    keys: dict[tuple[str, tuple[int, ...]], int] = {}
-    groups: list[Group] = []
-    moved: list[list[int]] = []
-    for part in parts:
-        indices = []
-        for group in part.groups:
-            key = (group.name, group.members)
-            if key not in keys:
-                keys[key] = len(groups)
-                groups.append(group)
-            indices.append(keys[key])
-        moved.append(indices)
-    log = concatenate([(part.log, moved[i]) for i, part in enumerate(parts)])
-    spoke = {rank for part in parts for rank in part.ranks} | set(np.unique(log.rank).tolist())
-    silent = {rank: why for part in parts for rank, why in part.silent.items()}
-    size = max((part.world_size for part in parts), default=0)
-    world = spoke | set(silent) | set(range(size))
-    groups = _with_members(groups, log, {rank for g in groups for rank in g.members} | world)
-    case = Case(
-        log=log,
-        groups=groups,
-        ranks=tuple(sorted(spoke)),
-        world=tuple(sorted(world | {rank for group in groups for rank in group.members})),
-        silent=silent,
-    )
-    for part, indices in zip(parts, moved, strict=True):
-        case.progress |= {(rank, indices[g]): value for (rank, g), value in part.progress.items()}
-        case.hosts |= part.hosts
-        case.stacks |= part.stacks
-        case.stuck_hosts |= part.stuck_hosts
-        case.errors |= part.errors
-        case.has_device &= part.has_device
-        case.taken_ns |= part.taken_ns
-    return case
-
-
-def _latest(parts: Sequence[Part]) -> list[Part]:
-    newest: dict[tuple[str, tuple[int, ...]], Part] = {}
-    for part in parts:
-        key = (part.form, part.ranks) if part.ranks else (part.source, ())
-        other = newest.get(key)
-        if other is None or _reach(part) >= _reach(other):
-            newest[key] = part
-    return list(newest.values())
-
-
-def _reach(part: Part) -> tuple[int, int]:
-    return (int(part.log.order.max()) if len(part.log) else UNKNOWN), len(part.log)
+    messages_next: dict[int, int] = field(default_factory=dict)  # see `Case`
+    pulled: frozenset[int] = frozenset()  # ranks that answered while they ran: theirs is no post-mortem
 
 
 def concatenate(parts: list[tuple[Log, list[int]]]) -> Log:
@@ -280,15 +210,3 @@ def concatenate(parts: list[tuple[Log, list[int]]]) -> Log:
     if np.any(steps < 0) or np.any((steps == 0) & (np.diff(log.order) < 0)):
         log = log.take(np.lexsort((log.order, log.rank)))
     return log
-
-
-def _with_members(groups: list[Group], log: Log, world: set[int]) -> list[Group]:
-    """Members where a source left them out: all for the default group, else whoever was seen in it."""
-    filled = []
-    for index, group in enumerate(groups):
-        if not group.members:
-            seen = np.unique(log.rank[log.group == index]).tolist()
-            members = sorted(world) if "default" in group.about else seen
-            group = Group(name=group.name, members=tuple(members), about=group.about, pairwise=group.pairwise)
-        filled.append(group)
-    return filled

@@ -29,7 +29,7 @@ def read(name: str, content: bytes, *, modified_ns: int | None = None) -> Part:
         part = flight.read_pickle(name, content)
     else:
         part = _read_text(name, content)
-    if modified_ns is not None and len(part.log) and modified_ns >= int(part.log.enqueued_ns.max()):
+    if modified_ns is not None and (not len(part.log) or modified_ns >= int(part.log.enqueued_ns.max())):
         for rank in part.ranks:  # a dump is written when it is taken
             part.taken_ns.setdefault(rank, modified_ns)
     return part

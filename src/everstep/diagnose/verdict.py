@@ -13,6 +13,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from everstep.diagnose.case import Case, join
 from everstep.diagnose.clocks import offsets_ns
 from everstep.diagnose.finding import Diagnosis, Finding
 from everstep.diagnose.flight import Unusable
@@ -21,7 +22,7 @@ from everstep.diagnose.links import find_slow_links
 from everstep.diagnose.messages import DelayMatrix, pair_up
 from everstep.diagnose.optrace import roles_of_table
 from everstep.diagnose.pace import Role, roles_of
-from everstep.diagnose.record import UNKNOWN, Case, Part, join
+from everstep.diagnose.record import UNKNOWN, Part
 from everstep.diagnose.slow import find_slow
 
 
