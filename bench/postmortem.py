@@ -5,6 +5,7 @@
     python bench/postmortem.py --ranks 2 5          other world sizes
     python bench/postmortem.py --keep FOLDER        leave the dumps there, with truth.json beside them
     python bench/postmortem.py --read FOLDER        judge dumps that were kept
+    python bench/postmortem.py --read FOLDER --fixture FILE    write some of them as tests read them
     python bench/postmortem.py --json               one JSON document
 
 The jobs are plain PyTorch and write nothing but their Flight Recorder: no error file, no ring, no pull. Each
@@ -19,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -402,6 +404,36 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+KEPT_COLUMNS = (
+    "record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "profiling_name",
+    "time_created_ns", "input_sizes", "input_dtypes", "output_sizes", "state", "retired", "timeout_ms",
+)  # fmt: skip
+KEPT_ENTRIES = 24  # the last ones of a rank
+
+
+def as_fixture(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """A scenario's dumps without what the reader does not look at."""
+    dumps = {}
+    for file in sorted(folder.glob("fr_rank_*")):
+        whole = pickle.loads(file.read_bytes())
+        rows = [[entry[name] for name in KEPT_COLUMNS] for entry in whole.get("entries", [])[-KEPT_ENTRIES:]]
+        rest = {name: whole[name] for name in ("pg_config", "pg_status")}
+        rank = file.name.rsplit("_", 1)[-1]
+        dumps[rank] = {"written_ns": file.stat().st_mtime_ns, "rest": rest, "entries": rows}
+    return {"name": scenario.name, "truth": list(scenario.truth), "columns": KEPT_COLUMNS, "dumps": dumps}
+
+
+def is_kept(scenario: Scenario, number: int) -> bool:
+    """One size of each scenario, the small sizes in turn; of jobs other than `world` every third fault."""
+    sizes = [4, 8][number % 2 :][:1] if scenario.job == "replicas" else [2 + number % 4, 4]
+    of = list(FAULTS).index(scenario.fault)
+    return scenario.ranks == sizes[0] and (scenario.job == "world" or of % 3 == JOBS.index(scenario.job) % 3)
+
+
+def folder_of(root: Path, scenario: Scenario) -> Path:
+    return root / scenario.name.replace(", ", "_").replace(" ", "-")
+
+
 def warm_up() -> None:
     """What every rank imports, once: ranks are forked."""
     import torch
@@ -422,6 +454,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3, 4, 5, 6, 8])
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--read", type=Path)
+    parser.add_argument("--fixture", type=Path)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     chosen = [s for s in scenarios(given.ranks) if given.only in s.name]
@@ -430,22 +463,25 @@ def main() -> None:
         warm_up()
     for number, scenario in enumerate(chosen):
         with tempfile.TemporaryDirectory() as scratch:
-            if given.read is not None:
-                folder = given.read / scenario.name.replace(", ", "_").replace(" ", "-")
-                if not folder.is_dir():
-                    continue
-            else:
-                folder = (
-                    Path(scratch)
-                    if given.keep is None
-                    else given.keep / scenario.name.replace(", ", "_").replace(" ", "-")
-                )
+            kept = given.read or given.keep
+            folder = folder_of(kept, scenario) if kept is not None else Path(scratch)
+            if given.read is None:
                 folder.mkdir(parents=True, exist_ok=True)
                 run_scenario(scenario, folder, 20000 + (os.getpid() * 7 + number * 3) % 30000)
+            elif not folder.is_dir():
+                continue
             rows.append(judge(scenario, folder))
         row = rows[-1]
         mark = "ok " if row["exact"] else "bad"
         print(f"{mark} {scenario.name:34} truth {row['truth']!s:8} accused {row['accused']}", file=sys.stderr)
+    if given.fixture is not None:
+        kept = [
+            as_fixture(s, folder_of(given.read, s))
+            for number, (job, fault) in enumerate((job, fault) for job in JOBS for fault in FAULTS)
+            for s in chosen
+            if (s.job, s.fault) == (job, fault) and is_kept(s, number) and folder_of(given.read, s).is_dir()
+        ]
+        given.fixture.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in kept))
     if given.json:
         print(json.dumps({"summary": summary(rows), "rows": rows}))
         return

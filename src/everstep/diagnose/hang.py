@@ -29,7 +29,7 @@ from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Wher
 from everstep.diagnose.mismatch import find_mismatches
 from everstep.diagnose.postmortem import find_stopped
 from everstep.diagnose.raised import find_lost, find_raised
-from everstep.diagnose.record import UNKNOWN
+from everstep.diagnose.record import RECV, SEND, UNKNOWN
 from everstep.diagnose.waiting import Arrow, Rests, Standing, arrows_of, operation, stand
 
 _HANG_AFTER_S = 1.0
@@ -83,6 +83,21 @@ def _usual_pause_ns(case: Case) -> float:
         if len(found) >= 8:
             return float(np.quantile(found, 0.98))
     return 0.0
+
+
+def unrecorded_silence(case: Case) -> list[str]:
+    """A note where all ranks have long issued nothing, and what comes next are messages nobody recorded."""
+    log = case.log
+    if case.has_device or not case.messages_next or log.is_kind(SEND, RECV).any():
+        return []
+    quiet = [case.taken_ns[r] - int(log.enqueued_ns[log.rank == r].max()) for r in case.messages_next
+             if r in case.taken_ns]  # fmt: skip
+    if not quiet or min(quiet) < max(_HANG_AFTER_S * 1e9, _PATIENCE * _usual_pause_ns(case)):
+        return []
+    return [
+        f"no rank has issued an operation for {min(quiet) / 1e9:.1f} s. What comes next are messages, which "
+        "gloo's Flight Recorder does not record; watch_messages does (docs/diagnosis.md)."
+    ]
 
 
 # ------------------------------------------------------------------ ends

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from everstep.diagnose.case import Case, join
 from everstep.diagnose.clocks import offsets_ns
-from everstep.diagnose.finding import Diagnosis, Finding
+from everstep.diagnose.finding import Diagnosis, Finding, ranks_text
 from everstep.diagnose.flight import Unusable
-from everstep.diagnose.hang import find_hangs
+from everstep.diagnose.hang import find_hangs, unrecorded_silence
 from everstep.diagnose.links import find_slow_links
 from everstep.diagnose.messages import DelayMatrix, pair_up
 from everstep.diagnose.optrace import roles_of_table
 from everstep.diagnose.pace import Role, roles_of
+from everstep.diagnose.postmortem import older_dumps
 from everstep.diagnose.record import UNKNOWN, Part
 from everstep.diagnose.slow import find_slow
 
@@ -64,6 +65,10 @@ def analyse_case(case: Case, analysis: Analysis, *, now_ns: int = UNKNOWN) -> No
     said = analysis.diagnosis
     analysis.case = case
     said.incidents += find_hangs(case, now_ns=now_ns)
+    older = older_dumps(case)
+    if older:
+        said.notes.append(f"the dump of rank {ranks_text(older)} is older than the others; it was set aside.")
+    said.notes += unrecorded_silence(case) if not said.incidents else []
     pairs = pair_up(case)
     analysis.offsets_ns = offsets_ns(case, pairs)
     worst = max((abs(offset) for offset in analysis.offsets_ns.values()), default=0)
