@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.core.faults.severity import MEANINGS, REMEDIES, TABLE, ErrorKind, Severity, judge
-from everstep.core.faults.symptoms import SYMPTOMS, XIDS
+from everstep.core.faults.symptoms import SYMPTOMS
+from everstep.core.faults.xids import XIDS
+from tests.core.test_error_texts import TEXTS
 
 E = ErrorKind
 XID_LINES = [  # issues of open-gpu-kernel-modules, gpu-operator, TensorRT-LLM and gpud; NVIDIA's forum
@@ -318,7 +320,7 @@ EXCEPTIONS = [
     ("OSError: [Errno 28] No space left on device", E.DISK_FULL),
     ("OSError: [Errno 122] Disk quota exceeded", E.DISK_FULL),
     ("OSError: [Errno 5] Input/output error", E.STORAGE),
-    ("OSError: [Errno 116] Stale file handle: 'train.bin'", E.OTHER_NETWORK),
+    ("OSError: [Errno 116] Stale file handle: 'train.bin'", E.REMOTE_STORAGE),
     ("RuntimeError: DataLoader worker (pid(s) 18294) exited unexpectedly", E.DATA),
     ("RuntimeError: DataLoader worker (pid 18294) is killed by signal: Killed. ", E.DATA),
     (
@@ -359,7 +361,7 @@ EXCEPTIONS = [
     ("RuntimeError: Rank 1 timed out in monitoredBarrier after 3000 ms.", E.NCCL_TIMEOUT),
     ("torch.distributed.DistStoreError: Socket Timeout", E.NCCL_TIMEOUT),
     ("NCCL failure: remote process exited or there was a network error", E.CONNECTION_RESET),
-    ("torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.", E.OTHER_NETWORK),
+    ("torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.", E.COMMUNICATOR_ABORTED),
     # measured: the program is wrong
     ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)", E.USER_CODE),
     ("IndexError: index out of range in self", E.USER_CODE),
@@ -435,13 +437,13 @@ def test_every_kind_has_a_severity_a_meaning_and_a_way_to_be_found() -> None:
     assert {symptom.kind for symptom in SYMPTOMS} | {kind for kind, _ in XIDS.values()} | by_source == set(E)
 
 
-def test_every_symptom_is_the_first_for_some_text_of_this_file() -> None:
+def test_every_symptom_is_the_first_for_some_text() -> None:
     """None hides behind another, and none was written without a text to match."""
-    said = [("kernel", XID_LINES + KERNEL_LINES), ("exception", EXCEPTIONS), ("exit", EXITS)]
+    here = [("kernel", XID_LINES + KERNEL_LINES), ("exception", EXCEPTIONS), ("exit", EXITS)]
+    texts = [(source, text) for source, rows in here for text, _ in rows]
     first = {
         next((s for s in SYMPTOMS if source in s.sources and s.pattern.search(text)), None)
-        for source, texts in said
-        for text, _ in texts
+        for source, text in texts + [(text.source, text.text) for text in TEXTS]
     }
     assert [symptom.pattern.pattern for symptom in SYMPTOMS if symptom not in first] == []
 

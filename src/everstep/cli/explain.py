@@ -18,7 +18,8 @@ from rich.text import Text
 
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.core.faults.severity import MEANINGS, REMEDIES, TABLE, ErrorKind, Severity
-from everstep.core.faults.symptoms import SYMPTOMS, XIDS
+from everstep.core.faults.symptoms import SYMPTOMS
+from everstep.core.faults.xids import XIDS
 from everstep.errors import PeerError, UserError
 
 _STYLES = {Severity.SEV1: "bold red", Severity.SEV2: "yellow", Severity.SEV3: "green"}

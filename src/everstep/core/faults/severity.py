@@ -1,16 +1,8 @@
-"""How grave an error is: one table from kind to severity, and one function from what was seen to a judgement.
+"""From what was seen to a judgement: its kind, its severity, and one sentence that quotes the evidence.
 
-    SEV1  leave the node: it is isolated, and the cluster plans again
-    SEV2  restart the worker: it comes back from a live replica
-    SEV3  retry in place: it may pass
-
-A remedy that fails escalates to the next graver one, so a judgement need not be sure, only a good first try:
-too mild costs one failed remedy, too grave costs a node. Where both are thinkable, the table has the milder
-one. The kinds and severities of Unicron's table are kept; what it does not name answers the same question:
-who must go for the error to go?
-
-`judge` never raises. Text that nobody knows is an abnormal exit or an exception in user code where a process
-ended or raised. A line of the kernel or of a log that matches nothing is `other`, and no evidence at all:
+`kinds.py` has the kinds with their severities, `symptoms.py` the texts that show them, `xids.py` the numbers
+of NVIDIA's driver. `judge` never raises. Unknown text is an abnormal exit or an exception in user code where a
+process ended or raised. A line of the kernel or of a log that matches nothing is `other`, and no evidence:
 most lines are harmless.
 """
 
@@ -18,104 +10,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Literal
 
-from everstep.core.faults.symptoms import SYMPTOMS, XID_LINE, XIDS, ErrorKind, kind_of_xid
+from everstep.core.faults.kinds import KINDS, ErrorKind, Severity
+from everstep.core.faults.symptoms import SYMPTOMS
+from everstep.core.faults.xids import XID_LINE, XIDS, kind_of_xid
 
 __all__ = ["MEANINGS", "REMEDIES", "TABLE", "ErrorKind", "Judgement", "Severity", "Source", "judge"]
 
 Source = Literal["exit", "exception", "silence", "progress", "kernel", "log"]
-
-
-class Severity(IntEnum):
-    SEV1 = 1
-    SEV2 = 2
-    SEV3 = 3
-
-    def __str__(self) -> str:
-        return self.name
-
-
-SEV1, SEV2, SEV3 = Severity
-
 REMEDIES: dict[Severity, str] = {
-    SEV1: "isolate the node and plan again",
-    SEV2: "restart the worker",
-    SEV3: "retry in place",
+    Severity.SEV1: "isolate the node and plan again",
+    Severity.SEV2: "restart the worker",
+    Severity.SEV3: "retry in place",
 }
-
-TABLE: dict[ErrorKind, Severity] = {
-    ErrorKind.ECC: SEV1,
-    ErrorKind.NVLINK: SEV1,
-    ErrorKind.DMA_MAPPING: SEV1,
-    ErrorKind.GPU_DRIVER: SEV1,
-    ErrorKind.GPU_LOST: SEV1,
-    ErrorKind.HOST_HARDWARE: SEV1,
-    ErrorKind.STORAGE: SEV1,
-    ErrorKind.NODE_TAKEN: SEV1,
-    ErrorKind.LOST_CONNECTION: SEV1,
-    ErrorKind.ECC_CONTAINED: SEV2,
-    ErrorKind.ILLEGAL_MEMORY_ACCESS: SEV2,
-    ErrorKind.DEVICE_ASSERT: SEV2,
-    ErrorKind.CUDA: SEV2,
-    ErrorKind.XID: SEV2,
-    ErrorKind.GPU_OUT_OF_MEMORY: SEV2,
-    ErrorKind.HOST_OUT_OF_MEMORY: SEV2,
-    ErrorKind.DISK_FULL: SEV2,
-    ErrorKind.TASK_HANG: SEV2,
-    ErrorKind.DATA: SEV2,
-    ErrorKind.USER_CODE: SEV2,
-    ErrorKind.KILLED: SEV2,
-    ErrorKind.CRASH: SEV2,
-    ErrorKind.ABNORMAL_EXIT: SEV2,
-    ErrorKind.OTHER: SEV2,
-    ErrorKind.ECC_CORRECTED: SEV3,
-    ErrorKind.NVLINK_NONFATAL: SEV3,
-    ErrorKind.NCCL_TIMEOUT: SEV3,
-    ErrorKind.LINK_FLAPPING: SEV3,
-    ErrorKind.CONNECTION_REFUSED: SEV3,
-    ErrorKind.CONNECTION_RESET: SEV3,
-    ErrorKind.OTHER_NETWORK: SEV3,
-    ErrorKind.SLOW_WORKER: SEV3,
-    ErrorKind.SLOW_LINK: SEV3,
-}
-
-MEANINGS: dict[ErrorKind, str] = {
-    ErrorKind.ECC: "memory of a GPU has an error it cannot correct",
-    ErrorKind.NVLINK: "a link between GPUs has failed",
-    ErrorKind.DMA_MAPPING: "a device reached for memory that is not mapped for it",
-    ErrorKind.GPU_DRIVER: "the driver or the firmware of a GPU no longer works",
-    ErrorKind.GPU_LOST: "a GPU no longer answers on its bus",
-    ErrorKind.HOST_HARDWARE: "memory, processor or bus of the host has failed",
-    ErrorKind.STORAGE: "a disk of the node cannot be read or written",
-    ErrorKind.NODE_TAKEN: "the cluster's scheduler takes the node away",
-    ErrorKind.LOST_CONNECTION: "nothing is heard from the node",
-    ErrorKind.ECC_CONTAINED: "an ECC error that hit only one process",
-    ErrorKind.ILLEGAL_MEMORY_ACCESS: "a kernel read or wrote outside its memory",
-    ErrorKind.DEVICE_ASSERT: "a kernel's assertion failed, mostly an index out of range",
-    ErrorKind.CUDA: "a CUDA call or kernel failed",
-    ErrorKind.XID: "the GPU driver reports something this table does not know",
-    ErrorKind.GPU_OUT_OF_MEMORY: "a GPU has too little free memory",
-    ErrorKind.HOST_OUT_OF_MEMORY: "the host, or the worker's share of it, has too little free memory",
-    ErrorKind.DISK_FULL: "a disk or a quota is full",
-    ErrorKind.TASK_HANG: "an op makes no progress",
-    ErrorKind.DATA: "training data could not be read",
-    ErrorKind.USER_CODE: "the program raised",
-    ErrorKind.KILLED: "someone sent SIGKILL, maybe the kernel for want of memory",
-    ErrorKind.CRASH: "native code crashed",
-    ErrorKind.ABNORMAL_EXIT: "the process ended before its work was done",
-    ErrorKind.OTHER: "no known pattern",
-    ErrorKind.ECC_CORRECTED: "memory had errors, and they were corrected",
-    ErrorKind.NVLINK_NONFATAL: "a link between GPUs had an error and goes on",
-    ErrorKind.NCCL_TIMEOUT: "a collective waited for somebody for too long",
-    ErrorKind.LINK_FLAPPING: "a network link went down, and may be up again",
-    ErrorKind.CONNECTION_REFUSED: "nobody listens at the other end",
-    ErrorKind.CONNECTION_RESET: "the other end closed a connection",
-    ErrorKind.OTHER_NETWORK: "the network failed in another way",
-    ErrorKind.SLOW_WORKER: "a worker takes longer for the same work than it did, or than its peers do",
-    ErrorKind.SLOW_LINK: "messages between two workers take longer than they did, or than elsewhere",
-}
+TABLE: dict[ErrorKind, Severity] = {kind: row.severity for kind, row in KINDS.items()}
+MEANINGS: dict[ErrorKind, str] = {kind: row.meaning for kind, row in KINDS.items()}
 
 # What a source means when its text matches nothing.
 _OTHERWISE: dict[str, ErrorKind] = {

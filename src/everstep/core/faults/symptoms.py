@@ -1,69 +1,31 @@
-"""What broken things say: the words of PyTorch, gloo, NCCL, CUDA, Python and the kernel, and what each means.
+"""What broken things print: the words of PyTorch, gloo, NCCL, CUDA, Python, Slurm and the kernel.
 
-A `Symptom` is one pattern, the kind of error it shows, and where its text comes from, so that the next one to
-add a pattern can check the old ones. Order is meaning: the first symptom that is found wins, and causes stand
-before what follows from them. A GPU with an ECC error also raises CUDA errors, and its peers time out; a
-worker out of memory also resets its connections:
+A `Symptom` is one row: the kind of error it shows, where such text is seen, a pattern, and where the text
+comes from, so that whoever adds a row can check the old ones. Order matters: the first row that matches wins,
+and causes come before what follows from them. A GPU with an ECC error also raises CUDA errors, and its peers
+time out; a worker out of memory also resets its connections:
 
     hardware → memory, disk → CUDA → timeouts and links → connections → data → how the process ended
 
-Patterns quote whole phrases. Single words are no evidence: a healthy NCCL log is full of "NVLink". Every
-repeat in a pattern is bounded, for what is matched was written by a process that has failed.
-
-Xid lines of NVIDIA's driver are told apart by number, as in NVIDIA's Xid catalog. Of several the gravest
-counts, for the others (43, 45) are mostly its echo.
+To add a row: put it where its cause belongs, and add its text, with its origin, to
+`tests/core/error_texts.tsv`. Patterns quote whole phrases. Single words are no evidence: a healthy NCCL log
+is full of "NVLink". Every repeat in a pattern is bounded, because the text was written by a failed process.
+Xid lines of NVIDIA's driver are read by number, in `xids.py`.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from enum import StrEnum
 
+from everstep.core.faults.kinds import ErrorKind
+from everstep.core.faults.kinds import ErrorKind as E
 
-class ErrorKind(StrEnum):
-    # Hardware, and what can only be mended by leaving the node
-    ECC = "ecc error"
-    NVLINK = "nvlink error"
-    DMA_MAPPING = "invalid dma mapping"
-    GPU_DRIVER = "gpu driver error"
-    GPU_LOST = "gpu lost"
-    HOST_HARDWARE = "host hardware error"
-    STORAGE = "storage error"
-    NODE_TAKEN = "node taken away"
-    LOST_CONNECTION = "lost connection"
-    # The worker
-    ECC_CONTAINED = "contained ecc error"
-    ILLEGAL_MEMORY_ACCESS = "illegal memory access"
-    DEVICE_ASSERT = "device-side assert"
-    CUDA = "cuda error"
-    XID = "other xid"
-    GPU_OUT_OF_MEMORY = "gpu out of memory"
-    HOST_OUT_OF_MEMORY = "host out of memory"
-    DISK_FULL = "disk full"
-    TASK_HANG = "task hang"
-    DATA = "data error"
-    USER_CODE = "exception in user code"
-    KILLED = "killed"
-    CRASH = "crash"
-    ABNORMAL_EXIT = "abnormal exit"
-    OTHER = "other"
-    # What may pass
-    ECC_CORRECTED = "corrected ecc error"
-    NVLINK_NONFATAL = "nonfatal nvlink error"
-    NCCL_TIMEOUT = "nccl timeout"
-    LINK_FLAPPING = "link flapping"
-    CONNECTION_REFUSED = "connection refused"
-    CONNECTION_RESET = "connection reset"
-    OTHER_NETWORK = "other network error"
-    SLOW_WORKER = "slow worker"
-    SLOW_LINK = "slow link"
-
-
-ANYWHERE = frozenset({"exit", "exception", "kernel", "log"})
-PROGRAM = frozenset({"exit", "exception", "log"})
-KERNEL = frozenset({"kernel", "log"})
+ANY = frozenset({"exit", "exception", "kernel", "log"})
+PROG = frozenset({"exit", "exception", "log"})
+KERN = frozenset({"kernel", "log"})
 EXIT = frozenset({"exit", "log"})
+STDERR = frozenset({"exit"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,311 +33,265 @@ class Symptom:
     kind: ErrorKind
     pattern: re.Pattern[str]
     origin: str
-    sources: frozenset[str] = field(default=ANYWHERE)
+    sources: frozenset[str] = field(default=ANY)
 
 
-def _symptom(
-    kind: ErrorKind, pattern: str, origin: str, sources: frozenset[str] = ANYWHERE, flags: int = 0
-) -> Symptom:
-    return Symptom(kind=kind, pattern=re.compile(pattern, flags), origin=origin, sources=sources)
+# fmt: off
+_ROWS: tuple[tuple[ErrorKind, frozenset[str], str, str], ...] = (
+    # kind, seen in, pattern, origin
+    # ---- hardware: the GPU
+    (E.ECC, ANY, r"uncorrectable ECC error encountered", "CUDA: cudaErrorECCUncorrectable"),
+    (E.ECC, ANY, r"_ECC_UNCORRECTABLE", "CUDA: cudaErrorECCUncorrectable"),
+    (E.NVLINK, ANY, r"uncorrectable NVLink error detected", "CUDA: cudaErrorNvlinkUncorrectable"),
+    (E.NVLINK, ANY, r"_NVLINK_UNCORRECTABLE", "CUDA: cudaErrorNvlinkUncorrectable"),
+    (E.NVLINK, KERN, r"SXid \([0-9A-Za-z:.]{1,32}\): \d+, Fatal", "kernel: nvidia-nvswitch"),
+    (E.NVLINK_NONFATAL, KERN, r"SXid \([0-9A-Za-z:.]{1,32}\): \d+, Non-fatal", "kernel: nvidia-nvswitch"),
+    (E.GPU_LOST, ANY, r"fallen off the bus", "kernel: NVRM; NVML"),
+    (E.GPU_LOST, ANY, r"\bGPU (?:is lost|lost from the bus)", "kernel: NVRM; NVML"),
+    (E.GPU_LOST, ANY, r"NV_ERR_GPU_IS_LOST", "kernel: NVRM; NVML"),
+    (E.GPU_LOST, ANY, r"Unable to determine the device handle for ?GPU", "nvidia-smi, NVML"),
+    (E.GPU_LOST, ANY, r"NVMLError_GpuIsLost", "nvidia-smi, NVML"),
+    (E.GPU_LOST, PROG, r"(?m)^No devices were found", "nvidia-smi"),
+    (E.DMA_MAPPING, ANY, r"(?i)invalid dma mapping", "Unicron's table; kernel: NVRM"),
+    (E.DMA_MAPPING, ANY, r"(?i)failed to create a dma mapping", "Unicron's table; kernel: NVRM"),
+    (E.DMA_MAPPING, ANY, r"(?i)dma mapping (?:error|failed)", "Unicron's table; kernel: NVRM"),
+    (E.DMA_MAPPING, KERN, r"DMAR: \[DMA (?:Read|Write)[^\n]{0,300}fault addr", "kernel: Intel IOMMU"),
+    (E.DMA_MAPPING, KERN, r"AMD-Vi: Event logged \[IO_PAGE_FAULT", "kernel: AMD IOMMU"),
+    (E.DMA_MAPPING, KERN, r"arm-smmu-v3[^\n]{0,300}: event 0x10 received", "kernel: Arm SMMU"),
+    (E.DMA_MAPPING, KERN, r"swiotlb buffer is full", "kernel: swiotlb"),
+    (E.DMA_MAPPING, KERN, r"DMA-API: [^\n]{0,120}failed to check map error", "kernel: dma-debug"),
+    (E.DMA_MAPPING, ANY, r"mapping of buffer object failed", "CUDA: cudaErrorMapBufferObjectFailed"),
+    (E.GPU_DRIVER, ANY, r"NVIDIA-SMI has failed", "nvidia-smi, NVML"),
+    (E.GPU_DRIVER, ANY, r"Failed to initialize NVML", "nvidia-smi, NVML"),
+    (E.GPU_DRIVER, ANY, r"NVMLError_\w+", "nvidia-smi, NVML"),
+    (E.GPU_DRIVER, PROG,
+     r"Command [^\n]{0,20}nvidia-smi[^\n]{0,200}(?:non-zero exit status|timed out|died with)", "subprocess"),
+    (E.GPU_DRIVER, ANY, r"(?:Driver/library|NVML/RM) version mismatch", "NVML"),
+    (E.GPU_DRIVER, ANY, r"CUDA driver version is insufficient", "CUDA: cudaErrorInsufficientDriver"),
+    (E.GPU_DRIVER, ANY, r"no CUDA-capable device is detected", "CUDA: cudaErrorNoDevice"),
+    (E.GPU_DRIVER, ANY, r"CUDA_ERROR_NO_DEVICE", "CUDA: cudaErrorNoDevice"),
+    (E.GPU_DRIVER, ANY, r"No CUDA GPUs are available", "CUDA: cudaErrorNoDevice"),
+    (E.GPU_DRIVER, ANY, r"CUDA-capable device\(s\) is/are busy or unavailable", "CUDA: DevicesUnavailable"),
+    (E.GPU_DRIVER, ANY, r"system not yet initialized", "CUDA: cudaErrorSystemNotReady"),
+    (E.GPU_DRIVER, ANY, r"CUDA_ERROR_SYSTEM_NOT_READY", "CUDA: cudaErrorSystemNotReady"),
+    (E.GPU_DRIVER, ANY, r"unsupported display driver / cuda driver combination", "CUDA: driver mismatch"),
+    (E.GPU_DRIVER, ANY, r"forward compatibility was attempted on non supported HW", "CUDA: compatibility"),
+    (E.GPU_DRIVER, ANY, r"(?:Found no NVIDIA driver|NVIDIA driver) on your system", "torch.cuda"),
+    (E.GPU_DRIVER, ANY, r"Unexpected error from cudaGetDeviceCount\(\)", "torch.cuda"),
+    (E.GPU_DRIVER, KERN, r"NVRM: [^\n]{0,300}(?:RmInitAdapter|rm_init_adapter) failed", "kernel: NVRM"),
+    (E.GPU_DRIVER, KERN, r"nvidia[\w-]{0,12}: probe of \S{1,40} failed", "kernel: driver core"),
+    # ---- hardware: the host
+    (E.HOST_HARDWARE, KERN, r"EDAC [^\n]{0,300}: \d+ UE ", "kernel: EDAC"),
+    (E.HOST_HARDWARE, KERN,
+     r"\[Hardware Error\]: [^\n]{0,300}(?:[Ff]atal|Uncorrected|Machine Check Exception)", "kernel: MCE, GHES"),
+    (E.HOST_HARDWARE, KERN, r"not syncing: (?:Fatal|Timeout[^\n]{0,40}) [Mm]achine check", "kernel: MCE"),
+    (E.HOST_HARDWARE, KERN, r"PCIe Bus Error: severity=Uncorrect\w+ \(Fatal\)", "kernel: AER"),
+    (E.HOST_HARDWARE, KERN, r"AER: Uncorrect\w+ \(Fatal\)", "kernel: AER"),
+    (E.HOST_HARDWARE, KERN,
+     r"pciehp: Slot\([^\n]{1,20}\): (?:Link Down|Card not present)", "kernel: PCI hotplug"),
+    (E.HOST_HARDWARE, KERN,
+     r"Memory failure: [^\n]{0,200}: (?:Failed|Ignored|Delayed)", "kernel: memory-failure"),
+    (E.ECC_CORRECTED, KERN, r"Memory failure: [^\n]{0,200}: Recovered", "kernel: memory-failure"),
+    (E.ECC_CORRECTED, KERN, r"EDAC [^\n]{0,300}: \d+ CE ", "kernel: EDAC, GHES"),
+    (E.ECC_CORRECTED, KERN, r"\[Hardware Error\]: event severity: corrected", "kernel: EDAC, GHES"),
+    (E.CRASH, KERN, r"\[\d+\]: segfault at |traps: \S{1,40}\[\d+\] ", "kernel: a process of the user"),
+    (E.KERNEL, KERN, r"Kernel panic - not syncing|kernel BUG at |\bOops: [0-9a-f]{4} \[#\d", "kernel"),
+    (E.KERNEL, KERN, r"BUG: (?:unable to handle|kernel NULL pointer)", "kernel"),
+    (E.KERNEL, KERN, r"general protection fault[^\n]{0,120}\[#\d", "kernel"),
+    (E.KERNEL, KERN, r"detected hard LOCKUP", "kernel: watchdog"),
+    (E.NIC, KERN, r"mlx\d_core [^\n]{0,120}(?:health compromised|Health issue observed)", "kernel: mlx5"),
+    (E.NIC, KERN, r"mlx\d_core [^\n]{0,120}(?:handling bad device|[Ff]atal error)", "kernel: mlx5"),
+    (E.NIC, KERN,
+     r"mlx\d_core [^\n]{0,120}timeout\. Will cause a leak of a command resource", "kernel: mlx5 commands"),
+    (E.NIC, KERN,
+     r"\w{2,8} [0-9a-f:.]{7,12}: (?:Adapter removed|PCIe link lost)", "kernel: Ethernet drivers"),
+    (E.NIC, KERN, r"[Aa]dapter has been removed", "kernel: Ethernet drivers"),
+    (E.NIC, PROG, r"Got async (?:error )?event ?: (?:local catastrophic|device fatal) error", "NCCL: NET/IB"),
+    # ---- disks and file servers
+    (E.STORAGE, KERN, r"(?:blk_update_request: )?I/O error, dev \w+, sector", "kernel: block layer"),
+    (E.STORAGE, KERN, r"Buffer I/O error on dev", "kernel: block layer"),
+    (E.STORAGE, KERN,
+     r"nvme nvme\d+: (?:controller is down|Device not ready|Removing after probe)", "kernel: nvme"),
+    (E.STORAGE, KERN, r"nvme nvme\d+: I/O (?:tag )?\d+ [^\n]{0,60}timeout", "kernel: nvme"),
+    (E.STORAGE, KERN, r"Remounting filesystem read-only|EXT4-fs error \(device", "kernel: ext4"),
+    (E.STORAGE, KERN,
+     r"XFS \(\S{1,40}\): (?:[Mm]etadata I/O [Ee]rror|Corruption|log I/O error)", "kernel: xfs"),
+    (E.STORAGE, KERN, r"BTRFS (?:error|critical) \(device", "kernel: btrfs, md"),
+    (E.STORAGE, KERN, r"md/raid\S{0,20}: Disk failure on", "kernel: btrfs, md"),
+    (E.STORAGE, KERN, r"\bata\d+(?:\.\d+)?: (?:failed command|exception Emask|disabled)", "kernel: libata"),
+    (E.STORAGE, PROG, r"\[Errno (?:5|30)\]|Read-only file system|Input/output error", "errno EIO, EROFS"),
+    (E.REMOTE_STORAGE, KERN, r"nfs: server \S{1,120} not responding", "kernel: NFS"),
+    (E.REMOTE_STORAGE, KERN, r"LustreError: |Lustre: [^\n]{0,200}was lost", "kernel: Lustre"),
+    (E.REMOTE_STORAGE, KERN,
+     r"libceph: (?:osd|mon|mds)\d+ [^\n]{0,120}(?:socket closed|down|connect error)", "kernel: Ceph"),
+    (E.REMOTE_STORAGE, KERN, r"ceph: mds\d+ (?:hung|caps stale)", "kernel: Ceph"),
+    (E.REMOTE_STORAGE, KERN, r"CIFS: [^\n]{0,120}has not responded in", "kernel: CIFS"),
+    (E.REMOTE_STORAGE, PROG, r"Stale file handle", "errno ENOTCONN, ESTALE, EREMOTEIO"),
+    (E.REMOTE_STORAGE, PROG, r"Transport endpoint is not connected", "errno ENOTCONN, ESTALE, EREMOTEIO"),
+    (E.REMOTE_STORAGE, PROG, r"Remote I/O error", "errno ENOTCONN, ESTALE, EREMOTEIO"),
+    (E.REMOTE_STORAGE, PROG, r"\[Errno (?:107|116|121)\]", "errno ENOTCONN, ESTALE, EREMOTEIO"),
+    (E.REMOTE_STORAGE, PROG, r"botocore\.exceptions\.\w+", "object stores"),
+    (E.REMOTE_STORAGE, PROG, r"google\.api_core\.exceptions\.\w+", "object stores"),
+    (E.NODE_TAKEN, PROG, r"CANCELLED AT [^\n]{0,300} DUE TO (?:PREEMPTION|NODE FAILURE|TIME LIMIT)", "Slurm"),
+    (E.NODE_TAKEN, PROG, r"srun: error: Node failure on", "Slurm"),
+    # ---- memory, limits, disk space
+    (E.HOST_OUT_OF_MEMORY, KERN, r"[Oo]ut of memory: Kill(?:ed)? process", "kernel: memory"),
+    (E.HOST_OUT_OF_MEMORY, KERN, r"invoked oom-killer", "kernel: memory"),
+    (E.HOST_OUT_OF_MEMORY, KERN, r"page allocation failure", "kernel: memory"),
+    (E.HOST_OUT_OF_MEMORY, KERN, r"oom-kill:constraint=", "kernel: OOM killer"),
+    (E.HOST_OUT_OF_MEMORY, PROG, r"[Dd]etected \d+ oom[-_]kill event", "slurmstepd, Kubernetes"),
+    (E.HOST_OUT_OF_MEMORY, PROG, r"\bOOMKilled\b", "slurmstepd, Kubernetes"),
+    (E.GPU_OUT_OF_MEMORY, ANY, r"(?:CUDA|HIP) out of memory\.", "torch: CUDACachingAllocator; XLA"),
+    (E.GPU_OUT_OF_MEMORY, ANY, r"RESOURCE_EXHAUSTED: Out of memory", "torch: CUDACachingAllocator; XLA"),
+    (E.GPU_OUT_OF_MEMORY, ANY,
+     r"(?:CUDA|HIP|CUDA driver) error: out of memory", "CUDA: cudaErrorMemoryAllocation"),
+    (E.GPU_OUT_OF_MEMORY, ANY, r"cudaErrorMemoryAllocation", "CUDA: cudaErrorMemoryAllocation"),
+    (E.GPU_OUT_OF_MEMORY, ANY, r"CUDA_ERROR_OUT_OF_MEMORY", "CUDA: cudaErrorMemoryAllocation"),
+    (E.GPU_OUT_OF_MEMORY, ANY, r"Cuda failure (?:\d+ )?'out of memory'", "NCCL: CUDACHECK"),
+    (E.GPU_OUT_OF_MEMORY, ANY, r"CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED", "cuBLAS, cuDNN"),
+    (E.HOST_OUT_OF_MEMORY, PROG,
+     r"DefaultCPUAllocator: (?:not enough memory|can't allocate memory)", "torch: alloc_cpu.cpp"),
+    (E.HOST_OUT_OF_MEMORY, PROG, r"insufficient shared memory \(shm\)", "torch: DataLoader"),
+    (E.HOST_OUT_OF_MEMORY, PROG, r"out of shared memory", "torch: DataLoader"),
+    (E.HOST_OUT_OF_MEMORY, PROG, r"\[Errno 12\]", "errno ENOMEM, numpy"),
+    (E.HOST_OUT_OF_MEMORY, PROG, r"Cannot allocate memory", "errno ENOMEM, numpy"),
+    (E.HOST_OUT_OF_MEMORY, PROG, r"Unable to allocate [\d.]{1,12} [KMGT]iB", "errno ENOMEM, numpy"),
+    (E.HOST_OUT_OF_MEMORY, PROG, r"(?m)std::bad_alloc|^MemoryError\b", "C++, Python"),
+    (E.DISK_FULL, PROG, r"\[Errno (?:28|122)\]", "errno ENOSPC, EDQUOT"),
+    (E.DISK_FULL, PROG, r"No space left on device", "errno ENOSPC, EDQUOT"),
+    (E.DISK_FULL, PROG, r"Disk quota exceeded", "errno ENOSPC, EDQUOT"),
+    # ---- CUDA
+    (E.DEVICE_ASSERT, PROG, r"device-side assert triggered", "CUDA: cudaErrorAssert"),
+    (E.DEVICE_ASSERT, PROG,
+     r"\.cu:\d+: [^\n]{0,300}Assertion `[^\n]{0,200}` failed", "CUDA: cudaErrorAssert"),
+    (E.ILLEGAL_MEMORY_ACCESS, PROG,
+     r"an illegal memory access was encountered", "CUDA: cudaErrorIllegalAddress"),
+    (E.ILLEGAL_MEMORY_ACCESS, PROG, r"CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA: cudaErrorIllegalAddress"),
+    (E.ILLEGAL_MEMORY_ACCESS, PROG, r"error: misaligned address", "CUDA: cudaErrorMisalignedAddress"),
+    (E.ILLEGAL_MEMORY_ACCESS, PROG, r"CUDA_ERROR_MISALIGNED_ADDRESS", "CUDA: cudaErrorMisalignedAddress"),
+    (E.ILLEGAL_MEMORY_ACCESS, PROG, r"cudaErrorMisalignedAddress", "CUDA: cudaErrorMisalignedAddress"),
+    (E.ILLEGAL_MEMORY_ACCESS, PROG,
+     r"not supported on global/shared address space", "CUDA: cudaErrorInvalidAddressSpace"),
+    (E.ILLEGAL_MEMORY_ACCESS, PROG, r"Memory access fault by GPU node-\d+", "ROCm"),
+    (E.CUDA, PROG, r"HW Exception by GPU node-\d+", "ROCm"),
+    (E.CUDA, PROG, r"(?:CUDA|HIP)(?: driver| unknown)? error\b[^\n]{0,300}", "torch, Triton"),
+    (E.CUDA, PROG, r"Triton Error \[(?:CUDA|HIP)\]", "torch, Triton"),
+    (E.CUDA, PROG, r"[Cc][Uu][Dd][Aa] failure[^\n]{0,300}", "NCCL: CUDACHECK; error names"),
+    (E.CUDA, PROG, r"\b(?:cuda|hip)Error[A-Z]\w+", "NCCL: CUDACHECK; error names"),
+    (E.CUDA, PROG, r"unhandled cuda error|ncclUnhandledCudaError", "NCCL: ncclUnhandledCudaError"),
+    (E.CUDA, PROG, r"CU(?:BLAS|DNN|SPARSE|SOLVER|FFT)_STATUS_\w+", "cuBLAS, cuDNN, CUDA driver"),
+    (E.CUDA, PROG, r"CUDA_ERROR_\w+", "cuBLAS, cuDNN, CUDA driver"),
+    # ---- hangs and timeouts
+    (E.TASK_HANG, KERN, r"INFO: task \S{1,99} blocked for more than \d+ seconds", "kernel: khungtaskd"),
+    (E.TASK_HANG, KERN, r"soft lockup - CPU#\d+ stuck for", "kernel: watchdog, RCU"),
+    (E.TASK_HANG, KERN,
+     r"rcu: INFO: rcu_\w+ (?:self-)?detected (?:expedited )?stall", "kernel: watchdog, RCU"),
+    (E.LINK_FLAPPING, PROG, r"Got completion from peer [^\n]{0,300}(?:status=|error )12\b", "NCCL: NET/IB"),
+    (E.LINK_FLAPPING, PROG, r"IBV_WC_RETRY_EXC_ERR", "rdma-core"),
+    (E.LINK_FLAPPING, PROG, r"(?i)transport retry count(?:er)? exceeded", "rdma-core, UCX"),
+    (E.LINK_FLAPPING, PROG, r"(?i)RNR retry count(?:er)? exceeded", "rdma-core, UCX"),
+    (E.LINK_FLAPPING, PROG, r"Got async (?:error )?event ?: port error", "NCCL: NET/IB"),
+    (E.OTHER_NETWORK, PROG, r"Got completion from peer [^\n]{0,300}", "NCCL: NET/IB"),
+    (E.OTHER_NETWORK, PROG,
+     r"(?i)\b(?:local|remote) (?:length|protection|access|(?:QP )?operation) error", "rdma-core"),
+    (E.OTHER_NETWORK, PROG, r"(?i)\b(?:remote )?invalid request error", "rdma-core"),
+    (E.OTHER_NETWORK, PROG, r"(?i)IBV_WC_\w+_ERR", "rdma-core"),
+    (E.NCCL_TIMEOUT, PROG, r"Watchdog caught collective operation timeout", "torch: ProcessGroupNCCL"),
+    (E.NCCL_TIMEOUT, PROG, r"ProcessGroupNCCL's watchdog got stuck for", "torch: ProcessGroupNCCL"),
+    (E.NCCL_TIMEOUT, PROG, r"Heartbeat monitor timed out", "torch: ProcessGroupNCCL"),
+    (E.NCCL_TIMEOUT, PROG, r"Some NCCL operations have failed or timed out", "torch: ProcessGroupNCCL"),
+    (E.NCCL_TIMEOUT, PROG, r"Timed out waiting \d+ms for (?:recv|send) operation", "gloo: unbound_buffer.cc"),
+    (E.NCCL_TIMEOUT, PROG, r"Application timeout caused pair closure", "gloo: pair.cc"),
+    (E.NCCL_TIMEOUT, PROG, r"timed out in monitoredBarrier", "torch: ProcessGroupGloo"),
+    (E.NCCL_TIMEOUT, PROG, r"failed to pass monitoredBarrier", "torch: ProcessGroupGloo"),
+    (E.NCCL_TIMEOUT, PROG, r"wait timeout after \d+ms, keys", "torch: TCPStore, elastic"),
+    (E.NCCL_TIMEOUT, PROG, r"Rendezvous\w{0,10}TimeoutError", "torch: TCPStore, elastic"),
+    (E.NCCL_TIMEOUT, PROG, r"\w{1,20}Error: Socket Timeout", "torch: TCPStore"),
+    # ---- links and connections
+    (E.LINK_FLAPPING, KERN, r"NIC Link is Down", "kernel: Ethernet drivers"),
+    (E.LINK_FLAPPING, KERN, r"mlx\d_core [^\n]{0,300}[Ll]ink (?:DOWN|down)", "kernel: mlx5"),
+    (E.LINK_FLAPPING, KERN,
+     r"Port module event[^\n]{0,80}(?:[Cc]able (?:unplugged|error)|High Temperature)", "kernel: mlx5"),
+    (E.LINK_FLAPPING, KERN, r"link status definitely down", "kernel: bonding, network core, IPoIB"),
+    (E.LINK_FLAPPING, KERN, r"NETDEV WATCHDOG: ", "kernel: bonding, network core, IPoIB"),
+    (E.LINK_FLAPPING, KERN, r"\bib\d+: transmit timeout", "kernel: bonding, network core, IPoIB"),
+    (E.CONNECTION_REFUSED, PROG, r"Connection refused|ConnectionRefusedError", "errno ECONNREFUSED"),
+    (E.CONNECTION_REFUSED, PROG,
+     r"The client socket has timed out after [^\n]{0,40} while trying to connect", "torch: socket.cpp"),
+    (E.CONNECTION_REFUSED, PROG, r"The client socket has failed to connect to", "torch: socket.cpp"),
+    (E.CONNECTION_RESET, PROG, r"Connection reset by peer|ConnectionResetError", "errno ECONNRESET"),
+    (E.CONNECTION_RESET, PROG, r"Broken pipe|BrokenPipeError", "errno EPIPE"),
+    (E.CONNECTION_RESET, PROG, r"Connection closed by (?:remote )?peer", "gloo: pair.cc, NCCL"),
+    (E.CONNECTION_RESET, PROG, r"Connection was likely closed", "torch: TCPStore"),
+    (E.CONNECTION_RESET, PROG, r"failed to recv, got 0 bytes", "torch: TCPStore"),
+    (E.CONNECTION_RESET, PROG,
+     r"remote process exited or there was a network error", "NCCL: ncclRemoteError"),
+    (E.CONNECTION_RESET, PROG, r"ncclRemoteError", "NCCL: ncclRemoteError"),
+    (E.OTHER_NETWORK, PROG, r"Network is unreachable", "errno"),
+    (E.OTHER_NETWORK, PROG, r"No route to host", "errno"),
+    (E.OTHER_NETWORK, PROG, r"Connection timed out", "errno"),
+    (E.OTHER_NETWORK, PROG, r"Software caused connection abort", "errno"),
+    (E.OTHER_NETWORK, PROG, r"Address already in use", "errno"),
+    (E.OTHER_NETWORK, PROG, r"Name or service not known", "getaddrinfo"),
+    (E.OTHER_NETWORK, PROG, r"Temporary failure in name resolution", "getaddrinfo"),
+    (E.OTHER_NETWORK, PROG,
+     r"(?:urllib3|requests|aiohttp|httpx)\.(?:\w{1,40}\.){0,3}\w+(?:Error|Timeout)\b", "HTTP clients"),
+    (E.OTHER_NETWORK, PROG, r"Max retries exceeded with url", "HTTP clients"),
+    (E.OTHER_NETWORK, PROG, r"connectFullMesh failed", "gloo; torch: elastic"),
+    (E.OTHER_NETWORK, PROG, r"Rendezvous(?:Connection|Closed|State)Error", "gloo; torch: elastic"),
+    (E.USER_CODE, PROG, r"ncclInvalid(?:Usage|Argument)", "NCCL; gloo: pair.cc"),
+    (E.USER_CODE, PROG, r"distributed collective mismatch in your code", "NCCL; gloo: pair.cc"),
+    (E.NCCL_INTERNAL, PROG, r"ncclInternalError", "NCCL: ncclInternalError"),
+    (E.NCCL_INTERNAL, PROG,
+     r"internal error - please report this issue to the NCCL", "NCCL: ncclInternalError"),
+    (E.OTHER_NETWORK, PROG, r"unhandled system error|ncclSystemError", "NCCL: ncclSystemError"),
+    (E.COMMUNICATOR_ABORTED, PROG, r"NCCL communicator was aborted", "torch: NCCLUtils"),
+    (E.OTHER_NETWORK, PROG,
+     r"NCCL WARN (?:Bootstrap|NET/\w+) ?: [^\n]{0,200}", "NCCL: bootstrap, transports"),
+    (E.OTHER_NETWORK, PROG, r"NCCL WARN NET/OFI", "aws-ofi-nccl; torch.distributed"),
+    (E.OTHER_NETWORK, PROG, r"Dist(?:Network|Backend)Error", "aws-ofi-nccl; torch.distributed"),
+    (E.RESOURCE_LIMIT, PROG, r"can't start new thread", "Python, OpenBLAS, torch"),
+    (E.RESOURCE_LIMIT, PROG, r"pthread_create failed", "Python, OpenBLAS, torch"),
+    (E.RESOURCE_LIMIT, PROG, r"received 0 items of ancdata", "Python, OpenBLAS, torch"),
+    (E.RESOURCE_LIMIT, PROG, r"\[Errno (?:11|23|24)\]", "errno EAGAIN, ENFILE, EMFILE"),
+    (E.RESOURCE_LIMIT, PROG, r"Too many open files", "errno EAGAIN, ENFILE, EMFILE"),
+    (E.RESOURCE_LIMIT, PROG, r"Resource temporarily unavailable", "errno EAGAIN, ENFILE, EMFILE"),
+    # ---- data
+    (E.DATA, PROG, r"in DataLoader worker process \d+", "torch: DataLoader"),
+    (E.DATA, PROG,
+     r"DataLoader worker \(pid[^\n]{0,80}(?:exited unexpectedly|is killed by signal)", "torch: DataLoader"),
+    (E.DATA, PROG, r"(?m)^(?:\w{1,40}\.){0,6}(?:Unicode|JSON)DecodeError\b", "Python and its readers"),
+    (E.DATA, PROG,
+     r"(?m)^(?:\w{1,40}\.){0,6}(?:ArrowInvalid|SafetensorError|ReadError)\b", "Python and its readers"),
+    (E.DATA, PROG,
+     r"(?m)^(?:\w{1,40}\.){0,6}(?:BadZipFile|BadGzipFile|UnidentifiedImageError)\b", "Python and its readers"),
+    (E.DATA, PROG, r"(?m)^(?:zlib\.error|_?lzma\.LZMAError)\b", "Python: zlib, lzma, pickle, gzip"),
+    (E.DATA, PROG,
+     r"EOFError: (?:Ran out of input|Compressed file ended)", "Python: zlib, lzma, pickle, gzip"),
+    (E.DATA, PROG, r"image file is truncated", "Pillow, HDF5, torch.load"),
+    (E.DATA, PROG, r"[Tt]runcated file", "Pillow, HDF5, torch.load"),
+    (E.DATA, PROG, r"unexpected end of (?:data|file)", "Pillow, HDF5, torch.load"),
+    (E.DATA, PROG, r"PytorchStreamReader failed", "Pillow, HDF5, torch.load"),
+    # ---- how the process ended
+    (E.KILLED, EXIT, r"killed by SIGKILL", "wait(2); torch: elastic; srun"),
+    (E.KILLED, EXIT, r"Signal 9 \(SIGKILL\)", "wait(2); torch: elastic; srun"),
+    (E.KILLED, EXIT, r"exited with code 137\b", "wait(2); torch: elastic; srun"),
+    (E.KILLED, EXIT, r": task \S{1,20}: Killed", "wait(2); torch: elastic; srun"),
+    (E.CRASH, EXIT,
+     r"(?:killed by|Signal \d+ \() ?SIG(?:SEGV|BUS|ABRT|ILL|FPE|SYS|TRAP)", "wait(2); torch: elastic"),
+    (E.CRASH, EXIT, r"exited with code (?:132|134|135|136|139)\b", "wait(2), by way of a shell"),
+    (E.CRASH, EXIT, r"\(core dumped\)", "wait(2), by way of a shell"),
+    (E.CRASH, EXIT, r"Fatal Python error: ", "Python: faulthandler; C++"),
+    (E.CRASH, EXIT, r"terminate called (?:after throwing|without an active)", "Python: faulthandler; C++"),
+    (E.CRASH, EXIT, r"double free or corruption", "glibc"),
+    (E.CRASH, EXIT, r"(?:malloc|free|realloc)\(\): [^\n]{1,60}", "glibc"),
+    (E.CRASH, EXIT, r"stack smashing detected", "glibc"),
+    (E.USER_CODE, STDERR, r"Traceback \(most recent call last\)", "Python, on stderr"),
+    (E.ABNORMAL_EXIT, EXIT, r"killed by SIG\w+|exited with code \d+", "wait(2)"),
+)
+# fmt: on
 
-
-XID_LINE = re.compile(r"NVRM: Xid \([0-9A-Za-z:.]{1,32}\): (\d{1,4})(?:,[^\n]{0,300})?")
-XIDS: dict[int, tuple[ErrorKind, str]] = {  # NVIDIA, "Xid Errors" and its catalog
-    13: (ErrorKind.CUDA, "graphics engine exception"),
-    31: (ErrorKind.ILLEGAL_MEMORY_ACCESS, "GPU memory page fault"),
-    32: (ErrorKind.DMA_MAPPING, "invalid or corrupted push buffer stream, from the DMA controller"),
-    38: (ErrorKind.GPU_DRIVER, "driver firmware error"),
-    43: (ErrorKind.CUDA, "GPU stopped processing: a fault of the program"),
-    45: (ErrorKind.CUDA, "preemptive cleanup after an earlier error, or a killed process"),
-    46: (ErrorKind.GPU_DRIVER, "GPU stopped processing"),
-    48: (ErrorKind.ECC, "double-bit ECC error"),
-    61: (ErrorKind.GPU_DRIVER, "internal micro-controller breakpoint"),
-    62: (ErrorKind.GPU_DRIVER, "internal micro-controller halt"),
-    63: (ErrorKind.ECC_CORRECTED, "row remapped or page retired"),
-    64: (ErrorKind.ECC, "row remapping or page retirement failed"),
-    69: (ErrorKind.CUDA, "graphics engine class error"),
-    74: (ErrorKind.NVLINK, "NVLink error"),
-    79: (ErrorKind.GPU_LOST, "GPU has fallen off the bus"),
-    92: (ErrorKind.ECC_CORRECTED, "high rate of single-bit ECC errors"),
-    94: (ErrorKind.ECC_CONTAINED, "contained ECC error"),
-    95: (ErrorKind.ECC, "uncontained ECC error"),
-    109: (ErrorKind.GPU_DRIVER, "context switch timeout"),
-    119: (ErrorKind.GPU_DRIVER, "GSP RPC timeout"),
-    120: (ErrorKind.GPU_DRIVER, "GSP error"),
-    121: (ErrorKind.NVLINK, "C2C link error"),
-    140: (ErrorKind.ECC, "unrecovered ECC error"),
-    143: (ErrorKind.GPU_DRIVER, "GPU initialisation error"),
-    144: (ErrorKind.NVLINK, "NVLink SAW error"),
-    145: (ErrorKind.NVLINK, "NVLink RLW error"),
-    146: (ErrorKind.NVLINK, "NVLink TLW error"),
-    147: (ErrorKind.NVLINK, "NVLink TREX error"),
-    148: (ErrorKind.NVLINK, "NVLink NVLPW_CTRL error"),
-    149: (ErrorKind.NVLINK, "NVLink NETIR error"),
-    150: (ErrorKind.NVLINK, "NVLink MSE error"),
-    154: (ErrorKind.GPU_DRIVER, "GPU recovery action changed"),
-}
-
-
-def kind_of_xid(number: int, line: str) -> ErrorKind:
-    """The words of the line count where NVIDIA's own meaning of a number depends on them."""
-    kind, _ = XIDS.get(number, (ErrorKind.XID, ""))
-    if kind is ErrorKind.NVLINK and " Nonfatal " in line:
-        return ErrorKind.NVLINK_NONFATAL
-    if number == 154 and re.search(r"to 0x0 \(None\)", line):
-        return ErrorKind.XID
-    return kind
-
-
-SYMPTOMS: tuple[Symptom, ...] = (
-    # Hardware: the GPU
-    _symptom(ErrorKind.ECC, r"uncorrectable ECC error encountered", "CUDA: cudaErrorECCUncorrectable"),
-    _symptom(ErrorKind.NVLINK, r"uncorrectable NVLink error detected", "CUDA: cudaErrorNvlinkUncorrectable"),
-    _symptom(
-        ErrorKind.NVLINK, r"SXid \([0-9A-Za-z:.]{1,32}\): \d+, Fatal", "kernel: nvidia-nvswitch", KERNEL
-    ),
-    _symptom(
-        ErrorKind.NVLINK_NONFATAL,
-        r"SXid \([0-9A-Za-z:.]{1,32}\): \d+, Non-fatal",
-        "kernel: nvidia-nvswitch",
-        KERNEL,
-    ),
-    _symptom(ErrorKind.GPU_LOST, r"(?:GPU has )?fallen off the bus", "kernel: NVRM, with and without Xid 79"),
-    _symptom(ErrorKind.GPU_LOST, r"Unable to determine the device handle for GPU", "nvidia-smi"),
-    _symptom(
-        ErrorKind.DMA_MAPPING,
-        r"DMAR: \[DMA (?:Read|Write)[^\n]{0,300}fault addr",
-        "kernel: Intel IOMMU",
-        KERNEL,
-    ),
-    _symptom(ErrorKind.DMA_MAPPING, r"AMD-Vi: Event logged \[IO_PAGE_FAULT", "kernel: AMD IOMMU", KERNEL),
-    _symptom(
-        ErrorKind.DMA_MAPPING, r"arm-smmu-v3[^\n]{0,300}: event 0x10 received", "kernel: Arm SMMU", KERNEL
-    ),
-    _symptom(ErrorKind.DMA_MAPPING, r"swiotlb buffer is full", "kernel: swiotlb", KERNEL),
-    _symptom(
-        ErrorKind.DMA_MAPPING, r"mapping of buffer object failed", "CUDA: cudaErrorMapBufferObjectFailed"
-    ),
-    _symptom(ErrorKind.GPU_DRIVER, r"Driver/library version mismatch", "NVML"),
-    _symptom(
-        ErrorKind.GPU_DRIVER, r"CUDA driver version is insufficient", "CUDA: cudaErrorInsufficientDriver"
-    ),
-    _symptom(ErrorKind.GPU_DRIVER, r"no CUDA-capable device is detected", "CUDA: cudaErrorNoDevice"),
-    _symptom(
-        ErrorKind.GPU_DRIVER,
-        r"CUDA-capable device\(s\) is/are busy or unavailable",
-        "CUDA: DevicesUnavailable",
-    ),
-    _symptom(ErrorKind.GPU_DRIVER, r"system not yet initialized", "CUDA: cudaErrorSystemNotReady"),
-    _symptom(
-        ErrorKind.GPU_DRIVER, r"unsupported display driver / cuda driver combination", "CUDA: DriverMismatch"
-    ),
-    _symptom(ErrorKind.GPU_DRIVER, r"(?:Found no NVIDIA driver|NVIDIA driver) on your system", "torch.cuda"),
-    _symptom(ErrorKind.GPU_DRIVER, r"Unexpected error from cudaGetDeviceCount\(\)", "torch.cuda"),
-    _symptom(ErrorKind.GPU_DRIVER, r"NVRM: [^\n]{0,300}RmInitAdapter failed", "kernel: NVRM", KERNEL),
-    # Hardware: the host
-    _symptom(ErrorKind.HOST_HARDWARE, r"EDAC [^\n]{0,300}: \d+ UE ", "kernel: EDAC", KERNEL),
-    _symptom(
-        ErrorKind.HOST_HARDWARE,
-        r"\[Hardware Error\]: [^\n]{0,300}(?:[Ff]atal|Uncorrected)",
-        "kernel: MCE",
-        KERNEL,
-    ),
-    _symptom(
-        ErrorKind.HOST_HARDWARE, r"PCIe Bus Error: severity=Uncorrect\w+ \(Fatal\)", "kernel: AER", KERNEL
-    ),
-    _symptom(ErrorKind.ECC_CORRECTED, r"EDAC [^\n]{0,300}: \d+ CE ", "kernel: EDAC", KERNEL),
-    _symptom(
-        ErrorKind.STORAGE,
-        r"(?:blk_update_request: )?I/O error, dev \w+, sector",
-        "kernel: block layer",
-        KERNEL,
-    ),
-    _symptom(ErrorKind.STORAGE, r"Remounting filesystem read-only", "kernel: ext4", KERNEL),
-    _symptom(ErrorKind.STORAGE, r"\[Errno (?:5|30)\]|Read-only file system", "errno EIO, EROFS", PROGRAM),
-    _symptom(
-        ErrorKind.NODE_TAKEN,
-        r"CANCELLED AT [^\n]{0,300} DUE TO (?:PREEMPTION|NODE FAILURE)",
-        "slurmstepd",
-        PROGRAM,
-    ),
-    # Memory and disk
-    _symptom(
-        ErrorKind.HOST_OUT_OF_MEMORY, r"[Oo]ut of memory: Kill(?:ed)? process", "kernel: OOM killer", KERNEL
-    ),
-    _symptom(ErrorKind.HOST_OUT_OF_MEMORY, r"oom-kill:constraint=", "kernel: OOM killer", KERNEL),
-    _symptom(ErrorKind.HOST_OUT_OF_MEMORY, r"[Dd]etected \d+ oom[-_]kill event", "slurmstepd", PROGRAM),
-    _symptom(ErrorKind.GPU_OUT_OF_MEMORY, r"(?:CUDA|HIP) out of memory\.", "torch: CUDACachingAllocator"),
-    _symptom(ErrorKind.GPU_OUT_OF_MEMORY, r"CUDA error: out of memory", "CUDA: cudaErrorMemoryAllocation"),
-    _symptom(ErrorKind.GPU_OUT_OF_MEMORY, r"Cuda failure (?:\d+ )?'out of memory'", "NCCL: CUDACHECK"),
-    _symptom(ErrorKind.GPU_OUT_OF_MEMORY, r"CUBLAS_STATUS_ALLOC_FAILED", "cuBLAS"),
-    _symptom(
-        ErrorKind.HOST_OUT_OF_MEMORY,
-        r"DefaultCPUAllocator: (?:not enough memory|can't allocate memory)",
-        "torch: alloc_cpu.cpp",
-        PROGRAM,
-    ),
-    _symptom(
-        ErrorKind.HOST_OUT_OF_MEMORY, r"insufficient shared memory \(shm\)", "torch: DataLoader", PROGRAM
-    ),
-    _symptom(ErrorKind.HOST_OUT_OF_MEMORY, r"\[Errno 12\]|Cannot allocate memory", "errno ENOMEM", PROGRAM),
-    _symptom(ErrorKind.HOST_OUT_OF_MEMORY, r"std::bad_alloc|^MemoryError\b", "C++, Python", PROGRAM, re.M),
-    _symptom(
-        ErrorKind.DISK_FULL,
-        r"\[Errno (?:28|122)\]|No space left on device|Disk quota exceeded",
-        "errno ENOSPC, EDQUOT",
-        PROGRAM,
-    ),
-    # CUDA
-    _symptom(ErrorKind.DEVICE_ASSERT, r"device-side assert triggered", "CUDA: cudaErrorAssert", PROGRAM),
-    _symptom(
-        ErrorKind.ILLEGAL_MEMORY_ACCESS,
-        r"an illegal memory access was encountered|CUDA_ERROR_ILLEGAL_ADDRESS",
-        "CUDA: cudaErrorIllegalAddress",
-        PROGRAM,
-    ),
-    _symptom(
-        ErrorKind.ILLEGAL_MEMORY_ACCESS,
-        r"CUDA error: misaligned address|CUDA_ERROR_MISALIGNED_ADDRESS",
-        "CUDA: cudaErrorMisalignedAddress",
-        PROGRAM,
-    ),
-    _symptom(ErrorKind.ILLEGAL_MEMORY_ACCESS, r"Memory access fault by GPU node-\d+", "ROCm", PROGRAM),
-    _symptom(ErrorKind.CUDA, r"HW Exception by GPU node-\d+", "ROCm", PROGRAM),
-    _symptom(ErrorKind.CUDA, r"(?:CUDA|HIP) error: [^\n]{0,300}", "torch: CUDAException", PROGRAM),
-    _symptom(ErrorKind.CUDA, r"Cuda failure[^\n]{0,300}", "NCCL: CUDACHECK", PROGRAM),
-    _symptom(ErrorKind.CUDA, r"unhandled cuda error", "NCCL: ncclUnhandledCudaError", PROGRAM),
-    _symptom(ErrorKind.CUDA, r"CUBLAS_STATUS_\w+|CUDNN_STATUS_\w+|CUDA_ERROR_\w+", "cuBLAS, cuDNN", PROGRAM),
-    # Hangs and timeouts of collectives
-    _symptom(
-        ErrorKind.TASK_HANG,
-        r"INFO: task \S{1,99} blocked for more than \d+ seconds",
-        "kernel: khungtaskd",
-        KERNEL,
-    ),
-    _symptom(ErrorKind.TASK_HANG, r"soft lockup - CPU#\d+ stuck for", "kernel: watchdog", KERNEL),
-    _symptom(
-        ErrorKind.LINK_FLAPPING,
-        r"Got completion from peer [^\n]{0,300}(?:status=(?:12\b|IBV_WC_RETRY_EXC_ERR)|error 12\b)",
-        "NCCL: NET/IB, transport retries exhausted",
-        PROGRAM,
-    ),
-    _symptom(ErrorKind.LINK_FLAPPING, r"Got async event ?: port error", "NCCL: NET/IB", PROGRAM),
-    _symptom(ErrorKind.OTHER_NETWORK, r"Got completion from peer [^\n]{0,300}", "NCCL: NET/IB", PROGRAM),
-    _symptom(
-        ErrorKind.NCCL_TIMEOUT,
-        r"Watchdog caught collective operation timeout",
-        "torch: ProcessGroupNCCL",
-        PROGRAM,
-    ),
-    _symptom(
-        ErrorKind.NCCL_TIMEOUT,
-        r"ProcessGroupNCCL's watchdog got stuck for",
-        "torch: ProcessGroupNCCL",
-        PROGRAM,
-    ),
-    _symptom(
-        ErrorKind.NCCL_TIMEOUT,
-        r"Some NCCL operations have failed or timed out",
-        "torch: ProcessGroupNCCL",
-        PROGRAM,
-    ),
-    _symptom(
-        ErrorKind.NCCL_TIMEOUT,
-        r"Timed out waiting \d+ms for (?:recv|send) operation",
-        "gloo: unbound_buffer.cc",
-        PROGRAM,
-    ),
-    _symptom(ErrorKind.NCCL_TIMEOUT, r"Application timeout caused pair closure", "gloo: pair.cc", PROGRAM),
-    _symptom(ErrorKind.NCCL_TIMEOUT, r"timed out in monitoredBarrier", "torch: ProcessGroupGloo", PROGRAM),
-    _symptom(ErrorKind.NCCL_TIMEOUT, r"wait timeout after \d+ms, keys", "torch: TCPStore", PROGRAM),
-    _symptom(
-        ErrorKind.NCCL_TIMEOUT, r"DistStoreError: Socket Timeout", "torch: TCPStore before 2.6", PROGRAM
-    ),
-    # Links and connections
-    _symptom(ErrorKind.LINK_FLAPPING, r"NIC Link is Down", "kernel: Intel drivers", KERNEL),
-    _symptom(
-        ErrorKind.LINK_FLAPPING, r"mlx\d_core [^\n]{0,300}[Ll]ink (?:DOWN|down)", "kernel: mlx5", KERNEL
-    ),
-    _symptom(
-        ErrorKind.LINK_FLAPPING, r"link status definitely down for interface", "kernel: bonding", KERNEL
-    ),
-    _symptom(
-        ErrorKind.CONNECTION_REFUSED,
-        r"Connection refused|ConnectionRefusedError",
-        "errno ECONNREFUSED",
-        PROGRAM,
-    ),
-    _symptom(
-        ErrorKind.CONNECTION_REFUSED,
-        r"The client socket has (?:timed out after [^\n]{0,40} while trying to connect|failed to connect to)",
-        "torch: socket.cpp",
-        PROGRAM,
-    ),
-    _symptom(
-        ErrorKind.CONNECTION_RESET,
-        r"Connection reset by peer|ConnectionResetError",
-        "errno ECONNRESET",
-        PROGRAM,
-    ),
-    _symptom(ErrorKind.CONNECTION_RESET, r"Broken pipe|BrokenPipeError", "errno EPIPE", PROGRAM),
-    _symptom(
-        ErrorKind.CONNECTION_RESET, r"Connection closed by (?:remote )?peer", "gloo: pair.cc, NCCL", PROGRAM
-    ),
-    _symptom(ErrorKind.CONNECTION_RESET, r"Connection was likely closed", "torch: TCPStore", PROGRAM),
-    _symptom(
-        ErrorKind.CONNECTION_RESET,
-        r"remote process exited or there was a network error|ncclRemoteError",
-        "NCCL: ncclRemoteError",
-        PROGRAM,
-    ),
-    _symptom(
-        ErrorKind.OTHER_NETWORK,
-        r"Network is unreachable|No route to host|Connection timed out|Software caused connection abort",
-        "errno",
-        PROGRAM,
-    ),
-    _symptom(
-        ErrorKind.OTHER_NETWORK,
-        r"Name or service not known|Temporary failure in name resolution",
-        "getaddrinfo",
-        PROGRAM,
-    ),
-    _symptom(ErrorKind.OTHER_NETWORK, r"Stale file handle|\[Errno 116\]", "errno ESTALE", PROGRAM),
-    _symptom(ErrorKind.USER_CODE, r"ncclInvalid(?:Usage|Argument)", "NCCL, torch: NCCLUtils", PROGRAM),
-    _symptom(ErrorKind.OTHER_NETWORK, r"unhandled system error|ncclSystemError", "NCCL", PROGRAM),
-    _symptom(ErrorKind.OTHER_NETWORK, r"Dist(?:Network|Backend)Error", "torch.distributed", PROGRAM),
-    # Data
-    _symptom(ErrorKind.DATA, r"in DataLoader worker process \d+", "torch: DataLoader", PROGRAM),
-    _symptom(
-        ErrorKind.DATA,
-        r"DataLoader worker \(pid[^\n]{0,80}(?:exited unexpectedly|is killed by signal)",
-        "torch: DataLoader",
-        PROGRAM,
-    ),
-    _symptom(
-        ErrorKind.DATA,
-        r"^(?:\w{1,40}\.){0,6}(?:UnicodeDecodeError|JSONDecodeError|ArrowInvalid|SafetensorError|BadZipFile)\b",
-        "Python and its readers",
-        PROGRAM,
-        re.M,
-    ),
-    _symptom(ErrorKind.DATA, r"PytorchStreamReader failed", "torch.load", PROGRAM),
-    # How the process ended
-    _symptom(
-        ErrorKind.KILLED, r"killed by SIGKILL|Signal 9 \(SIGKILL\)|exited with code 137\b", "wait(2)", EXIT
-    ),
-    _symptom(
-        ErrorKind.CRASH,
-        r"(?:killed by|Signal \d+ \() ?SIG(?:SEGV|BUS|ABRT|ILL|FPE|SYS|TRAP)",
-        "wait(2)",
-        EXIT,
-    ),
-    _symptom(
-        ErrorKind.CRASH, r"exited with code (?:132|134|135|136|139)\b", "wait(2), by way of a shell", EXIT
-    ),
-    _symptom(
-        ErrorKind.USER_CODE, r"Traceback \(most recent call last\)", "Python, on stderr", EXIT - {"log"}
-    ),
-    _symptom(ErrorKind.ABNORMAL_EXIT, r"killed by SIG\w+|exited with code \d+", "wait(2)", EXIT),
+SYMPTOMS: tuple[Symptom, ...] = tuple(
+    Symptom(kind=kind, pattern=re.compile(pattern), origin=origin, sources=sources)
+    for kind, sources, pattern, origin in _ROWS
 )
