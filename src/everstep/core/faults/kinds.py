@@ -5,9 +5,9 @@
     SEV3  retry in place: it may pass
 
 To add a kind: a member of `ErrorKind`, a row of `KINDS`, and rows of `symptoms.SYMPTOMS` that find it. The
-kinds and severities of Unicron's table are kept; what it does not name answers the same question: what must be
-replaced for the error to go away? Where two answers are possible, the table has the milder one: a remedy that
-fails escalates, while a node that is left for nothing is lost at once.
+kinds and severities of Unicron's table are kept; what it does not name answers the same question: what must
+be replaced for the error to go away? Where two answers are possible, the table has the milder one: a remedy
+that fails escalates, while a node that is left for nothing is lost at once.
 """
 
 from __future__ import annotations

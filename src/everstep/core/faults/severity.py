@@ -1,8 +1,8 @@
 """From what was seen to a judgement: its kind, its severity, and one sentence that quotes the evidence.
 
 `kinds.py` has the kinds with their severities, `symptoms.py` the texts that show them, `xids.py` the numbers
-of NVIDIA's driver. `judge` never raises. Unknown text is an abnormal exit or an exception in user code where a
-process ended or raised. A line of the kernel or of a log that matches nothing is `other`, and no evidence:
+of NVIDIA's driver. `judge` never raises. Unknown text is an abnormal exit or an exception in user code where
+a process ended or raised. A line of the kernel or of a log that matches nothing is `other`, and no evidence:
 most lines are harmless.
 """
 
