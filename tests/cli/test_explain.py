@@ -87,7 +87,7 @@ def test_severities_as_a_table_and_as_json(capfd: pytest.CaptureFixture[str]) ->
     kinds = {each["kind"]: each for each in document["kinds"]}
     assert kinds["ecc error"]["severity"] == "SEV1"
     assert 48 in kinds["ecc error"]["xids"]
-    assert {"uncorrectable ECC error encountered"} == {p["pattern"] for p in kinds["ecc error"]["patterns"]}
+    assert "uncorrectable ECC error encountered" in {p["pattern"] for p in kinds["ecc error"]["patterns"]}
 
 
 def test_an_incident_is_told_in_order_with_offsets(address: str, capfd: pytest.CaptureFixture[str]) -> None:

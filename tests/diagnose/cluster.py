@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from everstep.diagnose import Group, Log, Part, Record
+from everstep.diagnose import Dump, Group, Log, Record
 from everstep.diagnose.record import Progress
 
 
@@ -154,11 +154,11 @@ class Cluster:
                 kinds[call.group].add(call.peer >= 0)
         return any(len(both) == 2 for both in kinds.values())
 
-    def parts(self, faults: dict[int, tuple[str, int]], *, only_pending: bool) -> list[Part]:
+    def parts(self, faults: dict[int, tuple[str, int]], *, only_pending: bool) -> list[Dump]:
         host, device = self.run(faults)
         return [self._part(rank, host[rank], device[rank], only_pending) for rank in range(self.size)]
 
-    def _part(self, rank: int, host: int, device: int, only_pending: bool) -> Part:
+    def _part(self, rank: int, host: int, device: int, only_pending: bool) -> Dump:
         numbers = self.numbered(rank)
         records = [
             Record(
@@ -174,7 +174,7 @@ class Cluster:
             for at, call in enumerate(self.programs[rank][:host])
             if at >= device or not only_pending
         ]
-        return Part(
+        return Dump(
             source=str(rank),
             form="flight recorder",
             log=Log.of(records),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from everstep.diagnose import Group, Log, Part, Record, analyse
+from everstep.diagnose import Dump, Group, Log, Record, analyse
 from everstep.diagnose.finding import Finding
 from tests.diagnose.cluster import Cluster
 
@@ -90,10 +90,10 @@ def test_too_many_missing_dumps_accuse_nobody() -> None:
     assert not accused(analysis.diagnosis.incidents)
 
 
-def world(records: list[Record], taken: dict[int, int] | None = None, ranks: int = 4) -> list[Part]:
+def world(records: list[Record], taken: dict[int, int] | None = None, ranks: int = 4) -> list[Dump]:
     group = Group(name="0", members=tuple(range(ranks)))
     return [
-        Part(
+        Dump(
             source=str(rank),
             form="flight recorder",
             log=Log.of([r for r in records if r.rank == rank]),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from everstep.diagnose import Group, Log, Part, Record, analyse
+from everstep.diagnose import Dump, Group, Log, Record, analyse
 from everstep.diagnose.change import change_point
 from everstep.diagnose.finding import Finding
 from everstep.diagnose.pace import Role
@@ -124,7 +124,7 @@ def chain(
     slow: dict[tuple[int, int], int] | None = None,
     skew_ms: dict[int, int] | None = None,
     late: int | None = None,
-) -> list[Part]:
+) -> list[Dump]:
     """Four ranks in a line, each with its own clock: messages there and back, 1 ms each, `slow` longer."""
     slow, skew_ms = slow or {}, skew_ms or {}
     records: dict[int, list[Record]] = {rank: [] for rank in range(4)}
@@ -151,7 +151,7 @@ def chain(
             now = end
     group = Group(name="messages", members=(0, 1, 2, 3), pairwise=True)
     return [
-        Part(source=str(r), form="ring", log=Log.of(rows), groups=[group], ranks=(r,), hosts={r: f"node {r}"})
+        Dump(source=str(r), form="ring", log=Log.of(rows), groups=[group], ranks=(r,), hosts={r: f"node {r}"})
         for r, rows in records.items()
     ]
 

@@ -20,6 +20,7 @@ from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.core.faults.severity import MEANINGS, REMEDIES, TABLE, ErrorKind, Severity
 from everstep.core.faults.symptoms import SYMPTOMS
 from everstep.core.faults.xids import XIDS
+from everstep.diagnose.finding import ranks_text
 from everstep.errors import PeerError, UserError
 
 _STYLES = {Severity.SEV1: "bold red", Severity.SEV2: "yellow", Severity.SEV3: "green"}
@@ -92,7 +93,7 @@ def _show_severities(*, with_patterns: bool) -> None:
         box=SIMPLE,
     )
     for kind, severity in TABLE.items():
-        xids = " ".join(str(number) for number, (of_kind, _) in XIDS.items() if of_kind is kind)
+        xids = ranks_text(number for number, (of_kind, _) in XIDS.items() if of_kind is kind)
         table.add_row(Text(str(severity), style=_STYLES[severity]), str(kind), MEANINGS[kind], xids)
     console.print(table)
     for severity, remedy in REMEDIES.items():

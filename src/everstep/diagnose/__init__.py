@@ -1,7 +1,7 @@
 """Who is hung, who is slow: from communication records to syndrome to suspects, with evidence.
 
-    part = read(name, content)          any file: Flight Recorder, NCCL Inspector, NCCL RAS, our ring
-    analysis = analyse(parts)           one job: hangs, slow links, slow ranks, imbalances
+    dump = read(name, content)          any file: Flight Recorder, NCCL Inspector, NCCL RAS, our ring
+    analysis = analyse(dumps)           one job: hangs, slow links, slow ranks, imbalances
 
 `stream.Stream` is the same for a job that is running: `feed(records)`, `verdicts(now)`.
 """
@@ -9,7 +9,7 @@
 from everstep.diagnose.case import Case, join
 from everstep.diagnose.finding import Diagnosis, Finding, Imbalance, Suspect, Syndrome, Where
 from everstep.diagnose.flight import Unusable
-from everstep.diagnose.record import Group, Log, Part, Record
+from everstep.diagnose.record import Dump, Group, Log, Record
 from everstep.diagnose.sources import read
 from everstep.diagnose.verdict import Analysis, analyse
 
@@ -17,11 +17,11 @@ __all__ = [
     "Analysis",
     "Case",
     "Diagnosis",
+    "Dump",
     "Finding",
     "Group",
     "Imbalance",
     "Log",
-    "Part",
     "Record",
     "Suspect",
     "Syndrome",

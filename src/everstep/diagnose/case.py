@@ -23,9 +23,9 @@ import numpy as np
 from everstep.diagnose.record import (
     FLIGHT_RECORDER,
     UNKNOWN,
+    Dump,
     Group,
     Log,
-    Part,
     Progress,
     concatenate,
 )
@@ -58,7 +58,7 @@ class Case:
         return str(self.groups[group])
 
 
-def join(parts: Sequence[Part]) -> Case:
+def join(parts: Sequence[Dump]) -> Case:
     """Everything that is known of one job."""
     parts = _latest(parts)
     groups, moved = _same_groups(parts)
@@ -88,8 +88,8 @@ def join(parts: Sequence[Part]) -> Case:
     return case
 
 
-def _latest(parts: Sequence[Part]) -> list[Part]:
-    newest: dict[tuple[str, tuple[int, ...]], Part] = {}
+def _latest(parts: Sequence[Dump]) -> list[Dump]:
+    newest: dict[tuple[str, tuple[int, ...]], Dump] = {}
     for part in parts:
         key = (part.form, part.ranks) if part.ranks else (part.source, ())
         other = newest.get(key)
@@ -98,11 +98,11 @@ def _latest(parts: Sequence[Part]) -> list[Part]:
     return list(newest.values())
 
 
-def _reach(part: Part) -> tuple[int, int]:
+def _reach(part: Dump) -> tuple[int, int]:
     return (int(part.log.order.max()) if len(part.log) else UNKNOWN), len(part.log)
 
 
-def _same_groups(parts: Sequence[Part]) -> tuple[list[Group], list[list[int]]]:
+def _same_groups(parts: Sequence[Dump]) -> tuple[list[Group], list[list[int]]]:
     """All groups, and where those of each part have moved to."""
     keys: dict[tuple[str, tuple[int, ...]], int] = {}
     groups: list[Group] = []
@@ -125,7 +125,7 @@ def _same_groups(parts: Sequence[Part]) -> tuple[list[Group], list[list[int]]]:
 # ------------------------------------------------------------------ members that no source names
 
 
-def _world_size(parts: Sequence[Part], groups: list[Group]) -> int:
+def _world_size(parts: Sequence[Dump], groups: list[Group]) -> int:
     said = max((part.world_size for part in parts), default=0)
     named = max((group.size for group in groups if not group.members and _is_default(group)), default=0)
     dumped = [rank for part in parts if part.form == FLIGHT_RECORDER for rank in part.ranks]

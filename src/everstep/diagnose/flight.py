@@ -33,9 +33,9 @@ from everstep.diagnose.record import (
     RECV,
     SEND,
     UNKNOWN,
+    Dump,
     Group,
     Log,
-    Part,
     Progress,
     Record,
 )
@@ -79,11 +79,11 @@ def unpickle(content: bytes) -> Any:
         raise Unusable(f"truncated or not a pickle ({type(error).__name__})") from None
 
 
-def read_pickle(name: str, content: bytes) -> Part:
+def read_pickle(name: str, content: bytes) -> Dump:
     return part_of(name, unpickle(content))
 
 
-def read_json(name: str, text: str) -> Part:
+def read_json(name: str, text: str) -> Dump:
     try:
         return part_of(name, json.loads(text))
     except json.JSONDecodeError as error:
@@ -98,7 +98,7 @@ def is_dump(value: Any) -> bool:
     )
 
 
-def part_of(name: str, dump: Any) -> Part:
+def part_of(name: str, dump: Any) -> Dump:
     """One dump, whichever file format it came in."""
     if not is_dump(dump):
         raise Unusable("no Flight Recorder dump: version, pg_config and entries are missing")
@@ -125,7 +125,7 @@ def part_of(name: str, dump: Any) -> Part:
             records.append(_record(entry, rank, index[group], groups[index[group]].members, place))
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise Unusable(f"entry {place} is not understood ({type(error).__name__}: {error})") from None
-    return Part(
+    return Dump(
         source=name,
         log=Log.of(records),
         groups=groups,

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from everstep.diagnose.flight import Unusable
-from everstep.diagnose.record import UNKNOWN, Group, Log, Part, Record
+from everstep.diagnose.record import UNKNOWN, Dump, Group, Log, Record
 
 _KINDS = {
     "AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter",
@@ -24,7 +24,7 @@ def is_inspector(line: str) -> bool:
     return '"header"' in line and ('"coll_perf"' in line or '"p2p_perf"' in line)
 
 
-def read_inspector(name: str, text: str) -> Part:
+def read_inspector(name: str, text: str) -> Dump:
     """Lines that do not parse (the last one of a killed process) are left out; a file of none is refused."""
     rows = []
     for line in text.splitlines():
@@ -50,7 +50,7 @@ def read_inspector(name: str, text: str) -> Part:
         if record is not None:
             records.append(record)
     host = str(rows[0].get("metadata", {}).get("hostname", ""))
-    return Part(
+    return Dump(
         source=name,
         form="inspector",
         log=Log.of(records),

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from everstep.diagnose.flight import Unusable
-from everstep.diagnose.record import Log, Part
+from everstep.diagnose.record import Dump, Log
 
 MARK = "everstep_pull"
 STUCK = "its recorder answers and its interpreter does not: something holds the interpreter's lock"
@@ -26,9 +26,9 @@ def is_pull(value: Any) -> bool:
     return isinstance(value, dict) and MARK in value
 
 
-def read_pull(name: str, text: str) -> Part:
+def read_pull(name: str, text: str) -> Dump:
     value = json.loads(text)
-    part = Part(source=name, log=Log.of([]), groups=[], world_size=int(value.get("world_size", 0)))
+    part = Dump(source=name, log=Log.of([]), groups=[], world_size=int(value.get("world_size", 0)))
     try:
         for key, said in value["ranks"].items():
             rank = int(key)

@@ -16,7 +16,7 @@ import numpy as np
 from everstep.diagnose.case import Case
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
 from everstep.diagnose.flight import Unusable
-from everstep.diagnose.record import UNKNOWN, Log, Part
+from everstep.diagnose.record import UNKNOWN, Dump, Log
 
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out|socket|peer|remote process|DistBackendError|"
@@ -29,7 +29,7 @@ def is_error(value: Any) -> bool:
     return isinstance(value, dict) and set(value) <= {"message"} and bool(value)
 
 
-def read_error(name: str, value: dict[str, Any]) -> Part:
+def read_error(name: str, value: dict[str, Any]) -> Dump:
     """The rank is in the path: torchrun writes attempt_0/3/error.json."""
     found = (
         re.findall(r"rank[_\-.]?(\d+)", name)
@@ -43,7 +43,7 @@ def read_error(name: str, value: dict[str, Any]) -> Part:
     text = str(said.get("message", said) if isinstance(said, dict) else said)
     when = str(more.get("timestamp", "0"))
     at_ns = int(when) * 1_000_000_000 if when.isdigit() else 0
-    return Part(source=name, form="error", log=Log.of([]), groups=[], errors={int(found[-1]): (at_ns, text)})
+    return Dump(source=name, form="error", log=Log.of([]), groups=[], errors={int(found[-1]): (at_ns, text)})
 
 
 def find_raised(case: Case) -> list[Finding]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.diagnose.flight import Unusable
-from everstep.diagnose.record import Group, Log, Part, Progress, Record
+from everstep.diagnose.record import Dump, Group, Log, Progress, Record
 
 _KINDS = {
     "AllReduce": "all_reduce",
@@ -28,7 +28,7 @@ def is_ras(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("communicators"), list)
 
 
-def read_ras(name: str, text: str, before: str | None = None) -> Part:
+def read_ras(name: str, text: str, before: str | None = None) -> Dump:
     """One snapshot, and the one before it if there is one."""
     now = _load(text)
     moved = _counts(now) != _counts(_load(before)) if before is not None else False
@@ -60,7 +60,7 @@ def read_ras(name: str, text: str, before: str | None = None) -> Part:
                     records.append(
                         Record(rank=rank, group=group, seq=most, kind=_KINDS.get(kind, kind), done=not stuck)
                     )
-    return Part(
+    return Dump(
         source=name,
         form="ras",
         log=Log.of(records),

@@ -10,7 +10,7 @@ see, so no analysis may read an absence as evidence.
     ended      this rank was done with it
     took       how long it ran, where a source knows the length and not the moment
 
-A `Part` is what one file says; `case.py` makes one `Case` of many parts.
+A `Dump` is what one file says; `case.py` makes one `Case` of many parts.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class Progress:
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
-    """What one source says, mostly about one rank."""
+class Dump:
+    """What one source says, mostly about one rank: a Flight Recorder dump, a ring, a pull, an error file."""
 
     source: str
     form: str = ""  # of the file: two of one form and one rank are two takes of the same thing

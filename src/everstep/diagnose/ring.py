@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.diagnose.flight import Unusable
-from everstep.diagnose.record import UNKNOWN, Group, Log, Part
+from everstep.diagnose.record import UNKNOWN, Dump, Group, Log
 
 MAGIC = b"everring"
 VERSION = 1
@@ -52,7 +52,7 @@ def size_of(capacity: int) -> int:
     return SLOTS_AT + capacity * SLOT_SIZE
 
 
-def read_ring(name: str, content: bytes) -> Part:
+def read_ring(name: str, content: bytes) -> Dump:
     if len(content) < SLOTS_AT or not content.startswith(MAGIC):
         raise Unusable("no ring of records")
     _, version, capacity, rank, ahead_ns, length = HEAD.unpack_from(content)
@@ -69,7 +69,7 @@ def read_ring(name: str, content: bytes) -> Part:
     log = _log(np.frombuffer(content, dtype=_SLOTS, count=capacity, offset=SLOTS_AT), rank, ahead_ns)
     while len(log) and len(groups) <= int(log.group.max()):
         groups.append(Group(name=f"ring group {len(groups)}", pairwise=True))
-    return Part(
+    return Dump(
         source=name,
         form="ring",
         log=log,

@@ -14,12 +14,12 @@ import json
 
 from everstep.diagnose import flight, inspector, pulled, raised, ras, ring
 from everstep.diagnose.flight import Unusable
-from everstep.diagnose.record import Part
+from everstep.diagnose.record import Dump
 
 PARQUET = b"PAR1"
 
 
-def read(name: str, content: bytes, *, modified_ns: int | None = None) -> Part:
+def read(name: str, content: bytes, *, modified_ns: int | None = None) -> Dump:
     """One file; raises `Unusable` with the reason."""
     if not content:
         raise Unusable("it is empty")
@@ -35,7 +35,7 @@ def read(name: str, content: bytes, *, modified_ns: int | None = None) -> Part:
     return part
 
 
-def _read_text(name: str, content: bytes) -> Part:
+def _read_text(name: str, content: bytes) -> Dump:
     try:
         text = content.decode()
     except UnicodeDecodeError:

@@ -22,7 +22,7 @@ import numpy as np
 
 from everstep.diagnose.finding import Diagnosis, Finding, Imbalance
 from everstep.diagnose.pace import Role
-from everstep.diagnose.record import UNKNOWN, Group, Log, Part, Record, concatenate
+from everstep.diagnose.record import UNKNOWN, Dump, Group, Log, Record, concatenate
 from everstep.diagnose.verdict import Analysis, analyse
 
 _LEAST_STEPS = 3
@@ -34,12 +34,12 @@ class Stream:
 
     def __init__(self, *, keep: int = 512) -> None:
         self._keep = keep
-        self._parts: dict[tuple[str, tuple[int, ...]], Part] = {}
+        self._parts: dict[tuple[str, tuple[int, ...]], Dump] = {}
         self._seen: set[Sign] = set()
         self._roles: list[Role] = []
         self.imbalances: list[Imbalance] = []
 
-    def feed(self, part: Part) -> None:
+    def feed(self, part: Dump) -> None:
         """All a rank says now, such as its ring: replaces what it said before."""
         self._parts[part.form, part.ranks] = self._trimmed(part)
 
@@ -47,7 +47,7 @@ class Stream:
         self, rank: int, records: Iterable[Record], groups: list[Group], *, form: str = "records"
     ) -> None:
         """What a rank says anew: comes on top of what it said before."""
-        part = Part(source=form, form=form, log=Log.of(records), groups=list(groups), ranks=(rank,))
+        part = Dump(source=form, form=form, log=Log.of(records), groups=list(groups), ranks=(rank,))
         before = self._parts.get((form, (rank,)))
         if before is not None:
             part.log = _merged(before, part)
@@ -85,13 +85,13 @@ class Stream:
                     found[rank] = middle / own if own > 0 else 1.0
         return found
 
-    def _trimmed(self, part: Part) -> Part:
+    def _trimmed(self, part: Dump) -> Dump:
         if len(part.log) > self._keep:
             part.log = part.log.take(np.arange(len(part.log) - self._keep, len(part.log)))
         return part
 
 
-def _merged(before: Part, part: Part) -> Log:
+def _merged(before: Dump, part: Dump) -> Log:
     """The earlier records and the new ones; one that comes again, now ended, takes the place of the first."""
     known = {(group.name, group.members): at for at, group in enumerate(part.groups)}
     moved = []

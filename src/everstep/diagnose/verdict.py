@@ -23,7 +23,7 @@ from everstep.diagnose.messages import DelayMatrix, pair_up
 from everstep.diagnose.optrace import roles_of_table
 from everstep.diagnose.pace import Role, roles_of
 from everstep.diagnose.postmortem import older_dumps
-from everstep.diagnose.record import UNKNOWN, Part
+from everstep.diagnose.record import UNKNOWN, Dump
 from everstep.diagnose.slow import find_slow
 
 
@@ -39,7 +39,7 @@ class Analysis:
 
 
 def analyse(
-    parts: Sequence[Part],
+    parts: Sequence[Dump],
     tables: Mapping[str, Mapping[str, NDArray[Any]]] | None = None,
     *,
     now_ns: int = UNKNOWN,

@@ -18,6 +18,7 @@ HEARSAY = frozenset(
         ErrorKind.CONNECTION_RESET,
         ErrorKind.CONNECTION_REFUSED,
         ErrorKind.OTHER_NETWORK,
+        ErrorKind.COMMUNICATOR_ABORTED,
         ErrorKind.NCCL_TIMEOUT,
     }
 )
