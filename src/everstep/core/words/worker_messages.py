@@ -105,6 +105,8 @@ class Resume:
     until: int | None = None  # the last step of this shape: after it the state is shelved, and that is all
 
     def attempt(self, step: int) -> int:
+        if len(self.attempts) == 1:
+            return self.attempts[0][1]
         return [attempt for first, attempt in self.attempts if first <= step][-1]
 
     def ops(self, step: int) -> tuple[Op, ...]:
@@ -114,6 +116,8 @@ class Resume:
         return self.hosts.get(step, self.steady_hosts).get((microbatch, stage), microbatch.home)
 
     def members_at(self, step: int) -> Members:
+        if len(self.members) == 1:
+            return self.members[0]
         fitting = [m for m in self.members if m.from_step <= step]
         return fitting[-1] if fitting else self.members[0]
 

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from everstep.core.words.ops import Kind, Microbatch, Op, Worker
+from everstep.core.words.ops import Microbatch, Worker
 from everstep.core.words.worker_messages import (
     AssembleSum,
     Contribute,
@@ -34,7 +34,7 @@ from everstep.core.words.worker_messages import (
 )
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
-from everstep.core.worker.step_state import StepState
+from everstep.core.worker.step_state import StepState, SumState
 from everstep.errors import InternalError
 
 
@@ -54,7 +54,7 @@ class Reduction:
         if state.own_part is None:
             return Contribute(state.step)
         others = [k for k in peers if k != self.me.replica]
-        if state.own_chunk_squares is None:
+        if state.sum is SumState.CONTRIBUTED:
             parts = tuple(self._part(state, sender=k, owner=self.me.replica) for k in others)
             if missing := [part for part in parts if part not in box]:
                 return Wait(str(missing[0]))
@@ -72,16 +72,13 @@ class Reduction:
         weights: Mapping[Microbatch, float],
     ) -> None:
         microbatches = state.accumulated()
-        state.own_part = Part(
-            microbatches, tuple(losses), state.executed, tuple(weights[m] for m in microbatches)
-        )
+        part = Part(microbatches, tuple(losses), state.executed, tuple(weights[m] for m in microbatches))
+        state.contributed(part)
         for peer in self.mail.other_peers(state.step):
-            self.mail.send(
-                self._part(state, sender=self.me.replica, owner=peer.replica), peer, state.own_part
-            )
+            self.mail.send(self._part(state, sender=self.me.replica, owner=peer.replica), peer, part)
 
     def summed(self, state: StepState, task: SumChunk, squares: float) -> None:
-        state.own_chunk_squares = squares
+        state.chunk_summed(squares)
         for part in task.parts:
             self.mail.use(part)
         for peer in self.mail.other_peers(state.step):
@@ -91,17 +88,14 @@ class Reduction:
         """`squares`: the shell's word, where the whole is not the sum of its chunks."""
         box = self.mail.box
         if task.chunks and task.chunks[0].what is ParcelKind.COPY:
-            state.reduced_squares, state.everyone = box[task.chunks[0]]
+            reduced, state.everyone = box[task.chunks[0]]
         else:
             of = {chunk.sender: float(box[chunk]) for chunk in task.chunks}
             of[self.me.replica] = state.own_chunk_squares or 0.0
-            state.reduced_squares = math.fsum(of[k] for k in task.members)
-        if squares is not None:
-            state.reduced_squares = squares
+            reduced = math.fsum(of[k] for k in task.members)
         for chunk in task.chunks:
             self.mail.use(chunk)
-        state.holds_sum = True
-        state.done[Op(Kind.R, None, self.me.stage)] = None
+        state.held(self.me.stage, reduced if squares is None else squares)
         if not self.rules.is_tied(self.me.stage):
             state.sum_of_squares = state.reduced_squares
         self.tell_held(state)
@@ -128,11 +122,11 @@ class Reduction:
         """The connection to this peer was lost for a while."""
         if state.holds_sum:
             self.mail.send(self._held(state.step, self.me.replica), peer)
-        if state.own_part is not None and not state.sealed:
+        if state.own_part is not None and not state.is_sealed:
             self.mail.send(
                 self._part(state, sender=self.me.replica, owner=peer.replica), peer, state.own_part
             )
-        if state.own_chunk_squares is not None and not state.sealed:
+        if state.own_chunk_squares is not None and not state.is_sealed:
             self.mail.send(self._chunk(state, owner=self.me.replica), peer, state.own_chunk_squares)
 
     def copy(self, step: int) -> Parcel:

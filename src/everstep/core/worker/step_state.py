@@ -1,19 +1,70 @@
-"""One step at one worker, from its first op to the moment nobody can need it again.
+"""One step at one worker, from its first op to the moment no peer can need it again.
 
-    ops ──► contribute ──► own chunk summed ──► sum in hand ──► updated ──► valid ─┐
-                                                     │                            ├──► closed
-                                                     └──► sealed (all peers hold) ─┘
+Three lifecycles, each with its table:
 
-A worker has at most two steps open: the one it is in, and the one before, which is updated but may not be
-sealed (a peer may still need its sum) or not yet valid (an eager update waits for the norm of all stages).
+    sum       computing ──► contributed ──► own chunk summed ──► held (──► combined, at a tied stage)
+    seal      open ──► sealed (every live peer holds the sum) ──► announced (to the other stages)
+    update    pending ──► final                 the norm of all stages was known
+              pending ──► eager ──► final       it was not, and turned out not to matter
+                            └─────► invalid ──► waiting ──► final      it did: undone, and made again
+
+A step is closed once it is sealed, its update is final, and the next one is updated too. So a worker has at
+most two steps open: the one it is in, and the one before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
+from everstep.core.words.lifecycle import move
 from everstep.core.words.ops import Kind, Microbatch, Op
 from everstep.core.words.worker_messages import Part
+
+
+class SumState(StrEnum):
+    COMPUTING = "computing"
+    CONTRIBUTED = "contributed"  # its part went to the owner of each chunk
+    CHUNK_SUMMED = "chunk summed"  # the chunk it owns went to every peer
+    HELD = "held"  # it has the whole sum
+    COMBINED = "combined"  # with the other half of the tied tensor
+
+
+class SealState(StrEnum):
+    OPEN = "open"
+    SEALED = "sealed"
+    ANNOUNCED = "announced"
+
+
+class UpdateState(StrEnum):
+    PENDING = "pending"
+    EAGER = "eager"
+    INVALID = "invalid"  # reported, and not undone yet
+    WAITING = "waiting"  # undone or forbidden: it waits for the norm
+    FINAL = "final"
+
+
+SUM: Mapping[SumState, frozenset[SumState]] = {  # HELD from anywhere: a peer gives its whole sum
+    SumState.COMPUTING: frozenset({SumState.CONTRIBUTED, SumState.HELD}),
+    SumState.CONTRIBUTED: frozenset({SumState.CHUNK_SUMMED, SumState.HELD, SumState.COMPUTING}),
+    SumState.CHUNK_SUMMED: frozenset({SumState.HELD, SumState.COMPUTING}),
+    SumState.HELD: frozenset({SumState.COMBINED}),
+    SumState.COMBINED: frozenset(),
+}
+SEAL: Mapping[SealState, frozenset[SealState]] = {
+    SealState.OPEN: frozenset({SealState.SEALED}),
+    SealState.SEALED: frozenset({SealState.ANNOUNCED}),
+    SealState.ANNOUNCED: frozenset(),
+}
+UPDATE: Mapping[UpdateState, frozenset[UpdateState]] = {
+    UpdateState.PENDING: frozenset({UpdateState.EAGER, UpdateState.FINAL, UpdateState.WAITING}),
+    UpdateState.EAGER: frozenset({UpdateState.FINAL, UpdateState.INVALID, UpdateState.WAITING}),
+    UpdateState.INVALID: frozenset({UpdateState.WAITING}),
+    UpdateState.WAITING: frozenset({UpdateState.FINAL}),
+    UpdateState.FINAL: frozenset(),
+}
+_UPDATED = frozenset({UpdateState.EAGER, UpdateState.INVALID, UpdateState.FINAL})
 
 
 @dataclass(slots=True)
@@ -27,23 +78,94 @@ class StepState:
     ghosts: dict[Op, None] = field(default_factory=dict)  # run again for their outputs only
     dropped: set[Microbatch] = field(default_factory=set)  # ghosts whose stashes are gone
     executed: int = 0
-    own_part: Part | None = None  # set when this worker has contributed
-    own_chunk_squares: float | None = None  # set when the chunk it owns is summed
-    holds_sum: bool = False
+    sum: SumState = SumState.COMPUTING
+    seal: SealState = SealState.OPEN
+    update: UpdateState = UpdateState.PENDING
+    own_part: Part | None = None  # once contributed
+    own_chunk_squares: float | None = None  # once the chunk it owns is summed
     reduced_squares: float | None = None  # of the sum as it was reduced
     sum_of_squares: float | None = None  # of the whole stage; for a tied stage after combining
     everyone: Part | None = None  # the parts of all peers, added up and checked
-    combined: bool = False
-    sealed: bool = False
-    news_sent: bool = False
-    updated: bool = False
-    eager: bool = False
-    valid: bool = False
     scale: float | None = None  # what the update multiplied the gradient with; None: it was skipped
-    fed: set[int] = field(default_factory=set)
+    fed: set[int] = field(default_factory=set)  # the joiners that have this step
     saved_among: tuple[int, ...] = ()  # the peers that shared the writing of its checkpoint
-    shelved: bool = False
-    must_wait: bool = False  # a failed validation forbids another eager update of this step
+    is_stored: bool = False  # in memory that outlives this worker
+
+    # -------------------------------------------------------------- lifecycles
+
+    def _move_sum(self, new: SumState) -> None:
+        self.sum = move(SUM, self.sum, new, f"the sum of step {self.step}")
+
+    def _move_seal(self, new: SealState) -> None:
+        self.seal = move(SEAL, self.seal, new, f"the seal of step {self.step}")
+
+    def _move_update(self, new: UpdateState) -> None:
+        self.update = move(UPDATE, self.update, new, f"the update of step {self.step}")
+
+    @property
+    def holds_sum(self) -> bool:
+        return self.sum is SumState.HELD or self.sum is SumState.COMBINED
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.seal is not SealState.OPEN
+
+    @property
+    def is_updated(self) -> bool:
+        return self.update in _UPDATED
+
+    @property
+    def is_final(self) -> bool:
+        return self.update is UpdateState.FINAL
+
+    def contributed(self, part: Part) -> None:
+        self._move_sum(SumState.CONTRIBUTED)
+        self.own_part = part
+
+    def chunk_summed(self, squares: float) -> None:
+        self._move_sum(SumState.CHUNK_SUMMED)
+        self.own_chunk_squares = squares
+
+    def held(self, stage: int, squares: float) -> None:
+        """The whole sum is here; `squares` is its sum of squares."""
+        self._move_sum(SumState.HELD)
+        self.reduced_squares = squares
+        self.done[Op(Kind.R, None, stage)] = None
+
+    def combined(self, squares: float) -> None:
+        self._move_sum(SumState.COMBINED)
+        self.sum_of_squares = squares
+
+    def restart_reduce(self, round: int) -> None:
+        """The reduce group has changed. Parts of the old round do not count; a sum that is held does."""
+        self.round = round
+        if self.sum in (SumState.CONTRIBUTED, SumState.CHUNK_SUMMED):
+            self._move_sum(SumState.COMPUTING)
+        if not self.holds_sum:
+            self.own_part = self.own_chunk_squares = self.everyone = None
+
+    def sealed(self) -> None:
+        self._move_seal(SealState.SEALED)
+
+    def announced(self) -> None:
+        self._move_seal(SealState.ANNOUNCED)
+
+    def updated(self, scale: float | None, *, eagerly: bool) -> None:
+        self._move_update(UpdateState.EAGER if eagerly else UpdateState.FINAL)
+        self.scale = scale
+
+    def validated(self) -> None:
+        self._move_update(UpdateState.FINAL)
+
+    def invalidated(self) -> None:
+        self._move_update(UpdateState.INVALID)
+
+    def must_wait(self) -> None:
+        """Whether it was updated eagerly or not: its update waits for the norm of all stages."""
+        if self.update is not UpdateState.WAITING:
+            self._move_update(UpdateState.WAITING)
+
+    # -------------------------------------------------------------- ops
 
     def record(self, op: Op, *, ghost: bool) -> None:
         """An op has run. A fused backward counts as its two halves."""
@@ -78,13 +200,3 @@ class StepState:
     def accumulated(self) -> tuple[Microbatch, ...]:
         """The microbatches whose weight gradients are in this worker's gradients."""
         return tuple(op.microbatch for op in self.done if op.kind is Kind.W and op.microbatch is not None)
-
-    def restart_reduce(self, round: int) -> None:
-        """The reduce group has changed. What was received of the old round is void; what is held stays
-        held.
-        """
-        self.round = round
-        if not self.holds_sum:
-            self.own_part = None
-            self.own_chunk_squares = None
-            self.everyone = None

@@ -1,0 +1,145 @@
+"""How a worker comes by its state: the joiner's side, and that of the peer that feeds it.
+
+    a member (Feeder)                          a joiner (Joiner)
+    Snapshot, the state after step 7   ──────► its state is that after step 7
+    FEED of step 8, its sum            ──────► ApplyFeed: after step 8
+    FEED of step 9                     ──────► ApplyFeed: after step 9; let in at step 10, it is a member
+
+Training goes on meanwhile. A worker whose state is restored from a kept one is a member at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from everstep.core.words.lifecycle import move
+from everstep.core.words.worker_messages import (
+    ApplyFeed,
+    Parcel,
+    ParcelKind,
+    Resume,
+    Send,
+    TellCopied,
+    Wait,
+    WorkItem,
+)
+from everstep.core.worker.mailbox import Mailbox
+from everstep.core.worker.step_state import StepState
+
+
+class WorkerLife(StrEnum):
+    EMPTY = "empty"  # without a state
+    FOLLOWING = "following"  # it has a peer's state, and follows every step
+    MEMBER = "member"
+
+
+WORKER: Mapping[WorkerLife, frozenset[WorkerLife]] = {
+    WorkerLife.EMPTY: frozenset({WorkerLife.FOLLOWING, WorkerLife.MEMBER}),
+    WorkerLife.FOLLOWING: frozenset({WorkerLife.MEMBER, WorkerLife.FOLLOWING}),  # FOLLOWING: a newer state
+    WorkerLife.MEMBER: frozenset({WorkerLife.EMPTY, WorkerLife.MEMBER}),  # EMPTY: its restore failed
+}
+
+
+class Joiner:
+    """Where this worker's state is, and when it takes part."""
+
+    def __init__(self, mail: Mailbox) -> None:
+        self.mail, self.me = mail, mail.me
+        self.life = WorkerLife.EMPTY
+        self.state_step: int | None = None  # while following: the step its state has reached
+        self.enter_at: int | None = None
+
+    def _to(self, life: WorkerLife) -> None:
+        self.life = move(WORKER, self.life, life, f"worker {self.me}")
+
+    def wants_snapshot(self, state_step: int) -> bool:
+        """Is a state that has arrived newer than what is here? A dead source's may come late."""
+        if self.life is WorkerLife.MEMBER:
+            return False
+        return self.state_step is None or state_step > self.state_step
+
+    def snapshot_arrived(self, state_step: int) -> None:
+        """A peer's state is here, and loaded if it was wanted."""
+        if self.life is WorkerLife.MEMBER:
+            return
+        self._to(WorkerLife.FOLLOWING)
+        self.state_step = max(state_step, self.state_step or 0)
+        self.mail.commands.append(TellCopied(self.state_step))
+
+    def let_in(self, order: Resume) -> None:
+        """The order says from which step on this worker is a member, if it is."""
+        first = [m.from_step for m in order.members if self.me.replica in m.live[self.me.stage]]
+        self.enter_at = first[0] if first else None
+
+    def next(self) -> WorkItem | None:
+        """What a joiner does; None: its state is that of the step before it is let in."""
+        if self.state_step is None:
+            return Wait("a snapshot of a peer's state")
+        if self.state_step + 1 == self.enter_at:
+            return None
+        feed = Parcel(ParcelKind.FEED, 0, self.state_step + 1, self.me.stage)
+        return ApplyFeed(feed.step, self.mail.box[feed], feed) if feed in self.mail.box else Wait(str(feed))
+
+    def applied(self, task: ApplyFeed) -> None:
+        self.state_step = task.step
+        self.mail.use(task.feed)
+
+    def enter(self) -> int:
+        """Become a member; the step that it enters."""
+        assert self.enter_at is not None
+        self._to(WorkerLife.MEMBER)
+        step = self.enter_at
+        for parcel in [p for p in self.mail.box if p.what is ParcelKind.FEED]:
+            self.mail.use(parcel)
+        self.mail.drop_stale(0)
+        self.mail.drop(lambda parcel: parcel.step < step)
+        return step
+
+    def restore(self) -> None:
+        """The order has this worker load a kept state: it is a member, whatever it was."""
+        self._to(WorkerLife.MEMBER)
+        self.state_step = self.enter_at = None
+
+    def restore_failed(self) -> None:
+        """As new: what the next order says to load may be there."""
+        self._to(WorkerLife.EMPTY)
+
+
+class Feeder:
+    """The joiners of its stage that this member feeds."""
+
+    def __init__(self, mail: Mailbox) -> None:
+        self.mail, self.me = mail, mail.me
+        self.feeds: dict[int, int | None] = {}  # replica -> the last step it needs, where that is known
+        self.snapshots_due: list[int] = []
+
+    def copy_to(self, joiner: int) -> None:
+        self.feeds.pop(joiner, None)
+        self.snapshots_due.append(joiner)
+
+    def stop(self, joiner: int) -> None:
+        self.feeds.pop(joiner, None)
+        self.snapshots_due = [replica for replica in self.snapshots_due if replica != joiner]
+
+    def stop_all(self) -> None:
+        self.snapshots_due.clear()
+
+    def obey(self, order: Resume) -> None:
+        """Whom to feed from now on, and up to which step."""
+        self.snapshots_due = [replica for replica in self.snapshots_due if replica in order.feeds]
+        self.feeds = {k: last for k, last in order.feeds.items() if k not in self.snapshots_due}
+
+    def snapshot_sent(self, joiner: int, before: StepState | None) -> None:
+        self.snapshots_due.remove(joiner)
+        self.feeds[joiner] = None
+        if before is not None:
+            before.fed.add(joiner)  # the snapshot has it
+
+    def feed(self, state: StepState) -> None:
+        """Send a final step to every joiner that follows."""
+        for joiner, last in self.feeds.items():
+            if joiner not in state.fed and (last is None or state.step <= last):
+                state.fed.add(joiner)
+                feed = Parcel(ParcelKind.FEED, 0, state.step, self.me.stage)
+                self.mail.commands.append(Send(feed, joiner, self.me.stage, state.scale))
