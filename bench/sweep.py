@@ -27,11 +27,14 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--preset", default="gpt-tiny")
+    parser.add_argument("--transport", default="auto", help="auto, tcp or shm; clean runs are by tcp")
     parser.add_argument("--only", default="", help="points whose name contains this")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    sweep = Sweep(device=given.device, precision=given.precision, preset=given.preset)
+    sweep = Sweep(
+        device=given.device, precision=given.precision, preset=given.preset, transport=given.transport
+    )
     chosen = [p for p in points() if given.only in p.name] * given.repeat
     results = []
     try:

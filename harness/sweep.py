@@ -158,9 +158,17 @@ class Sweep:
         preset: str = "gpt-tiny",
         steps: int = 6,
         limit_s: float = 120.0,
+        transport: str = "auto",
     ) -> None:
+        """Healed runs take `transport`; clean ones are by tcp, so that two ways of carrying are compared."""
+        self.transport = transport
         self.job = Job(
-            model=ModelSpec(preset=preset), steps=steps, microbatches=4, device=device, precision=precision
+            model=ModelSpec(preset=preset),
+            steps=steps,
+            microbatches=4,
+            device=device,
+            precision=precision,
+            transport="tcp",
         )  # type: ignore[arg-type]
         self.limit_s = limit_s
         self.nursery = ForkServer().start()
@@ -173,6 +181,7 @@ class Sweep:
         with tempfile.TemporaryDirectory() as folder:
             job = self._job(point)
             clean = self._clean_run(job)
+            job = replace(job, transport=self.transport)  # type: ignore[arg-type]
             if point.checkpoint:
                 job = replace(job, checkpoint=CheckpointSpec(folder=folder, interval=1))
             started = time.monotonic()

@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import Tensor
 
-from everstep.engine import device as devices
 from everstep.errors import UserError
 
 Value = Any  # a Tensor, None, bool, int, float or str; or a tuple, list or dict of values
@@ -48,8 +47,8 @@ class Boundary:
     def facts(self) -> Any:
         return {"tree": self.tree, "graded": self.graded}
 
-    def on_host(self) -> Boundary:
-        return Boundary(tuple(map(devices.to_host, self.tensors)), self.tree, self.graded)
+    def moved(self, keep: Callable[[Tensor], Tensor]) -> Boundary:
+        return Boundary(tuple(map(keep, self.tensors)), self.tree, self.graded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,8 @@ class Gradients:
     def facts(self) -> Any:
         return {"of": self.of, "weight": self.weight}
 
-    def on_host(self) -> Gradients:
-        return Gradients(tuple(map(devices.to_host, self.tensors)), self.of, self.weight)
+    def moved(self, keep: Callable[[Tensor], Tensor]) -> Gradients:
+        return Gradients(tuple(map(keep, self.tensors)), self.of, self.weight)
 
 
 def take_apart(value: Value) -> tuple[list[Tensor], Any]:

@@ -159,6 +159,7 @@ class Job:
     seed: int = 0  # of weights, data and dropout
     device: str = "cpu"  # or "cuda"
     threads: int = 1  # of each worker
+    transport: Literal["auto", "tcp", "shm"] = "auto"  # auto: memory of a shared GPU, else tcp
     memory_interval: int = 0  # steps between copies of the state in the memory of nodes; 0: none
     log: str | None = None  # folder of the step log
     base: str = "."  # the job file's folder: paths and modules are looked up from here

@@ -54,6 +54,7 @@ class _Outgoing:
     queue: deque[memoryview] = field(default_factory=deque)
     handshake: Opener | None = None  # until the peer has proved who it is
     connected: bool = False  # to a peer that has
+    identity: bytes = b""  # what that peer says of itself
     broken: bool = False
     registered: int = 0
     forgotten: bool = False  # closed for good, or told already: nobody is to mend it
@@ -85,8 +86,9 @@ class Links:
         failed: Callable[[BaseException], None],
         empty: Any,
         source_port: Callable[[str, int], int | None] | None = None,
+        identity: bytes = b"",
     ) -> None:
-        self._token = token
+        self._token, self._identity = token, identity
         self._deliver, self._broken, self._failed, self._empty = deliver, broken, failed, empty
         self._source_port = source_port
         self._selector = selectors.DefaultSelector()
@@ -128,6 +130,11 @@ class Links:
             if link.queue or link.broken:
                 self._ask.append(link)
                 self._wake()
+
+    def identity(self, of: Address) -> bytes | None:
+        """What a peer says of itself; None while no connection to it is open."""
+        link = self._out.get(of)
+        return link.identity if link is not None and link.connected and not link.broken else None
 
     def borrows(self, tensor: Tensor) -> bool:
         """Is any of the memory behind this tensor still queued?"""
@@ -243,7 +250,7 @@ class Links:
             return
         sock.setblocking(False)
         _watched(sock)
-        conn = _Receiving(sock, Acceptor(self._token), time.monotonic())
+        conn = _Receiving(sock, Acceptor(self._token, self._identity), time.monotonic())
         self._strangers[sock] = conn
         self._selector.register(sock, selectors.EVENT_READ, conn)
         if len(self._strangers) > MAX_STRANGERS:
@@ -306,7 +313,7 @@ class Links:
             raise PeerError("closed")
         proof = link.handshake.feed(data)
         if proof is not None:
-            link.handshake, link.connected = None, True
+            link.identity, link.handshake, link.connected = link.handshake.identity, None, True
             link.queue.appendleft(memoryview(proof))
 
     def _drop(self, link: _Outgoing) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from everstep.core.worker.rules import TaskRules
 from everstep.engine import device as devices
 from everstep.engine.data import Dataset
@@ -11,7 +13,7 @@ from everstep.engine.job import Job
 from everstep.engine.model import Model, partition
 from everstep.engine.optimizer import OptimizerFactory, Updater
 from everstep.engine.resolve import data_of, model_of, optimizer_of
-from everstep.engine.stage import Stage
+from everstep.engine.stage import Empty, Stage
 from everstep.errors import UserError
 
 
@@ -41,14 +43,17 @@ class Program:
             shelve_every=job.memory_interval,
         )
 
-    def build(self, stage: int, *, index: int = 0) -> tuple[Stage, Updater]:
-        """One worker's layers and their optimizer. `index` spreads workers over GPUs."""
+    def build(
+        self, stage: int, *, device: torch.device | None = None, empty: Empty | None = None
+    ) -> tuple[Stage, Updater]:
+        """One worker's layers and their optimizer. `empty` gives the buffers that peers read from."""
         job = self.job
         made = Stage(
             self.model,
             partition(self.model, job.stages)[stage],
             data=self.data,
-            device=devices.pick(job.device, index),
+            device=device or devices.pick(job.device),
+            empty=empty,
             seed=job.seed,
             precision=job.precision,
             accumulate=job.accumulate,

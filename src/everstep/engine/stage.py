@@ -40,6 +40,7 @@ from everstep.errors import InternalError, UserError
 
 Precision = Literal["fp32", "bf16"]
 Accumulate = Literal["fp32", "fp64"]
+Empty = Callable[..., Tensor]  # (shape, dtype=) -> a tensor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -71,7 +72,10 @@ class Stage:
         precision: Precision = "fp32",
         accumulate: Accumulate = "fp64",
         recompute: bool = False,
+        empty: Empty | None = None,
     ) -> None:
+        """`empty`: where the gradient buffers come from, for peers read from them."""
+        self._empty = empty or partial(torch.empty, device=device)
         self.model, self.layers, self.data, self.device, self.seed = model, layers, data, device, seed
         self.precision, self.accumulate, self.recompute = precision, accumulate, recompute
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.layers)
@@ -315,7 +319,7 @@ class Stage:
 
     def _buffer(self, old: Tensor | None) -> tuple[Tensor, dict[Tensor, Tensor]]:
         if old is None:
-            flat = torch.zeros(self.size, dtype=DTYPES[self.accumulate], device=self.device)
+            flat = self._empty((self.size,), dtype=DTYPES[self.accumulate]).zero_()
         else:
             flat = old.zero_()
         return flat, {p: self.slots[name].of(flat) for name, p in self.parameters.items()}

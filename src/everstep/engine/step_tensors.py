@@ -28,6 +28,7 @@ from everstep.core.words.ops import Worker
 from everstep.core.words.worker_messages import AssembleSum, CombineTied, Parcel, ParcelKind, SumChunk
 from everstep.engine import device as devices
 from everstep.engine.boundary import Boundary, Gradients
+from everstep.engine.courier import Courier
 from everstep.engine.optimizer import Updater
 from everstep.engine.stage import Stage
 
@@ -37,8 +38,10 @@ Borrowed = Callable[[Tensor], bool]  # is any of this tensor's memory queued for
 class StepTensors:
     """Of one worker, by step and by parcel."""
 
-    def __init__(self, me: Worker, stage: Stage, updater: Updater, *, borrowed: Borrowed) -> None:
-        self.me, self.stage, self.updater = me, stage, updater
+    def __init__(
+        self, me: Worker, stage: Stage, updater: Updater, *, borrowed: Borrowed, courier: Courier
+    ) -> None:
+        self.me, self.stage, self.updater, self._courier = me, stage, updater, courier
         self.boundaries: dict[Parcel, Boundary | Gradients] = {}  # activations and gradients, in and out
         self.payloads: dict[Parcel, Tensor] = {}  # everything else that was received, and tied halves
         self._borrowed = borrowed
@@ -61,18 +64,19 @@ class StepTensors:
             self.boundaries.pop(parcel, None)
 
     def outgoing(self, parcel: Parcel, members: tuple[int, ...]) -> Tensor | None:
-        """What is sent under this name, in host memory. The links borrow it."""
+        """What is sent under this name. Who carries it borrows it."""
         match parcel.what:
             case ParcelKind.PART:
                 flat = self._gradients.get(parcel.step, self.stage.gradients)
-                return devices.to_host(flat[self._chunk(members, parcel.owner)])
+                return flat[self._chunk(members, parcel.owner)]
             case ParcelKind.SUM:
-                return devices.to_host(self._sums[parcel.step][self._chunk(members, self.me.replica)])
+                return self._sums[parcel.step][self._chunk(members, self.me.replica)]
             case ParcelKind.COPY | ParcelKind.FEED:
-                return devices.to_host(self._sums[parcel.step])
+                return self._sums[parcel.step]
             case ParcelKind.TIED:
                 if parcel not in self.payloads:  # before combining changes it
-                    self.payloads[parcel] = devices.to_host(self.stage.tied_part(self._sums[parcel.step]))
+                    half = self.stage.tied_part(self._sums[parcel.step])
+                    self.payloads[parcel] = self._courier.kept(half)
                 return self.payloads[parcel]
             case _:
                 return None
@@ -168,7 +172,7 @@ class StepTensors:
             self._sums[step] = (
                 self._spare_sums.pop()
                 if self._spare_sums
-                else torch.empty(self.stage.size, dtype=torch.float32, device=self.stage.device)
+                else self._courier.empty((self.stage.size,), dtype=torch.float32)
             )
         return self._sums[step]
 

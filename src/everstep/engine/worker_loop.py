@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,13 +30,15 @@ from everstep.engine import device as devices
 from everstep.engine import frames
 from everstep.engine.beacon import Beacon
 from everstep.engine.boundary import Boundary, Gradients
+from everstep.engine.courier import Courier
 from everstep.engine.faults import PlantedFault
-from everstep.engine.links import Address, Links
+from everstep.engine.links import Address
 from everstep.engine.optimizer import Updater
 from everstep.engine.recorder import WorkerRecorder
 from everstep.engine.stage import Stage
 from everstep.engine.step_tensors import StepTensors
 from everstep.engine.stopwatch import Moment, Stopwatch
+from everstep.errors import PeerError
 
 _MEND_AFTER_S, _MEND_MOST_S = 0.5, 8.0
 Order = tuple[str, Any]  # (verb, value): what recovery tells this worker
@@ -67,13 +70,14 @@ class WorkerLoop:
         build: Callable[[], tuple[Stage, Updater]],
         *,
         ports: Ports,
-        links: Links,
+        courier: Courier,
         inbox: queue.SimpleQueue[Order],
         beacon: Beacon | None = None,
         recorder: WorkerRecorder | None = None,
         faults: tuple[PlantedFault, ...] = (),
     ) -> None:
-        self.me, self.walker, self.ports, self.links, self.inbox = me, walker, ports, links, inbox
+        self.me, self.walker, self.ports, self.courier, self.inbox = me, walker, ports, courier, inbox
+        self.links = courier.links
         self.beacon = beacon
         self.recorder = recorder
         self.faults = list(faults)
@@ -81,7 +85,9 @@ class WorkerLoop:
         self.stage, self.updater = build()
         self.rules = walker.rules
         self.book: dict[Worker, Address] = {}
-        self.tensors = StepTensors(me, self.stage, self.updater, borrowed=links.borrows)
+        self.tensors = StepTensors(
+            me, self.stage, self.updater, borrowed=courier.links.borrows, courier=courier
+        )
         self._arriving: dict[str, Tensor] = {}  # a state on its way to this joining worker
         self._touched = False  # has the initial state been changed?
         self._told_epoch = 0
@@ -121,11 +127,12 @@ class WorkerLoop:
             case "frame":
                 self._arrived(value)
             case "interrupt":
+                self.courier.drain()  # a ledger tells what is done, not what is launched
                 self.ports.report("ledger", {"epoch": value, "ledger": self.walker.interrupt(value)})
             case "resume":
                 order_, self.book, directions = value
                 self.ports.directed(directions)
-                self.links.forget(set(self.book.values()))
+                self.courier.forget(set(self.book.values()))
                 self._breaks = {a: n for a, n in self._breaks.items() if a in self.book.values()}
                 self.walker.resume(order_)
             case "copy":
@@ -185,14 +192,19 @@ class WorkerLoop:
             return
         assert frame.parcel is not None
         parcel = frame.parcel
-        if not self.walker.arrived(parcel, frames.value_of(parcel.what, frame.facts)):
+        try:
+            facts, tensors = self.courier.opened(frame)
+        except PeerError as error:  # its owner died before it was opened: as if it had not come
+            print(f"{parcel} was lost: {error}", file=sys.stderr, flush=True)
+            return
+        if not self.walker.arrived(parcel, frames.value_of(parcel.what, facts)):
             return
         if parcel.what is ParcelKind.ACTIVATION:
-            self.tensors.boundaries[parcel] = Boundary.arrived(frame.tensors, frame.facts)
+            self.tensors.boundaries[parcel] = Boundary.arrived(tensors, facts)
         elif parcel.what is ParcelKind.GRADIENT:
-            self.tensors.boundaries[parcel] = Gradients.arrived(frame.tensors, frame.facts)
-        elif frame.tensor is not None:
-            self.tensors.payloads[parcel] = frame.tensor
+            self.tensors.boundaries[parcel] = Gradients.arrived(tensors, facts)
+        elif tensors:
+            self.tensors.payloads[parcel] = tensors[0]
 
     # -------------------------------------------------------------- tasks
 
@@ -246,7 +258,7 @@ class WorkerLoop:
                 self.stage.weight_grad(task.step, number)
         if task.output is not None:
             assert output is not None
-            self.tensors.boundaries[task.output] = output.on_host()
+            self.tensors.boundaries[task.output] = output.moved(self.courier.kept)
         self._time(op.kind, started)
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
         if self._told_epoch != self.walker.epoch:
@@ -388,15 +400,14 @@ class WorkerLoop:
 
     def _post(self, address: Address, command: msg.Send, facts: Any, tensors: tuple[Tensor, ...]) -> None:
         parcel = command.parcel
-        what = (address, parcel.what, parcel, facts, *tensors)
         lag_s = sum(fault.lag_s(parcel.step, command.stage) for fault in self.faults)
         if lag_s:  # the timer's own copy: nobody has borrowed it yet
-            what = (*what[:4], *(tensor.clone() for tensor in tensors))
-            late = threading.Timer(lag_s, self.links.send, what)
+            copies = tuple(devices.to_host(tensor).clone() for tensor in tensors)
+            late = threading.Timer(lag_s, self.links.send, (address, parcel.what, parcel, facts, *copies))
             late.daemon = True
             late.start()
         else:
-            self.links.send(*what)
+            self.courier.post(address, parcel.what, parcel, facts, tensors)
 
     # -------------------------------------------------------------- small things
 

@@ -18,6 +18,7 @@ from everstep.core.words.ops import Worker, parse_worker
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
 from everstep.engine.beacon import Beacon
+from everstep.engine.courier import Courier, identity_of
 from everstep.engine.faults import parse_fault
 from everstep.engine.frames import Incoming
 from everstep.engine.job import Job
@@ -83,6 +84,7 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
             recorder.got(frame.parcel, frame.nbytes)  # now: this worker may be busy for long
         inbox.put(("frame", frame))
 
+    identity = identity_of(device, job.transport)
     links = Links(
         token=bytes.fromhex(spec["token"]),
         host=spec["host"],
@@ -91,7 +93,9 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
         failed=lambda error: inbox.put(("failed", error)),
         empty=lambda shape, dtype: devices.host_empty(shape, dtype, device),
         source_port=None if steering is None else steering.ports,
+        identity=identity.encode(),
     )
+    courier = Courier.of(links, identity, device, lambda error: inbox.put(("failed", error)))
     beacon = None if spec["beacon"] is None else Beacon(Path(spec["beacon"]))
     states = States(
         me,
@@ -106,7 +110,7 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
     body = WorkerLoop(
         me,
         WorkerState(me, program.rules()),
-        lambda: program.build(me.stage, index=me.stage * job.replicas + me.replica),
+        lambda: program.build(me.stage, device=device, empty=courier.empty),
         ports=Ports(
             report=line.report,
             save=states.save,
@@ -114,7 +118,7 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
             shelve=states.shelve,
             directed=states.obey,
         ),
-        links=links,
+        courier=courier,
         inbox=inbox,
         beacon=beacon,
         recorder=recorder,
@@ -129,6 +133,7 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
     line.tell("started", {"address": links.address})
     body.run()
     states.finish()
+    courier.stop()
     if flows is not None:
         flows.stop()
     links.stop()
