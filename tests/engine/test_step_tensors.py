@@ -13,6 +13,7 @@ from everstep.core.words.worker_messages import AssembleSum, Parcel, ParcelKind,
 from everstep.engine import frames
 from everstep.engine.data import Synthetic
 from everstep.engine.gpt import gpt
+from everstep.engine.handshake import Acceptor
 from everstep.engine.links import Address, Links
 from everstep.engine.optimizer import Updater, adamw
 from everstep.engine.step_tensors import StepTensors
@@ -35,9 +36,9 @@ class SlowReader:
         sock, _ = self._server.accept()
         sock.settimeout(20)
         with sock:
-            greeting = bytearray()
-            while len(greeting) < len(TOKEN):
-                greeting += sock.recv(len(TOKEN) - len(greeting))
+            handshake = Acceptor(TOKEN)
+            while handshake.wants:
+                sock.sendall(handshake.feed(sock.recv(handshake.wants)))
             return [self._frame(sock) for _ in range(count)]
 
     def _frame(self, sock: socket.socket) -> frames.Incoming:

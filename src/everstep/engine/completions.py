@@ -1,4 +1,4 @@
-"""What happens once the device has finished: messages leave, and the host is never far ahead.
+"""What happens once the device has finished: messages leave, op times are known, the host is never far ahead.
 
 A GPU works behind the host. A message must not leave before the kernels that make its tensors have ended,
 and the host must not wait for them: a thread of its own waits for one event after the other, in order, and
@@ -10,13 +10,25 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from everstep.core.words.ops import Kind
+
 AHEAD = 2  # ops that may be launched and not finished: enough to keep the device busy
+
+
+class FinishedOp(NamedTuple):
+    """An op that the device has finished: its times are the device's, on the machine's monotonic clock."""
+
+    kind: Kind
+    step: int
+    started_ns: int
+    ended_ns: int
 
 
 class Completions:
@@ -24,6 +36,7 @@ class Completions:
         self._device, self._failed = device, failed
         self._queue: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
         self._launched: deque[torch.cuda.Event] = deque()
+        self._finished: deque[FinishedOp] = deque()
         self._thread = threading.Thread(target=self._run, name="completions", daemon=True)
         self._thread.start()
 
@@ -31,11 +44,29 @@ class Completions:
         """Do this once everything that is launched now has finished."""
         self._queue.put((self._event(), do))
 
-    def op_launched(self) -> None:
-        """Wait if the device is too far behind."""
-        self._launched.append(self._event())
+    def op_begins(self) -> torch.cuda.Event:
+        return self._event(timing=True)
+
+    def op_launched(self, kind: Kind, step: int, began: torch.cuda.Event) -> None:
+        """Its kernels are queued. Wait if the device is too far behind."""
+        ends = self._event(timing=True)
+
+        def finished() -> None:
+            ended_ns = time.monotonic_ns()
+            took_ns = int(began.elapsed_time(ends) * 1e6)
+            self._finished.append(FinishedOp(kind, step, ended_ns - took_ns, ended_ns))
+
+        self._queue.put((ends, finished))
+        self._launched.append(ends)
         if len(self._launched) > AHEAD:
             self._launched.popleft().synchronize()
+
+    def finished_ops(self) -> list[FinishedOp]:
+        """Those since this was last asked."""
+        found = []
+        while self._finished:
+            found.append(self._finished.popleft())
+        return found
 
     def drain(self) -> None:
         """Return when the device has finished all it was given."""
@@ -46,8 +77,8 @@ class Completions:
         self._queue.put(None)
         self._thread.join(timeout=5)
 
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    def _event(self, *, timing: bool = False) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True, enable_timing=timing)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 

@@ -20,6 +20,7 @@ many steps later when a large state is queued before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,20 +29,27 @@ from everstep.core.words.ops import Worker
 from everstep.core.words.worker_messages import AssembleSum, CombineTied, Parcel, ParcelKind, SumChunk
 from everstep.engine import device as devices
 from everstep.engine.boundary import Boundary, Gradients
-from everstep.engine.courier import Courier
 from everstep.engine.optimizer import Updater
 from everstep.engine.stage import Stage
 
 Borrowed = Callable[[Tensor], bool]  # is any of this tensor's memory queued for sending?
 
 
+class SharedTensors(Protocol):
+    """Where tensors live that peers read (`courier`)."""
+
+    def empty(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor: ...
+
+    def kept(self, tensor: Tensor) -> Tensor: ...
+
+
 class StepTensors:
     """Of one worker, by step and by parcel."""
 
     def __init__(
-        self, me: Worker, stage: Stage, updater: Updater, *, borrowed: Borrowed, courier: Courier
+        self, me: Worker, stage: Stage, updater: Updater, *, borrowed: Borrowed, shared: SharedTensors
     ) -> None:
-        self.me, self.stage, self.updater, self._courier = me, stage, updater, courier
+        self.me, self.stage, self.updater, self._shared = me, stage, updater, shared
         self.boundaries: dict[Parcel, Boundary | Gradients] = {}  # activations and gradients, in and out
         self.payloads: dict[Parcel, Tensor] = {}  # everything else that was received, and tied halves
         self._borrowed = borrowed
@@ -76,7 +84,7 @@ class StepTensors:
             case ParcelKind.TIED:
                 if parcel not in self.payloads:  # before combining changes it
                     half = self.stage.tied_part(self._sums[parcel.step])
-                    self.payloads[parcel] = self._courier.kept(half)
+                    self.payloads[parcel] = self._shared.kept(half)
                 return self.payloads[parcel]
             case _:
                 return None
@@ -172,7 +180,7 @@ class StepTensors:
             self._sums[step] = (
                 self._spare_sums.pop()
                 if self._spare_sums
-                else self._courier.empty((self.stage.size,), dtype=torch.float32)
+                else self._shared.empty((self.stage.size,), dtype=torch.float32)
             )
         return self._sums[step]
 

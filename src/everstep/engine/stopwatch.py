@@ -78,6 +78,13 @@ class Stopwatch:
         counted[1] += own / 1e9
         return now.clock_ns, own
 
+    def device_op(self, kind: Kind, took_ns: int) -> None:
+        """An op that a device has finished, by the device's own events."""
+        self._smooth(kind, took_ns / 1e9)
+        counted = self._ops.setdefault(str(kind), [0, 0.0])
+        counted[0] += 1
+        counted[1] += took_ns / 1e9
+
     def step(self, step: int) -> dict[str, Any] | None:
         """A step is over here. What to tell of it, if it is told."""
         now, cpu = self._clock_ns(), self._process_cpu_ns()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from everstep.core.words import worker_messages as msg
@@ -41,6 +42,7 @@ from everstep.engine.stopwatch import Moment, Stopwatch
 from everstep.errors import PeerError
 
 _MEND_AFTER_S, _MEND_MOST_S = 0.5, 8.0
+Began = tuple[Moment, Any]  # and the device's event, where there is a device
 Order = tuple[str, Any]  # (verb, value): what recovery tells this worker
 Report = Callable[[str, Mapping[str, Any]], None]
 Groups = list[dict[str, Any]]  # of an optimizer
@@ -244,7 +246,7 @@ class WorkerLoop:
         assert microbatch is not None
         self._shine(busy=True, doing=str(op))
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
-        started = self.stopwatch.moment()
+        began = self._begin()
         number = self._number(microbatch)
         given: Any = None if task.input is None else self.tensors.boundaries[task.input]
         output: Boundary | Gradients | None = None
@@ -259,30 +261,31 @@ class WorkerLoop:
         if task.output is not None:
             assert output is not None
             self.tensors.boundaries[task.output] = output.moved(self.courier.kept)
-        self._time(op.kind, started)
+        self._time(op.kind, began)
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
         if self._told_epoch != self.walker.epoch:
             self._told_epoch = self.walker.epoch
-            self.ports.report("resumed", {"epoch": self.walker.epoch, "at_ns": started.clock_ns})
+            self.ports.report("resumed", {"epoch": self.walker.epoch, "at_ns": began[0].clock_ns})
 
     def _losses(self, step: int) -> list[tuple[Microbatch, float]]:
         if not self.stage.is_last:
             return []
-        return [
-            (op.microbatch, float(self.stage.loss(step, self._number(op.microbatch))))
-            for op in self.walker.now.done
-            if op.kind is Kind.F and op.microbatch is not None
+        done = [
+            op.microbatch for op in self.walker.now.done if op.kind is Kind.F and op.microbatch is not None
         ]
+        losses = [self.stage.loss(step, self._number(microbatch)) for microbatch in done]
+        found = torch.stack(losses).tolist() if losses else []  # the host waits once, not for each
+        return list(zip(done, found, strict=True))
 
     def _weights(self, step: int) -> dict[Microbatch, float]:
         done = self.walker.now.accumulated()
         return {microbatch: self.stage.weight(step, self._number(microbatch)) for microbatch in done}
 
     def _sum_chunk(self, task: msg.SumChunk) -> float:
-        started = self.stopwatch.moment()
+        began = self._begin()
         self._maybe_die(task.step, "R", "during")
         squares = self.tensors.sum_chunk(task)
-        self._time(Kind.R, started)
+        self._time(Kind.R, began)
         return squares
 
     def _assemble(self, task: msg.AssembleSum) -> float | None:
@@ -291,14 +294,14 @@ class WorkerLoop:
         return squares
 
     def _update(self, task: msg.Update) -> None:
-        started = self.stopwatch.moment()
+        began = self._begin()
         self._shine(busy=True, doing=f"{self.me.stage}U")
         self._maybe_die(task.step, "U", "before")
         if task.keep:
             self.updater.keep()
         self._apply(task.step, self.tensors.sum_of(task.step), task.scale)
         self.tensors.updated(task.step)
-        self._time(Kind.U, started)
+        self._time(Kind.U, began)
         if (told := self.stopwatch.step(task.step)) is not None:
             self.ports.report("times", told)
         self._maybe_die(task.step, "U", "after")
@@ -415,14 +418,34 @@ class WorkerLoop:
         """Its number in the whole step, whoever runs it."""
         return microbatch.home * self.rules.microbatches + microbatch.number
 
-    def _time(self, kind: Kind, started: Moment) -> None:
-        """An op is over, except for what a planted fault adds to it."""
+    def _begin(self) -> Began:
+        completions = self.courier.completions
+        return self.stopwatch.moment(), None if completions is None else completions.op_begins()
+
+    def _time(self, kind: Kind, began: Began) -> None:
+        """An op is over, except for what a planted fault adds to it. On a device it is launched, not over."""
+        started, event = began
+        took_s = (self.ports.clock_ns() - started.clock_ns) / 1e9
+        if event is not None:
+            took_s = self.stopwatch.times.get(str(kind), 0.0)
         for fault in self.faults:
             if fault.slows(self.walker.now.step):
-                time.sleep((fault.factor - 1) * (self.ports.clock_ns() - started.clock_ns) / 1e9)
-        ended_ns, own_ns = self.stopwatch.op(kind, started, on_a_core=self.stage.device.type == "cpu")
+                time.sleep((fault.factor - 1) * took_s)
+        if event is not None:
+            self._time_of_device(kind, event)
+            return
+        ended_ns, own_ns = self.stopwatch.op(kind, started, on_a_core=True)
         if self.recorder is not None:
             self.recorder.op(self.walker.now.step, started.clock_ns, ended_ns, own_ns)
+
+    def _time_of_device(self, kind: Kind, event: Any) -> None:
+        completions = self.courier.completions
+        assert completions is not None
+        completions.op_launched(kind, self.walker.now.step, event)
+        for op in completions.finished_ops():
+            self.stopwatch.device_op(op.kind, op.ended_ns - op.started_ns)
+            if self.recorder is not None:
+                self.recorder.op(op.step, op.started_ns, op.ended_ns, op.ended_ns - op.started_ns)
 
     def _shine(self, *, busy: bool, doing: str) -> None:
         now = self.walker.now

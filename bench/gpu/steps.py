@@ -1,0 +1,180 @@
+"""Step times on one GPU: a plain torch loop, and Everstep in several shapes that share the GPU.
+
+    python bench/gpu/steps.py                        gpt-350m: plain loop, 1 x 1, 2 x 1, 2 x 2
+    python bench/gpu/steps.py --preset gpt-1b --shapes 1x1 --compile
+    python bench/gpu/steps.py --json
+
+All train the same number of microbatches per step on the same data. Under MPS (`--mps`) processes that share
+the GPU run at the same time; without it they take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # where nothing can be installed
+
+from everstep.engine.presets import flops_per_token, shape
+
+
+def plain_loop(spec: dict[str, Any]) -> dict[str, Any]:
+    """One process, fp32 masters, bf16 compute, fused AdamW: what a careful person writes."""
+    import torch
+    from torch import nn
+
+    from everstep.engine.data import Synthetic
+    from everstep.engine.gpt import gpt
+    from everstep.engine.model import built
+    from everstep.engine.optimizer import adamw
+
+    torch.set_float32_matmul_precision("high")
+    form = shape(spec["preset"])
+    model = gpt(spec["preset"])
+    masters = [built(model, i, 0).cuda() for i in range(len(model.layers))]
+    layers = [built(model, i, 0).cuda().bfloat16() for i in range(len(model.layers))]
+    named = [(f"{i}.{n}", p) for i, layer in enumerate(masters) for n, p in layer.named_parameters()]
+    working = [p for layer in layers for p in layer.parameters()]
+    optimizer = adamw(lr=3e-4)(named)
+
+    def tail(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(layers[-1](x).float().flatten(0, -2), y.flatten())
+
+    if spec["compile"]:
+        layers = [
+            torch.compile(layer) if 0 < i < len(layers) - 1 else layer for i, layer in enumerate(layers)
+        ]
+        tail = torch.compile(tail)  # type: ignore[assignment]
+    data = Synthetic(vocab=form.vocab, sequence=form.context, rows=spec["rows"])
+    sums = [torch.zeros_like(p) for _, p in named]
+    times, losses = [], []
+    for step in range(1, spec["steps"] + 1):
+        began = time.monotonic()
+        total = []
+        for number in range(spec["microbatches"]):
+            x, y = (t.cuda(non_blocking=True) for t in data.batch(step, number))
+            for layer in layers[:-1]:
+                x = layer(x)
+            loss = tail(x, y)
+            loss.backward()
+            with torch.no_grad():
+                torch._foreach_add_(sums, [p.grad for p in working])
+            for p in working:
+                p.grad = None
+            total.append(loss.detach())
+        torch._foreach_div_(sums, spec["microbatches"])
+        norm = torch.nn.utils.get_total_norm(sums)
+        torch._foreach_mul_(sums, torch.clamp(1.0 / norm, max=1.0))
+        for (_, p), g in zip(named, sums, strict=True):
+            p.grad = g
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(working, [p.detach() for _, p in named])
+            torch._foreach_zero_(sums)
+        losses.append(float(torch.stack(total).mean()))
+        times.append(time.monotonic() - began)
+    return {"times": times, "losses": losses}
+
+
+def everstep_run(spec: dict[str, Any]) -> dict[str, Any]:
+    from everstep.engine.job import Job
+    from everstep.launch.local.run import LocalTask
+    from everstep.node.fork_server import ForkServer
+
+    replicas, stages = map(int, spec["shape"].split("x"))
+    job = Job.from_dict(
+        {
+            "model": {"preset": spec["preset"]},
+            "data": {"kind": "synthetic", "rows": spec["rows"]},
+            "steps": spec["steps"],
+            "replicas": replicas,
+            "stages": stages,
+            "microbatches": spec["microbatches"] // replicas,
+            "precision": "bf16",
+            "device": "cuda",
+            "optimizer": {"decay": "constant"},
+            **spec["job"],
+        }
+    )
+    rows: list[Any] = []
+    server = ForkServer().start()
+    try:
+        outcome = LocalTask(
+            job, nursery=server, watch=lambda kind, what: rows.append(what) if kind == "step" else None
+        ).run()
+    finally:
+        server.close()
+    if outcome.failure is not None:
+        raise SystemExit(outcome.failure)
+    return {"times": [row.seconds for row in rows], "losses": [row.loss for row in rows]}
+
+
+def measured(spec: dict[str, Any]) -> dict[str, Any]:
+    """In a process of its own, so that nothing is left on the GPU."""
+    command = [sys.executable, __file__, "--spec", json.dumps(spec)]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=400)
+    if ran.returncode:
+        return {"what": spec["what"], "failed": ran.returncode}
+    found = json.loads(ran.stdout.strip().splitlines()[-1])
+    form = shape(spec["preset"])
+    step_s = statistics.median(found["times"][spec["warmup"] :])
+    flops = flops_per_token(form) * form.context * spec["rows"] * spec["microbatches"]
+    return {
+        "what": spec["what"],
+        "step_s": round(step_s, 4),
+        "tflops": round(flops / step_s / 1e12, 1),
+        "first_loss": found["losses"][0],
+        "last_loss": found["losses"][-1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="gpt-350m")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=8, help="of the whole step")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--shapes", nargs="*", default=["1x1", "2x1", "2x2"])
+    parser.add_argument("--plain", action="store_true", help="the plain loop too")
+    parser.add_argument("--compile", action="store_true", help="the plain loop compiled too")
+    parser.add_argument("--job", default="{}", help="keys of the job, as JSON")
+    parser.add_argument("--mps", action="store_true", help="start MPS, and stop it at the end")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--spec", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.spec:
+        spec = json.loads(args.spec)
+        print(json.dumps(everstep_run(spec) if spec.get("shape") else plain_loop(spec)))
+        return
+    if args.mps:
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+    same = {name: getattr(args, name) for name in ("preset", "rows", "microbatches", "steps", "warmup")}
+    specs = [{**same, "what": "plain loop", "compile": False}] if args.plain else []
+    specs += [{**same, "what": "plain loop, compiled", "compile": True}] if args.compile else []
+    specs += [{**same, "what": f"everstep {s}", "shape": s, "job": json.loads(args.job)} for s in args.shapes]
+    rows = []
+    try:
+        for spec in specs:
+            rows.append(measured(spec))
+            if not args.json:
+                print(rows[-1], flush=True)
+    finally:
+        if args.mps:
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
+    if args.json:
+        print(json.dumps({**same, "mps": args.mps, "rows": rows}))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    main()
