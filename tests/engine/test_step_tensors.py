@@ -24,6 +24,16 @@ TOKEN = b"t" * 32
 COUNT = 4  # microbatches in a step
 
 
+class OnTheHost:
+    """Tensors that are sent, not shared."""
+
+    def empty(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
 class SlowReader:
     """A peer that reads nothing until it is asked to."""
 
@@ -77,7 +87,7 @@ def reader() -> Iterator[SlowReader]:
 def worker(replica: int = 0, *, tied: bool = False, borrowed=lambda tensor: False) -> StepTensors:
     (stage,) = stages(gpt(**SMALL, tied=tied), 1, DATA)
     updater = Updater(stage, adamw(lr=1e-2))
-    return StepTensors(Worker(replica, 0), stage, updater, borrowed=borrowed)
+    return StepTensors(Worker(replica, 0), stage, updater, borrowed=borrowed, shared=OnTheHost())
 
 
 def parcel(kind: ParcelKind, step: int, *, sender: int = -1, owner: int = -1) -> Parcel:

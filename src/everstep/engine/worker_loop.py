@@ -88,7 +88,7 @@ class WorkerLoop:
         self.rules = walker.rules
         self.book: dict[Worker, Address] = {}
         self.tensors = StepTensors(
-            me, self.stage, self.updater, borrowed=courier.links.borrows, courier=courier
+            me, self.stage, self.updater, borrowed=courier.links.borrows, shared=courier
         )
         self._arriving: dict[str, Tensor] = {}  # a state on its way to this joining worker
         self._touched = False  # has the initial state been changed?
