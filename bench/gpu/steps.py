@@ -38,8 +38,8 @@ def plain_loop(spec: dict[str, Any]) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     form = shape(spec["preset"])
     model = gpt(spec["preset"])
-    masters = [built(model, i, 0).cuda() for i in range(len(model.layers))]
-    layers = [built(model, i, 0).cuda().bfloat16() for i in range(len(model.layers))]
+    masters = [built(model, name).cuda() for name in model.layers]
+    layers: list[Any] = [built(model, name).cuda().bfloat16() for name in model.layers]
     named = [(f"{i}.{n}", p) for i, layer in enumerate(masters) for n, p in layer.named_parameters()]
     working = [p for layer in layers for p in layer.parameters()]
     optimizer = adamw(lr=3e-4)(named)
@@ -48,9 +48,7 @@ def plain_loop(spec: dict[str, Any]) -> dict[str, Any]:
         return nn.functional.cross_entropy(layers[-1](x).float().flatten(0, -2), y.flatten())
 
     if spec["compile"]:
-        layers = [
-            torch.compile(layer) if 0 < i < len(layers) - 1 else layer for i, layer in enumerate(layers)
-        ]
+        layers[1:-1] = [torch.compile(layer) for layer in layers[1:-1]]
         tail = torch.compile(tail)  # type: ignore[assignment]
     data = Synthetic(vocab=form.vocab, sequence=form.context, rows=spec["rows"])
     sums = [torch.zeros_like(p) for _, p in named]
@@ -136,9 +134,8 @@ def measured(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--preset", default="gpt-350m")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8, help="of the whole step")
