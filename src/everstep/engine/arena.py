@@ -166,6 +166,10 @@ class Mappings:
         raw = self.memory.view(mapping.address + at.offset, max(nbytes, 1), lease)
         return raw[:nbytes].view(dtype).view(shape)
 
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
     def keep(self, owners: set[Any]) -> None:
         """Close the mappings of everyone else, as soon as nothing uses them."""
         for handle, mapping in list(self._open.items()):

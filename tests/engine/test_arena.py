@@ -1,0 +1,90 @@
+"""Memory that several processes read: named, mapped, and given back when its last reader is done."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from everstep.engine.arena import Arena, Location, Mappings, SharedFiles
+from everstep.errors import PeerError
+
+READER = """
+import sys, torch
+from everstep.engine.arena import Location, Mappings, SharedFiles
+handle, slab, offset = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+read = Mappings(SharedFiles()).tensor("owner", Location(handle, slab, offset), (3,), torch.float32)
+print(read.tolist(), flush=True)
+sys.stdin.readline()
+print(read.tolist(), flush=True)
+"""
+
+
+def test_another_process_reads_what_is_there_and_what_is_written_later() -> None:
+    arena = Arena(SharedFiles())
+    tensor = arena.empty((2, 3), dtype=torch.float32)
+    tensor.copy_(torch.arange(6.0).view(2, 3))
+    at = arena.location(tensor[1])
+    assert at is not None
+    command = [sys.executable, "-c", READER, at.handle, str(at.slab_bytes), str(at.offset)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "[3.0, 4.0, 5.0]\n"
+        tensor[1].mul_(2)
+        reader.stdin.write("\n")
+        reader.stdin.flush()
+        assert reader.stdout.readline() == "[6.0, 8.0, 10.0]\n"
+
+
+def test_memory_outlives_the_owner_as_long_as_somebody_reads_it() -> None:
+    code = (
+        "import torch\nfrom everstep.engine.arena import Arena, SharedFiles\n"
+        "a = Arena(SharedFiles())\nt = a.empty((4,), dtype=torch.int64)\nt.copy_(torch.arange(4))\n"
+        "print(*a.location(t), sep='|', flush=True)\ninput()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        handle, slab, offset = owner.stdout.readline().strip().split("|")
+        at = Location(handle, int(slab), int(offset))
+        mappings = Mappings(SharedFiles())
+        read = mappings.tensor("owner", at, (4,), torch.int64)
+        owner.kill()
+        owner.wait()
+    assert read.tolist() == [0, 1, 2, 3]
+    with pytest.raises(PeerError, match="cannot be mapped"):
+        Mappings(SharedFiles()).tensor("owner", at, (4,), torch.int64)
+
+
+def test_a_block_returns_when_its_last_tensor_is_gone_and_a_mapping_closes_when_unused() -> None:
+    arena, mappings = Arena(SharedFiles()), Mappings(SharedFiles())
+    tensor = arena.empty((8,), dtype=torch.float32)
+    at, address = arena.location(tensor), tensor.data_ptr()
+    assert at is not None
+    read = mappings.tensor("owner", at, (8,), torch.float32)[2:]
+    mappings.keep(set())
+    assert read.shape == (6,), "in use: it stays mapped"
+    part = tensor[3:]
+    del tensor
+    gc.collect()
+    assert arena.empty((8,), dtype=torch.float32).data_ptr() != address, "a view still holds the block"
+    del part
+    gc.collect()
+    assert arena.empty((8,), dtype=torch.float32).data_ptr() == address
+    del read
+    gc.collect()
+    mappings.keep(set())
+    assert mappings.num_open == 0
+
+
+@pytest.mark.parametrize(
+    "at", [Location("1", 64, 0), Location("../x y", 64, 0), Location("1 2", 64, 60), Location("1 2", 64, -1)]
+)
+def test_a_name_of_memory_that_is_none_is_refused(at: Location) -> None:
+    with pytest.raises(PeerError):
+        Mappings(SharedFiles()).tensor("owner", at, (4,), torch.float32)
