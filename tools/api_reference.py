@@ -24,7 +24,17 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         "Training a model of your own",
         "[Your own model in 15 lines](../own-model.md) shows it at work.",
         {
-            "everstep": ("train", "Result", "Model", "EverstepError", "UserError"),
+            "everstep": (
+                "train",
+                "Result",
+                "Model",
+                "hf",
+                "token_loss",
+                "load",
+                "export",
+                "EverstepError",
+                "UserError",
+            ),
             "everstep.engine.data": ("Dataset",),
         },
     ),

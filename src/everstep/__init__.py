@@ -5,12 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from everstep.checkpoint.export import export, load
     from everstep.engine.hf.model import hf
     from everstep.engine.model import Model, token_loss
     from everstep.errors import EverstepError, UserError
     from everstep.launch.local.api import Result, train
 
-__all__ = ["EverstepError", "Model", "Result", "UserError", "__version__", "hf", "token_loss", "train"]
+__all__ = [
+    "EverstepError",
+    "Model",
+    "Result",
+    "UserError",
+    "__version__",
+    "export",
+    "hf",
+    "load",
+    "token_loss",
+    "train",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -19,6 +31,8 @@ _HOMES = {
     "Model": "everstep.engine.model",
     "token_loss": "everstep.engine.model",
     "hf": "everstep.engine.hf.model",
+    "load": "everstep.checkpoint.export",
+    "export": "everstep.checkpoint.export",
     "UserError": "everstep.errors",
     "EverstepError": "everstep.errors",
 }

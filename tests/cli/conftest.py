@@ -39,7 +39,7 @@ def everstep(
     """Run a command line with real workers."""
 
     @contextlib.contextmanager
-    def shared(threads: int) -> Iterator[ForkServer]:
+    def shared(threads: int, preload: tuple[str, ...] = ()) -> Iterator[ForkServer]:
         yield nursery
 
     monkeypatch.setattr(births, "nursery", shared)
@@ -50,7 +50,7 @@ def everstep(
 def idle_everstep(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     """Run a command line that must not start anything."""
 
-    def refuse(threads: int) -> Any:
+    def refuse(threads: int, preload: tuple[str, ...] = ()) -> Any:
         raise AssertionError("something was started")
 
     monkeypatch.setattr(births, "nursery", refuse)

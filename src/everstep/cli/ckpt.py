@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 ckpt_app = typer.Typer(
     no_args_is_help=True,
-    help="Universal checkpoints: inspect, convert, verify, diff and prune them.",
+    help="Universal checkpoints: inspect, convert, export, verify, diff and prune them.",
     rich_markup_mode="rich",
 )
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
@@ -173,6 +174,35 @@ def convert_command(
     else:
         size = size_text(state.num_bytes())
         print(f"{target}: {to}, step {state.step}, {len(state.tensors)} tensors, {size}, checked")
+
+
+@ckpt_app.command("export")
+def export_command(
+    source: PathOf,
+    target: Annotated[str, typer.Argument(help="The folder to write; transformers loads it.")],
+    model: Annotated[
+        str, typer.Option(metavar="FOLDER", help="The base model's folder, where it is not where it was.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint of a Hugging Face model as save_pretrained does, frozen weights included.
+
+    Examples:
+
+        everstep ckpt export checkpoints my-llama-tuned
+
+        everstep ckpt export checkpoints/step-00000100 tuned --dtype bfloat16 --json
+    """
+    from everstep.checkpoint.export import export
+
+    made = export(source, target, model=model or None, dtype=dtype)
+    if as_json:
+        emit(asdict(made))
+    else:
+        print(
+            f"{made.folder}: {made.architecture}, step {made.step}, {made.parameters / 1e6:.2f} M parameters"
+        )
 
 
 @ckpt_app.command("verify")

@@ -208,8 +208,9 @@ class Job:
         if form is not None:
             return {"model": asdict(form), **spec.card}
         if spec.hf is not None:
-            told = {"hf": str(self.path(spec.hf).resolve()), **spec.options}
-            return {"model": told, "hf_config": self._hf_config(), **spec.card}
+            started = {} if spec.options.get("weights") is False else {"hf_folder": str(self.path(spec.hf))}
+            model = {"hf": spec.hf, **spec.options}
+            return {"model": model, "hf_config": self._hf_config(), **started, **spec.card}
         return {"model": {"build": spec.build}, **spec.card}
 
     def modules(self) -> tuple[str, ...]:

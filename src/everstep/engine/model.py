@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from everstep.engine import keys
 from everstep.engine.boundary import Value
 from everstep.errors import UserError
 
@@ -154,6 +155,13 @@ def built(model: Model, layer: str) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise UserError(f"the factory of layer {layer!r} gave a {type(module).__name__}; give an nn.Module.")
     return module
+
+
+def drawn(model: Model, index: int, seed: int) -> nn.Module:
+    """A layer with its first values, which are a function of (seed, layer): equal wherever they are drawn."""
+    torch.default_generator.manual_seed(keys.key(seed, keys.INIT, index))
+    with torch.device("cpu"):
+        return built(model, model.names[index])
 
 
 def in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:

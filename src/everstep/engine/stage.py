@@ -35,7 +35,7 @@ from everstep.engine import keys
 from everstep.engine.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
 from everstep.engine.data import Dataset, split
 from everstep.engine.linear import Queue, take_over
-from everstep.engine.model import Model, Slot, built, end, every_parameter, in_precision, slots, trained
+from everstep.engine.model import Model, Slot, drawn, end, every_parameter, in_precision, slots, trained
 from everstep.errors import InternalError, UserError
 
 Precision = Literal["fp32", "bf16"]
@@ -361,12 +361,16 @@ def _build(stage: Stage) -> list[nn.Module]:
     index_of = {name: index for index, name in enumerate(stage.model.layers)}
     for index in stage.layers:
         layer = stage.model.names[index]
-        module = _drawn(stage, index)
+        module = drawn(stage.model, index, stage.seed)
         here, parameters = every_parameter(layer, module), trained(layer, module)
         for first, second in stage.model.tied:  # the second of a pair starts with the values of the first
             if second in here:
                 owner = max((name for name in index_of if first.startswith(name + ".")), key=len)
-                source = here if owner == layer else every_parameter(owner, _drawn(stage, index_of[owner]))
+                source = (
+                    here
+                    if owner == layer
+                    else every_parameter(owner, drawn(stage.model, index_of[owner], stage.seed))
+                )
                 here[second].data.copy_(source[first].data)
         for name, parameter in parameters.items():
             master, working = stage.slots[name].of(stage.masters), stage.slots[name].of(stage.working)
@@ -377,9 +381,3 @@ def _build(stage: Stage) -> list[nn.Module]:
         take_over(module, stage._queue)
         modules.append(module.train())
     return modules
-
-
-def _drawn(stage: Stage, index: int) -> nn.Module:
-    torch.default_generator.manual_seed(keys.key(stage.seed, keys.INIT, index))
-    with torch.device("cpu"):
-        return built(stage.model, stage.model.names[index])

@@ -90,9 +90,17 @@ class Family:
                 costs={name: self._cost(name) for name in anatomy.names},
                 recomputed=frozenset(anatomy.layers),
                 check=self.check,
-                card={"hf_config": plain_config(self.config)},
+                card=self._card(),
             ),
         )
+
+    def empty(self) -> Any:
+        """A copy of the whole model without values."""
+        return copy.deepcopy(self.whole)
+
+    def _card(self) -> dict[str, Any]:
+        started = {} if self.folder is None else {"hf_folder": str(self.folder.path.resolve())}
+        return {"hf_config": plain_config(self.config), **started}
 
     # -------------------------------------------------------------- for the stages
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,16 @@ def plain_config(config: Any) -> dict[str, Any]:
     """A config as JSON has it."""
     table: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return table
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without a progress bar for every layer of every worker."""
+    logging = transformers("utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

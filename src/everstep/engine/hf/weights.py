@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import nn
 
 from everstep.engine.hf.anatomy import materialize
-from everstep.engine.hf.source import transformers, weight_files
+from everstep.engine.hf.source import quietly, transformers, weight_files
 from everstep.errors import UserError
 
 
@@ -72,7 +72,7 @@ class Folder:
 
     def _read(self, holder: Any, wanted: set[str]) -> None:
         loading, utils = transformers("core_model_loading"), transformers("modeling_utils")
-        with self._open(wanted) as tensors, _quietly():
+        with self._open(wanted) as tensors, quietly():
             info, _ = loading.convert_and_load_state_dict_in_model(
                 model=holder,
                 state_dict=tensors,
@@ -117,16 +117,3 @@ class Folder:
             for one in names:
                 found.setdefault(one, set()).add(source)
         return found
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without a progress bar for every layer of every worker."""
-    logging = transformers("utils.logging")
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
