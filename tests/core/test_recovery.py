@@ -211,3 +211,29 @@ def test_a_snapshot_in_any_phase_is_the_same_machine() -> None:
     assert phases >= {Assembling, Restoring, Running, Gathering}
     assert places >= {Started, Copying, Copied, Entering, Member}
     assert not any(isinstance(place, Absent) for place in task.recovery.places.values())
+
+
+def raised(
+    worker: Worker, error: str, *, incarnation: int = 1, where: str = "step 3 1F0.0"
+) -> ev.WorkerRaised:
+    return ev.WorkerRaised(worker=worker, incarnation=incarnation, error=error, where=where)
+
+
+def test_the_same_exception_at_the_same_op_from_two_replicas_fails_the_task() -> None:
+    task = Task()
+    assert task.happens(raised(W01, "ValueError: token 70000 at 0x7f12 is not below 50257")) == []
+    assert task.happens(raised(W01, "ValueError: token 70000 at 0x7f12 is not below 50257")) == []
+    (failed,) = task.happens(raised(W11, "ValueError: token 71234 at 0x7e99 is not below 50257"))
+    assert failed == act.FailTask(
+        because="workers 0:1 and 1:1 raised the same exception at step 3 1F0.0, so the input causes it: "
+        "ValueError: token 71234 at 0x7e99 is not below 50257"
+    )
+
+
+def test_two_replicas_that_raise_at_one_op_for_different_reasons_do_not_fail_the_task() -> None:
+    """Was keyed by the op alone: a machine out of memory and one without a network were the input's fault."""
+    task = Task()
+    assert task.happens(raised(W01, "RuntimeError: CUDA out of memory")) == []
+    assert task.happens(raised(W11, "ConnectionError: connection reset by peer")) == []
+    assert task.happens(raised(W11, "RuntimeError: CUDA out of memory", where="step 3 1I0.0")) == []
+    assert isinstance(task.recovery.phase, Running)
