@@ -2,6 +2,7 @@
 
     python -m tools.docs               everything (`make docs`; some minutes)
     python -m tools.docs api           docs/api/, from the docstrings
+    python -m tools.docs lifecycles    docs/lifecycles.md, from the tables of transitions
     python -m tools.docs pictures      every picture of docs/, by the command that its page shows
     python -m tools.docs outputs PAGE  blocks marked `output` and `grep` (tools/pages.py), by their commands
 
@@ -20,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools import api_reference
+from tools import api_reference, lifecycles
 from tools.pages import DOCS, ROOT, Block, blocks, picture_commands
 
 
@@ -28,12 +29,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=["all", "api", "pictures", "outputs"], default="all")
+    parser.add_argument(
+        "what", nargs="?", choices=["all", "api", "lifecycles", "pictures", "outputs"], default="all"
+    )
     parser.add_argument("pages", nargs="*", type=Path)
     options = parser.parse_args()
     if options.what in ("all", "api"):
         for path in api_reference.write(DOCS / "api"):
             say(path)
+    if options.what in ("all", "lifecycles"):
+        (DOCS / "lifecycles.md").write_text(lifecycles.page())
+        say(DOCS / "lifecycles.md")
     if options.what in ("all", "outputs"):
         for page in options.pages or sorted(DOCS.glob("*.md")):
             if made := remade(page.resolve()):

@@ -21,7 +21,7 @@ class NodeAdmin(StrEnum):
 
 
 class NodeLiveness(StrEnum):
-    HEARD = "heard"
+    HEARD = "heard"  # its reports arrive
     SILENT = "silent"  # not heard for a while; its workers may be training
     GONE = "gone"  # given up: its workers count as dead
     LEFT = "left"  # ended in good order

@@ -116,6 +116,8 @@ class Restoring:
 
 @dataclass(frozen=True, slots=True)
 class Running:
+    """Every worker walks its op list; recovery has nothing to do."""
+
     epoch: int
 
 
@@ -146,6 +148,8 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class Over:
+    """The last step is sealed, or the task has failed."""
+
     because: str
 
 

@@ -31,7 +31,7 @@ from everstep.core.worker.step_state import StepState
 class WorkerLife(StrEnum):
     EMPTY = "empty"  # without a state
     FOLLOWING = "following"  # it has a peer's state, and follows every step
-    MEMBER = "member"
+    MEMBER = "member"  # it takes part
 
 
 WORKER: Mapping[WorkerLife, frozenset[WorkerLife]] = {

@@ -24,7 +24,7 @@ from everstep.core.words.worker_messages import Part
 
 
 class SumState(StrEnum):
-    COMPUTING = "computing"
+    COMPUTING = "computing"  # it runs the ops of its list
     CONTRIBUTED = "contributed"  # its part went to the owner of each chunk
     CHUNK_SUMMED = "chunk summed"  # the chunk it owns went to every peer
     HELD = "held"  # it has the whole sum
@@ -32,17 +32,17 @@ class SumState(StrEnum):
 
 
 class SealState(StrEnum):
-    OPEN = "open"
-    SEALED = "sealed"
-    ANNOUNCED = "announced"
+    OPEN = "open"  # a peer may lack the sum
+    SEALED = "sealed"  # every live peer of the stage holds the sum
+    ANNOUNCED = "announced"  # the other stages and the coordinator know
 
 
 class UpdateState(StrEnum):
-    PENDING = "pending"
-    EAGER = "eager"
+    PENDING = "pending"  # not updated yet
+    EAGER = "eager"  # updated before the norm of all stages was known
     INVALID = "invalid"  # reported, and not undone yet
     WAITING = "waiting"  # undone or forbidden: it waits for the norm
-    FINAL = "final"
+    FINAL = "final"  # updated for good
 
 
 SUM: Mapping[SumState, frozenset[SumState]] = {  # HELD from anywhere: a peer gives its whole sum

@@ -1,0 +1,39 @@
+"""docs/lifecycles.md is what the tables say, and the tables are whole."""
+
+import pytest
+
+from tools import lifecycles
+from tools.pages import DOCS
+
+FOUND = lifecycles.lifecycles()
+
+
+def test_the_page_is_current(request: pytest.FixtureRequest) -> None:
+    path = DOCS / "lifecycles.md"
+    if request.config.getoption("--rewrite"):
+        path.write_text(lifecycles.page())
+    assert path.read_text() == lifecycles.page(), "run python -m tools.docs lifecycles"
+
+
+@pytest.mark.parametrize("found", FOUND, ids=lambda found: found.name)
+def test_every_state_can_be_reached_from_the_first(found: lifecycles.Lifecycle) -> None:
+    first = next(iter(found.table))
+    reached, todo = {first}, [first]
+    while todo:
+        for state in found.table[todo.pop()] - reached:
+            reached.add(state)
+            todo.append(state)
+    assert reached == set(found.table)
+
+
+@pytest.mark.parametrize("found", FOUND, ids=lambda found: found.name)
+def test_every_lifecycle_has_a_title_and_every_state_a_meaning(found: lifecycles.Lifecycle) -> None:
+    assert found.name in lifecycles.TITLES
+    for state in found.table:
+        assert lifecycles.meaning(state), f"{found.name}: {state} says nothing of itself"
+
+
+def test_the_tables_that_are_known_are_found() -> None:
+    names = {found.name for found in FOUND}
+    assert {"core.task.states.PHASE", "core.worker.step_state.UPDATE"} <= names
+    assert not lifecycles.is_table({"a": frozenset({"b"})}), "b is no state of it"
