@@ -28,7 +28,7 @@ class Cluster:
     """Everything it starts, it ends. Files lie under `folder`."""
 
     def __init__(
-        self, folder: Path, *, etcd: Sequence[str] = (), token: str = "", eager: bool = False
+        self, folder: Path, *, etcd: Sequence[str] = (), token: str = "harness", eager: bool = False
     ) -> None:
         """`eager`: no node is suspected, however often its workers are killed."""
         self.folder, self.etcd, self.token, self.eager = folder, etcd, token, eager
