@@ -1,11 +1,11 @@
-"""The body of a walker: runs its tasks with torch, keeps its tensors, sends its parcels.
+"""A worker's loop: runs its tasks with torch, keeps its tensors, sends its parcels.
 
-The walker decides, in names; here the names get tensors. One thread computes and talks to the walker; parcels
-and orders reach it through one queue, so nothing here needs a lock.
+`WorkerControl` decides, in names; here the names get tensors. One thread computes and asks for decisions;
+parcels and orders reach it through one queue, so nothing here needs a lock.
 
     links' I/O thread ──┐
-                        ├──► inbox ──► run(): walker.next() ──► task ──► torch ──► walker.finished()
-    control thread  ────┘                                  └──► commands ──► links, control
+                        ├──► inbox ──► run(): control.next() ──► task ──► torch ──► control.finished()
+    agent's thread  ────┘                                   └──► actions ──► links, agent
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +24,26 @@ import torch
 from torch import Tensor
 
 from everstep.core.words import worker_messages as msg
+from everstep.core.words.actions import InterruptWorkers
+from everstep.core.words.agent_messages import PlantFaults, WorkerOrder, WorkerReport
+from everstep.core.words.cluster_messages import NotifyWorker, TimePassed, TimesReported
 from everstep.core.words.ops import Kind, Microbatch, Worker
 from everstep.core.words.worker_messages import ParcelKind
-from everstep.core.worker.worker_state import WorkerState
+from everstep.core.worker.control import (
+    KeepLinks,
+    LinkBroke,
+    SendReport,
+    ShellAction,
+    StateDirections,
+    WorkerAction,
+    WorkerControl,
+)
 from everstep.engine import device as devices
 from everstep.engine import frames
 from everstep.engine.beacon import Beacon
 from everstep.engine.boundary import Boundary, Gradients
 from everstep.engine.courier import Courier
-from everstep.engine.faults import PlantedFault
+from everstep.engine.faults import PlantedFault, parse_fault
 from everstep.engine.links import Address
 from everstep.engine.optimizer import Updater
 from everstep.engine.recorder import WorkerRecorder
@@ -41,152 +52,105 @@ from everstep.engine.step_tensors import StepTensors
 from everstep.engine.stopwatch import Moment, Stopwatch
 from everstep.errors import PeerError
 
-_MEND_AFTER_S, _MEND_MOST_S = 0.5, 8.0
+InboxItem = frames.Incoming | WorkerOrder | LinkBroke | BaseException  # the last: the links failed
 Began = tuple[Moment, Any]  # and the device's event, where there is a device
-Order = tuple[str, Any]  # (verb, value): what recovery tells this worker
-Report = Callable[[str, Mapping[str, Any]], None]
 Groups = list[dict[str, Any]]  # of an optimizer
 
 
 @dataclass(slots=True, kw_only=True)
 class Ports:
-    """What the body needs of the world outside: told facts, where states are kept, a clock.
+    """What the loop needs of the world outside: who hears its reports, where states are kept, a clock.
 
     `save` and `shelve` are given live tensors and copy them before they return; `load` gives None if the
-    state is gone; `directed` is told what an order to go on says about states, before that order is obeyed.
+    state is gone.
     """
 
-    report: Report
+    report: Callable[[WorkerReport], None]
     save: Callable[[int, int, tuple[int, int], Mapping[str, Tensor], Groups], None]  # step, attempt, share
-    load: Callable[[int, list[str]], Mapping[str, Tensor] | None]
-    shelve: Callable[[int, int, bool, Mapping[str, Tensor]], None] = lambda *copy: None
-    directed: Callable[[Any], None] = lambda directions: None
+    load: Callable[[int, list[str], StateDirections], Mapping[str, Tensor] | None]
+    shelve: Callable[[int, int, bool, Mapping[str, Tensor], StateDirections], None] = lambda *copy: None
     clock_ns: Callable[[], int] = time.monotonic_ns
 
 
 class WorkerLoop:
     def __init__(
         self,
-        me: Worker,
-        walker: WorkerState,
+        control: WorkerControl,
         build: Callable[[], tuple[Stage, Updater]],
         *,
         ports: Ports,
         courier: Courier,
-        inbox: queue.SimpleQueue[Order],
+        inbox: queue.SimpleQueue[InboxItem],
         beacon: Beacon | None = None,
         recorder: WorkerRecorder | None = None,
         faults: tuple[PlantedFault, ...] = (),
     ) -> None:
-        self.me, self.walker, self.ports, self.courier, self.inbox = me, walker, ports, courier, inbox
+        self.control, self.ports, self.courier, self.inbox = control, ports, courier, inbox
         self.links = courier.links
+        self.state, self.me, self.rules = control.state, control.sender.worker, control.state.rules
         self.beacon = beacon
         self.recorder = recorder
         self.faults = list(faults)
         self._build = build
         self.stage, self.updater = build()
-        self.rules = walker.rules
-        self.book: dict[Worker, Address] = {}
         self.tensors = StepTensors(
-            me, self.stage, self.updater, borrowed=courier.links.borrows, shared=courier
+            self.me, self.stage, self.updater, borrowed=courier.links.borrows, shared=courier
         )
         self._arriving: dict[str, Tensor] = {}  # a state on its way to this joining worker
         self._touched = False  # has the initial state been changed?
-        self._told_epoch = 0
-        self._breaks: dict[Address, int] = {}  # of connections to live peers, since one held
-        self._mending: set[Address] = set()
-        self._waits_for: tuple[int, str] | None = None
-        self._finishing = False
         self.stopwatch = Stopwatch(clock_ns=ports.clock_ns)
 
     # -------------------------------------------------------------- the loop
 
     def run(self) -> None:
-        """Until told to stop."""
+        """Until told to leave."""
         while True:
             while not self.inbox.empty():
-                if not self._take(self.inbox.get()):
-                    return
-            task = self.walker.next()
-            self._carry_out()
-            if self._finishing and (isinstance(task, msg.Paused | msg.Finished) or self.walker.joining):
+                self._take(self.inbox.get())
+            self._let_time_pass()
+            task = self.control.next()
+            self._carry_out(self.control.take_actions())
+            if self.control.may_leave(task):
                 return
             if isinstance(task, msg.Wait | msg.Paused | msg.Finished):
-                self._shine(
+                self._show(
                     busy=False, doing=task.missing if isinstance(task, msg.Wait) else type(task).__name__
                 )
-                if not self._take(self.inbox.get()):
-                    return
+                self._wait()
                 continue
+            began = self.ports.clock_ns() / 1e9
             answer = self._do(task)
-            self.walker.finished(task, answer)
-            self._carry_out()
+            self.control.finished(task, answer, began=began)
+            self._carry_out(self.control.take_actions())
 
-    def _take(self, order: Order) -> bool:
-        """One thing from the inbox. False: stop."""
-        verb, value = order
-        match verb:
-            case "frame":
-                self._arrived(value)
-            case "interrupt":
+    def _wait(self) -> None:
+        """For something to arrive, or for a moment that was put off to come."""
+        due = self.control.due_at()
+        within = None if due is None else max(0.0, due - self.ports.clock_ns() / 1e9)
+        try:
+            self._take(self.inbox.get(timeout=within))
+        except queue.Empty:
+            self._let_time_pass()
+
+    def _let_time_pass(self) -> None:
+        due, now = self.control.due_at(), self.ports.clock_ns() / 1e9
+        if due is not None and due <= now:
+            self._carry_out(self.control.handle(TimePassed(), now))
+            self._carry_out(self.control.take_actions())
+
+    def _take(self, item: InboxItem) -> None:
+        """One thing from the inbox."""
+        if isinstance(item, frames.Incoming):
+            self._arrived(item)
+        elif isinstance(item, PlantFaults):
+            self.faults = list(map(parse_fault, item.faults))
+        elif isinstance(item, BaseException):
+            raise item
+        else:
+            if isinstance(item, NotifyWorker) and isinstance(item.words, InterruptWorkers):
                 self.courier.drain()  # a ledger tells what is done, not what is launched
-                self.ports.report("ledger", {"epoch": value, "ledger": self.walker.interrupt(value)})
-            case "resume":
-                order_, self.book, directions = value
-                self.ports.directed(directions)
-                self.courier.forget(set(self.book.values()))
-                self._breaks = {a: n for a, n in self._breaks.items() if a in self.book.values()}
-                self.walker.resume(order_)
-            case "copy":
-                joiner, address = value
-                self.book[Worker(joiner, self.me.stage)] = address
-                self.walker.copy_to(joiner)
-            case "stop_feeding":
-                self.walker.stop_feeding(value)
-            case "faults":  # somebody plays with a demo
-                self.faults = list(value)
-            case "broken":
-                self._broke(value)
-            case "mend":
-                self._mend(value)
-            case "mended":
-                self._mended(*value)
-            case "failed":
-                raise value
-            case "finish":  # the last step is sealed; its update and its checkpoint may still be to do
-                self._finishing = True
-            case "stop":
-                return False
-        self._carry_out()
-        return True
-
-    def _broke(self, address: Address) -> None:
-        """A connection broke. Whoever was at its other end may be dead: wait a little, longer each time."""
-        breaks = self._breaks[address] = self._breaks.get(address, 0) + 1
-        if address not in self._mending:
-            self._mending.add(address)
-            self._later(min(_MEND_AFTER_S * 2 ** (breaks - 1), _MEND_MOST_S), ("mend", address))
-
-    def _mend(self, address: Address) -> None:
-        """If the peer is still one of us, send again what may be lost."""
-        self._mending.discard(address)
-        for peer, known in self.book.items():
-            if known == address:
-                self.walker.link_reopened(peer)
-                self._later(_MEND_AFTER_S, ("mended", (address, self._breaks[address])))
-
-    def _mended(self, address: Address, breaks: int) -> None:
-        """It has held since: that is worth a word."""
-        if self._breaks.get(address) == breaks:
-            del self._breaks[address]
-            for peer, known in self.book.items():
-                if known == address:
-                    self.ports.report("mended", {"peer": str(peer)})
-
-    def _later(self, seconds: float, order: Order) -> None:
-        timer = threading.Timer(seconds, self.inbox.put, (order,))
-        timer.daemon = True
-        timer.start()
+            self._carry_out(self.control.handle(item, self.ports.clock_ns() / 1e9))
+        self._carry_out(self.control.take_actions())
 
     def _arrived(self, frame: frames.Incoming) -> None:
         if frame.kind == frames.STATE:
@@ -199,7 +163,7 @@ class WorkerLoop:
         except PeerError as error:  # its owner died before it was opened: as if it had not come
             print(f"{parcel} was lost: {error}", file=sys.stderr, flush=True)
             return
-        if not self.walker.arrived(parcel, frames.value_of(parcel.what, facts)):
+        if not self.state.arrived(parcel, frames.value_of(parcel.what, facts)):
             return
         if parcel.what is ParcelKind.ACTIVATION:
             self.tensors.boundaries[parcel] = Boundary.arrived(tensors, facts)
@@ -238,13 +202,16 @@ class WorkerLoop:
                 groups = self.updater.groups(task.state_step)
                 return self.ports.save(task.state_step, task.attempt, share, self.updater.state(), groups)
             case msg.StoreCopy():
-                return self.ports.shelve(task.state_step, task.attempt, task.leaving, self.updater.state())
+                directions = self.control.directions
+                return self.ports.shelve(
+                    task.state_step, task.attempt, task.leaving, self.updater.state(), directions
+                )
 
     def _compute(self, task: msg.Compute) -> None:
         op = task.op
         microbatch = op.microbatch
         assert microbatch is not None
-        self._shine(busy=True, doing=str(op))
+        self._show(busy=True, doing=str(op))
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
         began = self._begin()
         number = self._number(microbatch)
@@ -263,22 +230,19 @@ class WorkerLoop:
             self.tensors.boundaries[task.output] = output.moved(self.courier.kept)
         self._time(op.kind, began)
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
-        if self._told_epoch != self.walker.epoch:
-            self._told_epoch = self.walker.epoch
-            self.ports.report("resumed", {"epoch": self.walker.epoch, "at_ns": began[0].clock_ns})
 
     def _losses(self, step: int) -> list[tuple[Microbatch, float]]:
         if not self.stage.is_last:
             return []
         done = [
-            op.microbatch for op in self.walker.now.done if op.kind is Kind.F and op.microbatch is not None
+            op.microbatch for op in self.state.now.done if op.kind is Kind.F and op.microbatch is not None
         ]
         losses = [self.stage.loss(step, self._number(microbatch)) for microbatch in done]
         found = torch.stack(losses).tolist() if losses else []  # the host waits once, not for each
         return list(zip(done, found, strict=True))
 
     def _weights(self, step: int) -> dict[Microbatch, float]:
-        done = self.walker.now.accumulated()
+        done = self.state.now.accumulated()
         return {microbatch: self.stage.weight(step, self._number(microbatch)) for microbatch in done}
 
     def _sum_chunk(self, task: msg.SumChunk) -> float:
@@ -295,7 +259,7 @@ class WorkerLoop:
 
     def _update(self, task: msg.Update) -> None:
         began = self._begin()
-        self._shine(busy=True, doing=f"{self.me.stage}U")
+        self._show(busy=True, doing=f"{self.me.stage}U")
         self._maybe_die(task.step, "U", "before")
         if task.keep:
             self.updater.keep()
@@ -303,7 +267,9 @@ class WorkerLoop:
         self.tensors.updated(task.step)
         self._time(Kind.U, began)
         if (told := self.stopwatch.step(task.step)) is not None:
-            self.ports.report("times", told)
+            name, worker, incarnation = self.control.sender
+            times = TimesReported(task=name, worker=worker, incarnation=incarnation, **told)
+            self.ports.report(times)
         self._maybe_die(task.step, "U", "after")
 
     def _apply(self, step: int, mean: Tensor, scale: float | None) -> None:
@@ -314,9 +280,10 @@ class WorkerLoop:
     # -------------------------------------------------------------- states
 
     def _snapshot(self, task: msg.Snapshot) -> None:
-        target = self.book.get(Worker(task.joiner, self.me.stage))
-        if target is None:
+        address = self.control.book.get(Worker(task.joiner, self.me.stage))
+        if address is None:
             return
+        target = Address(*address)
         state = {
             name: devices.to_host(t) if t.is_cuda else t.detach().clone()
             for name, t in self.updater.state().items()
@@ -330,11 +297,11 @@ class WorkerLoop:
             self._arriving[frame.facts["name"]] = frame.tensor
             return
         arrived, self._arriving = self._arriving, {}
-        if self.walker.joining and len(arrived) >= frame.facts["tensors"]:
-            if self.walker.wants_snapshot(frame.facts["state_step"]):
+        if self.state.joining and len(arrived) >= frame.facts["tensors"]:
+            if self.state.wants_snapshot(frame.facts["state_step"]):
                 self._touched = True
                 self.updater.load(arrived)
-            self.walker.snapshot_arrived(frame.facts["state_step"])
+            self.state.snapshot_arrived(frame.facts["state_step"])
 
     def _restore(self, state_step: int) -> bool:
         """False: the state is gone."""
@@ -345,7 +312,7 @@ class WorkerLoop:
                 self.tensors.rebuilt(self.stage, self.updater)
                 self._touched = False
             return True
-        state = self.ports.load(state_step, list(self.stage.slots))
+        state = self.ports.load(state_step, list(self.stage.slots), self.control.directions)
         self._touched = True
         if state is not None:
             self.updater.load(state)
@@ -353,9 +320,13 @@ class WorkerLoop:
 
     # -------------------------------------------------------------- commands
 
-    def _carry_out(self) -> None:
-        for command in self.walker.take_commands():
+    def _carry_out(self, actions: Sequence[ShellAction | WorkerAction]) -> None:
+        for command in actions:
             match command:
+                case SendReport():
+                    self.ports.report(command.report)
+                case KeepLinks():
+                    self.courier.forget({Address(*address) for address in command.addresses})
                 case msg.Send():
                     self._send(command)
                 case msg.Forget():
@@ -368,24 +339,14 @@ class WorkerLoop:
                 case msg.ReleaseSum():
                     self.tensors.release_sum(command.step)
                 case msg.DiscardWork():
-                    self.tensors.discard(command.from_step, self.walker.mail.box)
-                case msg.TellSealed():
-                    self.ports.report("sealed", {"sealed": command})
-                case msg.TellInvalid():
-                    self.ports.report(
-                        "invalid", {"step": command.step, "norm": command.norm, "attempt": command.attempt}
-                    )
-                case msg.TellCopied():
-                    self.ports.report("copied", {"state_step": command.state_step})
-                case msg.TellUnrestored():
-                    self.ports.report("unrestored", {"state_step": command.state_step})
+                    self.tensors.discard(command.from_step, self.state.mail.box)
 
     def _send(self, command: msg.Send) -> None:
-        address = self.book.get(Worker(command.replica, command.stage))
+        address = self.control.book.get(Worker(command.replica, command.stage))
         if address is not None:
             parcel = command.parcel
             facts, tensors = self._contents(command)
-            self._post(address, command, facts, tensors)
+            self._post(Address(*address), command, facts, tensors)
             if self.recorder is not None and tensors:
                 sent = sum(tensor.nbytes for tensor in tensors)
                 self.recorder.sent(parcel, command.replica, command.stage, sent)
@@ -398,7 +359,7 @@ class WorkerLoop:
             boundary = self.tensors.boundaries[command.parcel]
             return boundary.facts, boundary.tensors
         parcel = command.parcel
-        payload = self.tensors.outgoing(parcel, self.walker.mail.peers(parcel.step))
+        payload = self.tensors.outgoing(parcel, self.state.mail.peers(parcel.step))
         return frames.facts_of(command.value), () if payload is None else (payload,)
 
     def _post(self, address: Address, command: msg.Send, facts: Any, tensors: tuple[Tensor, ...]) -> None:
@@ -429,33 +390,30 @@ class WorkerLoop:
         if event is not None:
             took_s = self.stopwatch.times.get(str(kind), 0.0)
         for fault in self.faults:
-            if fault.slows(self.walker.now.step):
+            if fault.slows(self.state.now.step):
                 time.sleep((fault.factor - 1) * took_s)
         if event is not None:
             self._time_of_device(kind, event)
             return
         ended_ns, own_ns = self.stopwatch.op(kind, started, on_a_core=True)
         if self.recorder is not None:
-            self.recorder.op(self.walker.now.step, started.clock_ns, ended_ns, own_ns)
+            self.recorder.op(self.state.now.step, started.clock_ns, ended_ns, own_ns)
 
     def _time_of_device(self, kind: Kind, event: Any) -> None:
         completions = self.courier.completions
         assert completions is not None
-        completions.op_launched(kind, self.walker.now.step, event)
+        completions.op_launched(kind, self.state.now.step, event)
         for op in completions.finished_ops():
             self.stopwatch.device_op(op.kind, op.ended_ns - op.started_ns)
             if self.recorder is not None:
                 self.recorder.op(op.step, op.started_ns, op.ended_ns, op.ended_ns - op.started_ns)
 
-    def _shine(self, *, busy: bool, doing: str) -> None:
-        now = self.walker.now
-        if not busy and self._waits_for == (now.step, doing):
-            return  # woken by something else: it waits for the same thing, since then
-        self._waits_for = None if busy else (now.step, doing)
-        if self.beacon is not None:
+    def _show(self, *, busy: bool, doing: str) -> None:
+        now = self.state.now
+        if self.control.shows(busy=busy, doing=doing) and self.beacon is not None:
             self.beacon.write(
                 at_ns=self.ports.clock_ns(),
-                epoch=self.walker.epoch,
+                epoch=self.state.epoch,
                 step=now.step,
                 done=now.executed,
                 num_ops=len(now.todo),
@@ -468,7 +426,7 @@ class WorkerLoop:
             if fault.strikes(step, op, when):
                 self.faults.remove(fault)
                 if fault.how == "raise":
-                    self._shine(busy=True, doing=f"raises at {op}")
+                    self._show(busy=True, doing=f"raises at {op}")
                     raise RuntimeError(f"planted fault at step {step} {op}")
-                self._shine(busy=True, doing=f"dies at {op}")
+                self._show(busy=True, doing=f"dies at {op}")
                 os.kill(os.getpid(), signal.SIGKILL)

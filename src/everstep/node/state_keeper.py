@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,50 +16,23 @@ from torch import Tensor
 
 from everstep.checkpoint import folder, memory
 from everstep.checkpoint.saver import AsyncSaver, share_of
-from everstep.core.words.ops import Worker
+from everstep.core.words.agent_messages import WorkerReport
+from everstep.core.words.cluster_messages import PartWritten, Sender, StateFetched
+from everstep.core.worker.control import StateDirections
 from everstep.engine.job import Job
 from everstep.errors import UserError
 from everstep.node.memory_store import token_of
 
-Tell = Callable[[str, dict[str, Any]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Directions:
-    """What the order to go on says about states: where copies go, and where the one to load is."""
-
-    shelf: tuple[str, str, int] | None = None  # node, host, port
-    leaves: bool = True
-    kept: Sequence[tuple[tuple[str, str, int], Any]] = ()  # shelf, part
+Say = Callable[[WorkerReport], None]
 
 
 class States:
-    def __init__(
-        self,
-        me: Worker,
-        job: Job,
-        *,
-        task: str,
-        incarnation: int,
-        node: str,
-        shelf: Path,
-        secret: str,
-        tell: Tell,
-    ) -> None:
-        self._incarnation = incarnation
-        self.directions = Directions()
-        self._me, self._job, self._task, self._node, self._shelf = me, job, task, node, shelf
+    def __init__(self, me: Sender, job: Job, *, node: str, shelf: Path, secret: str, say: Say) -> None:
+        self._task, self._me, self._incarnation = me
+        self._job, self._node, self._shelf = job, node, shelf
         self._token = token_of(secret)
-        self._tell = tell
+        self._say = say
         self._saver = AsyncSaver()
-
-    def obey(self, told: Mapping[str, Any]) -> None:
-        """What the order to go on says about states."""
-        self.directions = Directions(
-            shelf=None if told["shelf"] is None else tuple(told["shelf"]),
-            leaves=told["leaves"],
-            kept=[((node, host, port), part) for (node, host, port), part in told["kept"]],
-        )
 
     # -------------------------------------------------------------- out
 
@@ -79,9 +51,15 @@ class States:
             write=lambda step, tensors: self._write_to_disk(step, attempt, share, tensors, groups),
         )
 
-    def shelve(self, step: int, attempt: int, leaving: bool, state: Mapping[str, Tensor]) -> None:
+    def shelve(
+        self,
+        step: int,
+        attempt: int,
+        leaving: bool,
+        state: Mapping[str, Tensor],
+        directions: StateDirections,
+    ) -> None:
         """A copy in memory: on this node's shelf, and on another's unless this worker leaves anyway."""
-        directions = self.directions
         if leaving and not directions.leaves:
             return
         self._saver.save(
@@ -108,31 +86,46 @@ class States:
         except OSError as error:
             print(f"checkpoint of step {step} not written: {error}", file=sys.stderr)
             return
-        told = part if share[0] else part | {"groups": groups}  # peers have the same: one tells
-        self._tell("saved", {"step": step, "attempt": attempt, "part": told, "share": share})
+        part = part if share[0] else part | {"groups": groups}  # peers have the same: one says it
+        self._say(self._written(step, attempt, part, share=share))
+
+    def _written(
+        self,
+        step: int,
+        attempt: int,
+        part: Any,
+        *,
+        shelf: str | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> PartWritten:
+        stage = self._me.stage
+        return PartWritten(
+            task=self._task, step=step, stage=stage, attempt=attempt, part=part, shelf=shelf, share=share
+        )
 
     def _write_to_shelves(
-        self, step: int, attempt: int, tensors: dict[str, Tensor], directions: Directions, leaving: bool
+        self, step: int, attempt: int, tensors: dict[str, Tensor], directions: StateDirections, leaving: bool
     ) -> None:
         name = f"stage-{self._me.stage}-{self._me.replica}"
         try:
             label = memory.put(self._shelf, self._task, step, name, tensors)
-            told = {"step": step, "attempt": attempt, "part": label}
-            self._tell("shelved", told | {"node": self._node})
-            if leaving or directions.shelf is None or directions.shelf[0] == self._node:
+            self._say(self._written(step, attempt, label, shelf=self._node))
+            if leaving or directions.shelf is None or directions.shelf.node == self._node:
                 return
             node, host, port = directions.shelf
             memory.send(self._shelf, label, memory.Remote(host, port, self._token), self._task, step)
-            self._tell("shelved", told | {"node": node})
+            self._say(self._written(step, attempt, label, shelf=node))
         except OSError as error:
             print(f"the copy of step {step} in memory is not whole: {error}", file=sys.stderr)
 
     # -------------------------------------------------------------- in
 
-    def load(self, step: int, names: Sequence[str]) -> Mapping[str, Tensor] | None:
+    def load(
+        self, step: int, names: Sequence[str], directions: StateDirections
+    ) -> Mapping[str, Tensor] | None:
         """The tensors of these parameters; None: the state was in memory and is gone."""
         wanted = set(names)
-        kept = self.directions.kept
+        kept = directions.kept
         if not kept:
             checkpoint = folder.open_step(self._root, f"step-{step:08d}")
             return checkpoint.read([name for name in checkpoint.tensors if _parameter(name) in wanted])
@@ -146,7 +139,15 @@ class States:
             return None
         here, elsewhere = memory.bytes_read(checkpoint)
         seconds = time.monotonic() - began
-        self._tell("fetched", {"step": step, "here": here, "elsewhere": elsewhere, "seconds": seconds})
+        fetched = StateFetched(
+            task=self._task,
+            worker=self._me,
+            step=step,
+            bytes_here=here,
+            bytes_elsewhere=elsewhere,
+            seconds=seconds,
+        )
+        self._say(fetched)
         checkpoint.close()
         return found
 

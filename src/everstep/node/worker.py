@@ -1,4 +1,4 @@
-"""A worker's process: an engine body, its links, and a line to the agent that started it."""
+"""A worker's process: the engine's loop, its links, and a line to the agent that started it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 
-from everstep.core.words.ops import Worker, parse_worker
+from everstep.core.words.agent_messages import EndWorker, WorkerHello, WorkerOrder, WorkerReport
+from everstep.core.words.cluster_messages import Sender
+from everstep.core.words.framing import Unpacker, pack
+from everstep.core.words.ops import parse_worker
+from everstep.core.worker.control import LinkBroke, WorkerControl, raised
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
 from everstep.engine.beacon import Beacon
@@ -22,11 +26,10 @@ from everstep.engine.courier import Courier, identity_of
 from everstep.engine.faults import parse_fault
 from everstep.engine.frames import Incoming
 from everstep.engine.job import Job
-from everstep.engine.links import Address, Links
+from everstep.engine.links import Links
 from everstep.engine.program import Program
 from everstep.engine.recorder import WorkerRecorder
-from everstep.engine.worker_loop import Order, Ports, WorkerLoop
-from everstep.node import wire
+from everstep.engine.worker_loop import InboxItem, Ports, WorkerLoop
 from everstep.node.lifeline import Lifeline
 from everstep.node.state_keeper import States
 from everstep.node.steer import steering_from, watch_links
@@ -42,35 +45,30 @@ def main(spec: dict[str, Any]) -> int:
     agent = socket.socket(socket.AF_UNIX)
     agent.connect(spec["agent"])
     line = _Line(agent)
-    line.tell("hello", {"task": spec["task"], "worker": spec["worker"], "pid": os.getpid()})
+    me = Sender(spec["task"], parse_worker(spec["worker"]), spec["incarnation"])
+    line.say(WorkerHello(task=me.task, worker=me.worker, incarnation=me.incarnation, pid=os.getpid()))
     try:
         if spec.get("script"):
             from everstep.node import script
 
-            script.run(spec, lambda program: train(spec, program, line))
+            script.run(spec, lambda program: train(me, spec, program, line))
         else:
-            train(spec, Program.of(Job.from_dict(spec["job"])), line)
+            train(me, spec, Program.of(Job.from_dict(spec["job"])), line)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except BaseException as error:
-        line.tell(
-            "raised",
-            {
-                "error": f"{type(error).__name__}: {error}",
-                "where": line.doing(),
-                "traceback": traceback.format_exc(limit=50),
-            },
-        )
+        text = f"{type(error).__name__}: {error}"
+        line.say(raised(me, text, where=line.where(), traceback=traceback.format_exc(limit=50)))
         traceback.print_exc()
         return 1
     return 0
 
 
-def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
-    me = parse_worker(spec["worker"])
+def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -> None:
+    me = sender.worker
     job = program.job
     torch.set_num_threads(job.threads)
-    inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
     device = devices.pick(job.device, me.stage * job.replicas + me.replica)
     if job.accumulate == "fp64":
         devices.exact(device)
@@ -82,56 +80,41 @@ def train(spec: dict[str, Any], program: Program, line: _Line) -> None:
     def deliver(frame: Incoming) -> None:
         if recorder is not None and frame.parcel is not None and frame.tensors:
             recorder.got(frame.parcel, frame.nbytes)  # now: this worker may be busy for long
-        inbox.put(("frame", frame))
+        inbox.put(frame)
 
     identity = identity_of(device, job.transport)
     links = Links(
         token=bytes.fromhex(spec["token"]),
         host=spec["host"],
         deliver=deliver,
-        broken=lambda address: inbox.put(("broken", address)),
-        failed=lambda error: inbox.put(("failed", error)),
+        broken=lambda address: inbox.put(LinkBroke(address)),
+        failed=inbox.put,
         empty=lambda shape, dtype: devices.host_empty(shape, dtype, device),
         source_port=None if steering is None else steering.ports,
         identity=identity.encode(),
     )
-    courier = Courier.of(links, identity, device, lambda error: inbox.put(("failed", error)))
+    courier = Courier.of(links, identity, device, inbox.put)
     beacon = None if spec["beacon"] is None else Beacon(Path(spec["beacon"]))
     states = States(
-        me,
-        job,
-        task=spec["task"],
-        incarnation=spec["incarnation"],
-        node=spec["node"],
-        shelf=Path(spec["shelf"]),
-        secret=spec["token"],
-        tell=line.tell,
+        sender, job, node=spec["node"], shelf=Path(spec["shelf"]), secret=spec["token"], say=line.say
     )
-    body = WorkerLoop(
-        me,
-        WorkerState(me, program.rules()),
+    control = WorkerControl(sender, WorkerState(me, program.rules()))
+    loop = WorkerLoop(
+        control,
         lambda: program.build(me.stage, device=device, empty=courier.empty),
-        ports=Ports(
-            report=line.report,
-            save=states.save,
-            load=states.load,
-            shelve=states.shelve,
-            directed=states.obey,
-        ),
+        ports=Ports(report=line.say, save=states.save, load=states.load, shelve=states.shelve),
         courier=courier,
         inbox=inbox,
         beacon=beacon,
         recorder=recorder,
         faults=tuple(parse_fault(text) for text in spec.get("faults", ())),
     )
-    line.doing = lambda: (
-        f"step {body.walker.now.step} {body.walker.now.todo[-1] if body.walker.now.todo else ''}"
-    )
+    line.where = control.where
     links.start()
-    flows = None if steering is None else watch_links(steering, links, line.tell)
+    flows = None if steering is None else watch_links(steering, links, lambda kind, row: None)
     line.listen(inbox)
-    line.tell("started", {"address": links.address})
-    body.run()
+    line.say(control.started(links.address).report)
+    loop.run()
     states.finish()
     courier.stop()
     if flows is not None:
@@ -145,39 +128,19 @@ class _Line:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._lock = threading.Lock()
-        self.doing: Callable[[], str] = lambda: "starting"
+        self.where: Callable[[], str] = lambda: "starting"
 
-    def tell(self, kind: str, table: dict[str, Any]) -> None:
+    def say(self, message: WorkerHello | WorkerReport) -> None:
+        data = pack(message)
         with self._lock:
-            self._socket.sendall(wire.pack({"kind": kind, **table}))
+            self._socket.sendall(data)
 
-    def report(self, kind: str, table: Any) -> None:
-        """What a body reports, in JSON's terms."""
-        match kind:
-            case "ledger":
-                self.tell(kind, {"epoch": table["epoch"], "ledger": wire.ledger_out(table["ledger"])})
-            case "sealed":
-                self.tell(kind, wire.sealed_out(table["sealed"]))
-            case _:
-                self.tell(kind, dict(table))
-
-    def listen(self, inbox: queue.SimpleQueue[Order]) -> None:
+    def listen(self, inbox: queue.SimpleQueue[InboxItem]) -> None:
         threading.Thread(target=self._listen, args=(inbox,), name="agent", daemon=True).start()
 
-    def _listen(self, inbox: queue.SimpleQueue[Order]) -> None:
-        for message in wire.receive(self._socket):
-            match message["kind"]:
-                case "interrupt":
-                    inbox.put(("interrupt", message["epoch"]))
-                case "resume":
-                    book = {Worker(k, s): Address(host, port) for k, s, host, port in message["book"]}
-                    inbox.put(("resume", (wire.resume_in(message["order"]), book, message["states"])))
-                case "copy":
-                    inbox.put(("copy", (message["joiner"], Address(*message["address"]))))
-                case "stop_feeding":
-                    inbox.put(("stop_feeding", message["joiner"]))
-                case "faults":
-                    inbox.put(("faults", tuple(map(parse_fault, message["faults"]))))
-                case "finish" | "stop":
-                    inbox.put((message["kind"], None))
-        inbox.put(("stop", None))  # the agent is gone
+    def _listen(self, inbox: queue.SimpleQueue[InboxItem]) -> None:
+        unpacker = Unpacker(WorkerOrder)
+        while data := self._socket.recv(1 << 16):
+            for order in unpacker.feed(data):
+                inbox.put(order)
+        inbox.put(EndWorker(gently=False))  # the agent is gone

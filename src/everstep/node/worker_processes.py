@@ -12,26 +12,34 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 from everstep.checkpoint.search import NoStart
 from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
-from everstep.core.words import actions as act
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
-from everstep.core.words.ops import Worker, parse_worker
+from everstep.core.words.agent_messages import (
+    PROTOCOL,
+    EndWorker,
+    FromWorker,
+    PlantFaults,
+    WorkerHello,
+    WorkerOrder,
+)
+from everstep.core.words.framing import Unpacker, pack
+from everstep.core.words.ops import Worker
+from everstep.core.words.text import clipped
 from everstep.engine.beacon import Beacon, Reading
 from everstep.engine.faults import parse_fault
 from everstep.engine.job import Job
-from everstep.node import wire
+from everstep.errors import PeerError
 from everstep.node.checkpoints import Checkpoints
 from everstep.node.fork_server import ForkedProcess, ForkServer, exit_reason
 from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.memory_store import MemoryStore
-from everstep.node.reports import report_of
 from everstep.node.ring_watch import RingWatch
 
 FINISH_S = 5.0  # for a worker asked to finish, before it is told to stop
@@ -59,7 +67,7 @@ class WorkerProcess:
     beacon: Beacon
     lifeline: Lifeline
     line: socket.socket | None = None
-    unpacker: wire.Unpacker = field(default_factory=wire.Unpacker)
+    unpacker: Unpacker = field(default_factory=lambda: Unpacker(FromWorker))
     raised: str | None = None
     killed_at: float | None = None
     active_since: float | None = None  # what `_active_s` said when its beacon last stood still
@@ -105,7 +113,7 @@ class WorkerProcesses:
         self.processes: dict[tuple[str, Worker], WorkerProcess] = {}
         self.progress = ProgressWatch(limits or DetectorLimits())
         self._rings: dict[str, RingWatch] = {}
-        self._greeting: dict[int, tuple[socket.socket, wire.Unpacker]] = {}
+        self._greeting: dict[int, tuple[socket.socket, Unpacker]] = {}
         self._bell = Bell()
         self._dying: dict[tuple[str, Worker], WorkerProcess] = {}
         self._starts: dict[tuple[str, Worker], msg.StartProcess] = {}  # that wait for a death
@@ -171,7 +179,7 @@ class WorkerProcesses:
 
     def plant(self, task: str, worker: Worker, faults: tuple[str, ...]) -> None:
         """These faults and no others, from now on, in this life of the worker: for demonstrations."""
-        self._tell(self.processes[task, worker], {"kind": "faults", "faults": list(faults)})
+        self._tell(self.processes[task, worker], PlantFaults(faults=faults))
 
     # -------------------------------------------------------------- orders
 
@@ -249,24 +257,8 @@ class WorkerProcesses:
 
     def _pass_on(self, order: msg.NotifyWorker) -> None:
         process = self.processes.get((order.task, order.worker))
-        if process is None:
-            return
-        match order.words:
-            case act.InterruptWorkers(epoch=epoch):
-                self._tell(process, {"kind": "interrupt", "epoch": epoch})
-            case act.ResumeStep(order=resume):
-                book = [[*worker, host, port] for worker, host, port in order.book]
-                states = {"shelf": order.shelf, "leaves": order.leaves, "kept": order.kept}
-                self._tell(
-                    process,
-                    {"kind": "resume", "order": wire.resume_out(resume), "book": book, "states": states},
-                )
-            case act.CopyState(joiner=joiner):
-                address = [[host, port] for worker, host, port in order.book if worker == joiner]
-                if address:
-                    self._tell(process, {"kind": "copy", "joiner": joiner.replica, "address": address[0]})
-            case act.StopFeeding(joiner=joiner):
-                self._tell(process, {"kind": "stop_feeding", "joiner": joiner.replica})
+        if process is not None:
+            self._tell(process, order)
 
     def _close_task(self, order: msg.CloseTask) -> None:
         here = self.tasks.get(order.task)
@@ -275,7 +267,7 @@ class WorkerProcesses:
         here.closing = "finish" if order.gently else "stop"
         here.deadline = time.monotonic() + (FINISH_S if order.gently else STOP_S)
         for process in self._of(order.task):
-            self._tell(process, {"kind": here.closing})
+            self._tell(process, EndWorker(gently=order.gently))
 
     def _press(self, name: str, task: _TaskHere, now: float) -> None:
         """They had their time."""
@@ -285,7 +277,7 @@ class WorkerProcesses:
         elif task.closing == "finish":
             task.closing, task.deadline = "stop", now + STOP_S
             for process in left:
-                self._tell(process, {"kind": "stop"})
+                self._tell(process, EndWorker(gently=False))
         else:
             for process in left:
                 os.kill(process.child.pid, signal.SIGKILL)
@@ -307,11 +299,11 @@ class WorkerProcesses:
         checkpoints.commit(order.step, list(order.parts))
         return [msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=order.step))]
 
-    def _tell(self, process: WorkerProcess, message: Mapping[str, Any]) -> None:
+    def _tell(self, process: WorkerProcess, order: WorkerOrder) -> None:
         if process.line is None:
             return
         with contextlib.suppress(OSError):  # it is dying: its pidfd says so
-            process.line.sendall(wire.pack(message))
+            process.line.sendall(pack(order))
 
     def _of(self, task: str) -> Iterator[WorkerProcess]:
         return (process for process in list(self.processes.values()) if process.task == task)
@@ -325,7 +317,7 @@ class WorkerProcesses:
                 sock, _ = self._listener.accept()
                 sock.setblocking(True)
                 fd = sock.fileno()
-                self._greeting[fd] = (sock, wire.Unpacker())
+                self._greeting[fd] = (sock, Unpacker(FromWorker))
                 self.loop.watch(fd, lambda fd=fd: self._greet(fd))  # type: ignore[misc]
 
     def _greet(self, fd: int) -> None:
@@ -334,15 +326,18 @@ class WorkerProcesses:
             data = sock.recv(1 << 12, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
-        hello = next(unpacker.feed(data), None)
+        try:
+            hello = next(unpacker.feed(data), None)
+        except PeerError:
+            hello, data = None, b""
         if hello is None and data:
             return
         self.loop.unwatch(fd)
         del self._greeting[fd]
         process = None
-        if hello is not None:
-            process = self.processes.get((hello["task"], parse_worker(hello["worker"])))
-        if process is None or hello is None or process.child.pid != hello["pid"]:
+        if isinstance(hello, WorkerHello) and hello.protocol == PROTOCOL:
+            process = self.processes.get((hello.task, hello.worker))
+        if process is None or hello is None or process.child.pid != hello.pid:
             sock.close()
             return
         process.line, process.unpacker = sock, unpacker
@@ -364,18 +359,24 @@ class WorkerProcesses:
         if not data:
             self._hang_up(process)
             return False
-        self._heard(process, data)
+        try:
+            self._heard(process, data)
+        except PeerError as error:  # nothing it says can be relied on
+            process.raised = clipped(f"said what is no report: {error}")
+            self._hang_up(process)
+            os.kill(process.child.pid, signal.SIGKILL)
+            return False
         return True
 
     def _heard(self, process: WorkerProcess, data: bytes) -> None:
         for said in process.unpacker.feed(data):
-            if said["kind"] == "raised":
-                process.raised = f"raised {said['error']}"
-            elif said["kind"] == "times":
-                self.progress.expects(process.task, process.worker, said["times"])
-            report = report_of(process.task, process.worker, process.incarnation, said)
-            if report is not None:
-                self.report(report, process.sender)
+            match said:
+                case msg.TaskEvent(event=ev.WorkerRaised(error=error)):
+                    process.raised = f"raised {error}"
+                case msg.TimesReported(times=times):
+                    self.progress.expects(process.task, process.worker, times)
+            if not isinstance(said, WorkerHello):
+                self.report(said, process.sender)
 
     def _hang_up(self, process: WorkerProcess) -> None:
         if process.line is not None:

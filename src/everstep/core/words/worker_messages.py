@@ -362,15 +362,5 @@ class TellUnrestored:
     state_step: int
 
 
-Command = (
-    Send
-    | Forget
-    | ReleaseGradients
-    | DropStashes
-    | ReleaseSum
-    | DiscardWork
-    | TellSealed
-    | TellInvalid
-    | TellCopied
-    | TellUnrestored
-)
+Told = TellSealed | TellInvalid | TellCopied | TellUnrestored  # what becomes a report
+Command = Send | Forget | ReleaseGradients | DropStashes | ReleaseSum | DiscardWork | Told

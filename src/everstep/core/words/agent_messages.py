@@ -1,0 +1,56 @@
+"""What a worker and its agent say to each other, over a Unix socket of their machine.
+
+    worker ──► WorkerHello, then WorkerReports      the agent numbers these and passes them on
+    agent  ──► WorkerOrders                         most are the coordinator's, passed on as they are
+
+The words are the coordinator's own: a report is said once, by the worker it is about, and nothing on its way
+has to know its fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.core.words.cluster_messages import (
+    LinkMended,
+    NotifyWorker,
+    PartWritten,
+    StateFetched,
+    TaskEvent,
+    TimesReported,
+)
+from everstep.core.words.ops import Worker
+
+PROTOCOL = 2  # raised when a message changes in a way that an older program would misread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerHello:
+    """A process calls its agent: which one it is."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    pid: int
+    protocol: int = PROTOCOL
+
+
+WorkerReport = TaskEvent | PartWritten | StateFetched | TimesReported | LinkMended
+FromWorker = WorkerHello | WorkerReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndWorker:
+    """Leave. `gently`: first finish the update, the checkpoint and the copies in hand."""
+
+    gently: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlantFaults:
+    """These faults and no others from now on, for demonstrations."""
+
+    faults: tuple[str, ...]
+
+
+WorkerOrder = NotifyWorker | EndWorker | PlantFaults

@@ -1,0 +1,226 @@
+"""What a worker does about its orders, its links and its reports; `WorkerState` decides about its steps.
+
+A shell (the engine's loop, or a virtual worker) hands over what happens and carries out what comes back:
+
+    order, LinkBroke, TimePassed ──► handle() ──► reports, links to keep, directions for states
+    task = next() ──► run it ──► finished(task) ──► take_actions() ──► sends, releases, reports
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+from everstep.core.words import events as ev
+from everstep.core.words import worker_messages as wrk
+from everstep.core.words.actions import CopyState, InterruptWorkers, ResumeStep, StopFeeding
+from everstep.core.words.agent_messages import EndWorker, WorkerReport
+from everstep.core.words.cluster_messages import (
+    LinkMended,
+    MemoryAddress,
+    NotifyWorker,
+    Sender,
+    TaskEvent,
+    TimePassed,
+)
+from everstep.core.words.ops import Worker
+from everstep.core.words.text import MOST_TRACEBACK, clipped
+from everstep.core.worker.mending import LinkMending, MendLimits, PeerAddress
+from everstep.core.worker.worker_state import WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBroke:
+    """A connection to or from this address broke."""
+
+    address: PeerAddress
+
+
+ControlEvent = NotifyWorker | EndWorker | LinkBroke | TimePassed
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    report: WorkerReport
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLinks:
+    """Only these peers are left; connections to others are closed and what is queued for them is dropped."""
+
+    addresses: frozenset[PeerAddress]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDirections:
+    """What orders say about states: where copies go, whether one is left behind, where to load from."""
+
+    shelf: MemoryAddress | None = None
+    leaves: bool = True
+    kept: tuple[tuple[MemoryAddress, Any], ...] = ()  # shelf, part; empty: the state is on disk
+
+
+WorkerAction = SendReport | KeepLinks
+ShellAction = wrk.Command | SendReport
+
+
+class WorkerControl:
+    def __init__(self, sender: Sender, state: WorkerState, limits: MendLimits | None = None) -> None:
+        self.sender, self.state = sender, state
+        self.book: dict[Worker, PeerAddress] = {}
+        self.directions = StateDirections()
+        self.mending = LinkMending(limits)
+        self.over = False  # leave at once
+        self._finishing = False
+        self._resumed_epoch = 0  # the last one in which it said that it runs ops
+        self._waits_for: tuple[int, str] | None = None
+        self._reports: list[ShellAction] = []
+
+    # -------------------------------------------------------------- what happens
+
+    def handle(self, event: ControlEvent, now: float) -> list[WorkerAction]:
+        match event:
+            case NotifyWorker():
+                return self._obey(event)
+            case EndWorker(gently=gently):
+                self._finishing = True
+                self.over = self.over or not gently
+                return []
+            case LinkBroke(address=address):
+                self.mending.broke(address, now)
+                return []
+            case TimePassed():
+                return self._mend(now)
+            case _:
+                assert_never(event)
+
+    def _obey(self, order: NotifyWorker) -> list[WorkerAction]:
+        match order.words:
+            case InterruptWorkers(epoch=epoch):
+                ledger = self.state.interrupt(epoch)
+                return [self._event(ev.LedgerReported(worker=self.sender.worker, epoch=epoch, ledger=ledger))]
+            case ResumeStep():
+                return self._resume(order, order.words.order)
+            case CopyState(joiner=joiner):
+                for worker, host, port in order.book:
+                    if worker == joiner:
+                        self.book[joiner] = (host, port)
+                        self.state.copy_to(joiner.replica)
+                return []
+            case StopFeeding(joiner=joiner):
+                self.state.stop_feeding(joiner.replica)
+                return []
+            case _:
+                assert_never(order.words)
+
+    def _resume(self, order: NotifyWorker, resume: wrk.Resume) -> list[WorkerAction]:
+        if resume.epoch < self.state.epoch:
+            return []
+        self.book = {worker: (host, port) for worker, host, port in order.book}
+        # Where to load from changes with an order to load only: an interrupt may have come before the load.
+        kept = self.directions.kept if resume.restore is None else order.kept
+        self.directions = StateDirections(shelf=order.shelf, leaves=order.leaves, kept=kept)
+        addresses = frozenset(self.book.values())
+        self.mending.keep(addresses)
+        self.state.resume(resume)
+        return [KeepLinks(addresses)]
+
+    def _mend(self, now: float) -> list[WorkerAction]:
+        send, held = self.mending.due(now)
+        for peer, address in self.book.items():
+            if address in send:
+                self.state.link_reopened(peer)
+        task, worker, _ = self.sender
+        return [
+            SendReport(LinkMended(task=task, worker=worker, peer=peer))
+            for peer, address in self.book.items()
+            if address in held
+        ]
+
+    def due_at(self) -> float | None:
+        """When `TimePassed` is wanted next."""
+        return self.mending.due_at()
+
+    # -------------------------------------------------------------- what it does
+
+    def next(self) -> wrk.WorkItem:
+        return self.state.next()
+
+    def finished(self, task: wrk.WorkItem, answer: Any, *, began: float) -> None:
+        """`began`: when the task was begun, in seconds of the shell's clock."""
+        if type(task) is wrk.Compute and self._resumed_epoch != self.state.epoch:
+            self._resumed_epoch = self.state.epoch
+            resumed = ev.WorkerResumed(worker=self.sender.worker, epoch=self._resumed_epoch, at=began)
+            self._reports.append(self._event(resumed))
+        self.state.finished(task, answer)
+
+    def take_actions(self) -> list[ShellAction]:
+        """What the shell shall do besides the task; empties the list."""
+        if not self._reports and not self.state.mail.commands:
+            return []
+        found, self._reports = self._reports, []
+        for command in self.state.take_commands():
+            found.append(self._event(self._said(command)) if isinstance(command, wrk.Told) else command)
+        return found
+
+    def may_leave(self, task: wrk.WorkItem) -> bool:
+        """Asked to finish, and nothing is in hand."""
+        idle = type(task) is wrk.Paused or type(task) is wrk.Finished
+        return self.over or (self._finishing and (idle or self.state.joining))
+
+    # -------------------------------------------------------------- what it shows and says
+
+    def shows(self, *, busy: bool, doing: str) -> bool:
+        """Is this news for its beacon? Woken by something else, it still waits for the same thing: the beacon
+        keeps the time since when, or a peer that is gone would never be missed.
+        """
+        waits_for = None if busy else (self.state.now.step, doing)
+        if waits_for is not None and waits_for == self._waits_for:
+            return False
+        self._waits_for = waits_for
+        return True
+
+    def started(self, address: PeerAddress) -> SendReport:
+        _, worker, incarnation = self.sender
+        return self._event(ev.WorkerStarted(worker=worker, incarnation=incarnation, address=address))
+
+    def where(self) -> str:
+        now = self.state.now
+        return f"step {now.step} {now.todo[-1] if now.todo else ''}"
+
+    def _event(self, event: ev.Event) -> SendReport:
+        return SendReport(TaskEvent(task=self.sender.task, event=event))
+
+    def _said(self, command: wrk.Told) -> ev.Event:
+        _, worker, incarnation = self.sender
+        match command:
+            case wrk.TellSealed():
+                return ev.StepSealed(
+                    step=command.step,
+                    stage=worker.stage,
+                    attempt=command.attempt,
+                    microbatches=command.microbatches,
+                    executed=command.executed,
+                    losses=command.losses,
+                    sum_of_squares=command.sum_of_squares,
+                )
+            case wrk.TellInvalid(step=step, norm=norm, attempt=attempt):
+                return ev.UpdateInvalidated(worker=worker, step=step, norm=norm, attempt=attempt)
+            case wrk.TellCopied(state_step=step):
+                return ev.StateCopied(worker=worker, incarnation=incarnation, state_step=step)
+            case wrk.TellUnrestored(state_step=step):
+                return ev.RestoreFailed(worker=worker, incarnation=incarnation, step=step)
+            case _:
+                assert_never(command)
+
+
+def raised(sender: Sender, error: str, *, where: str, traceback: str) -> TaskEvent:
+    """What a worker says of an exception before it ends. Bounded: a text may quote a whole tensor."""
+    event = ev.WorkerRaised(
+        worker=sender.worker,
+        incarnation=sender.incarnation,
+        error=clipped(error),
+        where=where,
+        traceback=clipped(traceback, MOST_TRACEBACK),
+    )
+    return TaskEvent(task=sender.task, event=event)

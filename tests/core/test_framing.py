@@ -1,0 +1,96 @@
+"""Messages between a worker and its agent survive the wire, and what is none is refused."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.actions import InterruptWorkers, ResumeStep
+from everstep.core.words.agent_messages import EndWorker, FromWorker, PlantFaults, WorkerHello, WorkerOrder
+from everstep.core.words.framing import Unpacker, pack
+from everstep.core.words.ops import Microbatch, Worker, parse_op
+from everstep.core.words.worker_messages import Ledger, Members, Parcel, ParcelKind, Resume
+from everstep.errors import PeerError
+
+OPS = tuple(map(parse_op, ["1F0.0", "1F1.2", "1I0.0", "1W0.0", "1B1.2", "1R", "1U"]))
+W = Worker(0, 1)
+RESUME = Resume(
+    epoch=7,
+    attempts=((0, 1), (5, 2)),
+    step=5,
+    lists={5: OPS[:3], 6: OPS},
+    steady=OPS,
+    hosts={5: {(Microbatch(1, 2), 0): 0}},
+    steady_hosts={(Microbatch(1, 2), 1): 0},
+    members=(Members(4, ((0, 1), (0,)), (1, 7)), Members(6, ((0, 1), (0, 1)), (1, 7))),
+    ghosts=frozenset({(5, Microbatch(0, 1))}),
+    give={5: (1, 2)},
+    feeds={1: 5, 2: None},
+    rewind=4,
+    awaits=frozenset({5}),
+    shares=((4, 0, 0.25),),
+    until=9,
+)
+LEDGER = Ledger(
+    step=3,
+    done=OPS[:2],
+    done_before=OPS,
+    holding=(Parcel(ParcelKind.GRADIENT, 1, 3, 0, Microbatch(1, 0)),),
+    joining=True,
+)
+ORDERS: list[Any] = [
+    msg.NotifyWorker(
+        task="t",
+        worker=W,
+        words=ResumeStep(worker=W, order=RESUME, because="so"),
+        book=((W, "host", 80),),
+        shelf=msg.MemoryAddress("n", "host", 81),
+        leaves=False,
+        kept=((msg.MemoryAddress("n", "host", 81), {"file": "part"}),),
+    ),
+    msg.NotifyWorker(task="t", worker=W, words=InterruptWorkers(workers=(W,), epoch=3, because="so")),
+    EndWorker(gently=True),
+    PlantFaults(faults=("stage=0,replica=0,step=3",)),
+]
+SAID: list[Any] = [
+    WorkerHello(task="t", worker=W, incarnation=2, pid=77),
+    msg.TaskEvent(task="t", event=ev.LedgerReported(worker=W, epoch=3, ledger=LEDGER)),
+    msg.TimesReported(task="t", worker=W, times={"F": 0.25}, ops={"F": (3, 0.5)}),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
+def test_an_order_is_the_same_after_the_wire(order: Any) -> None:
+    assert list(Unpacker(WorkerOrder).feed(pack(order))) == [order]
+
+
+@pytest.mark.parametrize("said", SAID, ids=lambda said: type(said).__name__)
+def test_what_a_worker_says_is_the_same_after_the_wire(said: Any) -> None:
+    assert list(Unpacker(FromWorker).feed(pack(said))) == [said]
+
+
+def test_every_order_of_the_coordinator_to_a_worker_can_be_passed_on() -> None:
+    assert msg.NotifyWorker in get_args(WorkerOrder)
+
+
+def test_messages_are_found_however_the_bytes_come() -> None:
+    data = pack(ORDERS[2]) + pack(ORDERS[3])
+    unpacker = Unpacker(WorkerOrder)
+    assert [order for byte in data for order in unpacker.feed(bytes([byte]))] == ORDERS[2:]
+
+
+def test_a_message_that_claims_to_be_huge_is_refused() -> None:
+    with pytest.raises(PeerError, match="allowed"):
+        list(Unpacker(WorkerOrder).feed(b"\xff\xff\xff\xff"))
+
+
+@given(st.binary(max_size=64))
+def test_nothing_but_a_refusal_comes_of_nonsense(body: bytes) -> None:
+    data = len(body).to_bytes(4, "little") + body
+    with pytest.raises(PeerError):
+        list(Unpacker(WorkerOrder).feed(data))
