@@ -196,10 +196,12 @@ class Stage:
         if fits and len(self._spare) < 2:
             self._spare.append(buffer)
 
-    def discard(self, step: int | None = None) -> None:
-        """Throw work away: the stashes and losses of a step, or of all, and all of the gradient buffer."""
+    def discard(self, from_step: int | None = None) -> None:
+        """Throw work away: the stashes and losses from a step on, or of all, and all of the gradient buffer.
+        A ghost of the step before keeps its stash: it may still be asked for its I.
+        """
         for table in (self._stashes, self._losses, self._weights):
-            for key in [key for key in table if step is None or key[0] == step]:
+            for key in [key for key in table if from_step is None or key[0] >= from_step]:
                 del table[key]
         self._gradients.zero_()
 

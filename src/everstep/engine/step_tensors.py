@@ -156,7 +156,7 @@ class StepTensors:
         """Of this step and later ones; None: of all steps, and every payload that is not in `keep`."""
         if self._borrowed(self.stage.gradients):
             self.stage.take_gradients()
-        self.stage.discard()
+        self.stage.discard(from_step)
         for table in (self._gradients, self._sums):
             for step in [s for s in table if from_step is None or s >= from_step]:
                 del table[step]

@@ -182,7 +182,9 @@ class VirtualWorker:
         for store in (self.gradients, self.sums):
             for step in [s for s in store if first is None or s >= first]:
                 del store[step]
-        self.inputs.clear()
+        self.inputs = {
+            key: right for key, right in self.inputs.items() if first is not None and key[0] < first
+        }
 
 
 _DO: dict[type, Callable[[VirtualWorker, Any], Any]] = {
