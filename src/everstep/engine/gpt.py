@@ -18,6 +18,7 @@ from everstep.engine.boundary import Value, described
 from everstep.engine.model import Assembly, Model
 from everstep.engine.presets import GptShape
 from everstep.engine.presets import shape as named_shape
+from everstep.engine.regions import region
 from everstep.errors import UserError
 
 
@@ -70,8 +71,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(form.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        eps = 1e-6
+        attended = self.dropout(self.attention(_normed(x, self.attention_norm.weight, eps)))
+        x, normed = _added_and_normed(x, attended, self.mlp_norm.weight, eps)
+        x = x + self.dropout(self.mlp(normed))
         return x
 
 
@@ -111,9 +114,7 @@ class Rotary(nn.Module):
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        cos, sin = self._of(x.shape[1], x.device)
-        a, b = x.float().chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+        return _rotated(x, *self._of(x.shape[1], x.device))
 
     def _of(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         tables = self._tables
@@ -133,7 +134,7 @@ class SwiGLU(nn.Module):
         self.down = _linear(form.hidden, form.width, into_residual=form.depth)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        y: Tensor = self.down(_gated(self.gate(x), self.up(x)))
         return y
 
 
@@ -145,8 +146,30 @@ class Head(nn.Module):
         nn.init.normal_(self.logits.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.logits(self.norm(x))
+        logits: Tensor = self.logits(_normed(x, self.norm.weight, 1e-6))
         return logits
+
+
+@region
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+@region
+def _added_and_normed(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x = x + more
+    return x, F.rms_norm(x, weight.shape, weight, eps)
+
+
+@region
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+@region
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 def _linear(inputs: int, outputs: int, *, into_residual: int = 0) -> nn.Linear:

@@ -155,6 +155,7 @@ class Job:
     microbatches: int = 4  # that each replica brings to a step
     precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; weights are kept in fp32
     accumulate: Literal["fp32", "fp64"] = "fp64"  # fp64: a healed run has a clean one's bits
+    compile: bool = False  # fuse what lies between the Linears, by torch.compile
     recompute: bool = False  # keep a layer's input only, and run the layer again in the backward
     seed: int = 0  # of weights, data and dropout
     device: str = "cpu"  # or "cuda"

@@ -17,24 +17,30 @@ from torch.overrides import TorchFunctionMode
 
 from everstep.engine import keys
 from everstep.engine.boundary import Value
+from everstep.engine.regions import region
 from everstep.errors import UserError
 
 Factory = Callable[[], nn.Module]
 Loss = Callable[[Any, Any], Any]  # of (output, targets): a mean, or (sum, weight)
 
 
+@region
 def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
-    """Mean over all positions; the last dimension of the output is the vocabulary."""
-    return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), targets.reshape(-1))
+    """Mean over all positions; the last dimension of the output is the vocabulary.
+
+    Compiled, it never holds the logits in fp32.
+    """
+    return nn.functional.cross_entropy(output.float().reshape(-1, output.shape[-1]), targets.reshape(-1))
 
 
+@region
 def token_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Cross entropy summed over the tokens that count (targets of -100 do not), and how many they are.
 
     With the weight the gradient of a step is that of all its tokens, however they are spread over
     microbatches.
     """
-    logits, targets = output.reshape(-1, output.shape[-1]), targets.reshape(-1)
+    logits, targets = output.float().reshape(-1, output.shape[-1]), targets.reshape(-1)
     return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
 
 

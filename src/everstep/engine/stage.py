@@ -35,7 +35,18 @@ from everstep.engine import keys
 from everstep.engine.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
 from everstep.engine.data import Dataset, split
 from everstep.engine.linear import Queue, take_over
-from everstep.engine.model import Model, Slot, drawn, end, every_parameter, in_precision, slots, trained
+from everstep.engine.model import (
+    Model,
+    Slot,
+    cross_entropy,
+    drawn,
+    end,
+    every_parameter,
+    in_precision,
+    slots,
+    token_loss,
+    trained,
+)
 from everstep.errors import InternalError, UserError
 
 Precision = Literal["fp32", "bf16"]
@@ -276,7 +287,8 @@ class Stage:
 
     def _loss(self, output: Value, targets: Value) -> tuple[Tensor, Tensor | float]:
         """The loss to differentiate, and what it counts."""
-        output = mapped(lambda t: t.float() if t.is_floating_point() else t, output)
+        if self.model.loss not in (cross_entropy, token_loss):  # these two see to it themselves
+            output = mapped(lambda t: t.float() if t.is_floating_point() else t, output)
         made = self.model.loss(output, mapped(lambda t: devices.to_device(t, self.device), targets))
         if isinstance(made, tuple | list):
             return made[0], made[1]

@@ -21,6 +21,7 @@ from everstep.core.words.ops import parse_worker
 from everstep.core.worker.control import LinkBroke, WorkerControl, raised
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
+from everstep.engine import regions
 from everstep.engine.beacon import Beacon
 from everstep.engine.courier import Courier, identity_of
 from everstep.engine.faults import parse_fault
@@ -70,6 +71,8 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
     torch.set_num_threads(job.threads)
     inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
     device = devices.pick(job.device, me.stage * job.replicas + me.replica)
+    if job.compile:
+        regions.enable()
     if job.accumulate == "fp64":
         devices.exact(device)
     steering = steering_from(spec["fabric"]) if spec.get("fabric") else None
