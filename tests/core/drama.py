@@ -293,7 +293,9 @@ def _line(said: msg.ClusterEvent | msg.ClusterAction) -> str:
             return f"Think {task} epoch {question.epoch}"
         case _:
             facts = [
-                f"{n}={getattr(said, n)}" for n in said.__slots__ if n not in ("job", "secret", "because")
+                f"{n}={getattr(said, n)}"
+                for n in said.__slots__
+                if n not in ("job", "secret", "because", "cause")
             ]
             because = f"  -- {said.because}" if hasattr(said, "because") else ""
             return f"{type(said).__name__} {' '.join(facts)}{because}"

@@ -9,8 +9,8 @@ import pytest
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeState
-from everstep.core.cluster.roster import TaskState
 from everstep.core.cluster.snapshot import digest, freeze, thaw
+from everstep.core.cluster.task import TaskState
 from everstep.core.task.states import Copied, Member
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
@@ -78,7 +78,7 @@ def test_restarts_that_do_not_help_escalate_to_isolation_and_back_off_before() -
     node = node_of(drama, W01)
     drama.exits(W01, "killed by SIGSEGV")
     drama.exits(W01, "killed by SIGSEGV")
-    assert drama.coordinator.tasks["t"].held, "the second restart waits"
+    assert drama.coordinator.tasks["t"].starts.waiting, "the second restart waits"
     drama.wait(1.1)
     assert (("t", W01)) in drama.actors
     drama.exits(W01, "killed by SIGSEGV")
@@ -208,7 +208,7 @@ def test_a_worker_that_moves_again_was_slow_not_hung() -> None:
     drama = running()
     drama.overdue(W01, elapsed_s=0.5)
     drama.report("t", W01, msg.WorkerMoved(task="t", worker=W01, incarnation=1))
-    assert not drama.coordinator.tasks["t"].overdue
+    assert not drama.coordinator.tasks["t"].failures.overdue
     assert not drama.coordinator.log.incidents
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.core.cluster.node_states import NodeState
-from everstep.core.cluster.roster import TaskState
+from everstep.core.cluster.task import TaskState
 from everstep.core.task.owed import Shape
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
@@ -148,7 +148,7 @@ def test_seals_and_parts_of_a_step_that_was_taken_back_do_not_count() -> None:
     part = msg.PartWritten(task="t", step=4, stage=0, attempt=before, part={"old": 1})
     drama.report("t", W00, part)
     assert task.recovery._book.sealed == {}
-    assert task.parts == {}
+    assert task.checkpoints.parts == {}
     now = task.recovery.attempt_of(4)
     drama.report("t", W00, msg.PartWritten(task="t", step=4, stage=0, attempt=now, part={"new": 1}))
-    assert task.parts[4].attempt == now
+    assert task.checkpoints.parts[4].attempt == now

@@ -45,9 +45,9 @@ def test_a_node_that_dies_while_it_is_out_is_given_up(admin: str) -> None:
     assert node.state is NodeState.GONE
     assert node.admin == admin
     assert all(seat.node == "b" for seat in drama.coordinator.tasks["t"].seats.values())
-    step = drama.coordinator.tasks["t"].recorded
+    step = drama.coordinator.tasks["t"].progress.recorded
     drama.seal()
-    assert drama.coordinator.tasks["t"].recorded == step + 1
+    assert drama.coordinator.tasks["t"].progress.recorded == step + 1
     drama.hear(msg.ReadmitRequested(node="a", by="an operator"))
     assert node.state is NodeState.GONE, "to be readmitted does not bring it back"
     assert not any(seat.node == "a" for seat in drama.coordinator.tasks["t"].seats.values())

@@ -2,8 +2,8 @@
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.copy_placement import copies_for, leaves, shelf_for
-from everstep.core.cluster.roster import TaskState
 from everstep.core.cluster.snapshot import digest, freeze, thaw
+from everstep.core.cluster.task import TaskState
 from everstep.core.words import actions as act
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
@@ -47,9 +47,9 @@ def test_a_state_counts_when_every_stage_has_a_copy_and_its_step_is_on_record() 
     drama = four_nodes()
     task = drama.coordinator.tasks["t"]
     drama.shelve(1)
-    assert task.kept_step is None
+    assert task.copies.newest is None
     drama.seal()
-    assert task.kept_step == 1
+    assert task.copies.newest == 1
     assert task.recovery is not None
     assert task.recovery.kept == 1
 
@@ -61,9 +61,9 @@ def test_an_older_state_is_dropped_only_when_a_newer_one_is_on_two_nodes() -> No
     drama.seal()
     drama.shelve(2, away=False)
     drama.seal()
-    assert sorted(task.kept) == [1, 2]
+    assert sorted(task.copies.states) == [1, 2]
     drama.shelve(2)
-    assert sorted(task.kept) == [2]
+    assert sorted(task.copies.states) == [2]
     assert {order.before for order in told(drama, msg.DropCopies)} == {2}
 
 
@@ -72,7 +72,7 @@ def test_states_on_one_node_only_do_not_pile_up() -> None:
     for step in range(1, 8):
         drama.shelve(step, away=False)
         drama.seal()
-    assert sorted(drama.coordinator.tasks["t"].kept) == [5, 6, 7]
+    assert sorted(drama.coordinator.tasks["t"].copies.states) == [5, 6, 7]
 
 
 def test_a_lost_stage_comes_back_from_memory_and_says_so() -> None:
@@ -94,10 +94,10 @@ def test_with_the_node_that_kept_it_the_state_is_gone_and_the_disk_is_next() -> 
     drama.seal()
     drama.shelve(1, away=False)
     task = drama.coordinator.tasks["t"]
-    assert task.kept_step == 1
+    assert task.copies.newest == 1
     drama.join("c", 1)
     drama.hear(msg.NodeLeft(node=task.seats[Worker(0, 1)].node))
-    assert task.kept_step is None
+    assert task.copies.newest is None
     assert resumes(drama)[-1].words.order.restore == 0
     assert resumes(drama)[-1].kept == ()
 
@@ -132,7 +132,7 @@ def test_a_task_takes_another_shape_after_the_step_somebody_is_in() -> None:
     for _ in range(7):
         drama.seal()
     assert task.state is TaskState.FINISHED
-    assert task.kept == {}
+    assert task.copies.states == {}
 
 
 def test_new_workers_sit_where_most_of_their_state_is() -> None:
@@ -180,7 +180,7 @@ def test_readers_of_a_state_are_spread_over_its_holders() -> None:
     drama = four_nodes()
     task = drama.coordinator.tasks["t"]
     drama.shelve(1)
-    kept = task.kept[1]
+    kept = task.copies.states[1]
     chosen = {w: copies_for(drama.coordinator.nodes, kept, w, "nowhere") for w in task.seats}
     of_stage_0 = {copies[0][0].node for copies in chosen.values()}
     assert len(of_stage_0) == 2
@@ -197,7 +197,7 @@ def test_a_snapshot_keeps_what_is_in_memory_and_what_is_to_come() -> None:
     again = Coordinator()
     thaw(again, freeze(drama.coordinator))
     assert digest(again) == digest(drama.coordinator)
-    assert again.tasks["t"].kept == drama.coordinator.tasks["t"].kept
+    assert again.tasks["t"].copies.states == drama.coordinator.tasks["t"].copies.states
     assert again.tasks["t"].next_shape == drama.coordinator.tasks["t"].next_shape
 
 

@@ -75,7 +75,7 @@ def test_speed_again_closes_the_incident_and_brings_the_work_home() -> None:
     before = epoch(drama)
     ended(drama)
     assert one(drama).closed
-    assert drama.coordinator.tasks["t"].planned_slow == {}
+    assert drama.coordinator.tasks["t"].speeds.planned == {}
     assert epoch(drama) == before + 1
 
 
@@ -86,7 +86,7 @@ def test_a_slow_workers_death_ends_its_slowness_and_is_an_incident_of_its_own() 
     slow, death = drama.coordinator.log.incidents
     assert slow.closed
     assert death.what == "killed by SIGKILL"
-    assert drama.coordinator.tasks["t"].slow == {}
+    assert drama.coordinator.tasks["t"].speeds.slow == {}
 
 
 def test_another_workers_death_does_not_become_part_of_a_slowness() -> None:
@@ -97,7 +97,7 @@ def test_another_workers_death_does_not_become_part_of_a_slowness() -> None:
     assert not slow.closed
     assert slow.workers == [SLOW]
     assert death.workers == [Worker(0, 0)]
-    assert drama.coordinator.tasks["t"].planned_slow == {SLOW: 2.0}
+    assert drama.coordinator.tasks["t"].speeds.planned == {SLOW: 2.0}
 
 
 def test_the_only_worker_of_a_stage_is_told_slow_and_what_would_help() -> None:
@@ -124,7 +124,7 @@ def test_a_slow_link_is_told_and_takes_work_from_nobody() -> None:
     assert incident.verdict is not None
     assert incident.verdict.kind == "slow link"
     assert epoch(drama) == before
-    assert drama.coordinator.tasks["t"].slow == {}
+    assert drama.coordinator.tasks["t"].speeds.slow == {}
     drama.report("t", Worker(0, 0), msg.SlowLinkEnded(**link, because="as before"))
     assert incident.closed
 
@@ -135,7 +135,7 @@ def test_a_verdict_on_an_earlier_process_counts_for_nothing() -> None:
     before = epoch(drama)
     slowed(drama, incarnation=1)
     assert epoch(drama) == before
-    assert drama.coordinator.tasks["t"].slow == {}
+    assert drama.coordinator.tasks["t"].speeds.slow == {}
 
 
 def test_a_slowness_found_while_a_death_is_planned_for_is_planned_for_next() -> None:
@@ -165,7 +165,7 @@ def test_a_slowness_found_while_a_death_is_planned_for_is_planned_for_next() -> 
     answer = drama.desks["t"].answer(asked.question, asked.slow)
     actions = drama.coordinator.handle(msg.PlanAnswered(task="t", event=answer), 1.0)
     assert isinstance(task.recovery.phase, Gathering)  # for the schedule that knows
-    assert task.slow == {SLOW: 2.0}
+    assert task.speeds.slow == {SLOW: 2.0}
 
 
 def test_every_microbatch_of_a_balanced_step_has_one_host() -> None:

@@ -66,7 +66,7 @@ def test_a_task_goes_through_other_shapes_without_a_trace_in_its_losses(
     assert losses(task.outcome) == clean
     assert (task.shape.replicas, task.shape.stages) == (2, 3)
     assert not task.outcome.incidents
-    assert len(task.coordinator.tasks["task"].fetched) == len(shapes)
+    assert len(task.coordinator.tasks["task"].copies.fetched) == len(shapes)
 
 
 def test_a_worker_that_dies_while_the_shape_ends_changes_nothing(

@@ -13,8 +13,8 @@ from functools import cache
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeAdmin
-from everstep.core.cluster.roster import OVER, TaskState
-from everstep.core.cluster.roster import Task as RunningTask
+from everstep.core.cluster.task import OVER, TaskState
+from everstep.core.cluster.task import Task as RunningTask
 from everstep.core.words.cluster_messages import AssignmentChosen
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
@@ -74,13 +74,13 @@ def transition_s(task: RunningTask) -> float:
 
     How large the states are is known from the copies in memory, which are files with a size.
     """
-    kept = task.kept.get(task.kept_step or 0)
+    kept = task.copies.states.get(task.copies.newest or 0)
     if kept is None:
         return TRANSITION_S
     largest = max(int(part["bytes"]) for copies in kept.copies.values() for part in copies.values())
     pace = PACE
-    if task.fetched:
-        moved = task.fetched[max(task.fetched)]
+    if fetched := task.copies.fetched:
+        moved = fetched[max(fetched)]
         readers = max(1, kept.stages)  # at the least
         pace = max(1.0, (moved.bytes_here + moved.bytes_elsewhere) / readers / max(moved.seconds, 1e-3))
     return AGREE_S + largest / pace

@@ -100,8 +100,8 @@ class AgentConnections:
         state = self.daemon.machine.nodes[node]
         self._queues[node], self._boots[node] = queue, hello.boot
         self.send(node, {"welcome": node, "heard": state.heard})
-        for number, order, because in state.pending:
-            self.send(node, {"number": number, "order": encode(order), "because": because})
+        for order in state.pending:
+            self.send(node, {"number": order.number, "order": encode(order.order), "because": order.because})
         writing = asyncio.create_task(self._write(line, queue))
         try:
             async for message in line:

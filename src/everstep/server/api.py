@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
-from everstep.core.cluster.roster import OVER, Node, Task, TaskState
 from everstep.core.cluster.snapshot import digest
+from everstep.core.cluster.task import OVER, Task, TaskState
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import parse_worker
 from everstep.core.words.shape import Shape
@@ -281,7 +282,7 @@ class Api:
             case "cancel":
                 event = msg.CancelRequested(task=task.name)
             case "pause":
-                if not task.has_checkpoints:
+                if not task.request.has_checkpoints:
                     raise UserError(
                         f"task {task.name} keeps no checkpoints, so it cannot be paused; cancel it."
                     )

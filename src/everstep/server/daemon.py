@@ -118,7 +118,7 @@ class Daemon:
             f"coordinator: {self.number} entries in {now - began:.2f} s, state {digest(self.machine)[:12]}, "
             f"{len(self.machine.nodes)} nodes, {len(self.machine.tasks)} tasks"
         )
-        now_set = msg.PolicySet(patience=self.machine.patience, planned=self.machine.planned)
+        now_set = msg.PolicySet(patience=self.machine.patience, planned=self.machine.policy.planned)
         if self.policy is not None and self.policy != now_set:
             self.tell(self.policy)
         self._perform([a for a in self.machine.unfinished() if not isinstance(a, msg.Dispatch)])
@@ -261,7 +261,7 @@ class Daemon:
         if desk is not None and task is not None:
             desk.learn(told)
             if told.task not in self.paces:
-                self.paces[told.task] = Watch(told.task, task.slow)
+                self.paces[told.task] = Watch(told.task, task.speeds.slow)
             for found in self.paces[told.task].told(told):
                 self.tell(found)
 

@@ -29,8 +29,8 @@ from typing import Any, cast
 from aiohttp import web
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.roster import OVER
 from everstep.core.cluster.snapshot import thaw
+from everstep.core.cluster.task import OVER
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import decode
 from everstep.errors import PeerError, UserError

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from everstep.core.cluster.node_states import NodeState
-from everstep.core.cluster.roster import TaskState
+from everstep.core.cluster.task import TaskState
 from everstep.server import views
 from everstep.server.daemon import Daemon
 from everstep.server.outlook import waf

@@ -18,8 +18,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeLiveness
-from everstep.core.cluster.roster import Node, Task, TaskState
+from everstep.core.cluster.task import Task, TaskState
 from everstep.core.task.states import Member
 from everstep.plan.ask import choose, worth
 from everstep.server.daemon import Daemon

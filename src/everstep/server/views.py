@@ -6,7 +6,8 @@ import math
 import time
 from typing import Any, NamedTuple
 
-from everstep.core.cluster.roster import Node, Task
+from everstep.core.cluster.node import Node
+from everstep.core.cluster.task import Task
 from everstep.core.task.states import Absent, Copied, Copying, Entering, Member, Started, Starting
 from everstep.core.words.codec import encode
 from everstep.core.words.incidents import Incident
@@ -167,8 +168,8 @@ def task(daemon: Daemon, task: Task, *, rows: int | None = None) -> dict[str, An
             for worker, seat in sorted(task.seats.items())
         ],
         "rows": [step_row(row) for row in kept],
-        "kept_step": task.kept_step,
-        "moves": [{"step": step, **encode(moved)} for step, moved in sorted(task.fetched.items())],
+        "kept_step": task.copies.newest,
+        "moves": [{"step": step, **encode(moved)} for step, moved in sorted(task.copies.fetched.items())],
         "incidents": [i.number for i in daemon.machine.log.incidents if i.task == task.name],
         "stories": [
             {

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
-from everstep.core.cluster.roster import KeptState, Node, Task
+from everstep.core.cluster.task import KeptState, Task
 from everstep.core.words.cluster_messages import MemoryAddress
 from everstep.core.words.ops import Worker
 
@@ -43,7 +44,9 @@ def leaves(task: Task, worker: Worker) -> bool:
 
 def whole_steps(task: Task) -> list[int]:
     """The steps on record whose states are whole, oldest first."""
-    return sorted(step for step, kept in task.kept.items() if kept.whole and step <= task.recorded)
+    return sorted(
+        step for step, kept in task.copies.states.items() if kept.whole and step <= task.progress.recorded
+    )
 
 
 def needed_from(nodes: Mapping[str, Node], task: Task) -> int:
@@ -53,7 +56,7 @@ def needed_from(nodes: Mapping[str, Node], task: Task) -> int:
     safe = [
         step
         for step in whole
-        if all(len(holders) >= min(2, doors) for holders in task.kept[step].copies.values())
+        if all(len(holders) >= min(2, doors) for holders in task.copies.states[step].copies.values())
     ]
     return max([0, *safe, *(step + 1 for step in whole[:-MOST_KEPT])])
 

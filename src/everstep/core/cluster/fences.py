@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from everstep.core.cluster.roster import Task
+from everstep.core.cluster.task import Task
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 

@@ -7,41 +7,60 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from everstep.core.cluster import copy_placement as shelves
-from everstep.core.cluster.dispatch import Actions
-from everstep.core.cluster.roster import Fetched, Node, Task
-from everstep.core.cluster.slowness import SlowDesk
+from everstep.core.cluster import copy_placement as placement
+from everstep.core.cluster.node import Node
+from everstep.core.cluster.orders import Actions, Orders
+from everstep.core.cluster.roster import Roster
+from everstep.core.cluster.task import OVER, Fetched, KeptState, Task
 from everstep.core.words import cluster_messages as msg
+from everstep.core.words.moment import Moment
 from everstep.core.words.ops import Worker
 
-KEPT_MOVES = 8  # of a task, for the planner and for people
+KEPT_MOVES = 8  # of a task, for the planner and for the page
 
 
-class ShelfDesk(SlowDesk):
-    def _count_kept(self, task: Task) -> Actions:
+class MemoryCopies:
+    """Changes `task.copies`, and `node.shelving`."""
+
+    def __init__(self, *, roster: Roster, orders: Orders) -> None:
+        self._roster, self._orders = roster, orders
+
+    def add(self, task: Task, event: msg.PartWritten, node: str) -> bool:
+        """A copy of a stage's state is in a node's memory. Does it count?"""
+        known = self._roster.nodes.get(node)
+        if task.state in OVER or known is None or not known.reachable:
+            return False
+        states = task.copies.states
+        if event.step not in states or states[event.step].attempt != event.attempt:
+            states[event.step] = KeptState(task.shape.stages, event.attempt)
+        states[event.step].copies.setdefault(event.stage, {})[node] = event.part
+        return True
+
+    def count(self, task: Task, now: Moment) -> Actions:
         """Find the newest whole state; those that are not needed any more make room."""
-        actions = self._drop_shelved(task, shelves.needed_from(self.nodes, task))
-        task.kept_step = max(shelves.whole_steps(task), default=None)
+        actions = self.drop(task, placement.needed_from(self._roster.nodes, task), now)
+        task.copies.newest = max(placement.whole_steps(task), default=None)
         return actions
 
-    def _drop_shelved(self, task: Task, before: int | None) -> Actions:
+    def drop(self, task: Task, before: int | None, now: Moment) -> Actions:
         """States older than this step; None: all of them, for the task is over."""
         actions: Actions = []
-        old = [step for step in task.kept if before is None or step < before]
-        holders = {node for step in old for copies in task.kept.pop(step).copies.values() for node in copies}
+        states = task.copies.states
+        old = [step for step in states if before is None or step < before]
+        holders = {node for step in old for copies in states.pop(step).copies.values() for node in copies}
         for name in sorted(holders):
             order = msg.DropCopies(task=task.name, before=task.steps + 1 if before is None else before)
             because = "the task is over" if before is None else f"the state of step {before} is safe"
-            actions += self._order(self.nodes[name], order, because)
+            actions += self._orders.send(name, order, because, now)
         if before is None:
-            task.kept_step = None
+            task.copies.newest = None
         return actions
 
-    def _forget_copies(self, name: str) -> list[Task]:
+    def node_gone(self, name: str) -> list[Task]:
         """A node's memory is gone: the tasks that had copies there."""
         losers = []
-        for task in self.tasks.values():
-            of_stages = [copies for kept in task.kept.values() for copies in kept.copies.values()]
+        for task in self._roster.tasks.values():
+            of_stages = [copies for kept in task.copies.states.values() for copies in kept.copies.values()]
             holding = [copies for copies in of_stages if name in copies]
             for copies in holding:
                 del copies[name]
@@ -49,44 +68,46 @@ class ShelfDesk(SlowDesk):
                 losers.append(task)
         return losers
 
-    def _clear_shelf(self, node: Node) -> Actions:
-        """A node that was given up is back: what it kept is on nobody's list any more."""
+    def node_back(self, node: Node, now: Moment) -> Actions:
+        """A node that was given up is back: what it kept is on no list any more."""
         actions: Actions = []
         for name in sorted(node.opened | node.shelving):
-            if name in self.tasks:
-                order = msg.DropCopies(task=name, before=self.tasks[name].steps + 1)
-                actions += self._order(node, order, "its copies were given up with the node")
+            if name in self._roster.tasks:
+                order = msg.DropCopies(task=name, before=self._roster.tasks[name].steps + 1)
+                actions += self._orders.send(node.name, order, "its copies were given up with the node", now)
         return actions
 
-    def _open_shelf(self, task: Task, worker: Worker) -> Actions:
+    def resume(
+        self, order: msg.NotifyWorker, task: Task, restore: int | None, because: str, now: Moment
+    ) -> Actions:
+        """Send an order to go on, with what it must say about states."""
+        nodes, worker = self._roster.nodes, order.worker
+        kept = task.copies.states.get(restore) if restore and restore == task.copies.newest else None
+        own = task.seats[worker].node
+        order = replace(
+            order,
+            shelf=placement.shelf_for(nodes, task, worker),
+            leaves=placement.leaves(task, worker),
+            kept=() if kept is None else placement.copies_for(nodes, kept, worker, own),
+        )
+        return self._open_memory(task, worker, now) + self._orders.send(own, order, because, now)
+
+    def fetched(self, task: Task, event: msg.StateFetched) -> None:
+        fetched = task.copies.fetched
+        moved = fetched.setdefault(event.step, Fetched())
+        moved.bytes_here += event.bytes_here
+        moved.bytes_elsewhere += event.bytes_elsewhere
+        moved.seconds = max(moved.seconds, event.seconds)
+        for step in sorted(fetched)[:-KEPT_MOVES]:
+            del fetched[step]
+
+    def _open_memory(self, task: Task, worker: Worker, now: Moment) -> Actions:
         """The node that keeps this worker's copies must know the task."""
-        keeper = self.nodes[shelves.shelf_for(self.nodes, task, worker).node]
+        keeper = self._roster.nodes[placement.shelf_for(self._roster.nodes, task, worker).node]
         own = task.seats[worker].node
         if keeper.name == own or task.name in keeper.shelving | keeper.opened:
             return []
         keeper.shelving.add(task.name)
-        known = msg.OpenMemory(task=task.name, secret=task.secret)
-        return self._order(keeper, known, f"{keeper.name} keeps copies of {task.name}'s state")
-
-    def _with_shelves(self, order: msg.NotifyWorker, task: Task, restore: int | None) -> msg.NotifyWorker:
-        """An order to go on, with what it must say about states."""
-        worker = order.worker
-        kept = task.kept.get(restore) if restore and restore == task.kept_step else None
-        own = task.seats[worker].node
-        return replace(
-            order,
-            shelf=shelves.shelf_for(self.nodes, task, worker),
-            leaves=shelves.leaves(task, worker),
-            kept=() if kept is None else shelves.copies_for(self.nodes, kept, worker, own),
-        )
-
-    def _fetched(self, event: msg.StateFetched) -> Actions:
-        task = self.tasks.get(event.task)
-        if task is not None:
-            moved = task.fetched.setdefault(event.step, Fetched())
-            moved.bytes_here += event.bytes_here
-            moved.bytes_elsewhere += event.bytes_elsewhere
-            moved.seconds = max(moved.seconds, event.seconds)
-            for step in sorted(task.fetched)[:-KEPT_MOVES]:
-                del task.fetched[step]
-        return []
+        order = msg.OpenMemory(task=task.name, secret=task.request.secret)
+        because = f"{keeper.name} keeps copies of {task.name}'s state"
+        return self._orders.send(keeper.name, order, because, now)

@@ -10,12 +10,15 @@ A link's slowness is told too, and moves no work: a worker that waits for a link
 
 from __future__ import annotations
 
-from everstep.core.cluster.dispatch import Actions, Orders
-from everstep.core.cluster.roster import Task
-from everstep.core.faults.severity import TABLE, ErrorKind, Judgement
+from everstep.core.cluster.incidents import Incidents
+from everstep.core.cluster.orders import Actions
+from everstep.core.cluster.roster import Roster
+from everstep.core.cluster.task import Task
+from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
-from everstep.core.words.incidents import Evidence, Incident
+from everstep.core.words.incidents import Incident
+from everstep.core.words.moment import Moment
 from everstep.core.words.ops import Kind, Worker
 
 SLOW = "is slow"
@@ -23,77 +26,63 @@ LESS_WORK = "give it less work"
 NOTHING = "none that training could take by itself"
 
 
-class SlowDesk(Orders):
-    def _slowed(self, task: Task, event: msg.SlownessFound, now: float) -> str | None:
+class Slowness:
+    """Changes `task.speeds`, and nothing else of a task."""
+
+    def __init__(self, *, roster: Roster, incidents: Incidents) -> None:
+        self._roster, self._incidents = roster, incidents
+
+    def found(self, task: Task, event: msg.SlownessFound, now: Moment) -> str:
         """Open or continue its incident. A sentence, if another schedule is wanted."""
-        seat = task.seats[event.worker]
-        incident = self._slow_incident(task, event.worker)
+        incident = self._incidents.of_worker(task, event.worker, SLOW)
         if incident is None:
-            incident = self.log.new(
-                task=task.name,
-                workers=[event.worker],
-                what=SLOW,
-                step=event.since_step,
-                now=now,
-            )
-            incident.node, incident.stops_training = seat.node, False
-        for text in event.evidence:
-            incident.told(Evidence(at=now, source="pace", text=text))
-        for text in event.ruled_out:
-            incident.told(Evidence(at=now, source="pace", text=f"ruled out: {text}"))
-        judgement = _judgement(ErrorKind.SLOW_WORKER, event.because)
-        self._verdict(incident, judgement, now)
-        task.slow[event.worker] = event.factor
-        peers = sorted(w for w in task.seats if w.stage == event.worker.stage and w not in task.slow)
+            incident = self._open(task, event.worker, SLOW, event.since_step, now)
+        self._write_evidence(incident, event, now)
+        self._incidents.judge(incident, known(ErrorKind.SLOW_WORKER, event.because), now)
+        task.speeds.slow[event.worker] = event.factor
+        peers = sorted(w for w in task.seats if w.stage == event.worker.stage and w not in task.speeds.slow)
         if not peers:
-            self._remedy(incident, NOTHING, self._what_would_help(event, task), now)
-            return None
+            self._incidents.treat(incident, NOTHING, self._what_would_help(event, task), now)
+            return ""
         few = ", ".join(map(str, peers[:4])) + (" and others" if len(peers) > 4 else "")
         because = f"worker {event.worker} takes {event.factor:.2f} times as long: {few} can run its work"
-        self._remedy(incident, LESS_WORK, because, now)
+        self._incidents.treat(incident, LESS_WORK, because, now)
         return because
 
-    def _slow_link(self, task: Task, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: float) -> Actions:
-        """Said, and no more: nobody's work is the reason, so nobody gets less of it."""
-        what = f"{SLOW} at the link to {event.peer}"
-        same = [i for i in self.log.open_ones() if i.task == task.name and i.what == what]
-        known = next((i for i in same if i.workers == [event.worker]), None)
-        if isinstance(event, msg.SlowLinkEnded):
-            if known is None:
-                return []
-            known.close(now, event.because)
-            return [msg.IncidentClosed(number=known.number, because=event.because)]
-        if known is not None:
+    def ended(self, task: Task, worker: Worker, because: str, now: Moment) -> Actions:
+        """It is as fast as it was, or its process is gone."""
+        incident = self._incidents.of_worker(task, worker, SLOW)
+        if task.speeds.slow.pop(worker, None) is None or incident is None:
             return []
-        incident = self.log.new(
-            task=task.name,
-            workers=[event.worker],
-            what=what,
-            step=task.recovery.recorded + 1 if task.recovery is not None else 0,
-            now=now,
-        )
-        incident.node, incident.stops_training = task.seats[event.worker].node, False
-        for text in event.evidence:
-            incident.told(Evidence(at=now, source="pace", text=text))
-        for text in event.ruled_out:
-            incident.told(Evidence(at=now, source="pace", text=f"ruled out: {text}"))
-        self._verdict(incident, _judgement(ErrorKind.SLOW_LINK, event.because), now)
+        return self._incidents.close(incident, because, now)
+
+    def link(self, task: Task, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment) -> Actions:
+        """Written down, and no more: no worker is the reason, so none gets less work."""
+        what = f"{SLOW} at the link to {event.peer}"
+        incident = self._incidents.of_worker(task, event.worker, what)
+        if isinstance(event, msg.SlowLinkEnded):
+            return [] if incident is None else self._incidents.close(incident, event.because, now)
+        if incident is not None:
+            return []
+        incident = self._open(task, event.worker, what, task.next_step, now)
+        self._write_evidence(incident, event, now)
+        self._incidents.judge(incident, known(ErrorKind.SLOW_LINK, event.because), now)
         because = "a worker with less work would wait for the same link; another path, or another node, helps"
-        self._remedy(incident, NOTHING, because, now)
+        self._incidents.treat(incident, NOTHING, because, now)
         return []
 
-    def _fast_again(self, task: Task, worker: Worker, because: str, now: float) -> Actions:
-        """It is as fast as it was, or its process is gone."""
-        incident = self._slow_incident(task, worker)
-        if task.slow.pop(worker, None) is None or incident is None:
-            return []
-        incident.close(now, because)
-        return [msg.IncidentClosed(number=incident.number, because=because)]
+    def asked(self, task: Task) -> dict[Worker, float]:
+        """The speeds a schedule is asked for with."""
+        task.speeds.planned = dict(task.speeds.slow)
+        return task.speeds.planned
 
-    def _balanced(self, task: Task, plan: ev.PlanComputed, now: float) -> None:
-        """A schedule that knows the speeds is in force: how much is left to each slow worker?"""
-        for worker in task.planned_slow.keys() & plan.steady.keys():
-            incident = self._slow_incident(task, worker)
+    def balanced(self, task: Task, plan: ev.PlanComputed) -> str:
+        """A schedule that knows the speeds is in force: how much is left to each slow worker?
+
+        A sentence, if another schedule is wanted: speeds have changed while this one was made.
+        """
+        for worker in task.speeds.planned.keys() & plan.steady.keys():
+            incident = self._incidents.of_worker(task, worker, SLOW)
             if incident is None or not incident.remedies or incident.remedies[-1].what != LESS_WORK:
                 continue
             left = sum(op.kind is Kind.F for op in plan.steady[worker])
@@ -103,12 +92,19 @@ class SlowDesk(Orders):
                 if left != usual
                 else f"no other division of its {usual} microbatches would make the step shorter"
             )
+        return "speeds have changed meanwhile" if task.speeds.planned != task.speeds.slow else ""
 
-    def _slow_incident(self, task: Task, worker: Worker) -> Incident | None:
-        for incident in self.log.open_ones():
-            if incident.task == task.name and incident.workers == [worker] and incident.what == SLOW:
-                return incident
-        return None
+    def _open(self, task: Task, worker: Worker, what: str, step: int, now: Moment) -> Incident:
+        incident = self._incidents.new(task=task, what=what, now=now, step=step)
+        incident.workers = [worker]
+        incident.node, incident.stops_training = task.seats[worker].node, False
+        return incident
+
+    def _write_evidence(
+        self, incident: Incident, event: msg.SlownessFound | msg.SlowLinkFound, now: Moment
+    ) -> None:
+        self._incidents.tell(incident, "pace", event.evidence, now)
+        self._incidents.tell(incident, "pace", (f"ruled out: {text}" for text in event.ruled_out), now)
 
     def _what_would_help(self, event: msg.SlownessFound, task: Task) -> str:
         alone = all(w == event.worker or w.stage != event.worker.stage for w in task.seats)
@@ -117,13 +113,9 @@ class SlowDesk(Orders):
             if alone
             else f"every worker of stage {event.worker.stage} is slow"
         )
-        free = [node for node, _ in self.roster.free() if node != task.seats[event.worker].node]
+        free = [node for node, _ in self._roster.free() if node != task.seats[event.worker].node]
         place = f"a slot on {free[0]} is free for that" if free else "no other node has a free slot"
         return (
             f"{why}, so nobody can take its microbatches, and steps take about {event.factor:.2f} times as "
             f"long at this stage; draining its node would move it, and {place}"
         )
-
-
-def _judgement(kind: ErrorKind, because: str) -> Judgement:
-    return Judgement(kind=kind, severity=TABLE[kind], because=because)

@@ -12,19 +12,24 @@ from dataclasses import replace
 from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.roster import Node, Task
+from everstep.core.cluster.node import Node
+from everstep.core.cluster.task import Task
+from everstep.core.cluster.tasks import PlannerQuestion
 from everstep.core.task.recovery import Recovery
 from everstep.core.words.cluster_messages import Patience
 from everstep.core.words.codec import decode, encode
 from everstep.core.words.incidents import Incident
+from everstep.errors import UserError
+
+FORMAT = 2  # of a snapshot: another one is refused, not guessed at
 
 
 def freeze(coordinator: Coordinator) -> dict[str, Any]:
     return {
-        "version": coordinator.version,
-        "asked": coordinator.asked,
-        "patience": encode(coordinator.patience),
-        "planned": coordinator.planned,
+        "format": FORMAT,
+        "question": encode(coordinator.question),
+        "patience": encode(coordinator.policy.patience),
+        "planned": coordinator.policy.planned,
         "events": coordinator.events,
         "nodes": [encode(node) for node in coordinator.nodes.values()],
         "tasks": [_freeze_task(task) for task in coordinator.tasks.values()],
@@ -34,9 +39,16 @@ def freeze(coordinator: Coordinator) -> dict[str, Any]:
 
 def thaw(coordinator: Coordinator, frozen: dict[str, Any]) -> None:
     """Fill a fresh coordinator with this state."""
-    coordinator.version, coordinator.events = frozen["version"], frozen["events"]
-    coordinator.asked = frozen["asked"]
-    coordinator.patience, coordinator.planned = decode(Patience, frozen["patience"]), frozen["planned"]
+    if frozen.get("format") != FORMAT:
+        raise UserError(
+            f"the journal's snapshot has format {frozen.get('format', 1)}, this version reads {FORMAT}; "
+            "start the version of Everstep that wrote it, or move the journal away to start with nothing."
+        )
+    coordinator.events = frozen["events"]
+    question: PlannerQuestion = decode(PlannerQuestion, frozen["question"])
+    coordinator.question.version, coordinator.question.is_open = question.version, question.is_open
+    policy = coordinator.policy
+    policy.patience, policy.planned = decode(Patience, frozen["patience"]), frozen["planned"]
     coordinator.log.incidents = [decode(Incident, data) for data in frozen["incidents"]]
     for data in frozen["nodes"]:
         node: Node = decode(Node, data)
@@ -57,11 +69,13 @@ def digest(coordinator: Coordinator) -> str:
 
 def _freeze_task(task: Task) -> dict[str, Any]:
     recovery = None if task.recovery is None else task.recovery.snapshot()
-    return {"task": encode(replace(task, recovery=None)), "recovery": recovery}
+    bare = replace(task, progress=replace(task.progress, recovery=None))
+    return {"task": encode(bare), "recovery": recovery}
 
 
 def _thaw_task(data: dict[str, Any], coordinator: Coordinator) -> Task:
     task: Task = decode(Task, data["task"])
     if data["recovery"] is not None:
-        task.recovery = Recovery.from_snapshot(data["recovery"], coordinator.log.of_task(task.name))
+        log = coordinator.log.of_task(task.name)
+        task.progress.recovery = Recovery.from_snapshot(data["recovery"], log)
     return task

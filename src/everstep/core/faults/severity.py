@@ -16,7 +16,7 @@ from everstep.core.faults.kinds import KINDS, ErrorKind, Severity
 from everstep.core.faults.symptoms import SYMPTOMS
 from everstep.core.faults.xids import XID_LINE, XIDS, kind_of_xid
 
-__all__ = ["MEANINGS", "REMEDIES", "TABLE", "ErrorKind", "Judgement", "Severity", "Source", "judge"]
+__all__ = ["MEANINGS", "REMEDIES", "TABLE", "ErrorKind", "Judgement", "Severity", "Source", "judge", "known"]
 
 Source = Literal["exit", "exception", "silence", "progress", "kernel", "log"]
 REMEDIES: dict[Severity, str] = {
@@ -57,6 +57,11 @@ def judge(source: Source, text: str) -> Judgement:
         if found is not None:
             return _judgement(*found)
     return _judgement(_OTHERWISE.get(source, ErrorKind.OTHER), _first_line(text))
+
+
+def known(kind: ErrorKind, because: str) -> Judgement:
+    """A fault whose kind needs no guessing from text."""
+    return Judgement(kind=kind, severity=TABLE[kind], because=because)
 
 
 def _worst_xid(text: str) -> tuple[ErrorKind, str] | None:

@@ -505,6 +505,7 @@ class Dispatch:
     number: int
     order: Order
     because: str
+    cause: int = 0  # the number of the event it follows from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -515,6 +516,7 @@ class Think:
     question: ComputePlan
     because: str
     slow: Mapping[Worker, float] = field(default_factory=dict)  # workers that take so many times as long
+    cause: int = 0  # the number of the event it follows from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -523,6 +525,7 @@ class ChooseAssignment:
 
     version: int
     because: str
+    cause: int = 0  # the number of the event it follows from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -530,12 +533,14 @@ class RecordRow:
     task: str
     record: RecordStep
     because: str
+    cause: int = 0  # the number of the event it follows from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentClosed:
     number: int
     because: str
+    cause: int = 0  # the number of the event it follows from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -543,6 +548,7 @@ class TaskEnded:
     task: str
     state: str  # finished, failed, cancelled
     because: str
+    cause: int = 0  # the number of the event it follows from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -552,6 +558,7 @@ class TaskReshaped:
     task: str
     shape: Shape
     because: str
+    cause: int = 0  # the number of the event it follows from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -559,6 +566,7 @@ class NodeChanged:
     node: str
     state: str
     because: str
+    cause: int = 0  # the number of the event it follows from
 
 
 ClusterAction = (

@@ -20,6 +20,7 @@ class Evidence:
     at: float
     source: str  # exit, exception, silence, progress, kernel, link, person
     text: str
+    event: int = 0  # the number of the event that brought it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class Verdict:
     kind: str
     severity: int
     because: str
+    event: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +38,7 @@ class Remedy:
     what: str
     because: str
     outcome: str = ""  # empty while it is under way
+    event: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -146,8 +146,7 @@ class ClusterHead(VirtualCoordinator):
         agent = self.world.agents[int(event.node[1:])]
         agent.greeted = agent.greeted or agent.boot_name == event.boot
         if node is not None and node.boot == event.boot:
-            for number, order, because in node.pending:
-                self.perform([msg.Dispatch(node=node.name, number=number, order=order, because=because)])  # type: ignore[list-item]
+            self.perform(list(node.pending))  # type: ignore[arg-type]
 
     def _time_passed(self, life: int, acted: int) -> None:
         if self.up and life == self.life and acted == self.acted:

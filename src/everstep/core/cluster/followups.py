@@ -1,0 +1,25 @@
+"""What one event leaves to do once it is handled: tasks that end, slots to give.
+
+Who handles an event notes it here instead of doing it in the middle of something else; `Tasks.settle` does it
+before `handle` returns. Between two events there is nothing here, so it is in no snapshot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from everstep.core.cluster.task import Ending, Task
+
+
+@dataclass(slots=True)
+class FollowUps:
+    endings: list[tuple[Task, Ending]] = field(default_factory=list)  # their recovery says so
+    vacated: list[Task] = field(default_factory=list)  # a worker of theirs is gone
+    vacancy: str = ""  # why slots, or who wants them, have changed
+    keep_plan: bool = False  # the planner has just answered: it is not asked again
+
+    def slots_changed(self, because: str) -> None:
+        self.vacancy = because
+
+    def clear(self) -> bool:
+        return not self.endings and not self.vacated and not self.vacancy

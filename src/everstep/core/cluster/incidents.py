@@ -1,0 +1,59 @@
+"""The coordinator's incidents: evidence comes in, verdict and remedy are written down, it closes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from everstep.core.cluster.orders import Actions
+from everstep.core.cluster.task import Task
+from everstep.core.faults.severity import Judgement
+from everstep.core.words.cluster_messages import IncidentClosed
+from everstep.core.words.incidents import Evidence, Incident, IncidentLog, Remedy, TaskIncidents, Verdict
+from everstep.core.words.moment import Moment
+from everstep.core.words.ops import Worker
+
+
+class Incidents:
+    def __init__(self) -> None:
+        self.log = IncidentLog()
+
+    def of_task(self, task: str) -> TaskIncidents:
+        return self.log.of_task(task)
+
+    def open_ones(self, task: str) -> list[Incident]:
+        return [incident for incident in self.log.open_ones() if incident.task == task]
+
+    def of_worker(self, task: Task, worker: Worker, what: str) -> Incident | None:
+        """The open incident of this worker alone that has this name."""
+        found = (i for i in self.open_ones(task.name) if i.workers == [worker] and i.what == what)
+        return next(found, None)
+
+    def new(self, *, task: Task | None, what: str, now: Moment, step: int = 0) -> Incident:
+        name = "" if task is None else task.name
+        return self.log.new(task=name, workers=[], what=what, step=step, now=now.at)
+
+    def suspect(self, task: Task, worker: Worker, source: str, text: str, now: Moment) -> Incident:
+        """Evidence about a worker: part of its open incident, or the first of a new one."""
+        incident = self.of_task(task.name).suspected(worker, text, task.next_step, now.at)
+        self.tell(incident, source, (text,), now)
+        return incident
+
+    def tell(self, incident: Incident, source: str, texts: Iterable[str], now: Moment) -> None:
+        for text in texts:
+            incident.told(Evidence(at=now.at, source=source, text=text, event=now.event))
+
+    def judge(self, incident: Incident, judgement: Judgement, now: Moment) -> None:
+        incident.verdict = Verdict(
+            at=now.at,
+            kind=judgement.kind,
+            severity=int(judgement.severity),
+            because=judgement.because,
+            event=now.event,
+        )
+
+    def treat(self, incident: Incident, what: str, because: str, now: Moment) -> None:
+        incident.tried(Remedy(at=now.at, what=str(what), because=because, event=now.event))
+
+    def close(self, incident: Incident, outcome: str, now: Moment, because: str = "") -> Actions:
+        incident.close(now.at, outcome)
+        return [IncidentClosed(number=incident.number, because=because or outcome, cause=now.event)]

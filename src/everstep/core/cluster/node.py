@@ -1,0 +1,69 @@
+"""A node as the coordinator knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from everstep.core.cluster.node_states import ADMIN, LIVENESS, NodeAdmin, NodeLiveness, NodeState, shown
+from everstep.core.words.cluster_messages import Dispatch, MemoryAddress
+from everstep.core.words.lifecycle import move
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """`Nodes` changes its states, `Orders` its numbers, `Training` and `MemoryCopies` the tasks it knows."""
+
+    name: str
+    boot: str
+    slots: int
+    host: str
+    admin: NodeAdmin = NodeAdmin.UP
+    admin_because: str = "it joined"
+    admin_since: float = 0.0
+    liveness: NodeLiveness = NodeLiveness.HEARD
+    liveness_because: str = "it joined"
+    liveness_since: float = 0.0
+    heard: int = 0  # the last report of this boot
+    sent: int = 0  # the last order to this boot
+    pending: list[Dispatch] = field(default_factory=list)  # orders it may not have carried out
+    opened: set[str] = field(default_factory=set)  # tasks it knows of
+    shelving: set[str] = field(default_factory=set)  # tasks whose copies it may keep
+    isolations: list[float] = field(default_factory=list)
+    shelf_port: int = 0
+
+    @property
+    def state(self) -> NodeState:
+        """The one word that is shown."""
+        return shown(self.admin, self.liveness)
+
+    @property
+    def because(self) -> str:
+        return self.liveness_because if self._shows_liveness else self.admin_because
+
+    @property
+    def since(self) -> float:
+        return self.liveness_since if self._shows_liveness else self.admin_since
+
+    @property
+    def _shows_liveness(self) -> bool:
+        """Of a node that is up the last change is shown."""
+        if self.state is NodeState.UP:
+            return self.liveness_since >= self.admin_since
+        return self.liveness is not NodeLiveness.HEARD
+
+    @property
+    def reachable(self) -> bool:
+        """Not given up: its workers count."""
+        return self.liveness in (NodeLiveness.HEARD, NodeLiveness.SILENT)
+
+    @property
+    def shelf(self) -> MemoryAddress:
+        return MemoryAddress(self.name, self.host, self.shelf_port)
+
+    def set_admin(self, new: NodeAdmin, because: str, now: float) -> None:
+        self.admin = move(ADMIN, self.admin, new, f"node {self.name}")
+        self.admin_because, self.admin_since = because, now
+
+    def set_liveness(self, new: NodeLiveness, because: str, now: float) -> None:
+        self.liveness = move(LIVENESS, self.liveness, new, f"node {self.name}")
+        self.liveness_because, self.liveness_since = because, now

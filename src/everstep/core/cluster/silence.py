@@ -1,0 +1,68 @@
+"""When a silent node is given up.
+
+A node that falls silent is not dead yet: if the steps of its tasks go on, only the line to it is cut. It is
+given up when its workers' peers elsewhere wait for it too, or when for a long time no other node can speak
+for it; whatever an operator or a remedy wants with it meanwhile (`node_states`).
+"""
+
+from __future__ import annotations
+
+from everstep.core.cluster.node import Node
+from everstep.core.cluster.roster import Roster
+from everstep.core.task.states import Gathering, Member
+from everstep.core.words.cluster_messages import Patience
+
+
+def why_given_up(roster: Roster, node: Node, patience: Patience, now: float) -> str:
+    """The reason to give up a silent node now; empty: it is waited for."""
+    name, silent_s = node.name, now - node.liveness_since
+    if witness := _waiting_elsewhere(roster, name):
+        return f"silent, and worker {witness} on another node waits for it"
+    if (owed := _owed_by(roster, name)) and silent_s >= patience.awaited_silence_s:
+        return f"silent, and the ledger of worker {owed} is waited for"
+    if silent_s >= patience.lonely_silence_s and not _others_speak_for(roster, name):
+        alone = "no other worker can speak for it" if roster.on_node(name) else "it is idle"
+        return f"silent for {silent_s:.0f} s, and {alone}"
+    return ""
+
+
+def given_up_at(roster: Roster, node: Node, patience: Patience) -> float | None:
+    """When a silent node is given up, if nothing is heard until then."""
+    if _owed_by(roster, node.name):
+        return node.liveness_since + patience.awaited_silence_s
+    if not _others_speak_for(roster, node.name):
+        return node.liveness_since + patience.lonely_silence_s
+    return None
+
+
+def _waiting_elsewhere(roster: Roster, node: str) -> str:
+    """A worker on another node that waits, of a task with workers on this one."""
+    witnesses = (
+        f"{worker} of {task.name}"
+        for task in roster.tasks_on_node(node)
+        for worker, report in task.failures.overdue.items()
+        if worker in task.seats and task.seats[worker].node != node and not report.busy
+    )
+    return next(witnesses, "")
+
+
+def _owed_by(roster: Roster, node: str) -> str:
+    """A worker of this node whose ledger a task waits for: its peers stand still and blame nobody."""
+    for task, worker in roster.on_node(node):
+        phase = task.recovery.phase if task.recovery is not None else None
+        if isinstance(phase, Gathering) and worker in phase.awaited:
+            return f"{worker} of {task.name}"
+    return ""
+
+
+def _others_speak_for(roster: Roster, node: str) -> bool:
+    """Does a worker of this node train with workers on other nodes? Then only the line is cut.
+
+    One that only starts, or joins, is waited for by nobody: its silence would otherwise last for ever.
+    """
+    return any(
+        task.recovery is not None
+        and isinstance(task.recovery.places.get(worker), Member)
+        and any(seat.node != node and roster.is_heard(seat.node) for seat in task.seats.values())
+        for task, worker in roster.on_node(node)
+    )

@@ -1,0 +1,242 @@
+"""A task as the coordinator knows it, in parts: each is changed by the one class its comment names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from everstep.core.task.recovery import Recovery
+from everstep.core.task.states import Lived
+from everstep.core.words.actions import ComputePlan, StartWorker
+from everstep.core.words.cluster_messages import OpOverdue, TaskSubmitted
+from everstep.core.words.lifecycle import move
+from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
+
+
+class TaskState(StrEnum):
+    WAITING = "waiting"  # for slots
+    SEARCHING = "searching"  # for its newest checkpoint
+    RUNNING = "running"
+    ENDING = "ending"  # its workers are asked to go
+    PAUSED = "paused"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+OVER = frozenset({TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED})
+
+TASK: Mapping[TaskState, frozenset[TaskState]] = {
+    TaskState.WAITING: frozenset({TaskState.SEARCHING, TaskState.RUNNING, TaskState.ENDING}),
+    TaskState.SEARCHING: frozenset(
+        {TaskState.SEARCHING, TaskState.WAITING, TaskState.RUNNING, TaskState.ENDING}
+    ),
+    TaskState.RUNNING: frozenset({TaskState.ENDING}),
+    TaskState.ENDING: frozenset({TaskState.WAITING, TaskState.PAUSED}) | OVER,
+    TaskState.PAUSED: frozenset({TaskState.WAITING, TaskState.ENDING}),
+    TaskState.FINISHED: frozenset(),
+    TaskState.FAILED: frozenset(),
+    TaskState.CANCELLED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Seat:
+    """The slot of a worker, and the process in it."""
+
+    node: str
+    slot: int
+    incarnation: int = 0  # 0: no process yet
+    address: tuple[str, int] | None = None
+    leaving: str = ""  # why it was asked to go, if it was
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What a task becomes once its workers are gone."""
+
+    state: TaskState
+    because: str
+    gently: bool = False  # its workers may finish the update and the checkpoint in hand
+
+
+@dataclass(frozen=True, slots=True)
+class NextShape:
+    """What a task is to be once its workers of today are gone."""
+
+    job: Any
+    shape: Shape
+
+
+@dataclass(slots=True)
+class Progress:
+    """The task's recovery, and what is known of its steps. `Training` changes it."""
+
+    recovery: Recovery | None = None
+    question: ComputePlan | None = None  # asked and not answered
+    recorded: int = 0
+    lived: Lived = field(default_factory=Lived)  # before it was paused or took another shape
+
+
+@dataclass(slots=True)
+class HeldStarts:
+    """Starts that are put off. `Training` changes it."""
+
+    not_before: dict[Worker, float] = field(default_factory=dict)
+    waiting: dict[Worker, StartWorker] = field(default_factory=dict)
+
+    def due_at(self) -> list[float]:
+        return [self.not_before[worker] for worker in self.waiting]
+
+    def take_due(self, now: float) -> list[StartWorker]:
+        due = [worker for worker in self.waiting if self.not_before[worker] <= now]
+        return [self.waiting.pop(worker) for worker in due]
+
+
+@dataclass(slots=True)
+class FailureHistory:
+    """What has gone wrong with its workers. `Failures` changes it."""
+
+    times: dict[Worker, list[float]] = field(default_factory=dict)  # on its present node
+    raised: dict[Worker, tuple[int, str]] = field(default_factory=dict)  # incarnation, what it raised
+    mended: dict[str, list[float]] = field(default_factory=dict)  # per link
+    overdue: dict[Worker, OpOverdue] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class WrittenParts:
+    """The parts of a checkpoint in its folder: per stage, by how many workers share it, which part."""
+
+    attempt: int = 0  # at that step: parts of two attempts are not one checkpoint
+    stages: dict[int, dict[int, dict[int, Any]]] = field(default_factory=dict)
+
+    def add(self, stage: int, share: tuple[int, int], part: Any) -> None:
+        index, count = share
+        self.stages.setdefault(stage, {}).setdefault(count, {})[index] = part
+
+    def whole(self, stages: int) -> tuple[Any, ...] | None:
+        """All parts, if no stage lacks one."""
+        found: list[Any] = []
+        for stage in range(stages):
+            by_count = self.stages.get(stage, {})
+            counts = [count for count, written in by_count.items() if len(written) == count]
+            if not counts:
+                return None
+            written = by_count[min(counts)]
+            found += [written[index] for index in sorted(written)]
+        return tuple(found)
+
+
+@dataclass(slots=True)
+class CheckpointProgress:
+    """Checkpoints on disk: the newest one known, those being written. `Checkpoints` changes it."""
+
+    newest: int = 0  # step
+    search: int = 0  # the number of the last search for it
+    failed_searches: int = 0  # in a row
+    search_at: float | None = None  # when it is looked for again
+    parts: dict[int, WrittenParts] = field(default_factory=dict)  # by step
+
+
+@dataclass(slots=True)
+class KeptState:
+    """A step's state in the memory of nodes: per stage of the shape it had then, the nodes with a copy."""
+
+    stages: int
+    attempt: int = 0
+    copies: dict[int, dict[str, Any]] = field(default_factory=dict)  # stage -> node -> part
+
+    @property
+    def whole(self) -> bool:
+        return all(self.copies.get(stage) for stage in range(self.stages))
+
+
+@dataclass(slots=True)
+class Fetched:
+    """What all workers together loaded from memory to resume from a step; the time of the slowest."""
+
+    bytes_here: int = 0
+    bytes_elsewhere: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class CopyProgress:
+    """States in the memory of nodes. `MemoryCopies` changes it."""
+
+    states: dict[int, KeptState] = field(default_factory=dict)  # by step
+    newest: int | None = None  # the newest step that is whole and on record
+    fetched: dict[int, Fetched] = field(default_factory=dict)  # by step: what its last moves moved
+
+
+@dataclass(slots=True)
+class Speeds:
+    """Slow workers, and how many times as long as usual they take. `Slowness` changes it."""
+
+    slow: dict[Worker, float] = field(default_factory=dict)
+    planned: dict[Worker, float] = field(default_factory=dict)  # what the last schedule was asked with
+
+
+@dataclass(slots=True, kw_only=True)
+class Task:
+    """`Tasks` changes its state, `Staffing` its seats."""
+
+    request: TaskSubmitted
+    submitted_at: float
+    state: TaskState = TaskState.WAITING
+    because: str = "no slot was given to it yet"
+    ending: Ending | None = None  # while it is ending
+    next_shape: NextShape | None = None
+    most: int | None = None  # workers it may have; None: as many as its shape
+    seats: dict[Worker, Seat] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+    starts: HeldStarts = field(default_factory=HeldStarts)
+    failures: FailureHistory = field(default_factory=FailureHistory)
+    checkpoints: CheckpointProgress = field(default_factory=CheckpointProgress)
+    copies: CopyProgress = field(default_factory=CopyProgress)
+    speeds: Speeds = field(default_factory=Speeds)
+
+    @property
+    def name(self) -> str:
+        return self.request.task
+
+    @property
+    def job(self) -> Any:
+        return self.request.job
+
+    @property
+    def shape(self) -> Shape:
+        return self.request.shape
+
+    @property
+    def steps(self) -> int:
+        return self.request.steps
+
+    @property
+    def weight(self) -> float:
+        return self.request.weight
+
+    @property
+    def recovery(self) -> Recovery | None:
+        return self.progress.recovery
+
+    @property
+    def next_step(self) -> int:
+        """The first step that is not on record, 0 before training has begun."""
+        return self.recovery.recorded + 1 if self.recovery is not None else 0
+
+    def enter(self, state: TaskState, because: str) -> None:
+        """The only way to change its state."""
+        self.state = move(TASK, self.state, state, f"task {self.name}")
+        self.because = because
+
+    def wanted(self) -> int:
+        places = self.shape.replicas * self.shape.stages
+        return places if self.most is None else min(places, max(self.most, self.shape.stages))
+
+    def staying(self) -> frozenset[Worker]:
+        """The workers that have a seat and were not asked to go."""
+        return frozenset(worker for worker, seat in self.seats.items() if not seat.leaving)

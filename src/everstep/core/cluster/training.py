@@ -1,0 +1,217 @@
+"""Where a task's recovery meets the machines.
+
+`Recovery` knows places and nothing of nodes. Here its actions become orders: a place has a seat on a node or
+none, a start may be put off, a message to a worker is an order to its node.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from everstep.core.cluster.checkpoints import Checkpoints
+from everstep.core.cluster.followups import FollowUps
+from everstep.core.cluster.incidents import Incidents
+from everstep.core.cluster.memory_copies import MemoryCopies
+from everstep.core.cluster.orders import Actions, Orders
+from everstep.core.cluster.policy import CoordinatorPolicy
+from everstep.core.cluster.roster import Roster
+from everstep.core.cluster.slowness import Slowness
+from everstep.core.cluster.task import Ending, Task, TaskState
+from everstep.core.task.recovery import Recovery
+from everstep.core.task.states import RecoveryPolicy
+from everstep.core.words import actions as act
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.moment import Moment
+from everstep.core.words.ops import Worker
+from everstep.errors import InternalError
+
+WorkerWords = act.InterruptWorkers | act.ResumeStep | act.CopyState | act.StopFeeding
+
+
+class Training:
+    """Changes `task.progress`, `task.starts`, and the process in a seat."""
+
+    def __init__(
+        self,
+        *,
+        roster: Roster,
+        orders: Orders,
+        incidents: Incidents,
+        slowness: Slowness,
+        checkpoints: Checkpoints,
+        copies: MemoryCopies,
+        policy: CoordinatorPolicy,
+        later: FollowUps,
+    ) -> None:
+        self._roster, self._orders, self._incidents = roster, orders, incidents
+        self._slowness, self._checkpoints, self._copies = slowness, checkpoints, copies
+        self._policy, self._later = policy, later
+
+    def begin(self, task: Task, step: int, now: Moment) -> Actions:
+        """From the state after this step on."""
+        patience, progress = self._policy.patience, task.progress
+        progress.recorded = step
+        progress.recovery = Recovery(
+            task.shape,
+            steps=task.steps,
+            policy=RecoveryPolicy(
+                rejoin_after_steps=patience.rejoin_after_steps, max_restarts=patience.restarts_per_place
+            ),
+            first_step=step + 1,
+            checkpoint=task.checkpoints.newest if step == task.copies.newest else None,
+            lived=progress.lived,
+            granted=frozenset(task.seats),
+            log=self._incidents.of_task(task.name),
+        )
+        return self._carry_out(task, progress.recovery.begin(), now)
+
+    def inform(self, task: Task, event: ev.Event, now: Moment) -> Actions:
+        """Something has happened to a task that trains."""
+        recovery, progress = task.recovery, task.progress
+        if recovery is None or task.state is not TaskState.RUNNING:
+            return []
+        planned = event if isinstance(event, ev.PlanComputed) else None
+        if planned is not None and progress.question is not None and planned.epoch == progress.question.epoch:
+            progress.question = None
+        actions: Actions = []
+        if isinstance(event, ev.WorkerExited):
+            actions += self._slowness.ended(task, event.worker, "its process is gone", now)
+        try:
+            wishes = recovery.handle(event, now.at)
+        except InternalError as error:  # our bug, in one task: the others go on
+            self._later.endings.append(
+                (task, Ending(state=TaskState.FAILED, because=f"an internal error: {error}"))
+            )
+            return actions
+        in_force = planned is not None and planned.epoch == recovery.epoch
+        actions += self._carry_out(task, wishes, now)
+        if planned is not None and in_force and (because := self._slowness.balanced(task, planned)):
+            actions += self.inform(task, ev.ProfileChanged(because=because), now)
+        return actions
+
+    def part_written(self, task: Task, event: msg.PartWritten, now: Moment) -> Actions:
+        """A part of a state is on disk, or a copy of it in a node's memory."""
+        if event.shelf is not None:
+            return self.count_copies(task, now) if self._copies.add(task, event, event.shelf) else []
+        return [] if task.recovery is None else self._checkpoints.part_written(task, event, now)
+
+    def count_copies(self, task: Task, now: Moment) -> Actions:
+        """Which state in memory is the newest whole one may have changed: recovery must know."""
+        before = task.copies.newest
+        actions = self._copies.count(task, now)
+        if task.copies.newest == before:
+            return actions
+        return actions + self.inform(task, ev.StateKept(step=task.copies.newest), now)
+
+    def start_due(self, task: Task, now: Moment) -> Actions:
+        """The starts whose time has come."""
+        actions: Actions = []
+        for wish in task.starts.take_due(now.at):
+            actions += self._start(task, wish, now)
+        return actions
+
+    def stop(self, task: Task, *, resumes: bool) -> None:
+        """It ends, or pauses: what it waited for does not count any more."""
+        progress, recovery = task.progress, task.recovery
+        progress.question = None
+        task.starts.waiting.clear()
+        if resumes and recovery is not None:
+            progress.lived, task.checkpoints.newest = recovery.lived(), recovery.checkpoint
+            progress.recovery = None
+
+    def unfinished(self) -> Actions:
+        """The questions without an answer."""
+        return [
+            msg.Think(
+                task=task.name,
+                question=task.progress.question,
+                because=task.progress.question.because,
+                slow=task.speeds.planned,
+            )
+            for task in self._roster.tasks.values()
+            if task.progress.question is not None and task.state is TaskState.RUNNING
+        ]
+
+    def _carry_out(self, task: Task, wishes: list[act.Action], now: Moment) -> Actions:
+        actions: Actions = []
+        for wish in wishes:
+            match wish:
+                case act.StartWorker():
+                    actions += self._start(task, wish, now)
+                case act.InterruptWorkers():
+                    for worker in wish.workers:
+                        actions += self._notify(task, worker, wish, now)
+                case act.ResumeStep():
+                    actions += self._notify(task, wish.worker, wish, now)
+                case act.CopyState() | act.StopFeeding():
+                    actions += self._notify(task, wish.source, wish, now)
+                case act.ComputePlan():
+                    actions.append(self._think(task, wish, now))
+                case act.RecordStep():
+                    actions += self._record(task, wish, now)
+                case act.CloseIncident(incident=incident, because=because):
+                    actions.append(
+                        msg.IncidentClosed(number=incident.number, because=because, cause=now.event)
+                    )
+                case act.FinishTask():
+                    self._ends(task, TaskState.FINISHED, wish.because, gently=True)
+                case act.FinishShape():
+                    self._ends(task, TaskState.WAITING, wish.because, gently=True)
+                case act.FailTask():
+                    self._ends(task, TaskState.FAILED, wish.because)
+                case _:
+                    assert_never(wish)
+        return actions
+
+    def _ends(self, task: Task, state: TaskState, because: str, *, gently: bool = False) -> None:
+        self._later.endings.append((task, Ending(state=state, because=because, gently=gently)))
+
+    def _think(self, task: Task, wish: act.ComputePlan, now: Moment) -> msg.Think:
+        task.progress.question = wish
+        speeds = self._slowness.asked(task)
+        return msg.Think(task=task.name, question=wish, because=wish.because, slow=speeds, cause=now.event)
+
+    def _record(self, task: Task, wish: act.RecordStep, now: Moment) -> Actions:
+        task.progress.recorded = wish.step
+        row = msg.RecordRow(task=task.name, record=wish, because=wish.because, cause=now.event)
+        return [row, *self._checkpoints.commit(task, now), *self.count_copies(task, now)]
+
+    def _start(self, task: Task, wish: act.StartWorker, now: Moment) -> Actions:
+        seat, starts = task.seats[wish.worker], task.starts
+        if starts.not_before.get(wish.worker, now.at) > now.at:
+            starts.waiting[wish.worker] = wish
+            return []
+        starts.not_before.pop(wish.worker, None)
+        seat.incarnation, seat.address = wish.incarnation, None
+        order = msg.StartProcess(
+            task=task.name, worker=wish.worker, incarnation=wish.incarnation, slot=seat.slot
+        )
+        return self._open(task, seat.node, now) + self._orders.send(seat.node, order, wish.because, now)
+
+    def _open(self, task: Task, name: str, now: Moment) -> Actions:
+        """The first worker of a task on a node: what its workers need to know."""
+        node, request = self._roster.nodes[name], task.request
+        if task.name in node.opened:
+            return []
+        node.opened.add(task.name)
+        order = msg.OpenTask(
+            task=task.name,
+            job=request.job,
+            secret=request.secret,
+            script=request.script,
+            faults=request.faults,
+        )
+        return self._orders.send(name, order, f"a worker of {task.name} comes to {name}", now)
+
+    def _notify(self, task: Task, worker: Worker, words: WorkerWords, now: Moment) -> Actions:
+        seat = task.seats.get(worker)
+        if seat is None or not seat.incarnation:
+            return []
+        book: tuple[tuple[Worker, str, int], ...] = ()
+        if isinstance(words, act.ResumeStep | act.CopyState):
+            book = tuple((w, *s.address) for w, s in task.seats.items() if s.address is not None)
+        order = msg.NotifyWorker(task=task.name, worker=worker, words=words, book=book)
+        if isinstance(words, act.ResumeStep):
+            return self._copies.resume(order, task, words.order.restore, words.because, now)
+        return self._orders.send(seat.node, order, words.because, now)
