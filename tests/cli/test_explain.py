@@ -80,7 +80,7 @@ def test_severities_as_a_table_and_as_json(capfd: pytest.CaptureFixture[str]) ->
     code, out, err = explain(capfd, "severities", "--patterns")
     assert (code, err) == (0, "")
     assert all(str(kind) in out for kind in ErrorKind)
-    assert "SEV1 isolate the node and plan again" in " ".join(out.split())
+    assert "SEV1 isolate the node;" in " ".join(out.split())
     code, out, err = explain(capfd, "severities", "--json")
     assert (code, err) == (0, "")
     document = json.loads(out)

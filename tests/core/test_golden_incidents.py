@@ -83,7 +83,7 @@ def stopped(drama: Drama) -> None:
     drama.overdue(W01, stopped=True, elapsed_s=0.15)
 
 
-def everybody_waits(drama: Drama) -> None:
+def all_workers_wait(drama: Drama) -> None:
     for worker in (W00, W01, W10, W11):
         drama.overdue(worker, busy=False, doing="A[2 stage 1 0.0]", elapsed_s=9.0, expected_s=0.5)
 
@@ -117,7 +117,7 @@ SCENES: dict[str, Callable[[Drama], None]] = {
     "remedy-restart-fails-then-isolate": crash_loop,
     "progress-hang": hang,
     "progress-stopped": stopped,
-    "remedy-retry-in-place-everybody-waits": everybody_waits,
+    "remedy-retry-in-place-all-workers-wait": all_workers_wait,
     "remedy-retry-fails-then-restart": flapping_link,
     "silence-node-dies": node_dies,
     "silence-only-the-line-is-cut": line_cut,

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.core.faults.severity import MEANINGS, REMEDIES, TABLE, ErrorKind, Severity, judge
+from everstep.core.faults.remedies import REMEDIES, Situation, choose, sentence
+from everstep.core.faults.severity import MEANINGS, TABLE, ErrorKind, Severity, judge, known
 from everstep.core.faults.symptoms import SYMPTOMS
 from everstep.core.faults.xids import XIDS
+from everstep.core.words.cluster_messages import Patience
 from tests.core.test_error_texts import LATER, TEXTS
 
 E = ErrorKind
@@ -432,7 +434,7 @@ def test_unicrons_table_is_kept() -> None:
 
 def test_every_kind_has_a_severity_a_meaning_and_a_way_to_be_found() -> None:
     assert set(TABLE) == set(MEANINGS) == set(ErrorKind)
-    assert set(REMEDIES) == set(Severity)
+    assert {kind for rule in REMEDIES for kind in rule.kinds} == set(ErrorKind)
     by_source = {E.OTHER, E.LOST_CONNECTION, E.TASK_HANG, E.XID, E.USER_CODE, E.SLOW_WORKER, E.SLOW_LINK}
     assert {symptom.kind for symptom in SYMPTOMS} | {kind for kind, _ in XIDS.values()} | by_source == set(E)
 
@@ -474,11 +476,14 @@ def test_what_is_said_on_the_way_to_success_is_no_evidence() -> None:
     assert judge("log", chatter).kind is E.OTHER
 
 
-def test_because_is_one_sentence_that_quotes_the_words() -> None:
+def test_because_says_what_is_wrong_and_quotes_the_words() -> None:
     judgement = judge("exception", EXCEPTIONS[0][0])
     assert judgement.because == (
-        '"uncorrectable ECC error encountered" is read as ecc error (memory of a GPU has an error it cannot '
-        "correct): SEV1, isolate the node and plan again."
+        'the memory of a GPU has an uncorrectable error ("uncorrectable ECC error encountered")'
+    )
+    assert sentence(judgement) == (
+        'The memory of a GPU has an uncorrectable error ("uncorrectable ECC error encountered"). '
+        "SEV1: isolate the node."
     )
     assert "\n" not in judge("exception", "a" * 500 + "\nb").because
     assert len(judge("exception", "a" * 500).because) < 400
@@ -491,10 +496,35 @@ def test_because_is_one_sentence_that_quotes_the_words() -> None:
 def test_any_text_is_judged_and_the_table_has_the_last_word(source: str, text: str) -> None:
     judgement = judge(source, text)  # type: ignore[arg-type]
     assert judgement.severity is TABLE[judgement.kind]
-    assert judgement.because.endswith(f"{judgement.severity}, {REMEDIES[judgement.severity]}.")
+    assert judgement.because.startswith(MEANINGS[judgement.kind])
 
 
 def test_a_text_without_end_is_judged_by_its_beginning_and_its_end() -> None:
     filling = "nothing to see here\n" * 100_000
     assert judge("exit", "exited with code 1\n" + filling + "CUDA error: unknown error").kind is E.CUDA
     assert judge("exit", "uncorrectable ECC error encountered\n" + filling).kind is E.ECC
+
+
+@given(
+    kind=st.sampled_from(ErrorKind),
+    is_alive=st.booleans(),
+    retries=st.integers(0, 9),
+    failures=st.integers(0, 9),
+    can_leave_node=st.booleans(),
+)
+def test_there_is_a_remedy_for_every_fault_and_it_is_never_milder_than_the_fault(
+    kind: ErrorKind, is_alive: bool, retries: int, failures: int, can_leave_node: bool
+) -> None:
+    situation = Situation(
+        judgement=known(kind, "a test"),
+        is_alive=is_alive,
+        retries=retries,
+        failures=failures,
+        node="a",
+        can_leave_node=can_leave_node,
+    )
+    choice = choose(situation, Patience())
+    rule = next(rule for rule in REMEDIES if rule.name == choice.what)
+    assert kind in rule.kinds
+    assert rule.severity <= TABLE[kind]
+    assert choice.because

@@ -17,7 +17,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.core.faults.severity import MEANINGS, REMEDIES, TABLE, ErrorKind, Severity
+from everstep.core.faults.remedies import REMEDIES, first_remedy
+from everstep.core.faults.severity import MEANINGS, TABLE, ErrorKind, Severity
 from everstep.core.faults.symptoms import SYMPTOMS
 from everstep.core.faults.xids import XIDS
 from everstep.diagnose.finding import ranks_text
@@ -62,7 +63,16 @@ def _emit(document: Mapping[str, Any]) -> None:
 
 def severities_document() -> dict[str, Any]:
     return {
-        "severities": {str(severity): remedy for severity, remedy in REMEDIES.items()},
+        "severities": {str(severity): first_remedy(severity) for severity in Severity},
+        "remedies": [
+            {
+                "remedy": rule.name,
+                "severity": str(rule.severity),
+                "kinds": sorted(map(str, rule.kinds)),
+                "because": rule.helps,
+            }
+            for rule in REMEDIES
+        ],
         "kinds": [
             {
                 "kind": str(kind),
@@ -96,9 +106,9 @@ def _show_severities(*, with_patterns: bool) -> None:
         xids = ranks_text(number for number, (of_kind, _) in XIDS.items() if of_kind is kind)
         table.add_row(Text(str(severity), style=_STYLES[severity]), str(kind), MEANINGS[kind], xids)
     console.print(table)
-    for severity, remedy in REMEDIES.items():
-        console.print(Text(str(severity), style=_STYLES[severity]), f"{remedy};", end=" ")
-    console.print("a remedy that fails escalates to the next graver one.")
+    for severity in Severity:
+        console.print(Text(str(severity), style=_STYLES[severity]), f"{first_remedy(severity)};", end=" ")
+    console.print("if a remedy does not help, a more severe one follows.")
     if with_patterns:
         console.print(_pattern_table())
 

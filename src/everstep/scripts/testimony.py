@@ -8,9 +8,10 @@ if there is none, the first that spoke.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from everstep.core.faults.severity import ErrorKind, Judgement, judge
+from everstep.core.faults.remedies import sentence
+from everstep.core.faults.severity import ErrorKind, Judgement, Source, judge
 from everstep.scripts.words import RankExited, RankRaised, ScriptIncident
 
 HEARSAY = frozenset(
@@ -73,7 +74,7 @@ def of_exception(event: RankRaised, now: float) -> Witness:
     return Witness(
         rank=event.rank,
         what=f"rank {event.rank} raised {_first_line(event.error)}{at}",
-        judgement=judge("exception", "\n".join([event.error, *chain])),
+        judgement=_judge("exception", "\n".join([event.error, *chain])),
         code=1,
         since=now if event.raised_at is None else min(event.raised_at, now),
         traceback=event.traceback,
@@ -88,11 +89,16 @@ def of_exit(event: RankExited, now: float) -> Witness:
     return Witness(
         rank=event.rank,
         what=f"rank {event.rank} {event.reason}",
-        judgement=judge("exit", text),
+        judgement=_judge("exit", text),
         code=event.code,
         since=now,
         evidence=(f"the last line of rank {event.rank} on stderr: {last}",) if last else (),
     )
+
+
+def _judge(source: Source, text: str) -> Judgement:
+    judgement = judge(source, text)
+    return replace(judgement, because=sentence(judgement))
 
 
 def of_stillness(
@@ -134,7 +140,7 @@ def incident_of(witnesses: Sequence[Witness], *, number: int, life: int, now: fl
 
 def add_evidence(incident: ScriptIncident, *sentences: str) -> None:
     room = _MAX_EVIDENCE - len(incident.evidence)
-    incident.evidence.extend(sentence for sentence in sentences[:room] if sentence not in incident.evidence)
+    incident.evidence.extend(text for text in sentences[:room] if text not in incident.evidence)
 
 
 def names(ranks: tuple[int, ...]) -> str:

@@ -94,7 +94,7 @@ class Coordinator:
     ) -> None:
         """Each part gets those it asks or tells, and no others."""
         checkpoints = Checkpoints(orders=orders, policy=policy)
-        self._slowness = slowness = Slowness(roster=roster, incidents=incidents)
+        self._slowness = slowness = Slowness(roster=roster, incidents=incidents, policy=policy)
         self._copies = copies = MemoryCopies(roster=roster, orders=orders)
         self._training = training = Training(
             roster=roster,

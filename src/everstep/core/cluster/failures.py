@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
@@ -13,13 +15,15 @@ from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.faults import detector, remedies
+from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, judge, known
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.incidents import Incident
 from everstep.core.words.moment import Moment
+from everstep.core.words.ops import Worker
+from everstep.errors import InternalError
 
-END_IT = "end the hung process, then restart the worker"
 SHOWN_WITNESSES = 8
 
 
@@ -55,43 +59,33 @@ class Failures:
         if task.recovery is None or task.state is not TaskState.RUNNING or seat.leaving:
             del task.seats[worker]
             return self._staffing.gone(task, worker, seat, seat.leaving or event.reason, now)
-        incarnation, error = task.failures.raised.pop(worker, (0, ""))
-        if incarnation == event.incarnation:
-            judgement = judge("exception", error)
-            incident = self._incidents.of_task(task.name).suspected(worker, error, 0, now.at)
-        else:
-            judgement = judge("exit", event.reason)
-            incident = self._incidents.suspect(task, worker, "exit", event.reason, now)
+        incident, judgement = self._judge_exit(task, event, now)
         incident.node = seat.node
-        if incident.verdict is None or not incident.remedies:
-            self._incidents.judge(incident, judgement, now)
-        if incident.remedies and incident.remedies[-1].what == END_IT:
-            incident.remedies[-1].outcome = "it has ended"
-        return self._restart_or_isolate(task, event, incident, judgement, now)
-
-    def _restart_or_isolate(
-        self, task: Task, event: ev.WorkerExited, incident: Incident, judgement: Judgement, now: Moment
-    ) -> Actions:
-        worker, patience = event.worker, self._policy.patience
-        seat, times = task.seats[worker], task.failures.times
+        times, patience = task.failures.times, self._policy.patience
         times[worker] = [*remedies.recent(times.get(worker, []), now.at, patience), now.at]
         first = len(times[worker]) == 1
         actions = self._staffing.grant(task, now, clean=frozenset({worker})) if first else []
-        history = remedies.History(
-            failures=len(times[worker]),
-            node=seat.node,
-            could_live_elsewhere=self._roster.can_do_without(seat.node),
-        )
-        choice = remedies.after_exit(judgement, history, patience)
-        self._incidents.treat(incident, choice.what, choice.because, now)
         seat.incarnation, seat.address = 0, None
-        if choice.what is remedies.RemedyKind.ISOLATE:
-            del task.seats[worker]
-            actions += self._staffing.grant(task, now)
-            actions += self._nodes.isolate(self._roster.nodes[seat.node], choice.because, now)
-        elif choice.wait_s:
-            task.starts.not_before[worker] = now.at + choice.wait_s
+        situation = self._situation(task, worker, judgement, failures=len(times[worker]))
+        actions += self._treat(task, worker, incident, situation, now)
         return actions + self._training.inform(task, event, now)
+
+    def _judge_exit(self, task: Task, event: ev.WorkerExited, now: Moment) -> tuple[Incident, Judgement]:
+        """What it raised, or what it was killed for, says more than how it ended."""
+        worker = event.worker
+        incarnation, error = task.failures.raised.pop(worker, (0, ""))
+        if incarnation == event.incarnation:
+            incident = self._incidents.of_task(task.name).suspected(worker, error, 0, now.at)
+            judgement = judge("exception", error)
+        else:
+            incident = self._incidents.suspect(task, worker, "exit", event.reason, now)
+            judgement = judge("exit", event.reason)
+        verdict, treated = incident.verdict, incident.remedies
+        if verdict is None or not treated:
+            self._incidents.judge(incident, judgement, now)
+        elif treated[-1].what == remedies.name_of(Effect.RESTART) and incident.workers == [worker]:
+            judgement = known(ErrorKind(verdict.kind), verdict.because)  # it was ended for this
+        return incident, judgement
 
     # -------------------------------------------------------------- no progress
 
@@ -110,28 +104,30 @@ class Failures:
                 return actions
 
     def _hung(self, task: Task, found: detector.Hung, now: Moment) -> Actions:
-        seat = task.seats[found.worker]
+        worker, seat = found.worker, task.seats[found.worker]
         if not self._roster.is_heard(seat.node):
             return []  # the node is in doubt already
-        incident = self._incidents.suspect(task, found.worker, "progress", found.because, now)
+        incident = self._incidents.suspect(task, worker, "progress", found.because, now)
         incident.node = seat.node
         for witness in found.waiting[:SHOWN_WITNESSES]:
             report = task.failures.overdue[witness]
-            text = f"{witness} waits for {report.doing} since {report.elapsed_s:.2f} s: ruled out"
+            text = f"worker {witness} has waited for {report.doing} for {report.elapsed_s:.2f} s: ruled out"
             self._incidents.tell(incident, "progress", (text,), now)
-        self._incidents.judge(incident, judge("progress", f"task hang: {found.because}"), now)
-        self._incidents.treat(incident, END_IT, found.because, now)
+        judgement = known(ErrorKind.TASK_HANG, found.because)
+        self._incidents.judge(incident, judgement, now)
         task.failures.overdue.clear()
-        return self._staffing.kill(task, found.worker, found.because, now)
+        recent = remedies.recent(task.failures.times.get(worker, []), now.at, self._policy.patience)
+        situation = self._situation(task, worker, judgement, is_alive=True, failures=len(recent) + 1)
+        return self._treat(task, worker, incident, situation, now)
 
     def _stalled(self, task: Task, because: str, now: Moment) -> Actions:
         task.failures.overdue.clear()
-        incident = self._incidents.new(task=task, what="everybody waits", now=now, step=task.next_step)
+        incident = self._incidents.new(task=task, what="all workers wait", now=now, step=task.next_step)
         self._incidents.tell(incident, "progress", (because,), now)
-        self._incidents.judge(incident, known(ErrorKind.OTHER_NETWORK, because), now)
-        remedy = "a new epoch: what was lost is sent again"
-        self._incidents.treat(incident, remedies.RemedyKind.RETRY, remedy, now)
-        return self._training.inform(task, ev.TrainingStalled(because=because), now)
+        judgement = known(ErrorKind.OTHER_NETWORK, because)
+        self._incidents.judge(incident, judgement, now)
+        situation = remedies.Situation(judgement=judgement, is_alive=True, retries=1)
+        return self._treat(task, None, incident, situation, now)
 
     # -------------------------------------------------------------- links and nodes
 
@@ -139,20 +135,21 @@ class Failures:
         """A connection between two live workers broke and was opened again."""
         if task.state is not TaskState.RUNNING or event.worker not in task.seats:
             return []
-        link, patience, mended = f"{event.worker} - {event.peer}", self._policy.patience, task.failures.mended
-        mended[link] = [*remedies.recent(mended.get(link, []), now.at, patience), now.at]
+        link = f"{event.worker} - {event.peer}"
+        retries = self._count_retry(task, link, now)
         text = f"connection reset between {event.worker} and {event.peer}"
         incident = self._incidents.suspect(task, event.worker, "link", text, now)
         judgement = known(ErrorKind.CONNECTION_RESET, text)
         self._incidents.judge(incident, judgement, now)
-        choice = remedies.after_mend(judgement, len(mended[link]), patience)
+        situation = self._situation(task, event.worker, judgement, is_alive=True, retries=retries)
+        choice = remedies.choose(situation, self._policy.patience)
+        if choice.effect is not Effect.RESEND:
+            del task.failures.retries[link]
+            return self._treat(task, event.worker, incident, situation, now)
         self._incidents.treat(incident, choice.what, choice.because, now)
-        if choice.what is remedies.RemedyKind.RETRY:
-            incident.stops_training = False
-            outcome = "the link was opened again and what may be lost was sent again"
-            return self._incidents.close(incident, outcome, now, because="the link works again")
-        mended.pop(link)
-        return self._staffing.kill(task, event.worker, choice.because, now)
+        incident.stops_training = False
+        outcome = "the link was opened again and what may be lost was sent again"
+        return self._incidents.close(incident, outcome, now, because="the link works again")
 
     def kernel_spoke(self, node: Node, text: str, now: Moment) -> Actions:
         judgement = judge("kernel", text)
@@ -164,7 +161,77 @@ class Failures:
         self._incidents.judge(incident, judgement, now)
         actions: Actions = []
         if self._roster.can_do_without(node.name):
-            self._incidents.treat(incident, remedies.RemedyKind.ISOLATE, judgement.because, now)
+            situation = remedies.Situation(judgement=judgement, node=node.name, can_leave_node=True)
+            choice = remedies.choose(situation, self._policy.patience)
+            self._incidents.treat(incident, choice.what, choice.because, now)
             actions += self._nodes.isolate(node, judgement.because, now)
-        because = "the node is isolated"
-        return actions + self._incidents.close(incident, "its workers are moved", now, because=because)
+            return actions + self._incidents.close(incident, "the node is isolated", now)
+        return self._incidents.close(incident, "no other node can take its workers: nothing is done", now)
+
+    def _count_retry(self, task: Task, what: str, now: Moment) -> int:
+        retries = task.failures.retries
+        retries[what] = [*remedies.recent(retries.get(what, []), now.at, self._policy.patience), now.at]
+        return len(retries[what])
+
+    # -------------------------------------------------------------- remedies
+
+    def _situation(
+        self, task: Task, worker: Worker, judgement: Judgement, **facts: Any
+    ) -> remedies.Situation:
+        node = task.seats[worker].node
+        return remedies.Situation(
+            judgement=judgement, node=node, can_leave_node=self._roster.can_do_without(node), **facts
+        )
+
+    def _treat(
+        self,
+        task: Task,
+        worker: Worker | None,
+        incident: Incident,
+        situation: remedies.Situation,
+        now: Moment,
+    ) -> Actions:
+        """Choose a remedy and carry it out."""
+        choice = remedies.choose(situation, self._policy.patience)
+        under_way = incident.remedies and not incident.remedies[-1].outcome
+        if not under_way or incident.remedies[-1].what != choice.what:
+            self._incidents.treat(incident, choice.what, choice.because, now)
+        match choice.effect:
+            case Effect.RESEND:
+                stalled = ev.TrainingStalled(because=situation.judgement.because)
+                return self._training.inform(task, stalled, now)
+            case Effect.RESTART if worker is not None:
+                return self._restart(task, worker, situation, choice, now)
+            case Effect.ISOLATE if worker is not None:
+                return self._isolate(task, worker, situation, choice, now)
+        raise InternalError(f"{choice.what} is no remedy for {situation.judgement.kind}")
+
+    def _restart(
+        self,
+        task: Task,
+        worker: Worker,
+        situation: remedies.Situation,
+        choice: remedies.RemedyChoice,
+        now: Moment,
+    ) -> Actions:
+        """Of a live process the end is ordered here; the start follows from its exit."""
+        if situation.is_alive:
+            return self._staffing.kill(task, worker, situation.judgement.because, now)
+        if choice.wait_s:
+            task.starts.not_before[worker] = now.at + choice.wait_s
+        return []
+
+    def _isolate(
+        self,
+        task: Task,
+        worker: Worker,
+        situation: remedies.Situation,
+        choice: remedies.RemedyChoice,
+        now: Moment,
+    ) -> Actions:
+        actions: Actions = []
+        if not situation.is_alive:
+            del task.seats[worker]
+            actions += self._staffing.grant(task, now)
+        because = "; ".join(filter(None, (situation.judgement.because, choice.refusals)))
+        return actions + self._nodes.isolate(self._roster.nodes[situation.node], because, now)

@@ -16,7 +16,7 @@ from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.tasks import Tasks
 from everstep.core.cluster.training import Training
 from everstep.core.faults import remedies
-from everstep.core.faults.severity import judge
+from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.moment import Moment
@@ -194,9 +194,10 @@ class Nodes:
         incident = self._incidents.suspect(task, workers[0], "silence", text, now)
         incident.node = node.name
         incident.workers += [worker for worker in workers if worker not in incident.workers]
-        self._incidents.judge(incident, judge("silence", node.because), now)
-        remedy = "go on without the node, and fill its places elsewhere"
-        self._incidents.treat(incident, remedy, node.because, now)
+        judgement = known(ErrorKind.LOST_CONNECTION, node.because)
+        self._incidents.judge(incident, judgement, now)
+        choice = remedies.choose(remedies.Situation(judgement=judgement), self._policy.patience)
+        self._incidents.treat(incident, choice.what, choice.because, now)
 
     def _evacuate(self, node: Node, because: str, now: Moment) -> Actions:
         """Ask a node's workers to go; their places are filled elsewhere."""

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.orders import Actions
+from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import Task
+from everstep.core.faults.remedies import Effect, Situation, choose, name_of
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
@@ -22,15 +24,13 @@ from everstep.core.words.moment import Moment
 from everstep.core.words.ops import Kind, Worker
 
 SLOW = "is slow"
-LESS_WORK = "give it less work"
-NOTHING = "none that training could take by itself"
 
 
 class Slowness:
     """Changes `task.speeds`, and nothing else of a task."""
 
-    def __init__(self, *, roster: Roster, incidents: Incidents) -> None:
-        self._roster, self._incidents = roster, incidents
+    def __init__(self, *, roster: Roster, incidents: Incidents, policy: CoordinatorPolicy) -> None:
+        self._roster, self._incidents, self._policy = roster, incidents, policy
 
     def found(self, task: Task, event: msg.SlownessFound, now: Moment) -> str:
         """Open or continue its incident. A sentence, if another schedule is wanted."""
@@ -38,16 +38,17 @@ class Slowness:
         if incident is None:
             incident = self._open(task, event.worker, SLOW, event.since_step, now)
         self._write_evidence(incident, event, now)
-        self._incidents.judge(incident, known(ErrorKind.SLOW_WORKER, event.because), now)
+        judgement = known(ErrorKind.SLOW_WORKER, event.because)
+        self._incidents.judge(incident, judgement, now)
         task.speeds.slow[event.worker] = event.factor
         peers = sorted(w for w in task.seats if w.stage == event.worker.stage and w not in task.speeds.slow)
-        if not peers:
-            self._incidents.treat(incident, NOTHING, self._what_would_help(event, task), now)
+        alone = "" if peers else self._what_would_help(event, task)
+        choice = choose(Situation(judgement=judgement, is_alive=True, alone=alone), self._policy.patience)
+        self._incidents.treat(incident, choice.what, choice.because, now)
+        if choice.effect is not Effect.REBALANCE:
             return ""
         few = ", ".join(map(str, peers[:4])) + (" and others" if len(peers) > 4 else "")
-        because = f"worker {event.worker} takes {event.factor:.2f} times as long: {few} can run its work"
-        self._incidents.treat(incident, LESS_WORK, because, now)
-        return because
+        return f"worker {event.worker} takes {event.factor:.2f} times as long: {few} can run some of its work"
 
     def ended(self, task: Task, worker: Worker, because: str, now: Moment) -> Actions:
         """It is as fast as it was, or its process is gone."""
@@ -66,9 +67,10 @@ class Slowness:
             return []
         incident = self._open(task, event.worker, what, task.next_step, now)
         self._write_evidence(incident, event, now)
-        self._incidents.judge(incident, known(ErrorKind.SLOW_LINK, event.because), now)
-        because = "a worker with less work would wait for the same link; another path, or another node, helps"
-        self._incidents.treat(incident, NOTHING, because, now)
+        judgement = known(ErrorKind.SLOW_LINK, event.because)
+        self._incidents.judge(incident, judgement, now)
+        choice = choose(Situation(judgement=judgement, is_alive=True), self._policy.patience)
+        self._incidents.treat(incident, choice.what, choice.because, now)
         return []
 
     def asked(self, task: Task) -> dict[Worker, float]:
@@ -83,7 +85,9 @@ class Slowness:
         """
         for worker in task.speeds.planned.keys() & plan.steady.keys():
             incident = self._incidents.of_worker(task, worker, SLOW)
-            if incident is None or not incident.remedies or incident.remedies[-1].what != LESS_WORK:
+            if incident is None or not incident.remedies:
+                continue
+            if incident.remedies[-1].what != name_of(Effect.REBALANCE):
                 continue
             left = sum(op.kind is Kind.F for op in plan.steady[worker])
             usual = task.shape.microbatches
@@ -116,6 +120,6 @@ class Slowness:
         free = [node for node, _ in self._roster.free() if node != task.seats[event.worker].node]
         place = f"a slot on {free[0]} is free for that" if free else "no other node has a free slot"
         return (
-            f"{why}, so nobody can take its microbatches, and steps take about {event.factor:.2f} times as "
-            f"long at this stage; draining its node would move it, and {place}"
+            f"{why}, so no other worker can take its microbatches, and steps take about {event.factor:.2f} "
+            f"times as long at this stage; draining its node would move it, and {place}"
         )

@@ -102,7 +102,7 @@ class FailureHistory:
 
     times: dict[Worker, list[float]] = field(default_factory=dict)  # on its present node
     raised: dict[Worker, tuple[int, str]] = field(default_factory=dict)  # incarnation, what it raised
-    mended: dict[str, list[float]] = field(default_factory=dict)  # per link
+    retries: dict[str, list[float]] = field(default_factory=dict)  # in place, per link
     overdue: dict[Worker, OpOverdue] = field(default_factory=dict)
 
 

@@ -234,8 +234,8 @@ def locate(
         worst = max(stopped, key=lambda report: report.elapsed_s)
         return Hung(
             worker=worst.worker,
-            because=f"worker {worst.worker} has not moved for {worst.elapsed_s:.2f} s in {worst.doing}, "
-            f"and the kernel says its process is stopped{_and_waiting(waiting)}",
+            because=f"the process of worker {worst.worker} is stopped, {_duration(worst.elapsed_s)} in "
+            f"{worst.doing}{_and_waiting(waiting)}",
             waiting=waiting,
         )
     busy = [report for report in overdue.values() if report.busy]
@@ -250,13 +250,13 @@ def locate(
             return None
         return Hung(
             worker=worst.worker,
-            because=f"worker {worst.worker} has been in {worst.doing} for {worst.elapsed_s:.2f} s, usually "
-            f"{worst.expected_s:.3f} s{_and_waiting(waiting)}",
+            because=f"worker {worst.worker} hung in {worst.doing} for {_duration(worst.elapsed_s)} "
+            f"(usual {_duration(worst.expected_s)}){_and_waiting(waiting)}",
             waiting=waiting,
         )
     patience = max((_stall_after(report, limits) for report in overdue.values()), default=0.0)
     if len(waiting) >= members > 0 and min(r.elapsed_s for r in overdue.values()) >= patience:
-        return Stalled(because=f"all {members} workers wait and none is busy: something between them is lost")
+        return Stalled(because=f"all {members} workers wait and none is busy: a message between them is lost")
     return None
 
 
@@ -267,5 +267,11 @@ def _stall_after(report: OpOverdue, limits: DetectorLimits) -> float:
 def _and_waiting(waiting: tuple[Worker, ...]) -> str:
     if not waiting:
         return ""
+    if len(waiting) == 1:
+        return f"; worker {waiting[0]} waits for it"
     few = ", ".join(map(str, waiting[:4])) + (" and others" if len(waiting) > 4 else "")
-    return f"; {few} {'waits' if len(waiting) == 1 else 'wait'} for it"
+    return f"; workers {few} wait for it"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

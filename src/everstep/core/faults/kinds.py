@@ -1,13 +1,13 @@
 """The kinds of errors, how severe each is, and what it means: one table.
 
-    SEV1  leave the node: it is isolated, and the cluster plans again
-    SEV2  restart the worker: it comes back from a live replica
-    SEV3  retry in place: it may pass
+    SEV1  the node must be left
+    SEV2  the worker must be restarted; it comes back from a live replica
+    SEV3  a retry in place may do
 
 To add a kind: a member of `ErrorKind`, a row of `KINDS`, and rows of `symptoms.SYMPTOMS` that find it. The
 kinds and severities of Unicron's table are kept; what it does not name answers the same question: what must
 be replaced for the error to go away? Where two answers are possible, the table has the milder one: a remedy
-that fails escalates, while a node that is left for nothing is lost at once.
+that fails is followed by a more severe one, while a node that is left for nothing is lost at once.
 """
 
 from __future__ import annotations
@@ -79,46 +79,46 @@ class KindRow(NamedTuple):
 E = ErrorKind
 KINDS: dict[ErrorKind, KindRow] = {
     # SEV1: hardware, and what can only be repaired by leaving the node
-    E.ECC: KindRow(SEV1, "memory of a GPU has an error it cannot correct"),
+    E.ECC: KindRow(SEV1, "the memory of a GPU has an uncorrectable error"),
     E.NVLINK: KindRow(SEV1, "a link between GPUs has failed"),
     E.DMA_MAPPING: KindRow(SEV1, "a device accessed memory that is not mapped for it"),
-    E.GPU_DRIVER: KindRow(SEV1, "the driver or the firmware of a GPU no longer works"),
-    E.GPU_LOST: KindRow(SEV1, "a GPU no longer answers on its bus"),
+    E.GPU_DRIVER: KindRow(SEV1, "the driver or the firmware of a GPU has failed"),
+    E.GPU_LOST: KindRow(SEV1, "a GPU does not answer on its bus"),
     E.HOST_HARDWARE: KindRow(SEV1, "memory, processor, power or bus of the host has failed"),
     E.KERNEL: KindRow(SEV1, "the operating system's kernel has failed"),
     E.NIC: KindRow(SEV1, "a network adapter has failed"),
     E.STORAGE: KindRow(SEV1, "a disk of the node cannot be read or written"),
-    E.NODE_TAKEN: KindRow(SEV1, "the cluster's scheduler takes the node away"),
-    E.LOST_CONNECTION: KindRow(SEV1, "nothing is heard from the node"),
+    E.NODE_TAKEN: KindRow(SEV1, "the cluster's scheduler reclaims the node"),
+    E.LOST_CONNECTION: KindRow(SEV1, "the node does not answer"),
     # SEV2: the worker
-    E.ECC_CONTAINED: KindRow(SEV2, "an ECC error that hit only one process"),
+    E.ECC_CONTAINED: KindRow(SEV2, "an ECC error that affects one process only"),
     E.ILLEGAL_MEMORY_ACCESS: KindRow(SEV2, "a kernel on the GPU read or wrote outside its memory"),
-    E.DEVICE_ASSERT: KindRow(SEV2, "an assertion on the GPU failed, mostly an index out of range"),
+    E.DEVICE_ASSERT: KindRow(SEV2, "an assertion on the GPU failed, usually an index out of range"),
     E.CUDA: KindRow(SEV2, "a CUDA call or kernel failed"),
     E.NCCL_INTERNAL: KindRow(SEV2, "NCCL found its own state inconsistent"),
-    E.XID: KindRow(SEV2, "the GPU driver reports something this table does not know"),
-    E.GPU_OUT_OF_MEMORY: KindRow(SEV2, "a GPU has too little free memory"),
-    E.HOST_OUT_OF_MEMORY: KindRow(SEV2, "the host, or the worker's share of it, has too little free memory"),
+    E.XID: KindRow(SEV2, "the GPU driver reports an error that is not in this table"),
+    E.GPU_OUT_OF_MEMORY: KindRow(SEV2, "a GPU is out of memory"),
+    E.HOST_OUT_OF_MEMORY: KindRow(SEV2, "the host, or the worker's share of it, is out of memory"),
     E.RESOURCE_LIMIT: KindRow(SEV2, "a limit of the operating system is reached: threads or open files"),
     E.DISK_FULL: KindRow(SEV2, "a disk or a quota is full"),
     E.TASK_HANG: KindRow(SEV2, "an op makes no progress"),
-    E.DATA: KindRow(SEV2, "training data could not be read"),
+    E.DATA: KindRow(SEV2, "training data cannot be read"),
     E.USER_CODE: KindRow(SEV2, "the program raised an exception"),
-    E.KILLED: KindRow(SEV2, "the process received SIGKILL, possibly from the kernel's OOM killer"),
+    E.KILLED: KindRow(SEV2, "the process was killed, possibly by the OOM killer"),
     E.CRASH: KindRow(SEV2, "native code crashed"),
-    E.ABNORMAL_EXIT: KindRow(SEV2, "the process ended before its work was done"),
+    E.ABNORMAL_EXIT: KindRow(SEV2, "the process exited before its work was done"),
     E.OTHER: KindRow(SEV2, "no known pattern"),
     # SEV3: what may pass
-    E.ECC_CORRECTED: KindRow(SEV3, "memory had errors, and they were corrected"),
-    E.NVLINK_NONFATAL: KindRow(SEV3, "a link between GPUs had an error and goes on"),
+    E.ECC_CORRECTED: KindRow(SEV3, "memory errors were corrected"),
+    E.NVLINK_NONFATAL: KindRow(SEV3, "a link between GPUs had a nonfatal error"),
     E.XID_NOTED: KindRow(SEV3, "the GPU driver reports something that needs no action"),
-    E.NCCL_TIMEOUT: KindRow(SEV3, "a collective waited too long for a peer"),
+    E.NCCL_TIMEOUT: KindRow(SEV3, "a collective timed out while it waited for a peer"),
     E.COMMUNICATOR_ABORTED: KindRow(SEV3, "a communicator was aborted because of an error elsewhere"),
-    E.LINK_FLAPPING: KindRow(SEV3, "a network link went down, and may be up again"),
+    E.LINK_FLAPPING: KindRow(SEV3, "a network link went down, possibly for a moment"),
     E.REMOTE_STORAGE: KindRow(SEV3, "a file server or object store does not answer"),
     E.CONNECTION_REFUSED: KindRow(SEV3, "no process listens at the other end"),
     E.CONNECTION_RESET: KindRow(SEV3, "the other end closed a connection"),
-    E.OTHER_NETWORK: KindRow(SEV3, "the network failed in another way"),
+    E.OTHER_NETWORK: KindRow(SEV3, "another network failure"),
     E.SLOW_WORKER: KindRow(SEV3, "a worker takes longer for the same work than before, or than its peers"),
     E.SLOW_LINK: KindRow(SEV3, "messages between two workers take longer than before, or than elsewhere"),
 }

@@ -1,69 +1,194 @@
-"""What to do about a fault: retry in place, restart the worker, isolate the node; each failure escalates.
+"""What to do about a fault: one table of remedies, mildest first, and the first that does not refuse.
 
-    SEV3 ── retry in place ──(again and again)──► SEV2 ── restart ──(again on this node)──► SEV1 ── isolate
+    SEV3 ── retry in place ──► SEV2 ── restart the worker ──► SEV1 ── isolate the node
 
-The table of severities says where an error starts on this ladder; the history of the place and of its node
-says how far it climbs. Failures older than a window are forgotten, so that a budget is a rate and not a
-lifetime. A node isolated too often is a lemon.
+The severity of an error says where it enters the table. From there on each remedy looks at the situation and
+may refuse, in words; what the refused ones said is the reason for the one that is taken. So a remedy that did
+not help is followed by a more severe one. Failures older than a window are forgotten: a budget is a rate.
+
+To add a remedy, add a row to `REMEDIES`. If it does something that no remedy did before, add an `Effect` and
+carry it out in `core.cluster.failures`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from everstep.core.faults.severity import Judgement, Severity
+from everstep.core.faults.kinds import SEV1, SEV2, SEV3, ErrorKind, Severity
+from everstep.core.faults.severity import Judgement
 from everstep.core.words.cluster_messages import Patience
+from everstep.errors import InternalError
 
 
-class RemedyKind(StrEnum):
-    RETRY = "retry in place"
-    RESTART = "restart the worker"
-    ISOLATE = "isolate the node"
+class Effect(StrEnum):
+    """What the coordinator does."""
+
+    RESEND = "resend"  # a new epoch: whatever may be lost is sent again
+    RESTART = "restart"  # another process in the same slot
+    ISOLATE = "isolate"  # the node gets no workers for a time, and those it has move
+    REPLACE = "replace"  # workers that went with their node are started elsewhere
+    REBALANCE = "rebalance"  # its peers run some of its microbatches
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What a remedy may depend on. Counts are of the recent past and include what has just happened."""
+
+    judgement: Judgement
+    is_alive: bool = False  # the process still runs
+    retries: int = 0  # in place, of the same link
+    failures: int = 0  # processes that this place has lost on its node
+    node: str = ""
+    can_leave_node: bool = False  # other nodes can take what runs on this one
+    alone: str = ""  # why no other worker can run its microbatches; empty: one can
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemedyRule:
+    name: str  # what people read
+    severity: Severity
+    kinds: frozenset[ErrorKind]
+    effect: Effect
+    refuses: Callable[[Situation, Patience], str]  # why it cannot help; empty: it may
+    helps: str  # why it is tried first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemedyChoice:
-    what: RemedyKind
+    what: str
+    effect: Effect
     because: str
+    refusals: str = ""  # why milder ones were not taken, if there are any
     wait_s: float = 0.0  # before a restart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """Of the place that failed: recent failures on its node (this one included), and what else there is."""
+def _retry(at: Situation, patience: Patience) -> str:
+    if not at.is_alive:
+        return "its process has ended, so it cannot be retried in place"
+    if at.retries >= patience.mends_before_restart:
+        return f"{at.retries - 1} retries in place have not helped"
+    return ""
 
-    failures: int
-    node: str
-    could_live_elsewhere: bool  # is there another node that could take what runs on this one?
+
+def _restart(at: Situation, patience: Patience) -> str:
+    tried = at.failures - 1
+    return f"{tried} restarts on {at.node} have not helped" if tried >= patience.restarts_per_node else ""
 
 
-def after_exit(judgement: Judgement, history: History, patience: Patience) -> RemedyChoice:
-    """A worker's process is gone."""
-    if judgement.severity is Severity.SEV1:
-        return _isolate(_clause(judgement), history, patience)
-    if history.failures > patience.restarts_per_node:
-        return _isolate(
-            f"{_clause(judgement)}; {history.failures - 1} restarts on {history.node} have not helped",
-            history,
-            patience,
+def _isolate(at: Situation, patience: Patience) -> str:
+    return "" if at.can_leave_node else "no other node can take its workers"
+
+
+def _rebalance(at: Situation, patience: Patience) -> str:
+    return at.alone
+
+
+def _never(at: Situation, patience: Patience) -> str:
+    return ""
+
+
+_SLOW_WORKER, _SLOW_LINK = frozenset({ErrorKind.SLOW_WORKER}), frozenset({ErrorKind.SLOW_LINK})
+_GONE = frozenset({ErrorKind.LOST_CONNECTION})
+_FAULTS = frozenset(ErrorKind) - _SLOW_WORKER - _SLOW_LINK - _GONE
+
+REMEDIES = (
+    RemedyRule(
+        name="give it less work",
+        severity=SEV3,
+        kinds=_SLOW_WORKER,
+        effect=Effect.REBALANCE,
+        refuses=_rebalance,
+        helps="workers of its stage run some of its microbatches",
+    ),
+    RemedyRule(
+        name="retry in place",
+        severity=SEV3,
+        kinds=_FAULTS,
+        effect=Effect.RESEND,
+        refuses=_retry,
+        helps="the processes are alive: what may be lost is sent again",
+    ),
+    RemedyRule(
+        name="restart the worker",
+        severity=SEV2,
+        kinds=_FAULTS,
+        effect=Effect.RESTART,
+        refuses=_restart,
+        helps="a new process may not meet the fault again",
+    ),
+    RemedyRule(
+        name="isolate the node",
+        severity=SEV1,
+        kinds=_FAULTS,
+        effect=Effect.ISOLATE,
+        refuses=_isolate,
+        helps="the fault is in the node: a new process there would meet it again",
+    ),
+    RemedyRule(
+        name="restart the worker on the same node",
+        severity=SEV1,
+        kinds=_FAULTS,
+        effect=Effect.RESTART,
+        refuses=_never,
+        helps="no other node is needed for it",
+    ),
+    RemedyRule(
+        name="start its workers on other nodes",
+        severity=SEV1,
+        kinds=_GONE,
+        effect=Effect.REPLACE,
+        refuses=_never,
+        helps="its processes are out of reach",
+    ),
+    RemedyRule(
+        name="none: an operator can help",
+        severity=SEV1,
+        kinds=_SLOW_WORKER | _SLOW_LINK,
+        effect=Effect.NOTHING,
+        refuses=_never,
+        helps="a worker with less work would wait for the same link; another path or another node helps",
+    ),
+)
+
+
+def choose(at: Situation, patience: Patience) -> RemedyChoice:
+    """The first remedy that does not refuse, from the error's own severity on."""
+    refusals: list[str] = []
+    for rule in REMEDIES:
+        if at.judgement.kind not in rule.kinds or rule.severity > at.judgement.severity:
+            continue
+        refusal = rule.refuses(at, patience)
+        if refusal:
+            refusals.append(refusal)
+            continue
+        wait_s = backoff_s(at.failures, patience) if rule.effect is Effect.RESTART else 0.0
+        refused = "; ".join(refusals)
+        return RemedyChoice(
+            what=rule.name,
+            effect=rule.effect,
+            because=refused or rule.helps,
+            refusals=refused,
+            wait_s=wait_s,
         )
-    because = _clause(judgement)
-    if judgement.severity is Severity.SEV3:
-        because += "; its process has ended, so a retry in place is not possible"
-    return RemedyChoice(
-        what=RemedyKind.RESTART, because=because, wait_s=backoff_s(history.failures, patience)
-    )
+    raise InternalError(f"no remedy for {at.judgement.kind}")
 
 
-def after_mend(judgement: Judgement, mends: int, patience: Patience) -> RemedyChoice:
-    """A link broke between two live workers and was opened again."""
-    if mends < patience.mends_before_restart:
-        return RemedyChoice(what=RemedyKind.RETRY, because=judgement.because)
-    return RemedyChoice(
-        what=RemedyKind.RESTART,
-        because=f"{_clause(judgement)}; {mends} times in a row, so mending does not help",
-    )
+def first_remedy(severity: Severity) -> str:
+    """What is tried first for a fault of this severity."""
+    return next(rule.name for rule in REMEDIES if rule.kinds == _FAULTS and rule.severity is severity)
+
+
+def name_of(effect: Effect) -> str:
+    return next(rule.name for rule in REMEDIES if rule.effect is effect)
+
+
+def sentence(judgement: Judgement) -> str:
+    """What is wrong, how severe it is and what is tried first."""
+    because = judgement.because.rstrip(".")
+    return f"{because[:1].upper()}{because[1:]}. {judgement.severity}: {first_remedy(judgement.severity)}."
 
 
 def backoff_s(failures: int, patience: Patience) -> float:
@@ -75,18 +200,3 @@ def backoff_s(failures: int, patience: Patience) -> float:
 
 def recent(times: list[float], now: float, patience: Patience) -> list[float]:
     return [at for at in times if now - at <= patience.forget_after_s]
-
-
-def _isolate(because: str, history: History, patience: Patience) -> RemedyChoice:
-    if history.could_live_elsewhere:
-        return RemedyChoice(what=RemedyKind.ISOLATE, because=because)
-    return RemedyChoice(
-        what=RemedyKind.RESTART,
-        because=f"{because}; no other node could take its work, so it is tried here again",
-        wait_s=backoff_s(history.failures, patience),
-    )
-
-
-def _clause(judgement: Judgement) -> str:
-    """A sentence that more can be said after."""
-    return judgement.because.rstrip(".")

@@ -1,4 +1,4 @@
-"""From what was seen to a judgement: its kind, its severity, and one sentence that quotes the evidence.
+"""From what was seen to a judgement: its kind, its severity, and what is wrong, with a quote.
 
 `kinds.py` has the kinds with their severities, `symptoms.py` the texts that show them, `xids.py` the numbers
 of NVIDIA's driver. `judge` never raises. Unknown text is an abnormal exit or an exception in user code where
@@ -16,14 +16,9 @@ from everstep.core.faults.kinds import KINDS, ErrorKind, Severity
 from everstep.core.faults.symptoms import SYMPTOMS
 from everstep.core.faults.xids import XID_LINE, XIDS, kind_of_xid
 
-__all__ = ["MEANINGS", "REMEDIES", "TABLE", "ErrorKind", "Judgement", "Severity", "Source", "judge", "known"]
+__all__ = ["MEANINGS", "TABLE", "ErrorKind", "Judgement", "Severity", "Source", "judge", "known"]
 
 Source = Literal["exit", "exception", "silence", "progress", "kernel", "log"]
-REMEDIES: dict[Severity, str] = {
-    Severity.SEV1: "isolate the node and plan again",
-    Severity.SEV2: "restart the worker",
-    Severity.SEV3: "retry in place",
-}
 TABLE: dict[ErrorKind, Severity] = {kind: row.severity for kind, row in KINDS.items()}
 MEANINGS: dict[ErrorKind, str] = {kind: row.meaning for kind, row in KINDS.items()}
 
@@ -36,7 +31,7 @@ _OTHERWISE: dict[str, ErrorKind] = {
 }
 _MAX_TEXT = 64 << 10
 _MAX_QUOTE = 160
-# Lines that are written on the way to success: warnings of c10d, what NCCL tells of itself.
+# Lines that are also written in successful runs: warnings of c10d, NCCL's own log.
 _CHATTER = re.compile(r"\[[WI](?:\d{4})? [^\n]{0,80}\.(?:cpp|cc|hpp):\d+\]|NCCL INFO")
 _CHATTER_WITHIN = 200  # characters from the beginning of a line
 
@@ -45,13 +40,13 @@ _CHATTER_WITHIN = 200  # characters from the beginning of a line
 class Judgement:
     kind: ErrorKind
     severity: Severity
-    because: str  # one sentence that quotes what was matched
+    because: str  # what is wrong, with a quote of what was matched; neither severity nor remedy
 
 
 def judge(source: Source, text: str) -> Judgement:
-    """What `text`, seen by `source`, is a sign of. Silence and missing progress speak for themselves."""
+    """What `text`, seen by `source`, means. Silence and missing progress need no text."""
     if source not in ("silence", "progress"):
-        if len(text) > _MAX_TEXT:  # causes stand at the beginning, the last words at the end
+        if len(text) > _MAX_TEXT:  # causes are at the beginning, the last output at the end
             text = text[: _MAX_TEXT // 2] + "\n" + text[-_MAX_TEXT // 2 :]
         found = _worst_xid(text) or _first_symptom(source, _without_chatter(text))
         if found is not None:
@@ -91,9 +86,5 @@ def _first_line(text: str) -> str:
 def _judgement(kind: ErrorKind, words: str) -> Judgement:
     severity = TABLE[kind]
     quote = words.strip() if len(words) <= _MAX_QUOTE else words[: _MAX_QUOTE - 1].strip() + "…"
-    said = f'"{quote}" is read as {kind}' if quote else f"Nothing was said, which is read as {kind}"
-    return Judgement(
-        kind=kind,
-        severity=severity,
-        because=f"{said} ({MEANINGS[kind]}): {severity}, {REMEDIES[severity]}.",
-    )
+    because = f'{MEANINGS[kind]} ("{quote}")' if quote else MEANINGS[kind]
+    return Judgement(kind=kind, severity=severity, because=because)
