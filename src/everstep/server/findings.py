@@ -4,7 +4,7 @@ Evidence in an incident is sentences, because people read it; the two kinds a pi
 back from them here. Tests have `core` and `diagnose` say those sentences, so that one cannot change without
 the other. A sentence this module does not know is shown as a sentence, and nothing more.
 
-    0:0 waits for G[7 stage 0 0.3] since 0.41 s: ruled out           an arrow from 0:0 to who would send it
+    worker 0:0 has waited for G[7 stage 0 0.3] for 0.41 s: ruled out   an arrow from 0:0 to its sender
     in step 9 the ops of worker 0:1 took 61 ms of its own time, usually 30 ms: 2.03 times
     ruled out: worker 0:0 (1.02 of its usual time), 1:0 (0.98 of its usual time)     a matrix of all paces
 """
@@ -17,7 +17,7 @@ from typing import Any
 from everstep.core.words.incidents import Incident
 
 _RULED_OUT = re.compile(r"ruled out: (.+)|(.+): ruled out", re.DOTALL)
-_WAITS = re.compile(r"(\d+:\d+) waits for (.+) since ([\d.]+) s")
+_WAITS = re.compile(r"worker (\d+:\d+) has waited for (.+) for ([\d.]+) s")
 _MICROBATCH = re.compile(r"([AG])\[\d+ stage (\d+) (\d+)\.\d+")
 _PEER = re.compile(r"[PSHC]\[\d+ stage (\d+) (\d+)")
 _OPS = re.compile(
