@@ -222,6 +222,27 @@ def test_if_everybody_waits_what_was_lost_is_sent_again_and_nobody_is_ended() ->
     assert all(seat.incarnation == 1 for seat in drama.coordinator.tasks["t"].seats.values())
 
 
+def test_if_all_workers_wait_again_and_again_they_are_all_restarted_from_the_newest_state() -> None:
+    drama = Drama(shelf_port=7)
+    drama.submit()
+    drama.shelve(1)
+    drama.seal()
+    drama.seal()
+    for _ in range(3):
+        for worker in (W00, W01, W10, W11):
+            drama.overdue(worker, busy=False, doing="A[3 stage 1 0.0]", elapsed_s=9.0, expected_s=0.5)
+    *retried, restarted = drama.coordinator.log.incidents
+    assert [incident.remedies[0].what for incident in retried] == ["retry in place"] * 2
+    (remedy,) = restarted.remedies
+    assert remedy.what == "restart all workers of the task"
+    assert remedy.because == "2 retries in place have not helped; no single worker is to blame"
+    assert restarted.closed
+    assert restarted.restored_from == 1
+    assert all(seat.incarnation == 2 for seat in drama.coordinator.tasks["t"].seats.values())
+    drama.seal()
+    assert drama.coordinator.tasks["t"].progress.recorded == 2, "step 2 is done again"
+
+
 def test_a_mended_link_is_retried_in_place_until_it_breaks_too_often() -> None:
     drama = running()
     for _ in range(2):

@@ -25,6 +25,7 @@ from everstep.core.words.ops import Worker
 from everstep.errors import InternalError
 
 SHOWN_WITNESSES = 8
+ALL_WORKERS = "all workers"  # what is retried when they all wait
 
 
 class Failures:
@@ -126,7 +127,8 @@ class Failures:
         self._incidents.tell(incident, "progress", (because,), now)
         judgement = known(ErrorKind.OTHER_NETWORK, because)
         self._incidents.judge(incident, judgement, now)
-        situation = remedies.Situation(judgement=judgement, is_alive=True, retries=1)
+        retries = self._count_retry(task, ALL_WORKERS, now)
+        situation = remedies.Situation(judgement=judgement, is_alive=True, retries=retries)
         return self._treat(task, None, incident, situation, now)
 
     # -------------------------------------------------------------- links and nodes
@@ -193,13 +195,15 @@ class Failures:
     ) -> Actions:
         """Choose a remedy and carry it out."""
         choice = remedies.choose(situation, self._policy.patience)
-        under_way = incident.remedies and not incident.remedies[-1].outcome
-        if not under_way or incident.remedies[-1].what != choice.what:
+        last = incident.remedies[-1] if incident.remedies else None
+        if last is None or last.outcome or not remedies.includes(last.what, choice):
             self._incidents.treat(incident, choice.what, choice.because, now)
         match choice.effect:
             case Effect.RESEND:
                 stalled = ev.TrainingStalled(because=situation.judgement.because)
                 return self._training.inform(task, stalled, now)
+            case Effect.RESTART_ALL:
+                return self._restart_all(task, incident, choice.because, now)
             case Effect.RESTART if worker is not None:
                 return self._restart(task, worker, situation, choice, now)
             case Effect.ISOLATE if worker is not None:
@@ -220,6 +224,15 @@ class Failures:
         if choice.wait_s:
             task.starts.not_before[worker] = now.at + choice.wait_s
         return []
+
+    def _restart_all(self, task: Task, incident: Incident, because: str, now: Moment) -> Actions:
+        """One incident for all their exits."""
+        del task.failures.retries[ALL_WORKERS]
+        actions: Actions = []
+        for worker in [w for w, seat in task.seats.items() if seat.incarnation]:
+            incident.workers.append(worker)
+            actions += self._staffing.kill(task, worker, because, now)
+        return actions
 
     def _isolate(
         self,

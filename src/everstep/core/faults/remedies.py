@@ -27,6 +27,7 @@ class Effect(StrEnum):
 
     RESEND = "resend"  # a new epoch: whatever may be lost is sent again
     RESTART = "restart"  # another process in the same slot
+    RESTART_ALL = "restart all"  # every worker of the task, from the newest state that is kept
     ISOLATE = "isolate"  # the node gets no workers for a time, and those it has move
     REPLACE = "replace"  # workers that went with their node are started elsewhere
     REBALANCE = "rebalance"  # its peers run some of its microbatches
@@ -74,8 +75,14 @@ def _retry(at: Situation, patience: Patience) -> str:
 
 
 def _restart(at: Situation, patience: Patience) -> str:
+    if not at.node:
+        return "no single worker is to blame"
     tried = at.failures - 1
     return f"{tried} restarts on {at.node} have not helped" if tried >= patience.restarts_per_node else ""
+
+
+def _restart_all(at: Situation, patience: Patience) -> str:
+    return f"only what runs on {at.node} is to blame" if at.node else ""
 
 
 def _isolate(at: Situation, patience: Patience) -> str:
@@ -118,6 +125,14 @@ REMEDIES = (
         effect=Effect.RESTART,
         refuses=_restart,
         helps="a new process may not meet the fault again",
+    ),
+    RemedyRule(
+        name="restart all workers of the task",
+        severity=SEV2,
+        kinds=frozenset({ErrorKind.OTHER_NETWORK}),
+        effect=Effect.RESTART_ALL,
+        refuses=_restart_all,
+        helps="what they wait for is lost with them",
     ),
     RemedyRule(
         name="isolate the node",
@@ -174,6 +189,12 @@ def choose(at: Situation, patience: Patience) -> RemedyChoice:
             wait_s=wait_s,
         )
     raise InternalError(f"no remedy for {at.judgement.kind}")
+
+
+def includes(name: str, choice: RemedyChoice) -> bool:
+    """Is this choice part of the remedy of that name, which is under way?"""
+    all_restart = choice.effect is Effect.RESTART and name == name_of(Effect.RESTART_ALL)
+    return name == choice.what or all_restart
 
 
 def first_remedy(severity: Severity) -> str:
