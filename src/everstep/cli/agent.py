@@ -86,6 +86,6 @@ def agent_command(
 
 
 def _slots() -> int:
-    import torch
+    from everstep.node import slot_devices
 
-    return torch.cuda.device_count() or os.cpu_count() or 1
+    return len(slot_devices.found()) or os.cpu_count() or 1

@@ -15,8 +15,8 @@ from torch import Tensor
 from everstep.errors import UserError
 
 
-def pick(name: str, index: int = 0) -> torch.device:
-    """`cpu`, `cuda:1`, or `cuda`, which spreads workers by `index` over the GPUs there are."""
+def pick(name: str) -> torch.device:
+    """`cpu`, `cuda`, or `cuda:1`. A worker sees the GPU of its slot as the only one (`node.slot_devices`)."""
     kind, _, number = name.partition(":")
     if kind == "cpu" and not number:
         return torch.device("cpu")
@@ -25,7 +25,7 @@ def pick(name: str, index: int = 0) -> torch.device:
     there = torch.cuda.device_count()
     if there == 0:
         raise UserError(f'device {name!r} asks for a GPU and this machine shows none; use device = "cpu".')
-    chosen = int(number) if number else index % there
+    chosen = int(number or 0)
     if chosen >= there:
         raise UserError(f"device {name!r} is not there; the last GPU of this machine is cuda:{there - 1}.")
     return torch.device("cuda", chosen)

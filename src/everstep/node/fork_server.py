@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from everstep.errors import InternalError
+from everstep.node import slot_devices
 
 _ALWAYS = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker")
 
@@ -117,6 +118,7 @@ def serve(fd: int, preload: list[str]) -> None:
     for name in preload:
         with contextlib.suppress(Exception):  # a worker that needs it will say what is wrong
             importlib.import_module(name)
+    slot_devices.found()  # once, for all workers
     sock = socket.socket(fileno=fd)
     children: set[int] = set()
     while data := sock.recv(1 << 20):

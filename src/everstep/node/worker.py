@@ -31,6 +31,7 @@ from everstep.engine.links import Links
 from everstep.engine.program import Program
 from everstep.engine.recorder import WorkerRecorder
 from everstep.engine.worker_loop import InboxItem, Ports, WorkerLoop
+from everstep.node import slot_devices
 from everstep.node.lifeline import Lifeline
 from everstep.node.state_keeper import States
 from everstep.node.steer import steering_from, watch_links
@@ -40,6 +41,8 @@ def main(spec: dict[str, Any]) -> int:
     """Run the worker that `spec` describes; the process's exit code."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each way with every peer
+    if str(spec["job"]["device"]).startswith("cuda"):
+        slot_devices.take(spec["slot"], slot_devices.found())
     if spec["lifeline"] is not None:
         lifeline = Lifeline(Path(spec["lifeline"]))
         lifeline.hold()  # until the end
@@ -70,7 +73,7 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
     job = program.job
     torch.set_num_threads(job.threads)
     inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
-    device = devices.pick(job.device, me.stage * job.replicas + me.replica)
+    device = devices.pick(job.device)
     if job.compile:
         regions.enable()
     if job.accumulate == "fp64":

@@ -235,6 +235,7 @@ class WorkerProcesses:
             "script": list(here.script) or None,
             "job": here.job.to_dict(),
             "node": self.node,
+            "slot": order.slot,
             "shelf": str(self.shelf.folder),
         }
         child = self._nursery(here.job).spawn(spec, output=self.words(order.task, worker))

@@ -1,0 +1,85 @@
+"""A slot of a node is a device: a GPU, or an instance of one that MIG has cut.
+
+The fork server finds the devices once, without touching CUDA; a worker takes its slot's device before CUDA
+is loaded, so it sees that one and no other, and runs on the CPUs nearest to it. Where a node offers more
+slots than it has devices, slots share them in turn: an operator asked for that by `--slots`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_GPU = re.compile(r"^GPU \d+: .*\(UUID: (GPU-[0-9a-f-]+)\)", re.M)
+_MIG = re.compile(r"^\s+MIG .*\(UUID: (MIG-[0-9a-f-]+)\)", re.M)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDevice:
+    """What CUDA_VISIBLE_DEVICES calls it, and the PCI address of its GPU, as in lines about an Xid."""
+
+    uuid: str
+    bus: str = ""
+
+    def cpus(self, root: Path = Path("/sys/bus/pci/devices")) -> set[int]:
+        """The CPUs nearest to it; empty: unknown."""
+        domain, _, rest = self.bus.lower().partition(":")
+        try:
+            return _cpus((root / f"{domain[-4:]}:{rest}" / "local_cpulist").read_text())
+        except (OSError, ValueError):
+            return set()
+
+
+@functools.cache
+def found() -> tuple[SlotDevice, ...]:
+    """The devices of this node, in the order of their numbers. A GPU that is cut counts as its instances."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ()
+    asked = [command, "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=30, check=True)
+        buses = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    pairs = (line.split(", ") for line in buses.stdout.splitlines() if ", " in line)
+    return parsed(listed.stdout, dict(pairs))
+
+
+def parsed(listed: str, buses: Mapping[str, str]) -> tuple[SlotDevice, ...]:
+    """From what `nvidia-smi -L` prints."""
+    devices: list[SlotDevice] = []
+    for part in re.split(r"(?=^GPU \d+:)", listed, flags=re.M):
+        gpu = _GPU.search(part)
+        if gpu is None:
+            continue
+        instances = _MIG.findall(part)
+        devices += [SlotDevice(uuid, buses.get(gpu[1], "")) for uuid in instances or [gpu[1]]]
+    return tuple(devices)
+
+
+def take(slot: int, devices: tuple[SlotDevice, ...]) -> SlotDevice | None:
+    """Make the slot's device the only one this process sees. To be called before CUDA is loaded."""
+    if not devices:
+        return None
+    device = devices[slot % len(devices)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = device.uuid
+    near = device.cpus() & os.sched_getaffinity(0)
+    if near:
+        os.sched_setaffinity(0, near)
+    return device
+
+
+def _cpus(text: str) -> set[int]:
+    """`0-3,8` as numbers."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found

@@ -1,0 +1,47 @@
+"""Which GPU a slot is, read from what nvidia-smi prints (driver 580, one H200, whole and cut by MIG)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from everstep.node import slot_devices
+from everstep.node.slot_devices import SlotDevice, parsed
+
+A, B = "GPU-47ac4606-dbd4-7c4f-5f61-e8d3c3565328", "GPU-00000000-dbd4-7c4f-5f61-e8d3c3565328"
+WHOLE = f"GPU 0: NVIDIA H200 (UUID: {A})\nGPU 1: NVIDIA H200 (UUID: {B})\n"
+CUT = (
+    f"GPU 0: NVIDIA H200 (UUID: {A})\n"
+    "  MIG 1g.35gb     Device  0: (UUID: MIG-8b91c2d4-1111-5b2a-9f00-0a0000000000)\n"
+    "  MIG 1g.35gb     Device  1: (UUID: MIG-8b91c2d4-2222-5b2a-9f00-0a0000000000)\n"
+    f"GPU 1: NVIDIA H200 (UUID: {B})\n"
+)
+BUSES = {A: "00000000:3B:00.0", B: "00000000:5E:00.0"}
+
+
+def test_a_gpu_is_a_slot_and_a_cut_gpu_is_as_many_as_its_instances() -> None:
+    assert [d.uuid for d in parsed(WHOLE, BUSES)] == [A, B]
+    cut = parsed(CUT, BUSES)
+    assert [d.uuid[:13] for d in cut] == ["MIG-8b91c2d4-", "MIG-8b91c2d4-", B[:13]]
+    assert [d.bus for d in cut] == ["00000000:3B:00.0", "00000000:3B:00.0", "00000000:5E:00.0"]
+    assert parsed("No devices found.\n", {}) == ()
+
+
+def test_a_worker_sees_its_slot_s_device_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = parsed(WHOLE, BUSES)
+    seen = []
+    for slot in (0, 1, 2):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        slot_devices.take(slot, devices)
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    assert seen == [A, B, A], "more slots than devices share them in turn"
+    assert slot_devices.take(0, ()) is None
+
+
+def test_the_cpus_nearest_to_a_device_are_read_from_its_pci_address(tmp_path: Path) -> None:
+    (tmp_path / "0000:3b:00.0").mkdir()
+    (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text("0-2,8\n")
+    assert SlotDevice(A, "00000000:3B:00.0").cpus(tmp_path) == {0, 1, 2, 8}
+    assert SlotDevice(B, "00000000:5E:00.0").cpus(tmp_path) == set()
