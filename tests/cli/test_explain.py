@@ -123,14 +123,16 @@ def test_an_incident_that_is_still_open_is_told_as_far_as_it_is(
     assert code == 0
     assert out.startswith("incident 11: unnamed")
     unfinished = INCIDENT | {"closed_at": None, "remedies": [INCIDENT["remedies"][0] | {"outcome": ""}]}
-    assert [m.text for m in story(unfinished)][3] == "restart worker 1:0 (under way): It has 3 restarts left."
+    assert [m.text for m in story(unfinished)][
+        3
+    ] == "restart worker 1:0 (in progress): It has 3 restarts left."
     assert all(moment.what != "closed" for moment in story(unfinished))
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (["severties"], 2, "'severties' is not a thing to explain; give the number of an incident"),
+        (["severties"], 2, "'severties' cannot be explained; give the number of an incident"),
         (["7", "--address", "127.0.0.1:7077"], 2, "is not of the form http://127.0.0.1:7077"),
         (["7", "--address", "http://127.0.0.1:1"], 2, "no coordinator at http://127.0.0.1:1"),
         (["7", "--address", "{}"], 2, "answers 401"),
@@ -141,7 +143,7 @@ def test_an_incident_that_is_still_open_is_told_as_far_as_it_is(
             "does not answer as a coordinator does",
         ),
         (["9", "--address", "{}", "--token", "secret"], 1, "answers 500"),
-        (["10", "--address", "{}", "--token", "secret"], 1, "told in a way this version cannot read"),
+        (["10", "--address", "{}", "--token", "secret"], 1, "this version cannot read incident 10"),
     ],
 )
 def test_what_cannot_be_explained_is_one_sentence(

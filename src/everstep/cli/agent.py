@@ -19,35 +19,37 @@ def agent_command(
         str,
         typer.Option(
             envvar="EVERSTEP_ADDRESS",
-            help="Where it listens, or @FILE that holds it; several, comma-separated, if there are any.",
+            help="Address of the coordinator, or @FILE that contains it; separate several by commas.",
         ),
     ] = DEFAULT_ADDRESS,
-    node: Annotated[str, typer.Option(help="This node's name.", show_default="the host's")] = "",
+    node: Annotated[str, typer.Option(help="Name of this node.", show_default="the host name")] = "",
     slots: Annotated[
-        int, typer.Option(min=0, help="Workers this node can hold.", show_default="GPUs, or CPUs")
+        int, typer.Option(min=0, help="Number of workers this node can run.", show_default="GPUs, or CPUs")
     ] = 0,
-    host: Annotated[str, typer.Option(help="Where other nodes' workers reach this one's.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address at which workers of other nodes reach this node.")
+    ] = "127.0.0.1",
     token: Annotated[
         str,
         typer.Option(
-            envvar="EVERSTEP_TOKEN", help="The coordinator's token.", show_default="this user's own"
+            envvar="EVERSTEP_TOKEN", help="The coordinator's token.", show_default="~/.config/everstep/token"
         ),
     ] = "",
-    token_file: Annotated[Path | None, typer.Option(help="The file that holds the token, mode 600.")] = None,
-    ca: Annotated[
-        Path | None, typer.Option(help="For https: what signed the coordinator's certificate.")
-    ] = None,
-    log_dir: Annotated[Path | None, typer.Option(help="For what workers print.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File that contains the token, mode 600.")] = None,
+    ca: Annotated[Path | None, typer.Option(help="For https: the CA certificate of the coordinator.")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Directory for the output of workers.")] = None,
     beat: Annotated[
         float,
-        typer.Option(min=0.05, help="Seconds between heartbeats; slower for thousands of nodes."),
+        typer.Option(min=0.05, help="Seconds between heartbeats; increase it for thousands of nodes."),
     ] = 0.25,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what it is as JSON, then run.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print name, slots and pid as JSON, then run.")
+    ] = False,
 ) -> int:
-    """Run the agent of this node: it starts workers for the coordinator, and watches them.
+    """Run the agent of this node. It starts workers for the coordinator and monitors them.
 
-    If the line to the coordinator breaks, or the coordinator refuses its token, its workers train on and it
-    tries again; a token file is read again each time.
+    If the connection breaks or the coordinator rejects the token, the workers keep training and the agent
+    retries. It reads a token file again at each attempt.
 
     [bold]Examples[/bold]
 
@@ -69,7 +71,7 @@ def agent_command(
         words=log_dir,
         beat_s=beat,
     )
-    settings.token()  # a file that cannot be read is told now
+    settings.token()  # report an unreadable file now
     if not settings.coordinators:
         raise UserError(f"--coordinator is empty; give an address such as {DEFAULT_ADDRESS}.")
     if as_json:

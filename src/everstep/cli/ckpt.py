@@ -1,4 +1,4 @@
-"""`everstep ckpt`: look into checkpoints, convert them, check them, compare them, remove old ones."""
+"""`everstep ckpt`: inspect, convert, verify, compare and prune checkpoints."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ ckpt_app = typer.Typer(
     help="Universal checkpoints: inspect, convert, export, verify, diff and prune them.",
     rich_markup_mode="rich",
 )
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-PathOf = Annotated[str, typer.Argument(help="A checkpoint's folder, or a URL of universal ones.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+PathOf = Annotated[str, typer.Argument(help="Checkpoint directory, or URL of a universal checkpoint.")]
 
 
 @ckpt_app.command("inspect")
 def inspect_command(
     path: PathOf,
-    match: Annotated[str, typer.Option(help="Only tensors whose name matches this expression.")] = "",
+    match: Annotated[str, typer.Option(help="Only tensors whose name matches this regular expression.")] = "",
     limit: Annotated[int, typer.Option(help="Tensors to list; 0 for all.")] = 40,
     as_json: AsJson = False,
 ) -> None:
-    """List what is in a checkpoint of any format: tensors, groups, and which file holds what.
+    """List the tensors and parameter groups of a checkpoint of any format, and the files they are in.
 
     Examples:
 
@@ -77,7 +77,7 @@ def formats_command(as_json: AsJson = False) -> None:
 @ckpt_app.command("convert")
 def convert_command(
     source: Annotated[str, typer.Argument(help="A checkpoint of any known format.")],
-    target: Annotated[str, typer.Argument(help="The folder (or URL, for universal) to write.")],
+    target: Annotated[str, typer.Argument(help="Directory (or URL, for universal) to write.")],
     to: Annotated[str, typer.Option(help=f"The format to write: {', '.join(FORMATS)}.")] = "universal",
     accept: Annotated[
         list[str] | None,
@@ -94,21 +94,23 @@ def convert_command(
     heads: Annotated[int, typer.Option(help="Attention heads, where the source does not say.")] = 0,
     kv_heads: Annotated[int, typer.Option(help="Key and value heads, if fewer.")] = 0,
     patterns: Annotated[
-        Path | None, typer.Option(help="TOML: how parameters lie over tensor-parallel ranks.")
+        Path | None, typer.Option(help="TOML: how parameters are split over tensor-parallel ranks.")
     ] = None,
-    vocab: Annotated[int, typer.Option(help="The vocabulary's real size, to strip its padding.")] = 0,
+    vocab: Annotated[int, typer.Option(help="Vocabulary size without padding.")] = 0,
     buffers: Annotated[
         list[str] | None, typer.Option(help="dcp, hf: names that are buffers, with * and ?. Repeatable.")
     ] = None,
     frozen: Annotated[
         list[str] | None, typer.Option(help="dcp, hf: names of frozen parameters, likewise.")
     ] = None,
-    optimizer: Annotated[bool, typer.Option(help="With the optimizer's state.")] = True,
+    optimizer: Annotated[bool, typer.Option(help="Include the optimizer state.")] = True,
     threads: Annotated[int, typer.Option(help="Threads that read, hash and write.")] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a checkpoint; the format of the source is detected. What was written is read back and compared
-    with the source, and refused if anything is lost, added or changed in type, unless you accept it.
+    """Convert a checkpoint to another format. The format of the source is detected automatically.
+
+    The result is read back and compared with the source. The command fails if anything is lost, added or
+    changed in type, unless you --accept it.
 
     Examples:
 
@@ -179,14 +181,14 @@ def convert_command(
 @ckpt_app.command("export")
 def export_command(
     source: PathOf,
-    target: Annotated[str, typer.Argument(help="The folder to write; transformers loads it.")],
+    target: Annotated[str, typer.Argument(help="Directory to write; transformers can load it.")],
     model: Annotated[
-        str, typer.Option(metavar="FOLDER", help="The base model's folder, where it is not where it was.")
+        str, typer.Option(metavar="DIR", help="Directory of the base model, if it has moved.")
     ] = "",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint of a Hugging Face model as save_pretrained does, frozen weights included.
+    """Export a checkpoint as a Hugging Face model directory, frozen weights included.
 
     Examples:
 
@@ -208,10 +210,10 @@ def export_command(
 @ckpt_app.command("verify")
 def verify_command(
     path: PathOf,
-    every: Annotated[bool, typer.Option("--all", help="Every step of a folder, not the newest.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Verify every step, not only the newest.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of a universal checkpoint and compare it with its hash. Exit code 1 if one differs.
+    """Verify the checksums of a universal checkpoint. Exit code 1 if one differs.
 
     Examples:
 
@@ -242,9 +244,7 @@ def verify_command(
         emit({"checkpoints": rows, "ok": all(row["ok"] for row in rows)})
     else:
         for row in rows:
-            print(
-                f"{row['checkpoint']}: {size_text(row['bytes'])} as written" if row["ok"] else row["because"]
-            )
+            print(f"{row['checkpoint']}: {size_text(row['bytes'])} verified" if row["ok"] else row["because"])
     if not all(row["ok"] for row in rows):
         raise typer.Exit(1)
 
@@ -274,13 +274,15 @@ def diff_command(a: PathOf, b: PathOf, as_json: AsJson = False) -> None:
 
 @ckpt_app.command("prune")
 def prune_command(
-    root: Annotated[str, typer.Argument(help="A folder or URL with step-… checkpoints.")],
-    keep: Annotated[int, typer.Option(help="How many of the newest stay.")] = 3,
-    keep_every: Annotated[int, typer.Option(help="Multiples of this step stay too; 0 for none.")] = 0,
-    dry_run: Annotated[bool, typer.Option(help="Only list what would be removed.")] = False,
+    root: Annotated[str, typer.Argument(help="Directory or URL with step-… checkpoints.")],
+    keep: Annotated[int, typer.Option(help="Number of newest checkpoints to keep.")] = 3,
+    keep_every: Annotated[int, typer.Option(help="Also keep multiples of this step; 0 for none.")] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be removed, remove nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints, and what crashes left. The newest that passes every check always stays.
+    """Remove old and incomplete checkpoints. The newest one that passes every check is always kept.
 
     Examples:
 

@@ -77,7 +77,7 @@ def _item(stored: Any) -> int:
 
 
 def _parts(path: str, kind: str) -> list[dict[str, Any]]:
-    """Who holds what: the files of a universal checkpoint and their slices."""
+    """The files of a universal checkpoint and the slices in each."""
     if kind != "universal":
         return []
     from everstep.checkpoint.formats.universal import find
@@ -101,7 +101,11 @@ def picture(path: str, kind: str) -> list[str]:
     from everstep.layout.picture import draw
 
     lines = draw(find(path).layout())
-    return ["", "who holds what (a column is a tensor, or several; a full block is all of it):", *lines]
+    return [
+        "",
+        "which file contains what (a column is one or more tensors; a full block is a whole tensor):",
+        *lines,
+    ]
 
 
 def show(doc: dict[str, Any], limit: int) -> None:
@@ -140,7 +144,7 @@ def show_difference(doc: dict[str, Any]) -> None:
     for sentence in doc["elsewhere"]:
         print(sentence)
     if doc["same"]:
-        print(f"the same: {doc['equal']} tensors, {size_text(doc['bytes'])}")
+        print(f"identical: {doc['equal']} tensors, {size_text(doc['bytes'])}")
 
 
 def size_text(count: int) -> str:

@@ -1,4 +1,4 @@
-"""How commands are told which coordinator to speak to."""
+"""The options that name a coordinator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Address = Annotated[
     str,
     typer.Option(
         envvar="EVERSTEP_ADDRESS",
-        help="Where the coordinator listens, or @FILE that holds it.",
+        help="Address of the coordinator, or @FILE that contains it.",
         rich_help_panel="Cluster",
     ),
 ]
@@ -24,14 +24,14 @@ Token = Annotated[
     str,
     typer.Option(
         envvar="EVERSTEP_TOKEN",
-        help="The coordinator's token, or @FILE that holds it.",
+        help="Token of the coordinator, or @FILE that contains it.",
         callback=lambda value: tokens.found(value),
-        show_default="this user's own",
+        show_default="~/.config/everstep/token",
         show_envvar=True,
         rich_help_panel="Cluster",
     ),
 ]
 Ca = Annotated[
     Path | None,
-    typer.Option(help="For https: the certificate that signed the coordinator's.", rich_help_panel="Cluster"),
+    typer.Option(help="For https: the CA certificate of the coordinator.", rich_help_panel="Cluster"),
 ]

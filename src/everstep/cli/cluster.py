@@ -1,4 +1,4 @@
-"""What people ask of a running coordinator: submit, status, drain, readmit, cancel, pause, resize, logs."""
+"""The commands of a running cluster: submit, status, drain, cancel, pause, resume, resize, logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.train import KILL
 from everstep.errors import EverstepError, UserError
 
-JSON = typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
+JSON = typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
 AsJson = Annotated[bool, JSON]
 _COLOURS = {
     "up": "green",
@@ -35,17 +35,19 @@ _OVER = ("finished", "failed", "cancelled")
 
 
 def submit_command(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="Its keys: docs/job-file.md.")],
-    name: Annotated[str, typer.Option(help="The task's name.", show_default="the file's")] = "",
-    weight: Annotated[float, typer.Option(help="How much it matters against other tasks.")] = 1.0,
+    job_file: Annotated[
+        Path, typer.Argument(metavar="JOB.TOML", help="The job file; docs/job-file.md lists its keys.")
+    ],
+    name: Annotated[str, typer.Option(help="Name of the task.", show_default="the name of the file")] = "",
+    weight: Annotated[float, typer.Option(help="Priority relative to other tasks.")] = 1.0,
     kill: Annotated[list[str] | None, KILL] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Until the task is over.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the task ends.")] = False,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
-    """Give a job to the cluster. Its paths must mean the same on every node.
+    """Submit a job to the cluster. Its paths must be valid on every node.
 
     [bold]Examples[/bold]
 
@@ -59,24 +61,24 @@ def submit_command(
     body: dict[str, Any] = {"name": name or job_file.stem, "job": job.to_dict(), "weight": weight}
     if kill:
         body["faults"] = kill
-    told = client.post("/v1/tasks", body)
-    render.note(f"task {told['task']} is {told['state']}: {told['because']}")
+    answer = client.post("/v1/tasks", body)
+    render.note(f"task {answer['task']} is {answer['state']}: {answer['because']}")
     if wait:
-        told = _wait(client, told["task"])
-        render.note(f"task {told['task']} is {told['state']}: {told['because']}")
+        answer = _wait(client, answer["task"])
+        render.note(f"task {answer['task']} is {answer['state']}: {answer['because']}")
     if as_json:
-        render.emit(told)
-    return 1 if told["state"] in ("failed", "cancelled") else 0
+        render.emit(answer)
+    return 1 if answer["state"] in ("failed", "cancelled") else 0
 
 
 def _wait(client: Client, task: str) -> Any:
-    """Also through a coordinator's restart."""
+    """Poll until the task ends; a coordinator that restarts is retried for a minute."""
     away = 0.0
     while True:
         try:
-            told, away = client.get(f"/v1/tasks/{task}"), 0.0
-            if told["state"] in _OVER:
-                return told
+            answer, away = client.get(f"/v1/tasks/{task}"), 0.0
+            if answer["state"] in _OVER:
+                return answer
         except EverstepError:
             away = away or time.monotonic()
             if time.monotonic() - away > 60:
@@ -85,7 +87,7 @@ def _wait(client: Client, task: str) -> Any:
 
 
 def status_command(
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep it on the screen.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until you press Ctrl-C.")] = False,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
@@ -114,18 +116,22 @@ def status_command(
             try:
                 live.update(_picture(client.get("/v1/status")))
             except EverstepError as error:
-                live.update(Text(f"{error} Trying again ...", style="yellow"))
+                live.update(Text(f"{error} Retrying ...", style="yellow"))
 
 
 def drain_command(
-    node: Annotated[str, typer.Argument(help="The node's name.")],
-    readmit: Annotated[bool, typer.Option("--readmit", help="Let it have workers again.")] = False,
+    node: Annotated[str, typer.Argument(help="Name of the node.")],
+    readmit: Annotated[
+        bool, typer.Option("--readmit", help="Undo a drain: workers may run there again.")
+    ] = False,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
-    """Take all workers off a node, and give it no new ones. --readmit undoes it, also for a lemon.
+    """Move all workers off a node and start no new ones there.
+
+    --readmit undoes it, also for a lemon: a node that was isolated repeatedly.
 
     [bold]Examples[/bold]
 
@@ -134,62 +140,75 @@ def drain_command(
       everstep drain node-3 --readmit
     """
     client = Client(address=address, token=token, ca=ca)
-    return _told(client.post(f"/v1/nodes/{node}/{'readmit' if readmit else 'drain'}"), "node", as_json)
+    return _report(client.post(f"/v1/nodes/{node}/{'readmit' if readmit else 'drain'}"), "node", as_json)
 
 
 def cancel_command(
-    task: Annotated[str, typer.Argument(help="The task's name.")],
+    task: Annotated[str, typer.Argument(help="Name of the task.")],
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
-    """End a task for good. Its checkpoints stay.
+    """Stop a task permanently. Its checkpoints are kept.
 
     [bold]Example[/bold]
 
       everstep cancel llama-8b
     """
-    return _told(
+    return _report(
         Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/cancel"), "task", as_json
     )
 
 
 def pause_command(
-    task: Annotated[str, typer.Argument(help="The task's name.")],
-    go_on: Annotated[
-        bool, typer.Option("--go-on", help="Start it again, from its newest checkpoint.")
-    ] = False,
+    task: Annotated[str, typer.Argument(help="Name of the task.")],
+    go_on: Annotated[bool, typer.Option("--go-on", hidden=True)] = False,  # the old name of `resume`
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
-    """Give a task's slots back for a while; it needs checkpoints.
+    """Stop a task and free its slots until `everstep resume`. The task needs checkpoints.
 
-    [bold]Examples[/bold]
+    [bold]Example[/bold]
 
       everstep pause llama-8b
-
-      everstep pause llama-8b --go-on
     """
     client = Client(address=address, token=token, ca=ca)
-    return _told(client.post(f"/v1/tasks/{task}/{'unpause' if go_on else 'pause'}"), "task", as_json)
+    return _report(client.post(f"/v1/tasks/{task}/{'unpause' if go_on else 'pause'}"), "task", as_json)
+
+
+def resume_command(
+    task: Annotated[str, typer.Argument(help="Name of the task.")],
+    address: Address = DEFAULT_ADDRESS,
+    token: Token = "",
+    ca: Ca = None,
+    as_json: AsJson = False,
+) -> int:
+    """Resume a paused task from its newest checkpoint.
+
+    [bold]Example[/bold]
+
+      everstep resume llama-8b
+    """
+    return _report(
+        Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/unpause"), "task", as_json
+    )
 
 
 def resize_command(
-    task: Annotated[str, typer.Argument(help="The task's name.")],
-    workers: Annotated[int | None, typer.Argument(help="At most this many.")] = None,
-    shape: Annotated[str, typer.Option(help="replicas x stages, like 3x2.")] = "",
+    task: Annotated[str, typer.Argument(help="Name of the task.")],
+    workers: Annotated[int | None, typer.Argument(help="Maximum number of workers.")] = None,
+    shape: Annotated[str, typer.Option(help="replicas x stages, such as 3x2.")] = "",
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
-    """Let a task have at most so many workers, or take another shape. Its batch and its losses stay.
+    """Limit a task's workers, or change its shape. Its batches and its losses stay the same.
 
-    With --shape its workers hand their states over in memory, at the next step boundary, to those of the new
-    shape.
+    With --shape the workers hand their state over in memory at the next step boundary.
 
     [bold]Examples[/bold]
 
@@ -202,43 +221,43 @@ def resize_command(
         words = shape.lower().split("x")
         if workers is not None or len(words) != 2 or not all(word.strip().isdecimal() for word in words):
             raise UserError(
-                f"--shape is {shape!r}; give replicas x stages, like 3x2, and no number of workers."
+                f"--shape is {shape!r}; give replicas x stages, such as 3x2, and no number of workers."
             )
         counts = {"replicas": int(words[0]), "stages": int(words[1])}
-        return _told(client.post(f"/v1/tasks/{task}/reshape", counts), "task", as_json)
+        return _report(client.post(f"/v1/tasks/{task}/reshape", counts), "task", as_json)
     if workers is None:
-        raise UserError("give a number of workers, or --shape, like 3x2.")
-    return _told(client.post(f"/v1/tasks/{task}/resize", {"workers": workers}), "task", as_json)
+        raise UserError("give a number of workers, or --shape, such as 3x2.")
+    return _report(client.post(f"/v1/tasks/{task}/resize", {"workers": workers}), "task", as_json)
 
 
 def logs_command(
-    task: Annotated[str, typer.Argument(help="The task's name.")],
-    worker: Annotated[str, typer.Option(help="replica:stage")] = "0:0",
-    size: Annotated[int, typer.Option("--bytes", min=1, help="How much of its end.")] = 16384,
+    task: Annotated[str, typer.Argument(help="Name of the task.")],
+    worker: Annotated[str, typer.Option(help="The worker, as replica:stage.")] = "0:0",
+    size: Annotated[int, typer.Option("--bytes", min=1, help="Number of bytes to show.")] = 16384,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show the end of what a worker has printed.
+    """Show the last lines a worker printed.
 
     [bold]Example[/bold]
 
       everstep logs llama-8b --worker 1:0
     """
     client = Client(address=address, token=token, ca=ca)
-    told = client.get(f"/v1/tasks/{task}/logs?worker={worker}&bytes={size}")
+    answer = client.get(f"/v1/tasks/{task}/logs?worker={worker}&bytes={size}")
     if as_json:
-        render.emit(told)
+        render.emit(answer)
     else:
-        print(told["text"], end="")
+        print(answer["text"], end="")
     return 0
 
 
-def _told(told: Any, what: str, as_json: bool) -> int:
+def _report(row: Any, what: str, as_json: bool) -> int:
     if as_json:
-        render.emit(told)
-    render.note(f"{what} {told[what]} is {told['state']}: {told['because']}")
+        render.emit(row)
+    render.note(f"{what} {row[what]} is {row['state']}: {row['because']}")
     return 0
 
 
@@ -247,14 +266,15 @@ def _told(told: Any, what: str, as_json: bool) -> int:
 
 def _picture(document: Any) -> Group:
     open_ones = document["incidents"]["open"]
-    told = f"{document['incidents']['total']} incidents, {len(open_ones)} open"
+    total = document["incidents"]["total"]
+    line = f"{total} {'incident' if total == 1 else 'incidents'}, {len(open_ones)} open"
     if open_ones:
-        told += f": {', '.join(map(str, open_ones[:10]))} (everstep explain {open_ones[0]})"
-    return Group(_nodes(document["nodes"]), Text(), _tasks(document["tasks"]), Text(), Text(told))
+        line += f": {', '.join(map(str, open_ones[:10]))} (everstep explain {open_ones[0]})"
+    return Group(_nodes(document["nodes"]), Text(), _tasks(document["tasks"]), Text(), Text(line))
 
 
 def _nodes(nodes: Any) -> Table:
-    table = Table("node", "state", "heard", "slots", "workers", "because", box=None, pad_edge=False)
+    table = Table("node", "state", "last heard", "slots", "workers", "because", box=None, pad_edge=False)
     for node in nodes[:60]:
         heard = "-" if node["heard_s_ago"] is None else f"{node['heard_s_ago']:.1f} s"
         workers = " ".join(f"{w['task']}/{w['worker']}" for w in node["workers"][:6])

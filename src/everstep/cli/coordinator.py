@@ -15,73 +15,84 @@ from everstep.cli import render
 
 
 def coordinator_command(
-    host: Annotated[str, typer.Option(help="Beyond loopback a token is needed.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 7077,
-    state: Annotated[Path, typer.Option(help="The folder of its journal.")] = Path("everstep-state"),
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other than loopback needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")
+    ] = 7077,
+    state: Annotated[Path, typer.Option(help="Directory of the journal.")] = Path("everstep-state"),
     token: Annotated[
         str,
         typer.Option(
             envvar="EVERSTEP_TOKEN",
-            help="What callers must show. Submitting a job runs code on every node.",
-            show_default="made for this user, and kept in ~/.config/everstep/token",
+            help="Token that every request must carry: a submitted job runs code on every node.",
+            show_default="created in ~/.config/everstep/token",
         ),
     ] = "",
-    token_file: Annotated[Path | None, typer.Option(help="The file that holds the token, mode 600.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File that contains the token, mode 600.")] = None,
     etcd: Annotated[
         str,
         typer.Option(
-            help="Endpoints of etcd, comma-separated: the journal lives there, and a second "
-            "coordinator takes over when this one dies."
+            help="Endpoints of etcd, comma-separated. The journal is kept there, and a standby "
+            "coordinator takes over when this one fails."
         ),
     ] = "",
-    etcd_prefix: Annotated[str, typer.Option(help="Where in etcd.")] = "/everstep",
-    etcd_ca: Annotated[Path | None, typer.Option(help="For https: what signed etcd's certificate.")] = None,
-    etcd_cert: Annotated[Path | None, typer.Option(help="What etcd is to know this one by.")] = None,
-    etcd_key: Annotated[Path | None, typer.Option(help="The key of --etcd-cert.")] = None,
+    etcd_prefix: Annotated[str, typer.Option(help="Key prefix in etcd.")] = "/everstep",
+    etcd_ca: Annotated[Path | None, typer.Option(help="For https: the CA certificate of etcd.")] = None,
+    etcd_cert: Annotated[Path | None, typer.Option(help="Client certificate for etcd.")] = None,
+    etcd_key: Annotated[Path | None, typer.Option(help="Key of --etcd-cert.")] = None,
     etcd_token: Annotated[
-        str, typer.Option(envvar="EVERSTEP_ETCD_TOKEN", help="A token of etcd's own.", show_default=False)
+        str,
+        typer.Option(envvar="EVERSTEP_ETCD_TOKEN", help="Authentication token for etcd.", show_default=False),
     ] = "",
-    name: Annotated[str, typer.Option(help="Among several coordinators.", show_default=False)] = "",
-    cert: Annotated[Path | None, typer.Option(help="TLS: the certificate's file.")] = None,
-    key: Annotated[Path | None, typer.Option(help="TLS: the key's file.")] = None,
+    name: Annotated[
+        str, typer.Option(help="Name of this coordinator among several.", show_default=False)
+    ] = "",
+    cert: Annotated[Path | None, typer.Option(help="TLS certificate file.")] = None,
+    key: Annotated[Path | None, typer.Option(help="TLS key file.")] = None,
     silence: Annotated[
         float,
         typer.Option(
-            min=0.2, help="Seconds without a heartbeat before a node is silent.", rich_help_panel="Patience"
+            min=0.2,
+            help="Seconds without a heartbeat before a node is silent.",
+            rich_help_panel="Timeouts and limits",
         ),
     ] = 1.0,
     restarts_per_node: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Of one worker within an hour, before its node is suspected.",
-            rich_help_panel="Patience",
+            help="Restarts of one worker per hour before its node is suspected.",
+            rich_help_panel="Timeouts and limits",
         ),
     ] = 2,
     isolation: Annotated[
-        float, typer.Option(min=0, help="Seconds a suspected node is kept out.", rich_help_panel="Patience")
+        float,
+        typer.Option(
+            min=0, help="Seconds a suspected node stays isolated.", rich_help_panel="Timeouts and limits"
+        ),
     ] = 600.0,
     otel: Annotated[
         str,
         typer.Option(
             envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
-            help="Send traces of incidents there, by OTLP over HTTP (extra: otel).",
+            help="OTLP/HTTP endpoint for traces of incidents (extra: otel).",
             show_default=False,
-            rich_help_panel="Watching",
+            rich_help_panel="Monitoring",
         ),
     ] = "",
     tensorboard: Annotated[
         Path | None,
-        typer.Option(help="Write scalars of every task there, for TensorBoard.", rich_help_panel="Watching"),
+        typer.Option(help="Directory for the scalars of every task.", rich_help_panel="Monitoring"),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print its address as JSON once it listens.")
+        bool, typer.Option("--json", help="Print the address as JSON once it listens.")
     ] = False,
 ) -> int:
-    """Run the coordinator of a cluster: agents connect to it, tasks are submitted to it.
+    """Run the coordinator of a cluster. Agents connect to it and you submit tasks to it.
 
-    It writes everything into its journal before it acts; kill and start it again as you like: training goes
-    on meanwhile.
+    It writes every event to its journal before it acts. It can crash and restart without stopping training.
 
     [bold]Examples[/bold]
 
@@ -117,7 +128,7 @@ def coordinator_command(
 
     def ready(address: str) -> None:
         render.note(f"coordinator: {address}")
-        render.note(f"watch it in a browser: {address}/#token={settings.token}")
+        render.note(f"dashboard: {address}/#token={settings.token}")
         if as_json:
             render.emit({"address": address, "state": str(state)})
 

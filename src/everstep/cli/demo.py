@@ -1,4 +1,4 @@
-"""`everstep demo`: train, kill, heal, kill another, and compare with the run in which nothing happened."""
+"""`everstep demo`: train, kill two workers, recover, and compare with a failure-free run."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _MODEL = {"preset": "gpt-tiny", "depth": _LAYERS - 2}
 _DATA = {"kind": "synthetic", "rows": 4}
 _WORKER_BYTES = 150 << 20  # a forked worker, its share of torch not counted
 _LEAST_STEPS = 12
-_STEPS, _WEB_STEPS = 50, 300  # who may click needs the time to
+_STEPS, _WEB_STEPS = 50, 300  # with a page, people need time to click
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """Who dies in which step, and when a dead one comes back."""
+    """Which worker is killed in which step, and how many steps later it rejoins."""
 
     kills: tuple[tuple[Worker, int], ...]
     rejoin_after_steps: int
@@ -65,22 +65,25 @@ class Killer:
 
 
 def demo_command(
-    replicas: Annotated[int, typer.Option(help="Data-parallel copies; at least 2: the dead need peers.")] = 2,
-    stages: Annotated[int, typer.Option(help=f"Pipeline parts; at most {_LAYERS}.")] = 2,
+    replicas: Annotated[
+        int,
+        typer.Option(help="Data-parallel replicas; at least 2, because a failed worker needs a live peer."),
+    ] = 2,
+    stages: Annotated[int, typer.Option(help=f"Pipeline stages; at most {_LAYERS}.")] = 2,
     steps: Annotated[
         int | None,
-        typer.Option(help=f"Optimizer steps of each of the two runs; {_STEPS}, or {_WEB_STEPS} with --web."),
+        typer.Option(help=f"Optimizer steps per run; {_STEPS}, or {_WEB_STEPS} with --web."),
     ] = None,
     web: Annotated[
         bool,
-        typer.Option("--web", help="Watch it in a browser, and kill, stop or slow workers there by a click."),
+        typer.Option("--web", help="Open a page that shows the run; kill, stop or slow down workers there."),
     ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> int:
-    """Watch a training run lose two workers and nothing else; about a minute on a laptop.
+    """See training survive the loss of two workers; takes about a minute on a laptop.
 
-    A small GPT is trained twice: once with two SIGKILLs in mid-step, once in peace. Both loss curves are
-    drawn.
+    The demo trains a small GPT twice: once with two workers killed in mid-step, once without failures. It
+    draws both loss curves.
 
     [bold]Examples[/bold]
 
@@ -106,7 +109,7 @@ def demo_command(
         if page is not None:
             page.compare({row.step: row.loss for row in clean.rows})
             if page.watched and sys.stderr.isatty():
-                console.print("\n  the page stays until you press Ctrl-C")
+                console.print("\n  the page stays open until you press Ctrl-C")
                 page.stay()
     return 0 if told["max_relative_loss_difference"] <= 1e-6 else 1
 
@@ -114,17 +117,17 @@ def demo_command(
 def demo_job(replicas: int, stages: int, steps: int) -> Job:
     """The job, or one sentence on why this machine or this model cannot run it."""
     if replicas < 2:
-        raise UserError(f"--replicas is {replicas}; give at least 2, so that a dead worker has a peer.")
+        raise UserError(f"--replicas is {replicas}; give at least 2: a failed worker needs a live peer.")
     if not 1 <= stages <= _LAYERS:
         raise UserError(f"--stages is {stages}; the demo's model has {_LAYERS} layers: give 1 to {_LAYERS}.")
     if steps < _LEAST_STEPS:
-        raise UserError(f"--steps is {steps}; give at least {_LEAST_STEPS}, for a before and an after.")
+        raise UserError(f"--steps is {steps}; give at least {_LEAST_STEPS}.")
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     workers = replicas * stages
     needed = workers * _WORKER_BYTES
     if needed > free + (1 << 30):
         raise UserError(
-            f"--replicas {replicas} and --stages {stages} make {workers} workers that need some "
+            f"--replicas {replicas} and --stages {stages} make {workers} workers that need about "
             f"{needed >> 30} GiB of memory, and {free >> 30} GiB are free; use fewer."
         )
     return Job.from_dict(
@@ -188,7 +191,7 @@ def _run_twice(
         rejoin_after_steps=script.rejoin_after_steps,
         restarts_per_place=3 if page is None else 1_000_000,  # people like to click
     )
-    console.print("[bold]1[/bold]  with two SIGKILLs")  # first: it is what people came to see
+    console.print("[bold]1[/bold]  with two SIGKILLs")  # first: it is what people want to see
     with _watcher(job, console, as_json=as_json) as watch:
         healed = _finished(
             api.run_job(
@@ -196,7 +199,7 @@ def _run_twice(
             )
         )
     _say_done(console, healed)
-    console.print("[bold]2[/bold]  the same job without faults, to compare with")
+    console.print("[bold]2[/bold]  the same job without failures, for comparison")
     losses = {step: row.loss for step, row in healed.by_step().items()}
     with _watcher(job, console, as_json=as_json, other=losses) as watch:
         clean = _finished(api.run_job(job, watch=watch, born=born))
@@ -206,10 +209,10 @@ def _run_twice(
 
 @contextlib.contextmanager
 def _page() -> Iterator[RunPage]:
-    """Its address, opened where there is somewhere to open it."""
+    """The page of the demo, opened in a browser where there is a display."""
     with own_page(0, may_hurt=True) as page, tempfile.TemporaryDirectory(prefix="everstep-") as name:
         if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
-            # By a file only we can read: a browser's command line, and so the token, is read by everybody.
+            # By a file only we can read: every user can read a browser's command line, and so the token.
             door = Path(name) / "demo.html"
             door.write_text(f'<meta http-equiv="refresh" content="0;url={page.address}">', encoding="utf-8")
             webbrowser.open(door.as_uri())
@@ -266,7 +269,7 @@ def _title(console: Console, job: Job, script: Script) -> None:
 def _show(console: Console, told: Mapping[str, Any]) -> None:
     calm = {int(step): loss for step, loss in told["losses_without_faults"].items()}
     ours = {int(step): loss for step, loss in told["losses"].items()}
-    console.print("[bold]loss[/bold]   · without faults   ○ with two kills   ● both   [red]✗[/red] a kill")
+    console.print("[bold]loss[/bold]   · without failures   ○ with two kills   ● both   [red]✗[/red] a kill")
     marks = {incident["step"]: "✗" for incident in told["incidents"]}
     for line in render.plot(calm, ours, marks=marks):
         console.print(line.replace("✗", "[red]✗[/red]").replace("●", "[green]●[/green]"))
@@ -275,15 +278,15 @@ def _show(console: Console, told: Mapping[str, Any]) -> None:
     for name, value in (
         (
             "largest loss difference",
-            "0: the same bits in every step" if difference == 0 else f"{difference:.2e}, relative",
+            "0: bit-identical in every step" if difference == 0 else f"{difference:.2e}, relative",
         ),
         ("microbatches", f"{batches['issued']} issued, {batches['committed']} committed once"),
         (
             "ops replayed",
-            f"{sum(i['replayed_ops'] for i in told['incidents'])} of the dead workers' own, "
+            f"{sum(i['replayed_ops'] for i in told['incidents'])} of the failed workers, "
             f"{told['replayed_ops_elsewhere']} on other stages",
         ),
-        ("a healthy step", f"{told['healthy_step_ms']:.0f} ms"),
+        ("step without failures", f"{told['healthy_step_ms']:.0f} ms"),
     ):
         console.print(f"  {name:<24} {value}")
     head = f"{'incident':<24} {'noticed':>8} {'replanned':>11} {'resumed':>9} {'lost':>12}"

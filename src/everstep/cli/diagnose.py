@@ -1,7 +1,7 @@
-"""`everstep diagnose`: a folder of dumps or traces to a verdict, with the evidence for it.
+"""`everstep diagnose`: from a directory of dumps or traces to a verdict with its evidence.
 
-Reads files and prints; thinking is `everstep.diagnose`. Needs neither torch nor a GPU: dumps are read where
-they are looked at, which is seldom the machine that wrote them.
+This module reads files and prints; `everstep.diagnose` decides. It needs neither torch nor a GPU, because
+dumps are rarely read on the machine that wrote them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,32 @@ _SHOWN = 8
 
 
 def diagnose_command(
-    path: Annotated[Path, typer.Argument(help="A dump, or a folder of dumps, rings or traces of one job.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    path: Annotated[
+        Path, typer.Argument(help="A dump, or a directory of dumps, rings or traces of one job.")
+    ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
+    ] = False,
     pictures: Annotated[
         Path | None,
-        typer.Option(help="Write delay matrix, waiting graph and timeline into this folder, as SVG."),
+        typer.Option(help="Write delay matrix, wait graph and timeline as SVG into this directory."),
     ] = None,
-    png: Annotated[bool, typer.Option("--png", help="With --pictures: PNG as well (extra `plot`).")] = False,
+    png: Annotated[
+        bool, typer.Option("--png", help="With --pictures: also write PNG (extra `plot`).")
+    ] = False,
 ) -> None:
-    """Say who is hung or slow, from what the ranks recorded of their communication.
+    """Find the hung or slow rank or link from records of communication.
 
     Reads PyTorch Flight Recorder dumps (pickle and JSON), NCCL Inspector and RAS files, Everstep's own rings,
-    and tables of operations (parquet). Files it cannot use are named and left out.
+    and tables of operations (parquet). Unusable files are listed and skipped.
 
-    Examples: everstep diagnose /tmp/traces · everstep diagnose dumps/ --pictures out/ --png ·
-    everstep diagnose trace.parquet --json
+    [bold]Examples[/bold]
+
+      everstep diagnose /tmp/traces
+
+      everstep diagnose dumps/ --pictures out/ --png
+
+      everstep diagnose trace.parquet --json
     """
     analysis = _analyse(path, Console(stderr=True))
     if pictures is not None:
@@ -72,18 +83,18 @@ def _analyse(path: Path, messages: Console) -> Analysis:
     analysis.diagnosis.unusable = unusable + analysis.diagnosis.unusable
     if not parts and not tables:
         first = f"; {unusable[0][0]}: {unusable[0][1]}" if unusable else ""
-        raise UserError(f"{path} holds no dump or trace that can be used{first}.")
+        raise UserError(f"{path} contains no usable dump or trace{first}.")
     return analysis
 
 
 def _files(path: Path) -> list[Path]:
     if not path.exists():
-        raise UserError(f"{path} does not exist; name a dump or a folder of dumps.")
+        raise UserError(f"{path} not found; give a dump or a directory of dumps.")
     if path.is_file():
         return [path]
     files = sorted(f for f in path.rglob("*") if f.is_file() and not f.name.startswith("."))
     if not files:
-        raise UserError(f"{path} is empty; name a folder that holds dumps, rings or traces.")
+        raise UserError(f"{path} is empty; give a directory with dumps, rings or traces.")
     return files
 
 

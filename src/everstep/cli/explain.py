@@ -1,4 +1,4 @@
-"""`everstep explain`: what each error means to us, and the story of one incident, from evidence to remedy."""
+"""`everstep explain`: the table of error kinds, and the timeline of one incident from evidence to remedy."""
 
 from __future__ import annotations
 
@@ -33,16 +33,21 @@ def explain_command(
     token: Token = "",
     ca: Ca = None,
     patterns: Annotated[
-        bool, typer.Option("--patterns", help="With `severities`: the texts each kind is known by.")
+        bool, typer.Option("--patterns", help="With `severities`: also list the patterns of each error kind.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
+    ] = False,
 ) -> None:
-    """Explain an incident: evidence, verdict and remedies, each with its time and its reason.
+    """Explain an incident: evidence, verdict and remedies, with time and reason.
 
-    \b
-    everstep explain 7                       the story of incident 7
-    everstep explain severities              which error leads to which remedy
-    everstep explain severities --patterns   and by which words it is recognised
+    [bold]Examples[/bold]
+
+      everstep explain 7
+
+      everstep explain severities
+
+      everstep explain severities --patterns
     """
     if what == "severities":
         document = severities_document()
@@ -51,7 +56,7 @@ def explain_command(
         document = fetch_incident(int(what), Client(address=address, token=token, ca=ca))
         _emit(document) if as_json else _show_incident(document)
     else:
-        raise UserError(f"{what!r} is not a thing to explain; give the number of an incident, or severities.")
+        raise UserError(f"{what!r} cannot be explained; give the number of an incident, or severities.")
 
 
 def _emit(document: Mapping[str, Any]) -> None:
@@ -123,14 +128,14 @@ def _pattern_table() -> Table:
     return table
 
 
-# The story of an incident
+# The timeline of an incident
 
 
 def fetch_incident(number: int, client: Client) -> dict[str, Any]:
-    """What the coordinator knows of it: a JSON object, as it came."""
+    """The incident as the coordinator reports it, a JSON object."""
     document = client.get(f"/v1/incidents/{number}")
     if not isinstance(document, dict) or not isinstance(document.get("number"), int):
-        raise PeerError(f"what answers at {client.address} is no coordinator: its answer is not an incident")
+        raise PeerError(f"{client.address} is not a coordinator: its answer is not an incident")
     return document
 
 
@@ -159,7 +164,7 @@ def _moments(document: Mapping[str, Any]) -> Iterator[IncidentMoment]:
         text = f"{verdict['kind']}, {_severity(verdict['severity'])}: {verdict['because']}"
         yield IncidentMoment(at=_verdict_at(document, verdict), what="verdict", text=text)
     for remedy in remedies:
-        outcome = f" ({remedy['outcome']})" if remedy.get("outcome") else " (under way)"
+        outcome = f" ({remedy['outcome']})" if remedy.get("outcome") else " (in progress)"
         yield IncidentMoment(
             at=remedy["at"], what="remedy", text=f"{remedy['what']}{outcome}: {remedy['because']}"
         )
@@ -170,7 +175,7 @@ def _moments(document: Mapping[str, Any]) -> Iterator[IncidentMoment]:
 
 
 def _verdict_at(document: Mapping[str, Any], verdict: Mapping[str, Any]) -> float:
-    """Where no time is told: with the last evidence before the first remedy."""
+    """If the verdict has no time: that of the last evidence before the first remedy."""
     if verdict.get("at") is not None:
         return float(verdict["at"])
     first_remedy = min((remedy["at"] for remedy in document.get("remedies") or []), default=float("inf"))
@@ -187,9 +192,7 @@ def _show_incident(document: Mapping[str, Any]) -> None:
         moments = story(document)
         lines = list(_header(document))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PeerError(
-            f"incident {document['number']} was told in a way this version cannot read: {error!r}"
-        ) from None
+        raise PeerError(f"this version cannot read incident {document['number']}: {error!r}") from None
     console = Console(highlight=False)
     for line in lines:
         console.print(line, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`everstep fabric`: a leaf-spine network's paths, and which flow of training takes which."""
+"""`everstep fabric`: which flow of training takes which path of a leaf-spine network."""
 
 from __future__ import annotations
 
@@ -32,39 +32,40 @@ if TYPE_CHECKING:
 
 fabric_app = typer.Typer(
     no_args_is_help=True,
-    help="Put each long-lived flow of training on a path of its own, and see what it is worth.",
+    rich_markup_mode="rich",
+    help="Plan network paths for the flows of training, and simulate the effect.",
 )
 
-FabricFile = Annotated[
-    Path, typer.Argument(help="Fabric file (TOML): [clos], or nodes, leaves, spines, cables; and [[task]].")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+FabricFile = Annotated[Path, typer.Argument(help="Fabric file (TOML); see docs/fabric.md.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
 @fabric_app.command("plan")
 def plan_command(
     fabric: FabricFile,
     previous: Annotated[
-        Path | None, typer.Option(help="A plan written before (--out): keep its paths, move few flows.")
+        Path | None, typer.Option(help="Previous plan (written by --out): keep its paths, move few flows.")
     ] = None,
     max_moves: Annotated[
-        int | None, typer.Option(help="With --previous: most flows moved to even the load.")
+        int | None, typer.Option(help="With --previous: maximum number of flows moved to balance the load.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the plan (JSON).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
     roce: Annotated[
-        Path | None, typer.Option(help="Write queue pairs and NCCL's environment; untested.")
+        Path | None, typer.Option(help="Write queue pairs and NCCL environment; untested.")
     ] = None,
     catalogue: Annotated[
-        Path | None, typer.Option(help="With --roce: what `probe --protocol udp` wrote.")
+        Path | None, typer.Option(help="With --roce: the catalogue from `probe --protocol udp`.")
     ] = None,
     bound: Annotated[
-        bool, typer.Option(help="Also solve the linear program (scipy); slow on large ones.")
+        bool, typer.Option("--bound", help="Also solve the linear program (scipy); slow for large fabrics.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Give every flow of the tasks a path, so that the worst link is as little loaded as can be.
+    """Assign a path to every flow so that the load of the busiest link is minimal.
 
-    everstep fabric plan fabric.toml --out plan.json
+    [bold]Example[/bold]
+
+      everstep fabric plan fabric.toml --out plan.json
     """
     from everstep.fabric.allocate import allocate, reallocate
     from everstep.fabric.bound import bound_s, lower_bound_s
@@ -92,27 +93,29 @@ def plan_command(
 @fabric_app.command("probe")
 def probe_command(
     fabric: FabricFile,
-    source: Annotated[str, typer.Option("--from", help="This machine's node in the file.")],
+    source: Annotated[str, typer.Option("--from", help="Node of the file that this machine is.")],
     targets: Annotated[
-        list[str] | None, typer.Option("--to", help="A node to probe; repeatable; all others.")
+        list[str] | None, typer.Option("--to", help="Node to probe; all others if not given. Repeatable.")
     ] = None,
     ports: Annotated[str, typer.Option(help="Source ports, first-last.")] = "24000-24063",
-    target_port: Annotated[int, typer.Option(help="The port that data will go to.")] = 29500,
-    protocol: Annotated[str, typer.Option(help="tcp or udp: that of the data.")] = "tcp",
-    packets: Annotated[int, typer.Option(help="Most packets sent in all.")] = 4096,
-    seconds: Annotated[float, typer.Option(help="Most seconds spent in all.")] = 10.0,
+    target_port: Annotated[int, typer.Option(help="Destination port of the data.")] = 29500,
+    protocol: Annotated[str, typer.Option(help="Protocol of the data: tcp or udp.")] = "tcp",
+    packets: Annotated[int, typer.Option(help="Maximum number of packets.")] = 4096,
+    seconds: Annotated[float, typer.Option(help="Maximum time in seconds.")] = 10.0,
     trace: Annotated[
-        bool, typer.Option(help="All hops, to discover a fabric whose switches are not known.")
+        bool, typer.Option("--trace", help="Trace all hops, to discover unknown switches.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the catalogue (JSON); with --trace the fabric, to be read as a file."),
+        typer.Option(help="Write the catalogue as JSON; with --trace, the fabric file."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find out which source port takes which path. Needs no root; run it on the node it probes from.
+    """Measure which source port takes which path. Run it on the source node; it needs no root.
 
-    everstep fabric probe fabric.toml --from h1 --to h2 --ports 24000-24255
+    [bold]Example[/bold]
+
+      everstep fabric probe fabric.toml --from h1 --to h2 --ports 24000-24255
     """
     from everstep.node.probe import Budget, Prober
 
@@ -139,19 +142,24 @@ def probe_command(
 
 @fabric_app.command("simulate")
 def simulate_command(
-    fabric: Annotated[Path | None, typer.Argument(help="Fabric file with [[task]]; or a --preset.")] = None,
+    fabric: Annotated[Path | None, typer.Argument(help="Fabric file with tasks, or give --preset.")] = None,
     preset: Annotated[str | None, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of every task.")] = 5,
-    seeds: Annotated[int, typer.Option(help="Seeds of hashing and chance.")] = 20,
+    steps: Annotated[int, typer.Option(help="Steps per task.")] = 5,
+    seeds: Annotated[int, typer.Option(help="Number of seeds for hashing and random choice.")] = 20,
     fail: Annotated[
-        list[str] | None, typer.Option(help="LINK[=FRACTION]@SECONDS, repeatable; 0 is dead.")
+        list[str] | None,
+        typer.Option(
+            help="Failed link, as LINK@SECONDS, or LINK=FRACTION@SECONDS of its capacity. Repeatable."
+        ),
     ] = None,
-    notice: Annotated[float, typer.Option(help="Seconds from a failure to the plan's answer.")] = 1.0,
+    notice: Annotated[float, typer.Option(help="Seconds from a failure to the new plan.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Steps in time on a simulated fabric: planned, hashed (ECMP), by chance and in turn.
+    """Simulate steps on a fabric: planned, hashed (ECMP), random and round-robin paths.
 
-    everstep fabric simulate --preset c4p --fail 'l0p0>s0@0.05'
+    [bold]Example[/bold]
+
+      everstep fabric simulate --preset c4p --fail 'l0p0>s0@0.05'
     """
     from everstep.fabric.policies import POLICIES
 
@@ -172,13 +180,15 @@ def simulate_command(
 @fabric_app.command("show")
 def show_command(
     fabric: FabricFile,
-    seed: Annotated[int, typer.Option(help="Of the hashing it is compared with.")] = 0,
-    svg: Annotated[Path | None, typer.Option(help="Write the two pictures as SVG.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the hashing for comparison.")] = 0,
+    svg: Annotated[Path | None, typer.Option(help="Write both pictures as SVG.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the fabric with the load of every link: hashed before, planned after.
+    """Draw the load of every link: hashed before, planned after.
 
-    everstep fabric show fabric.toml --svg fabric.svg
+    [bold]Example[/bold]
+
+      everstep fabric show fabric.toml --svg fabric.svg
     """
     import numpy as np
 
@@ -218,8 +228,8 @@ def _learn(prober: Any, ends: tuple[str, dict[str, str]], target_port: int, prot
         answers = prober.learn(key, list(prober.ports))
         if not answers:
             raise UserError(
-                f"none of the probes from {source} to {name} ({address}) was answered: it cannot be reached, "
-                "or the switches send no ICMP time-exceeded."
+                f"none of the probes from {source} to {name} ({address}) was answered: the node is "
+                "unreachable, or the switches send no ICMP time-exceeded."
             )
         by_path: dict[str, list[int]] = {}
         for port, hops in answers.items():
@@ -240,7 +250,7 @@ def _discover(prober: Any, ends: tuple[str, dict[str, str]], target_port: int) -
         if (trace := prober.trace(source, address, port, target_port=target_port)) is not None
     ]
     if not traces:
-        raise UserError(f"no probe from {source} was answered all the way; nothing is discovered.")
+        raise UserError(f"no probe from {source} reached its destination; nothing is discovered.")
     topology = topology_of(traces, link_gbps=1.0, port_gbps=1.0)
     return {"from": source, "traces": len(traces), "fabric": topology_document(topology)}
 

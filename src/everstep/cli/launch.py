@@ -1,4 +1,4 @@
-"""`everstep launch slurm` and what runs on the nodes then."""
+"""`everstep launch slurm`, and what it runs on the nodes."""
 
 from __future__ import annotations
 
@@ -16,63 +16,64 @@ from everstep.errors import UserError
 launch_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Get coordinator and agents onto a cluster's machines.",
+    help="Start coordinator and agents on the machines of a cluster.",
 )
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.TOML", help="Its keys: docs/job-file.md.")]
-Slots = Annotated[
-    int, typer.Option(min=0, help="Workers a node can hold.", show_default="its GPUs, or CPUs, in this job")
+JobFile = Annotated[
+    Path, typer.Argument(metavar="JOB.TOML", help="The job file; docs/job-file.md lists its keys.")
 ]
-Port = Annotated[int, typer.Option(min=1, max=65535, help="Of the coordinator.")]
+Slots = Annotated[
+    int,
+    typer.Option(min=0, help="Number of workers per node.", show_default="its GPUs, or CPUs, in this job"),
+]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Port of the coordinator.")]
 Coordinator = Annotated[
     str,
     typer.Option(
         metavar="ADDRESS",
-        help="Where it runs, if not in the job, or several where they stand by; its token by EVERSTEP_TOKEN.",
-        show_default="in the job: on its first node, and elsewhere when that is lost",
+        help="An existing coordinator, or several; set EVERSTEP_TOKEN to its token.",
+        show_default="one inside the job; it moves when its node is lost",
     ),
 ]
 Interface = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="By which network nodes reach each other, such as ib0.",
-        show_default="what a node's name is looked up as, or Slurm's address of it",
+        help="Network interface between the nodes, such as ib0.",
+        show_default="the address of the node's name, or Slurm's",
     ),
 ]
-Watch = Annotated[float, typer.Option(min=0.5, help="Seconds between two looks at what Slurm says.")]
+Watch = Annotated[float, typer.Option(min=0.5, help="Seconds between queries of Slurm.")]
 
 
 @launch_app.command("slurm")
 def slurm_command(
     job_file: JobFile,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines.")],
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")],
     run: Annotated[
         Path | None,
         typer.Option(
-            help="A folder that all nodes share: token, journal, logs.",
+            help="Directory shared by all nodes, for token, journal and logs.",
             show_default="runs/NAME-TIME beside the job file",
         ),
     ] = None,
     slots: Slots = 0,
-    sbatch: Annotated[
-        str, typer.Option(metavar="OPTIONS", help="More options for sbatch, as on a command line.")
-    ] = "",
+    sbatch: Annotated[str, typer.Option(metavar="OPTIONS", help="More options for sbatch.")] = "",
     coordinator: Coordinator = "",
     port: Port = 7077,
     interface: Interface = "",
     watch: Watch = 5.0,
-    wait: Annotated[bool, typer.Option("--wait", help="Until the job is over.")] = False,
-    show: Annotated[
-        bool, typer.Option("--print", help="Print the script it would submit, and submit nothing.")
-    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the job ends.")] = False,
+    show: Annotated[bool, typer.Option("--print", help="Print the batch script and submit nothing.")] = False,
     ca: Ca = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
+    ] = False,
 ) -> int:
-    """Train a job on machines that Slurm gives, through the loss of any of them, the first one too.
+    """Train a job on nodes that Slurm allocates. Training survives the loss of any node.
 
-    Each node gets a keeper, which runs its agent; one keeper leads and runs the coordinator. A node that is
-    lost is replaced by another as soon as Slurm has one; a node that Slurm drains is left in good order. If
-    the whole job is requeued it goes on from the newest checkpoint.
+    Each node runs a keeper, which runs its agent; one keeper also runs the coordinator. If a node is lost,
+    Slurm is asked for a replacement. If Slurm drains a node, its workers move away first. If Slurm requeues
+    the job, training resumes from the newest checkpoint.
 
     [bold]Examples[/bold]
 
@@ -93,11 +94,11 @@ def slurm_command(
     job = load_job(job_file)
     if job.checkpoint is None:
         render.note(
-            f"{job_file} keeps no checkpoints: if Slurm requeues the job, it starts from its beginning."
+            f"{job_file} keeps no checkpoints: if Slurm requeues the job, training starts again at step 1."
         )
     token = os.environ.get("EVERSTEP_TOKEN", "")
     if coordinator and not token:
-        raise UserError("--coordinator is given, and no token; give that coordinator's by EVERSTEP_TOKEN.")
+        raise UserError("--coordinator needs a token; set EVERSTEP_TOKEN to the token of that coordinator.")
     launch = slurm.SlurmLaunch(
         job_file=job_file.resolve(),
         run=(run or _default_run(job_file)).resolve(),
@@ -111,8 +112,8 @@ def slurm_command(
         watch_s=watch,
     )
     number = slurm.submit(launch, token=token)
-    render.note(f"job {number}; its folder is {launch.run}")
-    render.note("EVERSTEP_TOKEN=$(cat TOKEN) everstep status --address @ADDRESS shows it, with")
+    render.note(f"job {number}; its directory is {launch.run}")
+    render.note("EVERSTEP_TOKEN=$(cat TOKEN) everstep status --address @ADDRESS shows its state, with")
     render.note(f"  TOKEN {launch.run}/token, ADDRESS {launch.run}/coordinator")
     code = slurm.wait(number, launch.run, render.note) if wait else 0
     if as_json:
@@ -123,18 +124,20 @@ def slurm_command(
 @launch_app.command("node")
 def node_command(
     job_file: JobFile,
-    run: Annotated[Path, typer.Option(help="The run's folder, which all nodes share.")],
+    run: Annotated[Path, typer.Option(help="Directory of the run, shared by all nodes.")],
     slots: Slots = 0,
     interface: Interface = "",
     coordinator: Coordinator = "",
     port: Port = 7077,
     watch: Watch = 5.0,
-    spare_of: Annotated[str, typer.Option(metavar="JOB", help="This node replaces one of that job.")] = "",
+    spare_of: Annotated[
+        str, typer.Option(metavar="JOB", help="This node replaces a lost node of that job.")
+    ] = "",
     attempt: Annotated[int, typer.Option(hidden=True)] = -1,
     rank: Annotated[int, typer.Option(hidden=True)] = -1,
     ca: Ca = None,
 ) -> int:
-    """Keep one node of a Slurm job: what the script of `launch slurm` starts on each, by srun.
+    """Run the keeper of one node of a Slurm job; `launch slurm` starts it by srun.
 
     [bold]Example[/bold]
 
@@ -147,7 +150,9 @@ def node_command(
     env = os.environ
     node = env.get("SLURMD_NODENAME", "")
     if not node or "SLURM_JOB_ID" not in env:
-        raise UserError("this is no step of a Slurm job; start it by srun, or by everstep launch slurm.")
+        raise UserError(
+            "this process is not a step of a Slurm job; start it by srun or by everstep launch slurm."
+        )
     settings = KeeperSettings(
         run=run.resolve(),
         job_file=job_file.resolve(),

@@ -1,7 +1,7 @@
-"""The live view of a run: a grid of workers and what each is doing, the loss, and below the story so far.
+"""The live view of a run: the op of each worker, the loss, and the events so far.
 
-Drawn from the beacons, by the thread that also heals: so never while a recovery is under way, and at most ten
-times a second.
+The thread that runs recovery also draws, from the beacons: never during a recovery, and at most ten times per
+second.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LiveView:
         self._live.console.print(markup)
 
     def tell(self, sign: str, step: int, what: str, detail: str = "") -> None:
-        """One entry of the story: a sign, the step, what happened, and under it how long things took."""
+        """One event: a sign, the step, what happened, and below it the durations."""
         self.say(f"{sign} step {step:<5} {escape(what)}")
         if detail:
             self.say(f"{'':13}[dim]{escape(detail)}[/dim]")
@@ -100,7 +100,7 @@ class LiveView:
     def _action(self, action: act.Action) -> None:
         match action:
             case act.StartWorker() if action.incarnation > 1:
-                self.tell("[yellow]↻[/yellow]", self._step + 1, f"worker {action.worker} is started again")
+                self.tell("[yellow]↻[/yellow]", self._step + 1, f"worker {action.worker} restarts")
                 self._back.add(action.worker)
             case act.CopyState():
                 self.tell("[yellow]↻[/yellow]", self._step + 1, action.because)
@@ -156,7 +156,7 @@ class LiveView:
             return Text(f"✗ {what}, {time.monotonic() - since:.1f} s", style="bold red")
         reading = readings[worker]
         if reading is None or worker in self._back:
-            return Text("↻ copies a peer's state" if reading is not None else "↻ starting", style="yellow")
+            return Text("↻ copying state" if reading is not None else "↻ starting", style="yellow")
         return _doing(worker, reading)
 
     def _facts(self) -> Table:
@@ -168,14 +168,14 @@ class LiveView:
         table.add_row(Text("step", style="bold"), _beside(bar, f"{self._step}/{self.job.steps}"))
         loss = Text("-") if row is None else Text(f"{row.loss:.6f}")
         if row is not None and self.other is not None and row.step in self.other:
-            same = "the same bits so far" if self._worst == 0 else f"at most {self._worst:.1e} apart so far"
+            same = "bit-identical so far" if self._worst == 0 else f"differs by at most {self._worst:.1e}"
             loss.append(
                 f"   {self.other_name} {self.other[row.step]:.6f}, {same}",
                 style="green" if self._worst <= 1e-6 else "red",
             )
         table.add_row(Text("loss", style="bold"), loss)
         if row is not None:
-            table.add_row(Text("time", style="bold"), Text(f"{row.seconds * 1e3:.0f} ms a step"))
+            table.add_row(Text("time", style="bold"), Text(f"{row.seconds * 1e3:.0f} ms per step"))
         return table
 
 
@@ -186,7 +186,7 @@ def relative(a: float, b: float) -> float:
 
 def _doing(worker: Worker, reading: Reading) -> Text:
     if not reading.busy:
-        return Text({"Finished": "  done", "Paused": "  paused"}.get(reading.doing, "  waits"), style="dim")
+        return Text({"Finished": "  done", "Paused": "  paused"}.get(reading.doing, "  waiting"), style="dim")
     try:
         op = parse_op(reading.doing)
     except UserError:

@@ -1,7 +1,7 @@
-"""The `everstep` command: a table of commands, and one place where mistakes become sentences.
+"""The `everstep` command: a table of commands, and the one place where errors become sentences.
 
-Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 130 stopped by Ctrl-C. Torch is imported by the
-commands that train, after their arguments have been read: `--help` and most mistakes cost no seconds.
+Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 130 stopped by Ctrl-C. Commands that train import
+torch only after they have read their arguments, so `--help` and most errors are quick.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Annotated, Any
 
 import typer
 
 from everstep.errors import EverstepError, UserError
 
-_COMMANDS = {  # name: where its function lives
+_COMMANDS = {  # name: module and function
     "demo": "everstep.cli.demo:demo_command",
     "train": "everstep.cli.train:train_command",
     "run": "everstep.cli.run:run_command",
@@ -27,6 +28,7 @@ _COMMANDS = {  # name: where its function lives
     "drain": "everstep.cli.cluster:drain_command",
     "cancel": "everstep.cli.cluster:cancel_command",
     "pause": "everstep.cli.cluster:pause_command",
+    "resume": "everstep.cli.cluster:resume_command",
     "resize": "everstep.cli.cluster:resize_command",
     "logs": "everstep.cli.cluster:logs_command",
     "explain": "everstep.cli.explain:explain_command",
@@ -35,17 +37,17 @@ _COMMANDS = {  # name: where its function lives
     "simulate": "everstep.cli.simulate:simulate_command",
     "diagnose": "everstep.cli.diagnose:diagnose_command",
 }
-_GROUPS = {  # name: where its typer app lives, for commands with commands of their own
+_GROUPS = {  # name: module and typer app, for commands with subcommands
     "sim": "everstep.cli.sim:sim_app",
     "fabric": "everstep.cli.fabric:fabric_app",
     "ckpt": "everstep.cli.ckpt:ckpt_app",
     "launch": "everstep.cli.launch:launch_app",
 }
-_SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the script is the script's
+_SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the script belongs to the script
 
 
 def build_app(first: str | None = None) -> typer.Typer:
-    """The app; of its commands only `first`, if it is one: the others need not be loaded to run it."""
+    """The app. If `first` names a command, only that command is loaded."""
     app = typer.Typer(
         name="everstep",
         no_args_is_help=True,
@@ -53,13 +55,17 @@ def build_app(first: str | None = None) -> typer.Typer:
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="LLM training that heals itself: no microbatch lost, no step repeated, "
-        "the loss curve of a faultless run.",
+        help="LLM training that heals itself: no microbatch is lost, no step is repeated, "
+        "and the loss curve is identical to a failure-free run.",
     )
 
-    @app.callback()
-    def everstep() -> None:
-        """Makes the app a group, also while it has one command."""
+    @app.callback()  # makes the app a group, also while it has one command
+    def everstep(
+        version: Annotated[
+            bool,
+            typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit."),
+        ] = False,
+    ) -> None: ...
 
     places = _COMMANDS | _GROUPS
     for name in [first] if first in places else places:
@@ -74,21 +80,43 @@ def build_app(first: str | None = None) -> typer.Typer:
     return app
 
 
+def command_tree(first: str | None = None) -> Any:
+    """The commands, with help pages that print no type beside a flag."""
+    tree = typer.main.get_command(build_app(first))
+    pending: list[Any] = [tree]
+    while pending:
+        command = pending.pop()
+        pending.extend(getattr(command, "commands", {}).values())
+        context = typer.Context(command, help_option_names=["-h", "--help"])
+        for parameter in (*command.params, command.get_help_option(context)):
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+    return tree
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from everstep import __version__
+
+        print(f"everstep {__version__}")
+        raise typer.Exit
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; its exit code."""
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
-        code = build_app(*given[:1])(args=given, prog_name="everstep", standalone_mode=False)
-        return _say("stopped; no process is left behind.", 130) if code == 130 else int(code or 0)
+        code = command_tree(*given[:1])(args=given, prog_name="everstep", standalone_mode=False)
+        return _say("stopped; no process is left running.", 130) if code == 130 else int(code or 0)
     except UserError as error:
         return _say(str(error), 2)
     except EverstepError as error:
         return _say(str(error), 1)
-    except BrokenPipeError:  # who read our output has gone, as after `| head`
+    except BrokenPipeError:  # the reader of our output has exited, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (KeyboardInterrupt, typer.Abort):  # which of the three it is depends on typer's version
-        return _say("stopped; no process is left behind.", 130)
+        return _say("stopped; no process is left running.", 130)
     except Exception as error:
         if not hasattr(error, "format_message"):  # then it is a usage error, by whichever click typer brings
             raise

@@ -1,4 +1,4 @@
-"""`everstep plan`: who should have which workers, what the change earns and costs, and what came second."""
+"""`everstep plan`: which task gets which workers, what the change gains and costs, and the runner-up."""
 
 from __future__ import annotations
 
@@ -30,15 +30,19 @@ everstep plan cluster.toml --next\n
 
 
 def plan_command(
-    file: Annotated[Path, typer.Argument(help="The cluster and its tasks, TOML; see docs/planner.md.")],
+    file: Annotated[Path, typer.Argument(help="Cluster and tasks as TOML; see docs/planner.md.")],
     what_if: Annotated[
         str | None,
-        typer.Option(help='An event to plan for: "lose node-3", "join node-9", "finish gpt", "submit gpt".'),
+        typer.Option(help='Event to plan for: "lose node-3", "join node-9", "finish gpt", "submit gpt".'),
     ] = None,
-    next_events: Annotated[bool, typer.Option("--next", help="The answers to every next event.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    next_events: Annotated[
+        bool, typer.Option("--next", help="Show the plan for every possible next event.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
+    ] = False,
 ) -> None:
-    """Which task gets which workers, and is it worth the move."""
+    """Plan which task gets which workers, and whether the move pays off."""
     from everstep.plan.answer import assign
     from everstep.plan.document import document_of, world_from
     from everstep.plan.events import after
@@ -77,7 +81,7 @@ def _show(world: PlanWorld, plan: Plan, planning_ms: float) -> None:
 
     console = Console(highlight=False)
     console.print(plan.because, soft_wrap=True)
-    table = Table("task", "weight", "workers", "shape", "choice", "throughput", "pays", "moves")
+    table = Table("task", "weight", "workers", "shape", "choice", "throughput", "downtime", "moves")
     weights = {task.name: task.weight for task in world.tasks}
     for name, gain in plan.gains.items():
         table.add_row(
@@ -87,7 +91,7 @@ def _show(world: PlanWorld, plan: Plan, planning_ms: float) -> None:
             _changed(gain.shape_before, gain.shape_after),
             gain.kind.name.lower() + (" (lost a worker)" if gain.damaged else ""),
             _changed_rate(gain.throughput_before, gain.throughput_after),
-            span(gain.transition_s) if gain.cost else "nothing",
+            span(gain.transition_s) if gain.cost else "none",
             str(gain.moves),
         )
     console.print(table)
@@ -97,7 +101,7 @@ def _show(world: PlanWorld, plan: Plan, planning_ms: float) -> None:
         soft_wrap=True,
     )
     if plan.payback_s is not None:
-        console.print(f"the move has paid for itself after {span(plan.payback_s)}")
+        console.print(f"the move pays for itself after {span(plan.payback_s)}")
     if plan.runner_up is not None:
         console.print(
             f"runner-up, {plan.runner_up.behind:.2%} behind: {plan.runner_up.because}", soft_wrap=True
@@ -115,7 +119,7 @@ def _show_next(world: PlanWorld, as_json: bool) -> None:
     answers = NextEvents(world)
     began = time.perf_counter()
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("thinking ahead", total=answers.num_decisions())
+        task = bar.add_task("planning ahead", total=answers.num_decisions())
         while answers.prepare(1):
             bar.advance(task)
     planning_ms = (time.perf_counter() - began) * 1e3
@@ -130,7 +134,7 @@ def _show_next(world: PlanWorld, as_json: bool) -> None:
         cells = [str(row.allocation.get(task.name, "")) for task in world.submitted()]
         table.add_row(row.event, *cells)
     Console().print(table)
-    Console().print(f"{answers.num_decisions()} different answers, thought of in {planning_ms:.0f} ms")
+    Console().print(f"{answers.num_decisions()} different plans, computed in {planning_ms:.0f} ms")
 
 
 def _changed(before: object, after: object) -> str:
@@ -142,11 +146,11 @@ def _changed(before: object, after: object) -> str:
 def _changed_rate(before: float, after: float) -> str:
     """Both in the unit of the larger."""
     unit = _short(max(before, after)).partition(" ")[2]
-    told = [
+    parts = [
         _short(x).partition(" ")[0] if _short(x).endswith(unit) or not x else _short(x)
         for x in (before, after)
     ]
-    return f"{told[0]} → {told[1]} {unit}".rstrip()
+    return f"{parts[0]} → {parts[1]} {unit}".rstrip()
 
 
 def _short(value: float) -> str:
@@ -163,8 +167,8 @@ def _by_node(places: Sequence[SlotPlace | None]) -> str:
         if place is not None:
             slots.setdefault(place.node, []).append(place.slot)
     missing = sum(place is None for place in places)
-    told = [f"{node}:{_runs(sorted(found))}" for node, found in slots.items()]
-    shown = " ".join(told[:16]) + (f" and {len(told) - 16} nodes more" if len(told) > 16 else "")
+    parts = [f"{node}:{_runs(sorted(found))}" for node, found in slots.items()]
+    shown = " ".join(parts[:16]) + (f" and {len(parts) - 16} nodes more" if len(parts) > 16 else "")
     return shown + (f"; {missing} missing" if missing else "")
 
 

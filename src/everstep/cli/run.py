@@ -1,7 +1,7 @@
-"""`everstep run train.py`: a person's own script, launched the way torchrun launches one.
+"""`everstep run train.py`: run your training script, as torchrun does.
 
-Without `--nproc` the script calls `everstep.train`, and its workers heal in the middle of a step. With
-`--nproc` it is any script that torchrun could start; then a fault ends all ranks and starts them again.
+Without `--nproc` the script calls `everstep.train`, and its workers recover in mid-step. With `--nproc` it is
+any script that torchrun can start; then a failure restarts all ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _OWN, _ANY = "Scripts that call everstep.train", "Any script (with --nproc)"
 
 
 def run_command(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A file; with --module, a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its own.")] = None,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Your script; with --module, a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
+    ] = None,
     replicas: Annotated[
-        int | None, typer.Option(help="Instead of the script's replicas.", rich_help_panel=_OWN)
+        int | None, typer.Option(help="Override the replicas of the script.", rich_help_panel=_OWN)
     ] = None,
     stages: Annotated[
-        int | None, typer.Option(help="Instead of the script's stages.", rich_help_panel=_OWN)
+        int | None, typer.Option(help="Override the stages of the script.", rich_help_panel=_OWN)
     ] = None,
     kill: Annotated[list[str] | None, KILL] = None,
     nproc: Annotated[
@@ -42,14 +44,17 @@ def run_command(
             "--nproc_per_node",
             metavar="N",
             rich_help_panel=_ANY,
-            help="Start so many ranks of the script: a number, gpu or cpu.",
+            help="Number of ranks to start: a number, gpu or cpu.",
         ),
     ] = None,
     module: Annotated[
-        bool, typer.Option("--module", "-m", rich_help_panel=_ANY, help="SCRIPT is a module's name.")
+        bool, typer.Option("--module", "-m", rich_help_panel=_ANY, help="SCRIPT is the name of a module.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", "--max_restarts", rich_help_panel=_ANY, help="Of all ranks.")
+        int,
+        typer.Option(
+            "--max-restarts", "--max_restarts", rich_help_panel=_ANY, help="Maximum restarts of all ranks."
+        ),
     ] = 3,
     rdzv_port: Annotated[
         int,
@@ -58,43 +63,45 @@ def run_command(
             "--master-port",
             "--master_port",
             rich_help_panel=_ANY,
-            help="MASTER_PORT; 0 is a free one for every start.",
+            help="MASTER_PORT; 0 for a free port at each start.",
         ),
     ] = 0,
     log_dir: Annotated[
         Path | None,
-        typer.Option("--log-dir", "--log_dir", rich_help_panel=_ANY, help="Default: runs/."),
+        typer.Option(
+            "--log-dir", "--log_dir", rich_help_panel=_ANY, help="Directory for logs; runs/ if not given."
+        ),
     ] = None,
     hang_after: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
             rich_help_panel=_ANY,
-            help="Restart when no rank has used a CPU or written anything for so long.",
+            help="Restart when no rank has used CPU time or printed anything for this long.",
         ),
     ] = None,
     grace: Annotated[
-        float, typer.Option(metavar="SECONDS", rich_help_panel=_ANY, help="From SIGTERM to SIGKILL.")
+        float, typer.Option(metavar="SECONDS", rich_help_panel=_ANY, help="Time between SIGTERM and SIGKILL.")
     ] = 5.0,
     preload: Annotated[
         list[str] | None,
         typer.Option(
             metavar="MODULE",
             rich_help_panel=_ANY,
-            help="Load it once and fork every rank from there; restarts then save that time. "
-            "Usually torch. May be given several times.",
+            help="Import this module once and fork every rank from there, for faster restarts. "
+            "Usually torch. Repeatable.",
         ),
     ] = None,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> int:
-    """Run a person's own script: with workers that heal, or as torchrun would.
+    """Run your training script, with workers that recover or as torchrun runs it.
 
-    A script that calls [bold]everstep.train[/bold] is run here up to that call, and once more in every
-    worker.
+    A script that calls [bold]everstep.train[/bold] runs here up to that call, and then in every worker.
 
-    With [bold]--nproc[/bold] it may be any script that torchrun can start: the same environment variables,
-    a log for each rank, and when a rank dies, raises, stops or hangs: who it was, why, a restart of all.
+    With [bold]--nproc[/bold] it can be any script that torchrun can start. Every rank gets the same
+    environment variables as under torchrun, and a log file. If a rank dies, raises, stops or hangs, Everstep
+    reports which rank and why, and restarts all ranks.
 
     [bold]Examples[/bold]
 
@@ -110,11 +117,11 @@ def run_command(
         given = {"--module": module, "--hang-after": hang_after, "--preload": preload, "--log-dir": log_dir}
         for name, value in given.items():
             if value:
-                raise UserError(f"{name} is for scripts that torchrun could start; give --nproc too.")
+                raise UserError(f"{name} is for scripts that torchrun can start; give --nproc too.")
         return _heal(script, arguments or [], replicas, stages, kill or [], as_json)
     for name, value in {"--replicas": replicas, "--stages": stages, "--kill": kill}.items():
         if value:
-            raise UserError(f"{name} is for scripts that call everstep.train; leave it or --nproc out.")
+            raise UserError(f"{name} is for scripts that call everstep.train; remove it or --nproc.")
     if not module and not script.is_file():
         raise UserError(f"script {str(script)!r} is not a file.")
     _check("--max-restarts", max_restarts, least=0)
@@ -162,7 +169,7 @@ def _count(nproc: str) -> int:
         if found := torch.cuda.device_count():
             return found
         if nproc == "gpu":
-            raise UserError("--nproc is gpu, but torch sees no GPU here; give a number.")
+            raise UserError("--nproc is gpu, but torch finds no GPU; give a number.")
     if nproc in ("cpu", "auto"):
         return len(os.sched_getaffinity(0))
     if not nproc.isdecimal() or int(nproc) < 1:

@@ -1,4 +1,4 @@
-"""`everstep schedule`: the best step a set of survivors can run, and how far from the best it can be."""
+"""`everstep schedule`: the step that the live workers run, and its distance from the optimum."""
 
 from __future__ import annotations
 
@@ -44,36 +44,42 @@ def schedule_command(
     stages: Annotated[int, typer.Option(help="Pipeline stages.")] = 4,
     replicas: Annotated[int, typer.Option(help="Data-parallel replicas.")] = 3,
     microbatches: Annotated[int, typer.Option(help="Microbatches per replica and step.")] = 6,
-    dead: Annotated[list[str] | None, typer.Option(help="A dead worker, replica:stage; repeatable.")] = None,
+    dead: Annotated[
+        list[str] | None, typer.Option(help="Failed worker, as replica:stage. Repeatable.")
+    ] = None,
     times: Annotated[
-        str, typer.Option(help="Op times; R and U, the reduce and the update, are 0 if left out.")
+        str, typer.Option(help="Op times; R (reduce) and U (update) default to 0.")
     ] = "F=1,I=1,W=1",
-    hop: Annotated[float, typer.Option(help="Time of a tensor between stages.")] = 0.0,
+    hop: Annotated[float, typer.Option(help="Time to send a tensor between stages.")] = 0.0,
     stash: Annotated[
-        str, typer.Option(help="Microbatches a worker may hold: none, a number, or from-memory.")
+        str, typer.Option(help="Limit of microbatches per worker: none, a number, or from-memory.")
     ] = "none",
-    memory: Annotated[float, typer.Option(help="Bytes a worker has for activations.")] = 0.0,
-    held_forward: Annotated[float, typer.Option(help="Bytes a microbatch holds from F to I.")] = 0.0,
-    held_weight: Annotated[float, typer.Option(help="Bytes it holds from I to W.")] = 0.0,
-    mode: Annotated[str, typer.Option(help=f"One of {', '.join(MODES)}.")] = "staggered",
+    memory: Annotated[float, typer.Option(help="Bytes per worker for activations.")] = 0.0,
+    held_forward: Annotated[float, typer.Option(help="Bytes per microbatch from F to I.")] = 0.0,
+    held_weight: Annotated[float, typer.Option(help="Bytes per microbatch from I to W.")] = 0.0,
+    mode: Annotated[str, typer.Option(help=f"Schedule mode: {', '.join(MODES)}.")] = "staggered",
     instance_file: Annotated[
         Path | None,
-        typer.Option("--instance", help="The full instance as JSON, instead of the options above."),
+        typer.Option("--instance", help="Read the full instance from JSON instead of the options above."),
     ] = None,
-    polish: Annotated[bool, typer.Option(help="Let CP-SAT improve the plan (extra `optimal`).")] = False,
+    polish: Annotated[
+        bool, typer.Option("--polish", help="Improve the plan with CP-SAT (extra `optimal`).")
+    ] = False,
     seconds: Annotated[float, typer.Option(help="Time limit of --polish.")] = 30.0,
-    text: Annotated[bool, typer.Option("--text", help="Print the ops, one line a worker.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Write a Gantt chart.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Write a Gantt chart (extra `plot`).")] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print the ops, one line per worker.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
+    ] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write a Gantt chart as SVG.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a Gantt chart as PNG (extra `plot`).")] = None,
     policies: Annotated[
-        bool, typer.Option("--compare", help="Other systems' policies on this instance.")
+        bool, typer.Option("--compare", help="Compare with the policies of other systems.")
     ] = False,
     normalized: Annotated[
-        bool, typer.Option("--normalize", help="Where the failures would hurt least.")
+        bool, typer.Option("--normalize", help="Show which placement of the failures costs least.")
     ] = False,
 ) -> None:
-    """Plan one step for the workers that live, and say how far from the best possible it can be.
+    """Plan one step for the live workers, with a bound on its distance from the optimum.
 
     [bold]Examples[/bold]
 
@@ -101,7 +107,7 @@ def schedule_command(
     instance = _with_stash(instance, stash, given=instance_file is not None)
     messages = Console(stderr=True)
     if mode in REFERENCES and instance.dead:
-        messages.print(f"{mode} is a fault-free reference: the dead are ignored.")
+        messages.print(f"{mode} is a failure-free reference: failed workers are ignored.")
         instance = instance.fault_free()
     began = time.perf_counter()
     planned = _polished(instance, mode, seconds, messages) if polish else plan(instance, mode)

@@ -15,32 +15,40 @@ from everstep.errors import UserError
 if TYPE_CHECKING:
     from everstep.sim.storm import Spec
 
-sim_app = typer.Typer(no_args_is_help=True, help="The deterministic simulator's storms (for tests).")
-SHOWN = 3  # failing seeds told in full
+sim_app = typer.Typer(
+    no_args_is_help=True, help="Run fault storms in the deterministic simulator (for tests)."
+)
+SHOWN = 3  # failing seeds printed in full
 TAIL = 40  # lines of their transcripts
 
 
 @sim_app.callback()
 def sim() -> None:
-    """The deterministic simulator's storms. For policies and failure rates see `everstep simulate`."""
+    """Run fault storms in the deterministic simulator. To compare policies see `everstep simulate`."""
 
 
 @sim_app.command("storm")
 def storm_command(
-    seeds: Annotated[str, typer.Option(help="From:to, the end not included; or one seed.")] = "0:1000",
-    keep: Annotated[str, typer.Option(help="Only these faults of the seed, by number: 0,3")] = "",
-    cluster: Annotated[bool, typer.Option(help="The whole coordinator with agents and detectors.")] = False,
-    moves: Annotated[
-        bool, typer.Option(help="The same, and states are kept in memory and other shapes asked for.")
+    seeds: Annotated[str, typer.Option(help="Range first:end, end excluded; or one seed.")] = "0:1000",
+    keep: Annotated[str, typer.Option(help="Only these faults of the seed, by number, such as 0,3.")] = "",
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Simulate the whole coordinator with agents and detectors.")
     ] = False,
-    transcript: Annotated[bool, typer.Option(help="Print everything that happens, in virtual time.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    moves: Annotated[
+        bool, typer.Option("--moves", help="As --cluster, with memory copies and changes of shape.")
+    ] = False,
+    transcript: Annotated[
+        bool, typer.Option("--transcript", help="Print every event, in virtual time.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
+    ] = False,
 ) -> None:
-    """Random faults in a virtual cluster around the real recovery, scheduler and workers' decisions.
+    """Inject random faults into a simulated cluster that runs the real decisions.
 
-    Every seed is one storm: shape, weather and faults come from it. Invariants are checked all along; after a
-    while everything heals and training must end. A failing seed is shrunk to few faults, told, and the
-    command that replays it is printed.
+    Each seed is one storm: it determines shape, network and faults. Invariants are checked after every event.
+    The faults end after a while, and training must then finish. A failing seed is reduced to few faults and
+    printed with the command that replays it.
 
     Examples:
 

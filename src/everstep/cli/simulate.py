@@ -1,4 +1,4 @@
-"""`everstep simulate`: weeks of a cluster's life under several systems' policies, in seconds."""
+"""`everstep simulate`: weeks of a cluster under the policies of several systems, in seconds."""
 
 from __future__ import annotations
 
@@ -19,41 +19,51 @@ if TYPE_CHECKING:
 
 
 def simulate_command(
-    study: Annotated[Path | None, typer.Argument(help="A study.toml; flags change what it says.")] = None,
+    study: Annotated[Path | None, typer.Argument(help="Study file (TOML); options override it.")] = None,
     trace: Annotated[
         str,
         typer.Option(help="trace-a, trace-b, llama3, poisson, or a file: spot CSV, Titan CSV, spot JSON."),
     ] = "",
-    policies: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "",
-    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster.")] = None,
-    slots: Annotated[int | None, typer.Option(help="GPUs of a node.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="A100, A800, H100 or H200.")] = None,
+    policies: Annotated[str, typer.Option(help="Policies, comma-separated, or all.")] = "",
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes.")] = None,
+    slots: Annotated[int | None, typer.Option(help="GPUs per node.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU type: A100, A800, H100 or H200.")] = None,
     stack: Annotated[
-        str | None, typer.Option(help="Whose throughput: megatron, megatron-2022, llama3 ...")
+        str | None, typer.Option(help="Throughput model: megatron, megatron-2022, llama3 ...")
     ] = None,
-    mix: Annotated[str, typer.Option(help="Six tasks by number, 1 to 5; see `everstep plan --help`.")] = "",
-    task: Annotated[list[str] | None, typer.Option(help="model or model:weight; may be given often.")] = None,
+    mix: Annotated[str, typer.Option(help="Task mix 1 to 5 of six tasks each; see docs/simulator.md.")] = "",
+    task: Annotated[list[str] | None, typer.Option(help="Task as model or model:weight. Repeatable.")] = None,
     rate: Annotated[
-        str, typer.Option(help="Of poisson: per 1,000 node-days, or a name such as llama3.")
+        str, typer.Option(help="For poisson: failures per 1,000 node-days, or a name such as llama3.")
     ] = "",
     mtbf_hours: Annotated[
-        float | None, typer.Option(help="Of poisson: between failures of the cluster.")
+        float | None, typer.Option(help="For poisson: hours between failures of the cluster.")
     ] = None,
-    days: Annotated[float | None, typer.Option(help="How long.")] = None,
-    repair_hours: Annotated[str, typer.Option(help="Shortest:longest repair, such as 4:72.")] = "",
-    checkpoint_minutes: Annotated[float | None, typer.Option(help="Between checkpoints on disk.")] = None,
-    spares: Annotated[int | None, typer.Option(help="Nodes kept out of the first allocation.")] = None,
-    seeds: Annotated[int | None, typer.Option(help="How many random lives; gives the confidence.")] = None,
-    ablation: Annotated[bool, typer.Option(help="Everstep with its means taken away one by one.")] = False,
-    vary: Annotated[str, typer.Option(help="A sweep, such as spares=0,1,2,4 or mtbf-hours=1,4,24.")] = "",
-    plot: Annotated[Path | None, typer.Option(help="Write a picture, as SVG.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    days: Annotated[float | None, typer.Option(help="Length of the simulation in days.")] = None,
+    repair_hours: Annotated[str, typer.Option(help="Range of repair times, such as 4:72.")] = "",
+    checkpoint_minutes: Annotated[
+        float | None, typer.Option(help="Minutes between checkpoints on disk.")
+    ] = None,
+    spares: Annotated[int | None, typer.Option(help="Nodes held back as spares.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="Number of random runs; more give a narrower confidence interval.")
+    ] = None,
+    ablation: Annotated[
+        bool, typer.Option("--ablation", help="Everstep with one mechanism removed at a time.")
+    ] = False,
+    vary: Annotated[
+        str, typer.Option(help="Sweep over a parameter, such as spares=0,1,2,4 or mtbf-hours=1,4,24.")
+    ] = "",
+    plot: Annotated[Path | None, typer.Option(help="Write a plot as SVG.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
+    ] = False,
 ) -> None:
-    """What would this cluster have earned, under which policy?
+    """Simulate a cluster under several recovery policies and compare their goodput.
 
-    Every policy lives through the same failures, starts from the same allocation and is charged on the same
-    throughput model (`everstep plan`). Earned is the accumulated weighted achieved FLOPs (WAF), in per cent
-    of a life without faults; lost says where the rest went.
+    Every policy gets the same failures, the same first allocation and the same throughput model (see
+    `everstep plan`). Goodput is the accumulated weighted achieved FLOPs (WAF), in per cent of a failure-free
+    run; the other columns show where the rest is lost.
 
     Examples:
 
@@ -127,7 +137,7 @@ def _run(request: Request, *, record: bool, quiet: bool) -> tuple[Any, Any, Any]
     traces = request.traces()
     setup = request.setup(traces[0])
     chosen = request.chosen()
-    with bar(len(traces) * len(chosen), quiet=quiet, title="lives") as advance:
+    with bar(len(traces) * len(chosen), quiet=quiet, title="runs") as advance:
         return traces[0], setup, run_study(setup, traces, chosen, record=record, advance=advance)
 
 

@@ -21,35 +21,43 @@ if TYPE_CHECKING:
 KILL = typer.Option(
     metavar="stage=1,replica=0,step=7[,op=F3]",
     rich_help_panel="Faults",
-    help="SIGKILL this worker in this step, before this op: F3, I2, W5 (F1.3: of replica "
-    "1), R or U. May be given several times.",
+    help="Kill this worker in this step, before this op: F3, I2, W5 (F1.3: microbatch 3 of "
+    "replica 1), R or U. Repeatable.",
 )
 START_OVER = typer.Option(
     "--start-over",
-    help="Go on without checkpoints that cannot be used: from an older one, or from step 1. They are kept.",
+    help="Skip unusable checkpoints: start from an older one, or from step 1. Nothing is deleted.",
 )
 WEB = typer.Option(
-    "--web", min=0, max=65535, metavar="PORT", help="Of its page, on this machine only; 0: any free one."
+    "--web",
+    min=0,
+    max=65535,
+    metavar="PORT",
+    help="Port of the page, on this machine only; 0 for any free port.",
 )
-JSON = typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
+JSON = typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
 
 
 def train_command(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="Its keys: docs/job-file.md.")],
+    job_file: Annotated[
+        Path, typer.Argument(metavar="JOB.TOML", help="The job file; docs/job-file.md lists its keys.")
+    ],
     kill: Annotated[list[str] | None, KILL] = None,
     start_over: Annotated[bool, START_OVER] = False,
     web: Annotated[int, WEB] = 0,
-    no_web: Annotated[bool, typer.Option("--no-web", help="No page.")] = False,
+    no_web: Annotated[bool, typer.Option("--no-web", help="Serve no page.")] = False,
     tensorboard: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write scalars there, for TensorBoard.")
+        Path | None, typer.Option(metavar="DIR", help="Write scalars for TensorBoard into this directory.")
     ] = None,
-    decisions: Annotated[bool, typer.Option("--decisions", help="Tell every decision, and why.")] = False,
+    decisions: Annotated[
+        bool, typer.Option("--decisions", help="Print every decision with its reason.")
+    ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> int:
-    """Train the job of a file, on workers of this machine, through any worker's death.
+    """Train a job on this machine. If a worker fails, the others finish its step.
 
-    The job is checked first; nothing is started on a mistake. If its checkpoint folder holds a checkpoint,
-    training goes on from there. The address of a page to watch it is printed.
+    The job file is checked before anything starts. If the checkpoint directory contains a checkpoint,
+    training resumes from it. The command prints the address of a page that shows the run.
 
     [bold]Examples[/bold]
 
@@ -74,17 +82,17 @@ def train_command(
         scalars(tensorboard, watch) as watch_all,
     ):
         outcome = api.run_job(job, faults=faults, watch=watch_all, page=page)
-    told = report.document(outcome, steps=job.steps)
+    document = report.document(outcome, steps=job.steps)
     if as_json:
-        render.emit(told)
+        render.emit(document)
     if outcome.failure is not None:
         raise EverstepError(f"training ended: {outcome.failure}.")
-    render.note(report.summary_line(told))
+    render.note(report.summary_line(document))
     return 0
 
 
 def own_page(port: int, *, may_hurt: bool = False) -> RunPage:
-    """The page of this run; costs a socket until a browser calls."""
+    """The page of this run; it costs one socket until a browser connects."""
     from everstep.launch.local.page import RunPage
 
     page = RunPage(port=port, may_hurt=may_hurt)
@@ -94,20 +102,20 @@ def own_page(port: int, *, may_hurt: bool = False) -> RunPage:
 
 @contextmanager
 def scalars(folder: Path | None, watch: Watcher) -> Iterator[Watcher]:
-    """The same watcher, with everything also written for TensorBoard."""
+    """The same watcher, which also writes scalars for TensorBoard."""
     if folder is None:
         yield watch
         return
     from everstep.launch.local.scalars import ScalarWatcher
 
-    with closing(ScalarWatcher(folder, watch)) as told:
-        yield told
+    with closing(ScalarWatcher(folder, watch)) as both:
+        yield both
 
 
 def describe(job: Job) -> str:
-    """A job in half a line."""
+    """A job in one short line."""
     what = job.model.preset or job.model.hf or job.model.build
     return (
-        f"{what}: {job.replicas} replicas × {job.stages} stages, {job.microbatches} microbatches a "
+        f"{what}: {job.replicas} replicas × {job.stages} stages, {job.microbatches} microbatches per "
         f"replica, {job.steps} steps, {job.precision} on {job.device}"
     )
