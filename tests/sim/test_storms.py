@@ -6,12 +6,13 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
-from everstep.core.cluster.nodes import NodeDesk
-from everstep.core.words.cluster_messages import ClusterAction, NodeFellSilent
+from everstep.core.cluster.nodes import Nodes
 from everstep.sim.draw import Draw
 from everstep.sim.storm import draw_spec, run_storm, with_drain, with_moves
 from everstep.sim.storm.shrink import shrink
@@ -151,11 +152,10 @@ def test_forty_storms_in_which_a_drained_node_dies_break_nothing() -> None:
 
 
 def test_a_coordinator_that_does_not_give_up_drained_nodes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = NodeDesk._silent
+    right = Nodes.fell_silent
 
-    def wrong(self: NodeDesk, event: NodeFellSilent, now: float) -> list[ClusterAction]:
-        node = self.nodes.get(event.node)
-        return [] if node is not None and node.admin is not NodeAdmin.UP else right(self, event, now)
+    def wrong(self: Nodes, node: Node, silent_s: float, now: Any) -> list[Any]:
+        return [] if node.admin is not NodeAdmin.UP else right(self, node, silent_s, now)
 
-    monkeypatch.setattr(NodeDesk, "_silent", wrong)
+    monkeypatch.setattr(Nodes, "fell_silent", wrong)
     assert any(run_storm(with_drain(draw_spec(seed)), cluster=True).violation for seed in range(40))
