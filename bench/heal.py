@@ -78,9 +78,10 @@ class Chaos:
 
 
 def measure(
-    replicas: int, stages: int, kills: int, preset: str, nursery: ForkServer, seed: int
+    replicas: int, stages: int, kills: int, preset: str, nursery: ForkServer, seed: int, **more: Any
 ) -> dict[str, Any]:
     job = Job(
+        **more,
         model=ModelSpec(preset=preset),
         data=DataSpec(kind="synthetic", rows=4),
         replicas=replicas,
@@ -131,6 +132,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--preset", default="gpt-tiny")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--transport", default="auto", help="auto, tcp or shm")
     parser.add_argument("--growth", action="store_true", help="4, 8 and 16 workers")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -138,7 +142,8 @@ def main() -> int:
     nursery = ForkServer().start()
     results = {}
     for replicas, stages in shapes:
-        result = measure(replicas, stages, given.kills, given.preset, nursery, given.seed)
+        job = {name: getattr(given, name) for name in ("device", "precision", "transport")}
+        result = measure(replicas, stages, given.kills, given.preset, nursery, given.seed, **job)
         results[f"{replicas}x{stages}"] = result
         if not given.json:
             print(
