@@ -1,4 +1,4 @@
-"""Slots are devices: MIG cuts one GPU into four, one agent offers them, two tasks train, one worker is killed.
+"""Slots are devices: MIG cuts a GPU into four, one agent offers them, two tasks train, a worker is killed.
 
     python bench/gpu/slots.py            root, a GPU that can be cut; cuts it, and makes it whole again
     python bench/gpu/slots.py --json
