@@ -35,7 +35,11 @@ class Anatomy:
     before: tuple[str, ...]
     layers: tuple[str, ...]
     after: tuple[str, ...]
-    in_tuples: bool  # a layer gives (hidden, ...), not hidden
+    given: int  # what a layer gives: 0, hidden states; else a tuple of so many, hidden states first
+
+    def as_given(self, hidden: Tensor) -> Any:
+        """Hidden states in the form in which a layer gives them."""
+        return (hidden, *[None] * (self.given - 1)) if self.given else hidden
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -97,8 +101,8 @@ def anatomy_of(model: Any) -> Anatomy:
     others = tuple(_parts(model, row))
     _check_sharing(model, (*others, *layers))
     last_error: Exception | None = None
-    for in_tuples in (False, True):
-        trace = _Trace(model, others, layers, in_tuples)
+    for given in (0, 2, 3):
+        trace = _Trace(model, others, layers, given)
         try:
             trace.run()
         except UserError:
@@ -108,7 +112,7 @@ def anatomy_of(model: Any) -> Anatomy:
             continue
         if trace.is_sound:
             before, after = trace.split(others)
-            return Anatomy(before=before, layers=layers, after=after, in_tuples=in_tuples)
+            return Anatomy(before=before, layers=layers, after=after, given=given)
     why = f": {type(last_error).__name__}: {last_error}" if last_error else ""
     raise UserError(f"{kind} does not pass hidden states from layer to layer in a way we know{why}.")
 
@@ -116,8 +120,10 @@ def anatomy_of(model: Any) -> Anatomy:
 class _Trace:
     """One run of the model with nothing in it, and what was seen."""
 
-    def __init__(self, model: Any, others: tuple[str, ...], layers: tuple[str, ...], in_tuples: bool) -> None:
-        self.layers, self.in_tuples, self.kind = layers, in_tuples, type(model).__name__
+    def __init__(self, model: Any, others: tuple[str, ...], layers: tuple[str, ...], given: int) -> None:
+        self.layers, self.kind = layers, type(model).__name__
+        self.form = Anatomy(before=(), layers=layers, after=(), given=given)
+        self.width = getattr(model.config.get_text_config(), "hidden_size", 1)
         self.called: list[str] = []
         self.hidden: list[tuple[int, ...]] = []  # what each layer was given
         acts = {name: self._other(name, model.get_submodule(name)) for name in others}
@@ -153,7 +159,9 @@ class _Trace:
             self.called.append(name)
             given = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
             if isinstance(original, nn.Embedding):
-                return torch.zeros(*given.shape, original.embedding_dim, requires_grad=True)
+                return torch.zeros(*given.shape, original.embedding_dim, requires_grad=True) + 0
+            if not given.is_floating_point():  # embeddings of several kinds in one module
+                return torch.zeros(*given.shape, self.width, requires_grad=True) + 0
             if isinstance(original, nn.Linear):
                 return given.new_zeros(*given.shape[:-1], original.out_features) + given.sum() * 0
             return given
@@ -165,13 +173,20 @@ class _Trace:
             self.called.append(name)
             hidden, rest = given_to(args, kwargs)
             self.hidden.append(tuple(hidden.shape))
-            for key, value in _tensors(rest):
-                if value.requires_grad:
+            for key, value in rest.items():
+                if any(tensor.requires_grad for tensor in _tensors(value)):
                     raise UserError(
-                        f"the layers of {self.kind} take {key}, which is computed with parameters of an "
-                        "earlier stage; only hidden states pass from stage to stage."
+                        f"the layers of {self.kind} take {_argument(key)} that parts of the model with "
+                        "parameters have computed; only hidden states pass from stage to stage."
                     )
-            return (hidden, None, None) if self.in_tuples else hidden
+                if isinstance(value, dict | list) and not value:
+                    raise UserError(
+                        f"the layers of {self.kind} pass values to each other in {_argument(key)}; only "
+                        "hidden states pass from stage to stage."
+                    )
+            made = self.form.as_given(hidden)
+            # What else a layer gives is marked as computed, so that a layer that is given it is noticed.
+            return (hidden, *(torch.zeros(1) + hidden.sum() for _ in made[1:])) if self.form.given else made
 
         return act
 
@@ -189,12 +204,16 @@ def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> t
     return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
 
 
-def _tensors(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for key, value in values.items():
-        parts = value.values() if isinstance(value, dict) else value
-        for part in parts if isinstance(value, dict | tuple | list) else (value,):
-            if isinstance(part, Tensor):
-                yield key, part
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | tuple | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
+def _argument(key: str) -> str:
+    return f"an argument (number {key})" if key.isdigit() else f"{key!r}"
 
 
 def _row_of_layers(model: Any) -> str:

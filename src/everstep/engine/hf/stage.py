@@ -86,7 +86,7 @@ class StageModel:
                 raise self._leave(hidden)
             if index == self.layers.start - 1:
                 hidden = self._entered()
-            return (hidden, None, None) if self.anatomy.in_tuples else hidden
+            return self.anatomy.as_given(hidden)
 
         return act
 
@@ -96,7 +96,7 @@ class StageModel:
                 args, kwargs = replaced(args, kwargs, self._entered())
             output = self._run(index, forward, *args, **kwargs)
             if not self.is_last and index == self.layers.stop - 1 == self._end - 1:
-                raise self._leave(output[0] if self.anatomy.in_tuples else output)
+                raise self._leave(output[0] if self.anatomy.given else output)
             return output
 
         return act
@@ -123,8 +123,9 @@ def _no_run(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any)
 
 def _pass(*args: Any, **kwargs: Any) -> Any:
     """In the place of an embedding or a projection of another stage: something of a fitting type."""
-    given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    return given if given.is_floating_point() else torch.zeros((), device=given.device)
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    numbers = [value for value in given if value.is_floating_point()]
+    return numbers[0] if numbers else torch.zeros((), device=given[0].device)
 
 
 def _router_record() -> list[Tensor] | None:

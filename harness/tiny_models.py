@@ -1,0 +1,61 @@
+"""Tiny configs of many architectures of transformers, each with what is special about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.masked_tokens import VOCAB
+
+_BASE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_WIDE = {**_BASE, **_TOKENS, "intermediate_size": 64, "max_position_embeddings": 64}
+_GROUPED = {**_WIDE, "num_key_value_heads": 2}
+_OLD = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, **_TOKENS}
+_NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+# model_type: (the config's values, what is special)
+TINY: dict[str, tuple[dict[str, Any], str]] = {
+    "llama": ({**_GROUPED, "tie_word_embeddings": True}, "tied embeddings"),
+    "mistral": ({**_GROUPED, "sliding_window": 8}, "sliding window"),
+    "qwen2": (_GROUPED, "biases"),
+    "qwen3": ({**_GROUPED, "head_dim": 8}, "norms of q and k"),
+    "gemma": ({**_GROUPED, "head_dim": 8}, "scaled embeddings, tied"),
+    "gemma2": ({**_GROUPED, "head_dim": 8, "sliding_window": 8}, "two kinds of layers, soft caps"),
+    "gemma3_text": ({**_GROUPED, "head_dim": 8, "sliding_window": 8}, "two rotary tables"),
+    "phi": (_WIDE, "parallel attention and MLP"),
+    "phi3": (_GROUPED, "fused projections"),
+    "gpt2": ({**_OLD, **_NO_DROPOUT}, "no pp_plan, Conv1D, learned positions"),
+    "gpt_neox": (_WIDE, "partial rotary"),
+    "opt": (
+        {**_BASE, **_TOKENS, "ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 64, "dropout": 0.0},
+        "no pp_plan, projections around the layers",
+    ),
+    "bloom": (
+        {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 4, "n_head": 4, **_TOKENS},
+        "no pp_plan, ALiBi, a norm behind the embedding",
+    ),
+    "falcon": ({**_BASE, **_TOKENS, "alibi": False}, "no pp_plan, layers give tuples"),
+    "mixtral": (
+        {**_GROUPED, "num_local_experts": 4, "output_router_logits": True},
+        "experts, router loss over all stages",
+    ),
+    "qwen2_moe": (
+        {
+            **_GROUPED,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+        },
+        "experts and a shared one, router loss",
+    ),
+    "stablelm": (_GROUPED, "partial rotary, LayerNorm"),
+    "olmo": (_GROUPED, "norms without weights"),
+    "olmo2": (_GROUPED, "norms behind"),
+    "granite": ({**_GROUPED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}, "multipliers"),
+    "cohere": (_GROUPED, "scaled logits, tied"),
+    "smollm3": (_GROUPED, "layers without positions"),
+    "starcoder2": ({**_GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0}, "biases, tied"),
+    "mamba": ({**_BASE, **_TOKENS}, "no attention"),
+}
