@@ -82,6 +82,9 @@ everstep.train(model=[lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 2)], replica
 """
 
 
+GOOD = "(torch.ones(3, 4), torch.ones(3, 2))"
+
+
 @pytest.mark.parametrize(
     ("data", "more", "sentence"),
     [
@@ -104,13 +107,67 @@ everstep.train(model=[lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 2)], replica
             ", optimizer=lambda named: 7",
             "return a torch.optim.Optimizer",
         ),
+        (
+            f"lambda s, m: {GOOD}",
+            ", optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)",
+            "optimizer is a SGD already built, and every stage makes its own; give a function: "
+            "optimizer=lambda named: torch.optim.SGD(named, lr=...).",
+        ),
+        (f"lambda s, m: {GOOD}", ", optimizer='sgd'", "optimizer is a str; give a function of named"),
+        (f"lambda s, m: {GOOD}", ", lr=lambda step: 0.1", "optimizer.lr is a function, and a job travels"),
+        (f"lambda s, m: {GOOD}", ", clipp=1.0", "clipp is not a key of a job; its keys: accumulate,"),
+        ("lambda s, m: [1, 2, 3]", "", "gave a list of 3: int, int, int; return (inputs, targets)"),
+        ("lambda s, m: (torch.ones(3, 4).numpy(), torch.ones(3, 2))", "", "torch.from_numpy"),
+        (None, "", "everstep.train takes named arguments, and needs model and data"),
     ],
 )
 def test_a_mistake_in_a_script_is_one_sentence(
     data: str, more: str, sentence: str, tmp_path: Path, idle_everstep: Callable[..., Any]
 ) -> None:
     path = tmp_path / "train.py"
-    path.write_text(SCRIPT.format(data=data, more=more))
+    path.write_text(SCRIPT.format(data=data, more=more) if data else "import everstep; everstep.train([], 3)")
+    assert_refused(idle_everstep("run", "--json", path), sentence)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            "nn.Sequential(nn.Linear(4, 2))",
+            "model is a Sequential already built, and every worker builds",
+        ),
+        ("[nn.Linear(4, 2)]", "layer '0' is a module already built; give a factory"),
+        ("[lambda: one, lambda: one]", "layers '0' and '1' are one module; build a new one in each"),
+        (
+            "[lambda: nn.Sequential(one), Shared]",
+            "layers '0' and '1' share the parameter 'inner.weight'",
+        ),
+        (
+            "[lambda: nn.LSTM(4, 4), lambda: nn.Linear(4, 2)]",
+            "layer '1' cannot take what layer '0' gives, a ",
+        ),
+        (
+            "[lambda: nn.LSTM(4, 2)]",
+            "the loss cannot take what layer '0' gives, a tuple of 2: Tensor[3",
+        ),
+    ],
+)
+def test_a_mistake_in_a_model_is_one_sentence(
+    model: str, sentence: str, tmp_path: Path, idle_everstep: Callable[..., Any]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        f"""
+import torch, everstep
+from torch import nn
+one = nn.Linear(4, 4)
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = one
+everstep.train(model={model}, loss=nn.functional.mse_loss, data=lambda s, m: {GOOD})
+"""
+    )
     assert_refused(idle_everstep("run", "--json", path), sentence)
 
 

@@ -89,6 +89,22 @@ def test_the_example_runs_by_everstep_run(everstep: Everstep, monkeypatch: pytes
     assert "1 incidents healed" in ran.err  # the script's own print, kept off stdout
 
 
+@pytest.mark.slow
+def test_the_hugging_face_example_heals_exports_and_speaks(
+    everstep: Everstep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+    script = EXAMPLES / "hf_finetune.py"
+    ran = everstep("run", "--json", "--kill", "stage=1,replica=0,step=2,op=I1", script, "--steps", "4")
+    assert ran.code == 0
+    assert [i["worker"] for i in ran.document()["incidents"]] == ["0:1"]
+    assert "tuned: LlamaForCausalLM" in ran.err
+    assert (tmp_path / "tuned" / "model.safetensors").exists()
+
+
 def test_the_demo_proves_what_it_claims(everstep: Everstep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_DATA", {"kind": "synthetic", "rows": 1, "sequence": 8})
     monkeypatch.setattr(demo, "_MODEL", {"preset": "gpt-tiny", "depth": 2})
