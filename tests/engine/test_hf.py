@@ -249,6 +249,14 @@ def job(folder: Path, **options: Any) -> Job:
     )
 
 
+def test_a_job_names_what_to_prepare(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = type(json)("mine_for_hf")
+    module.adapted = adapted
+    monkeypatch.setitem(__import__("sys").modules, "mine_for_hf", module)
+    checked = preflight(job(folders["llama, tied"], prepare="mine_for_hf:adapted"))
+    assert checked.parameters == 4 * 2 * 2 * 32
+
+
 def test_a_job_names_a_folder(folders: dict[str, Path]) -> None:
     checked = preflight(job(folders["llama, tied"], num_hidden_layers=3, weights=False))
     assert checked.model.names[1:4] == [f"model.layers.{i}" for i in range(3)]
@@ -256,6 +264,10 @@ def test_a_job_names_a_folder(folders: dict[str, Path]) -> None:
     card = job(folders["llama, tied"], num_hidden_layers=3).model_card()
     assert card["hf_config"]["num_hidden_layers"] == 3
     assert json.loads(json.dumps(checked.model.assembly.card))["hf_config"]["model_type"] == "llama"
+    assert checked.notes == ()
+    assert job(folders["llama, tied"]).most_stages() == 6 == len(partition(checked.model, 5)) + 1
+    (note,) = preflight(job(folders["mixtral: experts, a router's loss"])).notes
+    assert "% of the parameters, such as model.layers.0.mlp.experts.gate_up_proj, get their gradients" in note
 
 
 def test_mistakes_are_one_sentence(folders: dict[str, Path], tmp_path: Path) -> None:

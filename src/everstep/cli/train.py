@@ -76,6 +76,8 @@ def train_command(
     faults = api.parse_kills(kill or (), job)
     checked = preflight(job)
     render.note(f"{describe(job)}, {checked.parameters / 1e6:.2f} M parameters")
+    for sentence in checked.notes:
+        render.note(sentence)
     with (
         nullcontext() if no_web else own_page(web) as page,
         render.watching(job, as_json=as_json, decisions=decisions) as watch,

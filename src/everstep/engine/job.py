@@ -203,6 +203,14 @@ class Job:
             return form.vocab, form.context
         return (int(config["vocab_size"]), None) if "vocab_size" in config else None
 
+    def most_stages(self) -> int | None:
+        """How many stages the model can be cut into, where its words say: its layers and both ends."""
+        form, config = self.model.shape(), self._hf_config()
+        if form is not None:
+            return form.depth + 2
+        depth = config.get("num_hidden_layers", config.get("n_layer"))
+        return depth + 2 if isinstance(depth, int) else None
+
     def model_card(self) -> dict[str, Any]:
         """What a checkpoint says about the model, so that others can build it."""
         spec, form = self.model, self.model.shape()

@@ -16,7 +16,7 @@ here the recompute happens once, in I, because W needs only tensors that I alrea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -180,6 +180,18 @@ def share_in_two(modules: Iterable[nn.Module]) -> float:
         if isinstance(part, QueuedLinear | QueuedConv1D | QueuedEmbedding) or _replacement(part) is not None:
             taken += sum(p.numel() for p in own)
     return taken / total if total else 1.0
+
+
+def largest_in_one(layers: Mapping[str, nn.Module]) -> str | None:
+    """The name of the largest trained parameter whose I and W are one op."""
+    sizes = {
+        f"{layer}.{path}.{name}".replace("..", "."): p.numel()
+        for layer, module in layers.items()
+        for path, part in module.named_modules()
+        for name, p in part.named_parameters(recurse=False)
+        if p.requires_grad and _replacement(part) is None
+    }
+    return max(sizes, key=sizes.__getitem__, default=None)
 
 
 def _replacement(part: nn.Module) -> type[nn.Module] | None:

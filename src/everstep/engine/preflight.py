@@ -19,6 +19,7 @@ from everstep.engine import device
 from everstep.engine.boundary import Value, advice, described, mapped, take_apart, tensors_in
 from everstep.engine.data import Dataset, split
 from everstep.engine.job import Job
+from everstep.engine.linear import largest_in_one, share_in_two
 from everstep.engine.model import (
     Model,
     check_tied,
@@ -46,6 +47,7 @@ class Checked:
     parts: list[range]  # the layers of each stage
     parameters: int
     batch: tuple[Value, Value]  # what the first layer gets, and what the loss
+    notes: tuple[str, ...] = ()  # sentences for the user, about nothing that is wrong
 
 
 def preflight(
@@ -60,7 +62,7 @@ def preflight(
     model = model or model_of(job)
     parts = partition(model, job.stages)
     check_tied(model)
-    _check_sharing(model)
+    built = _check_sharing(model)
     parameters = parameter_count(model)
     if parameters == 0:
         raise UserError("the model has no parameter to train; is everything frozen?")
@@ -78,7 +80,24 @@ def preflight(
         if folder is not None and job.path(folder).exists() and not job.path(folder).is_dir():
             raise UserError(f"{key} {folder!r} is there and is not a folder; name another.")
     return Checked(
-        model=model, data=data, optimizer=optimizer, parts=parts, parameters=parameters, batch=batch
+        model=model,
+        data=data,
+        optimizer=optimizer,
+        parts=parts,
+        parameters=parameters,
+        batch=batch,
+        notes=_notes(built),
+    )
+
+
+def _notes(built: dict[str, nn.Module]) -> tuple[str, ...]:
+    """Where most of the backward is one op, schedules have less to move."""
+    share, largest = share_in_two(built.values()), largest_in_one(built)
+    if share >= 0.5 or largest is None:
+        return ()
+    return (
+        f"{1 - share:.0%} of the parameters, such as {largest}, get their gradients with the input's: "
+        "their backward is one op, not two",
     )
 
 
@@ -196,7 +215,7 @@ def _try_loss(model: Model, last: str, output: Value, targets: Value, real_targe
         )
 
 
-def _check_sharing(model: Model) -> None:
+def _check_sharing(model: Model) -> dict[str, nn.Module]:
     """Each layer has parameters of its own: two workers could not change one tensor."""
     built = {name: skeleton(model, name) for name in model.layers}
     tied = {frozenset(pair) for pair in model.tied}
@@ -216,6 +235,7 @@ def _check_sharing(model: Model) -> None:
                     f'give each its own, and Model(tied=(("{other}.{its}", "{name}.{key}"),)) to keep them '
                     "equal."
                 )
+    return built
 
 
 def _layer(model: Model, name: str) -> nn.Module:

@@ -313,9 +313,9 @@ class Api:
         if type(replicas) is not int or type(stages) is not int:
             raise UserError(f"replicas is {replicas!r} and stages {stages!r}; give two whole numbers.")
         job = Job.from_dict(task.job).reshaped(replicas, stages)
-        gpt = job.model.shape()
-        if gpt is not None and job.stages > gpt.depth + 2:
-            raise UserError(f"stages is {job.stages}, and the model has {gpt.depth + 2} layers to share out.")
+        most = job.most_stages()
+        if most is not None and job.stages > most:
+            raise UserError(f"stages is {job.stages}, and the model has {most} layers to share out.")
         slots = sum(n.slots for n in self.daemon.machine.nodes.values() if n.state is NodeState.UP)
         if job.stages > slots:
             raise UserError(f"shape {job.replicas}x{job.stages} needs a slot a stage; there are {slots}.")

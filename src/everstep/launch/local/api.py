@@ -118,7 +118,8 @@ def train(
         settings.setdefault("decay", "constant")  # the rate is the optimizer's own, unless the call says more
     job = _job({**shape, **call.overrides}, settings, found.assembly.card)
     faults = parse_kills(call.kills, job)
-    preflight(job, model=found, data=dataset, optimizer=optimizer)
+    for sentence in preflight(job, model=found, data=dataset, optimizer=optimizer).notes:
+        print(sentence, file=sys.stderr)
     with call.watch(job) as watch:
         outcome = run_job(job, faults=faults, watch=watch, script=call.script)
     call.result = result_of(outcome, job)
