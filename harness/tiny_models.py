@@ -11,6 +11,7 @@ _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _WIDE = {**_BASE, **_TOKENS, "intermediate_size": 64, "max_position_embeddings": 64}
 _GROUPED = {**_WIDE, "num_key_value_heads": 2}
 _OLD = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, **_TOKENS}
+_OPT = {"ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 64, "dropout": 0.0}
 _NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
 # model_type: (the config's values, what is special)
@@ -27,7 +28,7 @@ TINY: dict[str, tuple[dict[str, Any], str]] = {
     "gpt2": ({**_OLD, **_NO_DROPOUT}, "no pp_plan, Conv1D, learned positions"),
     "gpt_neox": (_WIDE, "partial rotary"),
     "opt": (
-        {**_BASE, **_TOKENS, "ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 64, "dropout": 0.0},
+        {**_BASE, **_TOKENS, **_OPT},
         "no pp_plan, projections around the layers",
     ),
     "bloom": (
