@@ -60,6 +60,10 @@ TITLES: dict[str, tuple[str, str]] = {
         "A step at a worker: the update",
         "A stage may update before the norm of all stages is known; then the update is validated afterwards.",
     ),
+    "core.agent.process.PROCESS": (
+        "A worker process on its node",
+        "What an agent asks of a process has a deadline. One that outlives SIGKILL is reported as stuck.",
+    ),
 }
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.actions import InterruptWorkers
-from everstep.core.words.agent_messages import PlantFaults, WorkerOrder, WorkerReport
+from everstep.core.words.agent_messages import SAVING, PlantFaults, WorkerOrder, WorkerReport
 from everstep.core.words.cluster_messages import NotifyWorker, TimePassed, TimesReported
 from everstep.core.words.ops import Kind, Microbatch, Worker
 from everstep.core.words.worker_messages import ParcelKind
@@ -111,6 +111,7 @@ class WorkerLoop:
             task = self.control.next()
             self._carry_out(self.control.take_actions())
             if self.control.may_leave(task):
+                self._show(busy=True, doing=SAVING)  # what its saver has in hand is written after this
                 return
             if isinstance(task, msg.Wait | msg.Paused | msg.Finished):
                 self._show(

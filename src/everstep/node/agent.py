@@ -1,8 +1,8 @@
-"""The agent of a node: its crew, and one WebSocket to the coordinator.
+"""The agent of a node: its worker processes, and one WebSocket to the coordinator.
 
-What the crew reports is numbered and kept until the coordinator has it on disk; orders are numbered by the
-coordinator, and one heard twice is carried out once. So the line may break at any moment, for as long as it
-likes: workers train on, reports pile up, and when it is back both sides say up to where they have heard.
+`core.agent` decides; here its decisions meet processes (`WorkerProcesses`) and the line. The line may break
+at any moment, for as long as it likes: workers train on, reports are kept, and when it is back both sides say
+up to where they have heard.
 
     agent ──► {"hello": …, "done": 7}          coordinator ──► {"welcome": …, "heard": 12}
           ──► {"number": 13, "report": …}                  ──► {"heard": 13}
@@ -21,21 +21,29 @@ import ssl
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from everstep.core.agent.agent import (
+    AgentEvent,
+    AgentState,
+    LeaveLine,
+    LineClosed,
+    LineEvent,
+    LineOpened,
+    OrderHeard,
+    ReportsKept,
+)
 from everstep.core.faults.detector import DetectorLimits
 from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
 from everstep.core.words.codec import decode, encode
 from everstep.core.words.ops import parse_worker
 from everstep.engine.job import Job
-from everstep.errors import EverstepError, PeerError, UserError
+from everstep.errors import PeerError, UserError
 from everstep.node.coordinator_address import current
 from everstep.node.fork_server import ForkServer
 from everstep.node.kernel import KernelLog
@@ -47,7 +55,6 @@ BEAT_EVERY_S = 0.25
 LOOK_EVERY_S = 0.02
 PING_S = 8.0  # unanswered for half as long: a machine that lost its power closes no connection
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
-MAX_KEPT_REPORTS = 1_000_000  # days of steps without a coordinator, some 300 MB
 MAX_MESSAGE = 64 << 20
 
 
@@ -73,91 +80,94 @@ class Agent:
     ) -> None:
         self.settings, self.say = settings, say
         self.boot = secrets.token_hex(8)
-        self.done = 0  # the last order carried out
-        self._taken = 0  # the last order put in line
-        self._orders: asyncio.Queue[tuple[int, msg.Order]] = asyncio.Queue()
-        self._kept: deque[tuple[int, msg.NodeReport, msg.Sender | None]] = deque()
-        self._reports = 0
+        ahead_s = time.time() - time.monotonic()  # workers speak monotonic time; the coordinator, wall time
+        self.state = AgentState(detector=settings.limits, ahead_s=ahead_s)
         self._news = asyncio.Event()
-        self._nurseries: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
-        self._clock = time.time() - time.monotonic()  # workers speak monotonic; the coordinator, wall time
+        self._servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
         self._welcomed = False
         self._troubles: dict[str, str] = {}  # by address: why it is not connected, as last told
-        self._term = 0  # of the newest coordinator heard: an older one may not know that it is deposed
+        self._beside: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Until cancelled. Workers end with the agent."""
         folder = Path(tempfile.mkdtemp(prefix="everstep-"))
-        self.crew = WorkerProcesses(
+        self.workers = WorkerProcesses(
             loop=_Loop(asyncio.get_running_loop()),
+            machine=self.state.processes,
+            decide=self._decide,
             report=self._report,
             folder=folder,
-            nursery=self._nursery,
+            fork_server=self._fork_server,
+            beside=self._do_beside,
             host=self.settings.host,
             node=self.settings.node,
-            limits=self.settings.limits,
-            words=self.settings.words,
+            logs=self.settings.words,
         )
-        self.crew.open()
-        self._door = MemoryServer(self.crew.shelf, self.settings.host)
+        self.workers.open()
+        self._door = MemoryServer(self.workers.memory, self.settings.host)
         self._door.open()
         kernel = KernelLog()
         if kernel.fd is not None:
             asyncio.get_running_loop().add_reader(kernel.fd, kernel.read, self._kernel_spoke)
-        jobs = [asyncio.create_task(self._look()), asyncio.create_task(self._obey())]
+        looking = asyncio.create_task(self._look())
         try:
             await self._stay_connected()
         finally:
-            for job in jobs:
-                job.cancel()
+            for task in (looking, *self._beside):
+                task.cancel()
             self._door.close()
-            self.crew.close()
+            self.workers.close()
             if kernel.fd is not None:
                 asyncio.get_running_loop().remove_reader(kernel.fd)
                 kernel.close()
-            for nursery in self._nurseries.values():
-                nursery.close()
+            for server in self._servers.values():
+                server.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     def warm_up(self, threads: int = 1) -> None:
         """Load torch before the first worker is asked for."""
-        self._nurseries[threads, ()] = ForkServer(threads=threads).start()
+        self._servers[threads, ()] = ForkServer(threads=threads).start()
 
-    # -------------------------------------------------------------- reports
+    # -------------------------------------------------------------- decisions
 
-    def _report(self, report: msg.NodeReport, sender: msg.Sender | None = None) -> None:
-        if isinstance(report, msg.TimesReported) and not self._welcomed:
-            return  # of no use later
-        self._reports += 1
-        self._kept.append((self._reports, self._on_wall_time(report), sender))
-        if len(self._kept) > MAX_KEPT_REPORTS:
-            raise EverstepError(
-                f"{MAX_KEPT_REPORTS} reports wait for a coordinator that stays away; the agent gives up"
-            )
+    def _decide(self, event: AgentEvent, now: float) -> Sequence[Any]:
+        try:
+            return self.state.handle(event, now)
+        finally:
+            self._news.set()
+
+    def _report(self, report: msg.NodeReport, sender: msg.Sender | None) -> None:
+        self.state.reports.add(report, sender)
         self._news.set()
 
-    def _on_wall_time(self, report: msg.NodeReport) -> msg.NodeReport:
-        match report:
-            case msg.TaskEvent(event=ev.WorkerResumed() as event):
-                return replace(report, event=replace(event, at=event.at + self._clock))
-            case msg.TaskEvent(event=ev.WorkerExited(killed_at=float(at)) as event):
-                return replace(report, event=replace(event, killed_at=at + self._clock))
-            case _:
-                return report
-
     def _kernel_spoke(self, text: str) -> None:
-        self._report(msg.KernelSpoke(text=text))
+        self._report(msg.KernelSpoke(text=text), None)
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            self.crew.tick(time.monotonic())
+            self.workers.tick(time.monotonic())
 
-    def _nursery(self, job: Job) -> ForkServer:
+    def _fork_server(self, job: Job) -> ForkServer:
         key = (job.threads, job.modules())
-        if key not in self._nurseries:
-            self._nurseries[key] = ForkServer(threads=job.threads, preload=job.modules()).start()
-        return self._nurseries[key]
+        if key not in self._servers:
+            self._servers[key] = ForkServer(threads=job.threads, preload=job.modules()).start()
+        return self._servers[key]
+
+    def _do_beside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """In a thread: heartbeats and healing must go on meanwhile."""
+
+        async def run() -> None:
+            try:
+                found = await asyncio.to_thread(work)
+            except Exception as error:
+                self.say(f"{type(error).__name__}: {error}")
+                found = error
+            done(found)
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
 
     # -------------------------------------------------------------- the line
 
@@ -186,7 +196,7 @@ class Agent:
         if self._troubles.get(address) == reason:
             return
         self._troubles[address] = reason
-        workers = len(self.crew.processes)
+        workers = len(self.workers.processes)
         going_on = f"; its {workers} workers train on" if workers else ""
         self.say(f"node {self.settings.node} is not connected to {address}: {reason}{going_on}; trying again")
 
@@ -226,12 +236,11 @@ class Agent:
             "host": self.settings.host,
             "shelf_port": self._door.port,
         }
-        await line.send_str(json.dumps({"hello": hello, "done": self.done}))
+        await line.send_str(json.dumps({"hello": hello, "done": self.state.done}))
         welcome = await line.receive_json(timeout=10.0)
         if "refused" in welcome:
             raise PeerError(welcome["refused"])
-        self._check_term(welcome)
-        self._heard(welcome["heard"])
+        self._hear(LineOpened(int(welcome.get("term", 0)), welcome["heard"]))
         self._welcomed = True
         self._troubles.clear()
         self.say(f"node {self.settings.node} is connected to {address}")
@@ -242,65 +251,43 @@ class Agent:
                 if message.type is not aiohttp.WSMsgType.TEXT:
                     raise PeerError("the coordinator sent something that is not text")
                 heard = json.loads(message.data)
-                self._check_term(heard)
                 if "ask" in heard:
                     await line.send_str(json.dumps({"answer": heard["ask"], "value": self._answer(heard)}))
                 else:
                     self._take(heard)
         finally:
+            self._hear(LineClosed())
             for job in (speaking, beating):
                 job.cancel()
                 with contextlib.suppress(asyncio.CancelledError, ConnectionError, aiohttp.ClientError):
                     await job
 
-    def _check_term(self, message: dict[str, Any]) -> None:
-        """A deposed coordinator may not have noticed yet: its orders are refused, and its line is left."""
-        term = int(message.get("term", 0))
-        if term < self._term:
-            raise PeerError(
-                f"it is of term {term}, and one of term {self._term} leads; its orders are refused"
-            )
-        self._term = term
-
     def _take(self, message: dict[str, Any]) -> None:
+        term = int(message.get("term", 0))
         if "heard" in message:
-            self._heard(message["heard"])
-        if "order" in message and message["number"] > self._taken:
-            self._taken = message["number"]
-            self._orders.put_nowait((message["number"], decode(msg.Order, message["order"])))
+            self._hear(ReportsKept(message["heard"], term))
+        if "order" in message:
+            self._hear(OrderHeard(message["number"], decode(msg.Order, message["order"]), term))
 
-    async def _obey(self) -> None:
-        """One order after the other. What takes long is done beside the loop: heartbeats must go on."""
-        while True:
-            number, order = await self._orders.get()
-            try:
-                await self._carry_out(order)
-            except Exception as error:  # the main loop: an order that fails must not take the others along
-                self._order_failed(order, error)
-            self.done = number
-
-    async def _carry_out(self, order: msg.Order) -> None:
-        if isinstance(order, msg.FindCheckpoint | msg.CommitCheckpoint):
-            for report in await asyncio.to_thread(self.crew.at_leisure, order):
-                self._report(report)
-            return
-        if isinstance(order, msg.StartProcess):
-            nursery = self.crew.nursery_of(order.task)
-            if not nursery.warm:
-                await asyncio.to_thread(nursery.warm_up)
-        self.crew.carry_out(order)
+    def _hear(self, event: LineEvent) -> None:
+        """Of a coordinator that is deposed nothing counts, and its line is left."""
+        found = self.state.handle(event, time.monotonic())
+        self._news.set()
+        for left in (action for action in found if isinstance(action, LeaveLine)):
+            raise PeerError(left.because)
+        self.workers.perform([action for action in found if not isinstance(action, LeaveLine)])
 
     def _answer(self, asked: dict[str, Any]) -> Any:
         """For people who look: the end of a worker's log, what every worker does now or did lately."""
         try:
             match asked["what"]:
                 case "log":
-                    path = self.crew.words(asked["task"], parse_worker(asked["worker"]))
+                    path = self.workers.log_path(asked["task"], parse_worker(asked["worker"]))
                     return _tail(path, int(asked["bytes"]))
                 case "ops":
                     return {
                         str(worker): last_steps(process.beacon.path)
-                        for (task, worker), process in self.crew.processes.items()
+                        for (task, worker), process in self.workers.processes.items()
                         if task == asked["task"]
                     }
                 case "readings":
@@ -311,47 +298,30 @@ class Agent:
                             "pid": process.child.pid,
                             "reading": encode(process.beacon.read()),
                         }
-                        for (task, worker), process in self.crew.processes.items()
+                        for (task, worker), process in self.workers.processes.items()
                         if task == asked["task"]
                     ]
         except (OSError, KeyError, ValueError, UserError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return None
 
-    def _order_failed(self, order: msg.Order, error: Exception) -> None:
-        self.say(f"{type(order).__name__} failed: {type(error).__name__}: {error}")
-        if isinstance(order, msg.FindCheckpoint):
-            because = f"its checkpoints cannot be looked at: {type(error).__name__}: {error}"
-            unusable = msg.CheckpointUnusable(
-                task=order.task, because=because, passing=True, search=order.search
-            )
-            self._report(unusable)
-        if isinstance(order, msg.StartProcess):
-            exited = ev.WorkerExited(
-                worker=order.worker,
-                incarnation=order.incarnation,
-                reason=f"could not be started: {type(error).__name__}: {error}",
-            )
-            sender = msg.Sender(order.task, order.worker, order.incarnation)
-            self._report(msg.TaskEvent(task=order.task, event=exited), sender)
-
-    def _heard(self, number: int) -> None:
-        while self._kept and self._kept[0][0] <= number:
-            self._kept.popleft()
-
     async def _speak(self, line: aiohttp.ClientWebSocketResponse, sent: int) -> None:
         while True:
-            for number, report, sender in [kept for kept in self._kept if kept[0] > sent]:
-                said = {"number": number, "report": encode(report), "sender": encode(sender)}
-                await line.send_str(json.dumps(said))
-                sent = number
             self._news.clear()
-            if not self._kept or self._kept[-1][0] <= sent:
-                await self._news.wait()
+            while waiting := list(self.state.reports.after(sent)):
+                for kept in waiting:
+                    said = {
+                        "number": kept.number,
+                        "report": encode(kept.report),
+                        "sender": encode(kept.sender),
+                    }
+                    await line.send_str(json.dumps(said))
+                    sent = kept.number
+            await self._news.wait()
 
     async def _beat(self, line: aiohttp.ClientWebSocketResponse) -> None:
         while True:
-            await line.send_str(json.dumps({"beat": round(time.time(), 3), "done": self.done}))
+            await line.send_str(json.dumps({"beat": round(time.time(), 3), "done": self.state.done}))
             await asyncio.sleep(self.settings.beat_s)
 
 
@@ -363,7 +333,7 @@ def _tail(path: Path, most: int) -> str:
 
 
 class _Loop:
-    """An asyncio loop as a crew's loop."""
+    """An asyncio loop as the loop of worker processes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -1,11 +1,12 @@
-"""Where workers are born: a process that has imported torch once and forks a worker whenever one is needed.
+"""A process that has imported torch once and forks a worker whenever one is needed.
 
 Importing torch takes seconds; forking takes milliseconds. So a dead worker is back before a step or two have
-passed, and a test can afford real processes. The nursery runs no torch op and never touches CUDA: what is
+passed, and a test can afford real processes. The fork server runs no torch op and never touches CUDA: what is
 forked after that would be broken.
 
-The nursery hands out a pidfd with each child and does not reap a child before it is told to, so its exit code
-can be read in peace. When the nursery's owner goes away, the nursery ends its children and itself.
+It hands out a pidfd with each child and does not reap a child before it is asked to, so that the exit code
+can be read. When its owner goes away, it ends its children and itself. If it dies itself, its children live
+on, and its owner starts another one.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from everstep.errors import InternalError
+from everstep.errors import EverstepError
 from everstep.node import slot_devices
 
 _ALWAYS = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker")
@@ -35,6 +37,11 @@ _ALLOCATOR = {"MIMALLOC_PURGE_DELAY": "-1"}
 class ForkedProcess(NamedTuple):
     pid: int
     pidfd: int
+    server: int = 1  # which of the owner's fork servers made it
+
+
+class ForkServerDied(EverstepError):
+    """Another one may do better."""
 
 
 class ForkServer:
@@ -45,8 +52,10 @@ class ForkServer:
     def __init__(self, *, threads: int = 1, preload: tuple[str, ...] = ()) -> None:
         self._threads, self._preload = threads, preload
         self.warm = False
+        self.number = 0  # of servers started so far
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # one question at a time, from whatever thread
 
     def start(self) -> ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -59,29 +68,38 @@ class ForkServer:
         theirs.close()
         self._socket = ours
         self.warm = False
+        self.number += 1
         return self
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the fork server is not started"
+        return self._process.pid
+
+    def replace(self) -> None:
+        """Start another one, unless the one there is lives."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                return
+            if self._socket is not None:
+                self._socket.close()
+            self.start()
 
     def warm_up(self) -> None:
         """Wait until torch is loaded. A spawn before that waits as well."""
-        assert self._socket is not None, "the nursery is not started"
-        self._socket.send(json.dumps({"ping": True}).encode())
-        if not self._socket.recv(4096):
-            raise InternalError("the nursery has died; its last words are on stderr")
+        self._ask({"ping": True})
         self.warm = True
 
     def spawn(self, spec: dict[str, Any], *, output: Path) -> ForkedProcess:
         """Fork a worker. Its stdout and stderr go to the file `output`."""
-        assert self._socket is not None, "the nursery is not started"
-        self._socket.send(json.dumps({"spawn": spec, "output": str(output)}).encode())
-        data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
-        if not data or not fds:
-            raise InternalError("the nursery has died; its last words are on stderr")
-        return ForkedProcess(json.loads(data)["pid"], fds[0])
+        data, fds = self._ask({"spawn": spec, "output": str(output)})
+        return ForkedProcess(json.loads(data)["pid"], fds[0], self.number)
 
     def reap(self, child: ForkedProcess) -> None:
-        assert self._socket is not None
-        with contextlib.suppress(OSError):
-            self._socket.send(json.dumps({"reap": child.pid}).encode())
+        """A child of an earlier server was reaped by the system."""
+        if child.server == self.number and self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.send(json.dumps({"reap": child.pid}).encode())
         os.close(child.pidfd)
 
     def close(self) -> None:
@@ -93,6 +111,27 @@ class ForkServer:
             except subprocess.TimeoutExpired:  # it is still loading torch, on a busy machine
                 self._process.kill()
                 self._process.wait()
+
+    def _ask(self, request: dict[str, Any]) -> tuple[bytes, list[int]]:
+        with self._lock:
+            assert self._socket is not None, "the fork server is not started"
+            try:
+                self._socket.send(json.dumps(request).encode())
+                data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
+            except OSError:
+                data, fds = b"", []
+            if not data:
+                self.warm = False
+                raise ForkServerDied(f"the fork server {self._end()}; what it said last is on stderr")
+            return data, fds
+
+    def _end(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "does not answer"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def exit_reason(pid: int) -> str:
@@ -109,7 +148,7 @@ def exit_reason(pid: int) -> str:
     return f"exited with code {os.WEXITSTATUS(status)}"
 
 
-# ------------------------------------------------------------------ the nursery itself
+# ------------------------------------------------------------------ the fork server itself
 
 
 def serve(fd: int, preload: list[str]) -> None:
@@ -127,7 +166,8 @@ def serve(fd: int, preload: list[str]) -> None:
             sock.send(b"{}")
             continue
         if "reap" in request:
-            os.waitpid(request["reap"], 0)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(request["reap"], 0)
             children.discard(request["reap"])
             continue
         pid = os.fork()

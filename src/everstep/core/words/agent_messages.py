@@ -22,6 +22,7 @@ from everstep.core.words.cluster_messages import (
 from everstep.core.words.ops import Worker
 
 PROTOCOL = 2  # raised when a message changes in a way that an older program would misread
+SAVING = "saving"  # what a beacon shows of a worker that has left its loop and writes its last states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import encode
 from everstep.core.words.ops import Worker, parse_worker
 from everstep.errors import UserError
-from everstep.node.worker_processes import Loop
+from everstep.node.worker_lines import Loop
 
 if TYPE_CHECKING:
     from everstep.launch.local.run import LocalTask

@@ -1,8 +1,8 @@
-"""A whole task on this machine: coordinator, crew and workers in one process tree, no second shell.
+"""A whole task on this machine: coordinator and workers in one process tree, no second shell.
 
-The same machine as on a cluster, with one node and one task: `Coordinator` decides, `Crew` carries out. What
-a cluster sends over a wire is a call here, and there is no journal: if this process ends, so do its workers,
-and the next run goes on from the newest checkpoint.
+The same machines as on a cluster, with one node and one task: `Coordinator` decides, `WorkerProcesses` carry
+out. What a cluster sends over a wire is a call here, and there is no journal: if this process ends, so do its
+workers, and the next run goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from everstep.core.agent.processes import NodeProcesses
 from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.faults.detector import DetectorLimits
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Running
 from everstep.core.words import actions as act
@@ -87,14 +89,15 @@ class LocalTask:
     def run(self) -> Outcome:
         # Short, because the path of a Unix socket may have no more than 107 characters.
         with tempfile.TemporaryDirectory(prefix="everstep-") as name:
-            self.crew = WorkerProcesses(
+            self.workers = WorkerProcesses(
                 loop=self._loop,
+                machine=NodeProcesses(DetectorLimits()),
                 report=self._reported,
                 folder=Path(name),
-                nursery=lambda job: self.nursery,
+                fork_server=lambda job: self.nursery,
                 detect=self._detect,
             )
-            self.crew.open()
+            self.workers.open()
             if self._page is not None:
                 self._page.attach(self, self._loop)
             if self.job.log is not None:
@@ -124,16 +127,16 @@ class LocalTask:
 
     @property
     def processes(self) -> dict[Worker, WorkerProcess]:
-        return {worker: process for (_, worker), process in self.crew.processes.items()}
+        return {worker: process for (_, worker), process in self.workers.processes.items()}
 
     def kill(self, worker: Worker) -> None:
         """SIGKILL, and remember when."""
-        self.crew.kill(TASK, worker)
+        self.workers.kill(TASK, worker)
 
     def slow(self, worker: Worker, factor: float) -> None:
         """From now on its ops take so many times as long; 1: as long as they did."""
         fault = f"stage={worker.stage},replica={worker.replica},step=1,how=slow,factor={factor:g}"
-        self.crew.plant(TASK, worker, (fault,) if factor != 1 else ())
+        self.workers.plant(TASK, worker, (fault,) if factor != 1 else ())
 
     def finish(self, because: str) -> None:
         """End the task now, in good order, before its last step."""
@@ -148,11 +151,11 @@ class LocalTask:
 
     def words(self, worker: Worker) -> Path:
         """The file with what a worker printed; kept where the job has a log folder."""
-        return self.crew.words(TASK, worker)
+        return self.workers.log_path(TASK, worker)
 
     def readings(self) -> dict[Worker, Reading | None]:
         """What every live worker is doing right now."""
-        return self.crew.readings(TASK)
+        return self.workers.readings(TASK)
 
     def told_readings(self) -> list[dict[str, Any]]:
         """The same, as an agent tells it to whoever looks."""
@@ -192,7 +195,7 @@ class LocalTask:
             with contextlib.suppress(KeyboardInterrupt):
                 while not self._over:
                     self._turn()
-        self.crew.close()
+        self.workers.close()
         if self._page is not None:
             self._page.detach()
         self._loop.close()
@@ -205,7 +208,7 @@ class LocalTask:
         now = time.monotonic()
         if now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = now
-            self.crew.tick(now)
+            self.workers.tick(now)
         due = self.coordinator.due_at()
         if due is not None and due <= now:
             self._hear(msg.TimePassed())
@@ -245,7 +248,7 @@ class LocalTask:
                 if isinstance(order, msg.NotifyWorker) and isinstance(order.words, act.ResumeStep):
                     self._last_step_at = self._last_step_at or time.monotonic()
                 self.coordinator.acknowledged(NODE, action.number)
-                self.crew.carry_out(order)
+                self.workers.carry_out(order)
             case msg.Think():
                 self.watch("action", action.question)
                 answer = self.desk.answer(action.question, action.slow)
@@ -292,7 +295,7 @@ def mode_of(job: Job) -> str:
 
 
 class _Loop:
-    """A selector as a crew's loop."""
+    """A selector as the loop of worker processes."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()

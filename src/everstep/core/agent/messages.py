@@ -1,0 +1,160 @@
+"""What happens on a node, as its agent's machine hears it, and what the machine asks its shell to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.core.faults.detector import Glance
+from everstep.core.words.agent_messages import WorkerOrder, WorkerReport
+from everstep.core.words.cluster_messages import (
+    CommitCheckpoint,
+    DropCopies,
+    FindCheckpoint,
+    NodeReport,
+    OpenMemory,
+    OpenTask,
+    Order,
+    Sender,
+    StartProcess,
+    TimePassed,
+)
+
+# ------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True)
+class OrderGiven:
+    """An order of the coordinator, to be carried out now."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpawned:
+    """The fork server has made the process."""
+
+    sender: Sender
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnFailed:
+    """There is no such process. `server_died`: the fork server is gone, and another may succeed."""
+
+    sender: Sender
+    because: str
+    server_died: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGreeted:
+    """The process has called: it can be spoken to."""
+
+    sender: Sender
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpoke:
+    sender: Sender
+    report: WorkerReport
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMisspoke:
+    """It said what is no report: nothing it says can be relied on."""
+
+    sender: Sender
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessDied:
+    """The first sign of its death, with what its beacon showed last. The kernel may still be clearing up."""
+
+    sender: Sender
+    reason: str
+    done_ops: int = 0
+    killed_at: float | None = None  # where that is known, as in a demo
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGone:
+    """Nothing is left of it: its memory and its device are free."""
+
+    sender: Sender
+
+
+@dataclass(frozen=True, slots=True)
+class Glanced:
+    """One look at a process's beacon. `stopped`, `active_s`: what the kernel says, where it was asked."""
+
+    sender: Sender
+    glance: Glance
+    stopped: bool = False
+    active_s: float = 0.0
+
+
+ProcessEvent = (
+    OrderGiven
+    | ProcessSpawned
+    | SpawnFailed
+    | ProcessGreeted
+    | ProcessSpoke
+    | ProcessMisspoke
+    | ProcessDied
+    | ProcessGone
+    | Glanced
+    | TimePassed
+)
+
+# ------------------------------------------------------------------ actions
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Have the task's fork server make this process; `ProcessSpawned` or `SpawnFailed` follows.
+
+    `fresh_server`: the one there is has died, so start another first.
+    """
+
+    order: StartProcess
+    fresh_server: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL."""
+
+    sender: Sender
+
+
+@dataclass(frozen=True, slots=True)
+class PassOn:
+    """Send this to the process. If it has not called yet, or is dying, nothing happens."""
+
+    sender: Sender
+    order: WorkerOrder
+
+
+@dataclass(frozen=True, slots=True)
+class SendToCoordinator:
+    """To the coordinator. `sender` None: the agent speaks for itself."""
+
+    report: NodeReport
+    sender: Sender | None
+
+
+@dataclass(frozen=True, slots=True)
+class UseMemory:
+    """Let a task's workers keep copies of their states in this node's memory, or drop old ones."""
+
+    order: OpenTask | OpenMemory | DropCopies
+
+
+@dataclass(frozen=True, slots=True)
+class WorkOnDisk:
+    """May take long, so beside the loop; what it answers is reported."""
+
+    order: FindCheckpoint | CommitCheckpoint
+
+
+AgentAction = Spawn | Kill | PassOn | SendToCoordinator | UseMemory | WorkOnDisk

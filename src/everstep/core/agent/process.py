@@ -1,0 +1,63 @@
+"""One worker process as its agent sees it: its states, and how long each may last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from everstep.core.words.cluster_messages import Sender, StartProcess
+from everstep.core.words.lifecycle import move
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLimits:
+    """How long to wait for what, in seconds."""
+
+    finish_s: float = 5.0  # for a worker asked to finish, before it is told to leave
+    save_s: float = 600.0  # the same, while it writes its last state
+    leave_s: float = 20.0  # for a worker told to leave, before it is killed
+    kill_s: float = 30.0  # for a killed process to go, before it is given up as stuck
+    spawn_tries: int = 3  # of one start, each with a new fork server
+    look_s: float = 0.03  # a beacon younger than this is not asked about
+    ask_kernel_s: float = 0.1  # in one op for so long: what has its process been doing?
+
+
+class ProcessState(StrEnum):
+    STARTING = "starting"  # its fork server was asked for it
+    RUNNING = "running"  # it was made; soon it calls
+    ENDING = "ending"  # asked to finish what it has in hand, or told to leave
+    KILLED = "killed"  # SIGKILL was sent, or will be as soon as it is made
+    STUCK = "stuck"  # it outlives SIGKILL: reported as ended, and its slot stays taken
+    DEAD = "dead"  # it has died, and the kernel is clearing up
+
+
+_S = ProcessState
+PROCESS: dict[ProcessState, frozenset[ProcessState]] = {
+    _S.STARTING: frozenset({_S.RUNNING, _S.KILLED, _S.DEAD}),
+    _S.RUNNING: frozenset({_S.ENDING, _S.KILLED, _S.DEAD}),
+    _S.ENDING: frozenset({_S.ENDING, _S.KILLED, _S.DEAD}),
+    _S.KILLED: frozenset({_S.STUCK, _S.DEAD}),
+    _S.STUCK: frozenset({_S.DEAD}),
+    _S.DEAD: frozenset(),
+}
+ALIVE = (_S.RUNNING, _S.ENDING)
+
+
+@dataclass(slots=True)
+class Process:
+    order: StartProcess
+    state: ProcessState = ProcessState.STARTING
+    is_up: bool = False  # the fork server has made it: it can be killed
+    tries: int = 1
+    deadline: float | None = None
+    closed_at: float = 0.0
+    gently: bool = False  # while ending: asked to finish, not yet told to leave
+    raised: str = ""  # why it will end, in its own words
+    doing: str = ""  # what its beacon showed last
+
+    @property
+    def sender(self) -> Sender:
+        return Sender(self.order.task, self.order.worker, self.order.incarnation)
+
+    def become(self, state: ProcessState) -> None:
+        self.state = move(PROCESS, self.state, state, f"process {self.sender.worker} of {self.sender.task}")

@@ -1,0 +1,349 @@
+"""The worker processes of one node: which to start, which wait, which to end, and what is reported of them.
+
+    StartProcess ──► starting ──► running ──► ending ──► killed ──► dead ──► gone
+                        │             │          ▲   finish, leave, SIGKILL     ▲
+                        └─────────────┴──────────┴──────────────────────────────┘
+    killed for too long ──► stuck: reported as ended, for nobody can end it; its slot stays taken
+
+A start waits until whatever held its slot, or was the same worker, is gone: a dead process still owns its
+device's memory while the kernel clears up. A waiting start that is not wanted any more is dropped; else it
+would come to life when nobody expects it.
+
+Whatever is asked of a process is asked with a deadline, and what outlives SIGKILL (a process in
+uninterruptible sleep) is reported instead of being killed for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from everstep.core.agent.messages import (
+    AgentAction,
+    Glanced,
+    Kill,
+    OrderGiven,
+    PassOn,
+    ProcessDied,
+    ProcessEvent,
+    ProcessGone,
+    ProcessGreeted,
+    ProcessMisspoke,
+    ProcessSpawned,
+    ProcessSpoke,
+    SendToCoordinator,
+    Spawn,
+    SpawnFailed,
+    UseMemory,
+    WorkOnDisk,
+)
+from everstep.core.agent.process import ALIVE, AgentLimits, Process
+from everstep.core.agent.process import ProcessState as _S
+from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.agent_messages import SAVING, EndWorker
+from everstep.core.words.cluster_messages import Sender, StartProcess
+from everstep.core.words.text import clipped
+
+Actions = list[AgentAction]
+
+
+@dataclass(frozen=True, slots=True)
+class Curiosity:
+    """What of a process the kernel should be asked: small files, so not at every look."""
+
+    stopped: bool
+    active: bool
+
+
+@dataclass(slots=True)
+class NodeProcesses:
+    """`handle` is its only way to change."""
+
+    detector: DetectorLimits
+    limits: AgentLimits = field(default_factory=AgentLimits)
+    processes: dict[Sender, Process] = field(default_factory=dict)
+    waiting: dict[tuple[str, object], StartProcess] = field(default_factory=dict)  # by task and worker
+    tasks: set[str] = field(default_factory=set)
+    progress: ProgressWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.progress = ProgressWatch(self.detector)
+
+    def handle(self, event: ProcessEvent, now: float) -> Actions:
+        match event:
+            case OrderGiven(order=order):
+                return self._obey(order, now)
+            case ProcessSpawned():
+                return self._spawned(event.sender, now)
+            case SpawnFailed():
+                return self._not_spawned(event)
+            case ProcessGreeted():
+                return self._greeted(event.sender)
+            case ProcessSpoke():
+                return self._spoke(event)
+            case ProcessMisspoke():
+                return self._misspoke(event, now)
+            case ProcessDied():
+                return self._died(event)
+            case ProcessGone():
+                return self._gone(event.sender)
+            case Glanced():
+                return self._glanced(event, now)
+            case msg.TimePassed():
+                return [a for p in list(self.processes.values()) for a in self._press(p, now)]
+            case _:
+                assert_never(event)
+
+    def due_at(self) -> float | None:
+        """When `TimePassed` is wanted next."""
+        deadlines = (p.deadline for p in self.processes.values() if p.deadline is not None)
+        return min(deadlines, default=None)
+
+    def validate(self) -> None:
+        """What must hold between events."""
+        places = [p.sender[:2] for p in self.processes.values()]
+        assert len(places) == len(set(places)), "a worker has two processes here"
+        held = [p.order.slot for p in self.processes.values()]
+        assert len(held) == len(set(held)), "a slot is held by two processes"
+        for order in self.waiting.values():
+            assert any(True for _ in self._in_the_way(order)), f"{order.worker} waits for nothing"
+        for process in self.processes.values():
+            bounded = process.deadline is not None or process.state not in (_S.ENDING, _S.KILLED)
+            assert bounded or not process.is_up, f"{process.sender.worker} is {process.state} for ever"
+
+    # -------------------------------------------------------------- orders
+
+    def _obey(self, order: msg.Order, now: float) -> Actions:
+        match order:
+            case msg.OpenTask():
+                self.tasks.add(order.task)
+                return [UseMemory(order)]
+            case msg.OpenMemory() | msg.DropCopies():
+                return [UseMemory(order)]
+            case msg.StartProcess():
+                return self._start(order)
+            case msg.KillProcess():
+                return self._kill_ordered(order, now)
+            case msg.NotifyWorker():
+                return [PassOn(p.sender, order) for p in self._of(order.task, order.worker) if _alive(p)]
+            case msg.CloseTask():
+                return self._close(order, now)
+            case msg.KeepOnly():
+                return self._keep_only(order, now)
+            case msg.FindCheckpoint() | msg.CommitCheckpoint():
+                return [WorkOnDisk(order)]
+            case _:
+                assert_never(order)
+
+    def _start(self, order: StartProcess) -> Actions:
+        if order.task not in self.tasks:
+            return [_never_started(order, f"task {order.task} is not known on this node")]
+        in_the_way = list(self._in_the_way(order))
+        if stuck := [p for p in in_the_way if p.state is _S.STUCK]:
+            because = f"worker {stuck[0].sender.worker} cannot be killed and holds slot {order.slot}"
+            return [_never_started(order, because)]
+        if in_the_way:
+            self.waiting[order.task, order.worker] = order
+            return []
+        process = Process(order)
+        self.processes[process.sender] = process
+        return [Spawn(order)]
+
+    def _in_the_way(self, order: StartProcess) -> Iterator[Process]:
+        """Those who hold its slot, and an earlier process of the same worker."""
+        for process in self.processes.values():
+            if process.order.slot == order.slot or process.sender[:2] == (order.task, order.worker):
+                yield process
+
+    def _kill_ordered(self, order: msg.KillProcess, now: float) -> Actions:
+        waiting = self.waiting.get((order.task, order.worker))
+        if waiting is not None and waiting.incarnation == order.incarnation:
+            return self._drop([waiting])
+        process = self.processes.get(Sender(order.task, order.worker, order.incarnation))
+        return [] if process is None else self._kill(process, now)
+
+    def _kill(self, process: Process, now: float) -> Actions:
+        if process.state not in (_S.STARTING, *ALIVE):
+            return []
+        process.become(_S.KILLED)
+        if not process.is_up:
+            return []  # as soon as it is
+        process.deadline = now + self.limits.kill_s
+        return [Kill(process.sender)]
+
+    def _close(self, order: msg.CloseTask, now: float) -> Actions:
+        actions = self._drop([w for w in self.waiting.values() if w.task == order.task])
+        for process in [p for p in self.processes.values() if p.sender.task == order.task]:
+            if process.state is _S.STARTING:
+                actions += self._kill(process, now)  # it has nothing in hand
+            elif process.state is _S.RUNNING or (process.gently and not order.gently):
+                process.closed_at = now
+                actions += self._end(process, now, gently=order.gently)
+        return actions
+
+    def _end(self, process: Process, now: float, *, gently: bool) -> Actions:
+        process.become(_S.ENDING)
+        process.gently = gently
+        process.deadline = now + (self.limits.finish_s if gently else self.limits.leave_s)
+        return [PassOn(process.sender, EndWorker(gently=gently))]
+
+    def _keep_only(self, order: msg.KeepOnly, now: float) -> Actions:
+        """What was given up while the line was cut ends here, whether it runs or waits."""
+        keep = {Sender(*kept) for kept in order.keep}
+        actions = self._drop(
+            [w for w in self.waiting.values() if Sender(w.task, w.worker, w.incarnation) not in keep]
+        )
+        for process in [p for p in self.processes.values() if p.sender not in keep]:
+            actions += self._kill(process, now)
+        return actions
+
+    def _drop(self, starts: list[StartProcess]) -> Actions:
+        for order in starts:
+            del self.waiting[order.task, order.worker]
+        return [_never_started(order, "it was ended before its turn came") for order in starts]
+
+    # -------------------------------------------------------------- processes
+
+    def _spawned(self, sender: Sender, now: float) -> Actions:
+        process = self.processes[sender]
+        process.is_up = True
+        if process.state is _S.KILLED:
+            process.deadline = now + self.limits.kill_s
+            return [Kill(sender)]
+        process.become(_S.RUNNING)
+        return []
+
+    def _not_spawned(self, event: SpawnFailed) -> Actions:
+        process = self.processes[event.sender]
+        if event.server_died and process.state is _S.STARTING and process.tries < self.limits.spawn_tries:
+            process.tries += 1
+            return [Spawn(process.order, fresh_server=True)]
+        return [_never_started(process.order, event.because), *self._remove(process)]
+
+    def _greeted(self, sender: Sender) -> Actions:
+        process = self.processes.get(sender)
+        if process is None or process.state is not _S.ENDING:
+            return []
+        return [PassOn(sender, EndWorker(gently=process.gently))]  # it was not there to hear it
+
+    def _spoke(self, event: ProcessSpoke) -> Actions:
+        process = self.processes.get(event.sender)
+        if process is None or process.state in (_S.STUCK, _S.DEAD):
+            return []
+        match event.report:
+            case msg.TaskEvent(event=ev.WorkerRaised(error=error)):
+                process.raised = f"raised {error}"
+            case msg.TimesReported(times=times):
+                self.progress.expects(process.sender.task, process.sender.worker, times)
+        return [SendToCoordinator(event.report, event.sender)]
+
+    def _misspoke(self, event: ProcessMisspoke, now: float) -> Actions:
+        process = self.processes.get(event.sender)
+        if process is None:
+            return []
+        process.raised = clipped(event.because)
+        return self._kill(process, now)
+
+    def _died(self, event: ProcessDied) -> Actions:
+        process = self.processes.get(event.sender)
+        if process is None or process.state is _S.DEAD:
+            return []
+        reported = process.state is _S.STUCK
+        process.become(_S.DEAD)
+        process.deadline = None
+        self.progress.forget(process.sender.task, process.sender.worker)
+        reason = process.raised or clipped(event.reason)
+        return [] if reported else [_exited(process.order, reason, event.done_ops, event.killed_at)]
+
+    def _gone(self, sender: Sender) -> Actions:
+        process = self.processes.get(sender)
+        if process is None:
+            return []
+        return self._died(ProcessDied(sender, "ended")) + self._remove(process)
+
+    def _remove(self, process: Process) -> Actions:
+        """Its slot is free: a start may have waited for that."""
+        del self.processes[process.sender]
+        actions: Actions = []
+        for order in [w for w in self.waiting.values() if not any(True for _ in self._in_the_way(w))]:
+            del self.waiting[order.task, order.worker]
+            actions += self._start(order)
+        return actions
+
+    # -------------------------------------------------------------- time
+
+    def _press(self, process: Process, now: float) -> Actions:
+        """It had its time."""
+        if process.deadline is None or now < process.deadline:
+            return []
+        if process.state is _S.KILLED:
+            return self._give_up(process)
+        if not process.gently:
+            return self._kill(process, now)
+        if process.doing == SAVING and now < process.closed_at + self.limits.save_s:
+            process.deadline = now + self.limits.finish_s
+            return []
+        return self._end(process, now, gently=False)
+
+    def _give_up(self, process: Process) -> Actions:
+        """A process in uninterruptible sleep ends when the kernel lets it; nobody can hurry it."""
+        process.become(_S.STUCK)
+        process.deadline = None
+        self.progress.forget(process.sender.task, process.sender.worker)
+        because = f"it is still there {self.limits.kill_s:g} s after SIGKILL (uninterruptible sleep)"
+        blocked = [w for w in self.waiting.values() if process in list(self._in_the_way(w))]
+        return [_exited(process.order, because), *self._drop(blocked)]
+
+    def curious(self, sender: Sender, glance: Glance) -> Curiosity:
+        """A beacon that stands still is worth asking the kernel about."""
+        still = self.progress.stands_still(sender.task, sender.worker, glance)
+        return Curiosity(
+            stopped=still and glance.age_s > self.limits.look_s,
+            active=still and glance.busy and glance.age_s > self.limits.ask_kernel_s,
+        )
+
+    def _glanced(self, event: Glanced, now: float) -> Actions:
+        process = self.processes.get(event.sender)
+        if process is None or not _alive(process):
+            return []
+        process.doing = event.glance.doing
+        if process.state is _S.ENDING:
+            return []  # nobody waits for it any more, and its deadline is set
+        found = self.progress.look(
+            event.sender.task,
+            event.sender.worker,
+            event.sender.incarnation,
+            event.glance,
+            stopped=event.stopped,
+            now=now,
+            active_s=event.active_s,
+        )
+        return [] if found is None else [SendToCoordinator(found, event.sender)]
+
+    def _of(self, task: str, worker: object) -> list[Process]:
+        return [p for p in self.processes.values() if p.sender[:2] == (task, worker)]
+
+
+def _alive(process: Process) -> bool:
+    return process.state in ALIVE
+
+
+def _never_started(order: StartProcess, because: str) -> SendToCoordinator:
+    return _exited(order, clipped(f"could not be started: {because}"))
+
+
+def _exited(
+    order: StartProcess, reason: str, done_ops: int = 0, killed_at: float | None = None
+) -> SendToCoordinator:
+    event = ev.WorkerExited(
+        worker=order.worker,
+        incarnation=order.incarnation,
+        reason=reason,
+        done_ops=done_ops,
+        killed_at=killed_at,
+    )
+    sender = Sender(order.task, order.worker, order.incarnation)
+    return SendToCoordinator(msg.TaskEvent(task=order.task, event=event), sender)

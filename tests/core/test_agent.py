@@ -1,0 +1,466 @@
+"""An agent's decisions: events in, actions compared. Times are in seconds of no particular clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from everstep.core.agent import messages as ag
+from everstep.core.agent.agent import (
+    AgentSaid,
+    AgentState,
+    LeaveLine,
+    LineClosed,
+    LineOpened,
+    OrderHeard,
+    ReportsKept,
+)
+from everstep.core.agent.process import AgentLimits, ProcessState
+from everstep.core.agent.processes import NodeProcesses
+from everstep.core.agent.reports import ReportQueue
+from everstep.core.faults.detector import DetectorLimits, Glance
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.actions import InterruptWorkers
+from everstep.core.words.agent_messages import SAVING, EndWorker
+from everstep.core.words.ops import Worker
+
+LIMITS = AgentLimits(finish_s=5.0, save_s=60.0, leave_s=20.0, kill_s=30.0)
+A, B = Worker(0, 0), Worker(1, 0)
+
+
+def sender(worker: Worker = A, incarnation: int = 1) -> msg.Sender:
+    return msg.Sender("t", worker, incarnation)
+
+
+def start(worker: Worker = A, incarnation: int = 1, slot: int = 0) -> msg.StartProcess:
+    return msg.StartProcess(task="t", worker=worker, incarnation=incarnation, slot=slot)
+
+
+def exits(actions: list[Any]) -> list[tuple[Worker, int, str]]:
+    events = [a.report.event for a in actions if isinstance(a, ag.SendToCoordinator)]
+    return [(e.worker, e.incarnation, e.reason) for e in events if isinstance(e, ev.WorkerExited)]
+
+
+class Node:
+    """A node whose shell does everything at once, unless a test wants otherwise."""
+
+    def __init__(self) -> None:
+        self.machine = NodeProcesses(DetectorLimits(), LIMITS)
+        self.now = 100.0
+        self.give(msg.OpenTask(task="t", job={}, secret="s"))
+
+    def happens(self, event: Any) -> list[Any]:
+        found = self.machine.handle(event, self.now)
+        self.machine.validate()
+        return found
+
+    def give(self, order: msg.Order) -> list[Any]:
+        return self.happens(ag.OrderGiven(order))
+
+    def up(self, worker: Worker = A, incarnation: int = 1, slot: int = 0) -> None:
+        order = start(worker, incarnation, slot)
+        assert self.give(order) == [ag.Spawn(order)]
+        assert self.happens(ag.ProcessSpawned(sender(worker, incarnation))) == []
+        assert self.happens(ag.ProcessGreeted(sender(worker, incarnation))) == []
+
+    def wait(self, seconds: float) -> list[Any]:
+        self.now += seconds
+        due = self.machine.due_at()
+        return self.happens(msg.TimePassed()) if due is not None and due <= self.now else []
+
+    def state(self, worker: Worker = A, incarnation: int = 1) -> ProcessState:
+        return self.machine.processes[sender(worker, incarnation)].state
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node()
+    yield made
+    made.machine.validate()
+
+
+# ------------------------------------------------------------------ starts
+
+
+def test_a_start_waits_until_the_process_before_it_is_gone_for_good(node: Node) -> None:
+    """A node back from a long stop is told to end its old workers and to start new ones, at once."""
+    node.up(A, 1)
+    assert node.give(msg.KillProcess(task="t", worker=A, incarnation=1)) == [ag.Kill(sender(A, 1))]
+    assert node.give(start(A, 2)) == []
+    assert exits(node.happens(ag.ProcessDied(sender(A, 1), "killed by SIGKILL"))) == [
+        (A, 1, "killed by SIGKILL")
+    ]
+    assert node.happens(ag.ProcessGone(sender(A, 1))) == [ag.Spawn(start(A, 2))]
+    assert list(node.machine.processes) == [sender(A, 2)]
+
+
+def test_another_worker_s_start_waits_while_the_dead_one_still_holds_the_slot(node: Node) -> None:
+    node.up(A, 1, slot=3)
+    node.happens(ag.ProcessDied(sender(A, 1), "ended"))
+    assert node.give(start(B, 1, slot=3)) == []
+    assert node.happens(ag.ProcessGone(sender(A, 1))) == [ag.Spawn(start(B, 1, slot=3))]
+
+
+def test_a_start_that_waits_can_be_ended_and_is_reported(node: Node) -> None:
+    node.up(A, 1)
+    node.give(start(A, 2))
+    (exited,) = exits(node.give(msg.KillProcess(task="t", worker=A, incarnation=2)))
+    assert exited == (A, 2, "could not be started: it was ended before its turn came")
+    node.happens(ag.ProcessDied(sender(A, 1), "ended"))
+    assert node.happens(ag.ProcessGone(sender(A, 1))) == []
+
+
+def test_a_process_ordered_to_end_while_it_is_being_made_is_ended_once_it_is(node: Node) -> None:
+    node.give(start(A, 1))
+    assert node.give(msg.KillProcess(task="t", worker=A, incarnation=1)) == []
+    assert node.happens(ag.ProcessSpawned(sender(A, 1))) == [ag.Kill(sender(A, 1))]
+
+
+def test_a_task_that_is_not_known_here_starts_nothing(node: Node) -> None:
+    order = msg.StartProcess(task="other", worker=A, incarnation=1, slot=0)
+    (exited,) = exits(node.give(order))
+    assert exited[2] == "could not be started: task other is not known on this node"
+
+
+# ------------------------------------------------------------------ fork servers
+
+
+def test_a_dead_fork_server_is_replaced_and_the_start_tried_again(node: Node) -> None:
+    node.give(start(A, 1))
+    died = ag.SpawnFailed(sender(A, 1), "the fork server was killed by SIGKILL", server_died=True)
+    assert node.happens(died) == [ag.Spawn(start(A, 1), fresh_server=True)]
+    assert node.happens(ag.ProcessSpawned(sender(A, 1))) == []
+
+
+def test_a_fork_server_that_dies_each_time_is_reported_by_its_own_name(node: Node) -> None:
+    node.give(start(A, 1))
+    died = ag.SpawnFailed(sender(A, 1), "the fork server was killed by SIGKILL", server_died=True)
+    found = [node.happens(died) for _ in range(3)]
+    assert [len(exits(actions)) for actions in found] == [0, 0, 1]
+    assert exits(found[2]) == [(A, 1, "could not be started: the fork server was killed by SIGKILL")]
+    assert not node.machine.processes
+
+
+# ------------------------------------------------------------------ ends
+
+
+def test_a_task_is_closed_gently_then_firmly_then_by_force_then_given_up(node: Node) -> None:
+    node.up(A)
+    assert node.give(msg.CloseTask(task="t", gently=True)) == [ag.PassOn(sender(), EndWorker(gently=True))]
+    assert node.wait(4.9) == []
+    assert node.wait(0.2) == [ag.PassOn(sender(), EndWorker(gently=False))]
+    assert node.wait(19.8) == []
+    assert node.wait(0.3) == [ag.Kill(sender())]
+    assert node.wait(29.9) == []
+    (exited,) = exits(node.wait(0.2))
+    assert exited == (A, 1, "it is still there 30 s after SIGKILL (uninterruptible sleep)")
+    assert node.wait(1e6) == []
+    assert node.machine.due_at() is None
+
+
+def test_a_worker_that_writes_its_last_state_is_left_alone_for_longer(node: Node) -> None:
+    node.up(A)
+    node.give(msg.CloseTask(task="t", gently=True))
+    glance = Glance(moment=1, step=9, busy=True, doing=SAVING, age_s=0.0)
+    node.happens(ag.Glanced(sender(), glance))
+    assert [node.wait(5.0) for _ in range(11)] == [[]] * 11
+    assert node.wait(5.0) == [ag.PassOn(sender(), EndWorker(gently=False))]
+
+
+def test_a_worker_closed_before_it_called_hears_of_it_when_it_does(node: Node) -> None:
+    node.give(start(A, 1))
+    node.happens(ag.ProcessSpawned(sender()))
+    node.give(msg.CloseTask(task="t", gently=False))
+    assert node.happens(ag.ProcessGreeted(sender())) == [ag.PassOn(sender(), EndWorker(gently=False))]
+
+
+def test_closing_a_task_also_ends_starts_that_wait_and_processes_being_made(node: Node) -> None:
+    node.up(A, 1)
+    node.give(start(A, 2))
+    node.give(start(B, 1, slot=1))
+    actions = node.give(msg.CloseTask(task="t", gently=True))
+    assert [worker for worker, _, _ in exits(actions)] == [A]
+    assert node.happens(ag.ProcessSpawned(sender(B))) == [ag.Kill(sender(B))]
+    node.happens(ag.ProcessDied(sender(A), "ended"))
+    assert node.happens(ag.ProcessGone(sender(A))) == []
+
+
+def test_a_process_that_outlives_sigkill_is_reported_once_and_holds_its_slot(node: Node) -> None:
+    node.up(A)
+    node.give(msg.KillProcess(task="t", worker=A, incarnation=1))
+    node.give(start(A, 2))
+    reported = exits(node.wait(30.0))
+    assert [(worker, incarnation) for worker, incarnation, _ in reported] == [(A, 1), (A, 2)]
+    assert "worker 0:0 cannot be killed and holds slot 0" in exits(node.give(start(B, 1)))[0][2]
+    spoke = msg.TaskEvent(task="t", event=ev.StateCopied(worker=A, incarnation=1, state_step=3))
+    assert node.happens(ag.ProcessSpoke(sender(), spoke)) == []
+    assert node.happens(ag.ProcessDied(sender(), "killed by SIGKILL")) == []
+    node.happens(ag.ProcessGone(sender()))
+    assert node.give(start(B, 1)) == [ag.Spawn(start(B, 1))]
+
+
+def test_what_was_given_up_while_the_line_was_cut_ends_also_if_it_only_waits(node: Node) -> None:
+    node.up(A, 1)
+    node.up(B, 1, slot=1)
+    node.give(start(A, 2))
+    actions = node.give(msg.KeepOnly(keep=(("t", B, 1),)))
+    assert [a for a in actions if isinstance(a, ag.Kill)] == [ag.Kill(sender(A))]
+    node.happens(ag.ProcessDied(sender(A), "killed by SIGKILL"))
+    assert node.happens(ag.ProcessGone(sender(A))) == []
+    assert list(node.machine.processes) == [sender(B)]
+
+
+def test_a_death_is_reported_once_however_it_is_noticed(node: Node) -> None:
+    node.up(A)
+    told = [
+        *node.happens(ag.ProcessDied(sender(), "killed by SIGKILL", 7)),
+        *node.happens(ag.ProcessDied(sender(), "ended")),
+        *node.happens(ag.ProcessGone(sender())),
+        *node.happens(ag.ProcessGone(sender())),
+    ]
+    assert exits(told) == [(A, 1, "killed by SIGKILL")]
+
+
+# ------------------------------------------------------------------ words and looks
+
+
+def test_a_worker_that_raised_ends_for_that_reason(node: Node) -> None:
+    node.up(A)
+    raised = ev.WorkerRaised(worker=A, incarnation=1, error="ValueError: no", where="step 3 0F0.0")
+    report = msg.TaskEvent(task="t", event=raised)
+    assert node.happens(ag.ProcessSpoke(sender(), report)) == [ag.SendToCoordinator(report, sender())]
+    died = node.happens(ag.ProcessDied(sender(), "exited with code 1"))
+    assert exits(died) == [(A, 1, "raised ValueError: no")]
+
+
+def test_a_process_that_talks_nonsense_is_ended_for_that_reason(node: Node) -> None:
+    node.up(A)
+    assert node.happens(ag.ProcessMisspoke(sender(), "x" * 10_000_000)) == [ag.Kill(sender())]
+    ((_, _, reason),) = exits(node.happens(ag.ProcessDied(sender(), "killed by SIGKILL")))
+    assert len(reason) < 2_100
+
+
+def test_orders_for_a_worker_reach_the_process_that_is_there(node: Node) -> None:
+    words = InterruptWorkers(workers=(A,), epoch=2, because="so")
+    order = msg.NotifyWorker(task="t", worker=A, words=words)
+    assert node.give(order) == []
+    node.up(A, 4)
+    assert node.give(order) == [ag.PassOn(sender(A, 4), order)]
+
+
+def test_no_more_is_said_of_a_process_that_was_killed(node: Node) -> None:
+    """Else one in uninterruptible sleep would be found hung, and ordered killed, for ever."""
+    node.up(A)
+    still = Glance(moment=1, step=1, busy=True, doing="0F0.0", age_s=500.0)
+    node.happens(ag.Glanced(sender(), still))
+    (overdue,) = node.happens(ag.Glanced(sender(), still))
+    assert isinstance(overdue.report, msg.OpOverdue)
+    node.give(msg.KillProcess(task="t", worker=A, incarnation=1))
+    later = Glance(moment=1, step=1, busy=True, doing="0F0.0", age_s=5_000.0)
+    assert node.happens(ag.Glanced(sender(), later)) == []
+
+
+def test_the_kernel_is_asked_only_about_beacons_that_stand_still(node: Node) -> None:
+    node.up(A)
+    first = Glance(moment=1, step=1, busy=True, doing="0F0.0", age_s=0.2)
+    assert not node.machine.curious(sender(), first).stopped
+    node.happens(ag.Glanced(sender(), first))
+    asked = node.machine.curious(sender(), first)
+    assert (asked.stopped, asked.active) == (True, True)
+    waits = Glance(moment=1, step=1, busy=False, doing="A[1]", age_s=0.2)
+    assert node.machine.curious(sender(), waits).active is False
+
+
+# ------------------------------------------------------------------ the line
+
+
+def sealed(step: int) -> msg.TaskEvent:
+    event = ev.StepSealed(step=step, stage=0, attempt=0, microbatches=2, executed=6)
+    return msg.TaskEvent(task="t", event=event)
+
+
+EXIT = msg.TaskEvent(task="t", event=ev.WorkerExited(worker=A, incarnation=1, reason="ended"))
+OVERDUE = msg.OpOverdue(
+    task="t",
+    worker=A,
+    incarnation=1,
+    doing="0F0.0",
+    busy=True,
+    stopped=False,
+    elapsed_s=1.0,
+    expected_s=0.1,
+    step=1,
+)
+
+
+def test_reports_are_kept_until_the_coordinator_has_them() -> None:
+    agent = AgentState()
+    for step in (1, 2, 3):
+        agent.handle(AgentSaid(sealed(step)), 0.0)
+    assert [kept.number for kept in agent.reports.after(1)] == [2, 3]
+    agent.handle(ReportsKept(2, term=0), 0.0)
+    assert [kept.number for kept in agent.reports.after(0)] == [3]
+    assert list(agent.reports.after(3)) == []
+
+
+def test_what_is_of_no_use_later_is_not_kept_while_the_line_is_cut() -> None:
+    agent = AgentState()
+    agent.handle(LineOpened(term=0, heard=0), 0.0)
+    agent.handle(AgentSaid(OVERDUE), 0.0)
+    agent.handle(LineClosed(), 0.0)
+    agent.handle(AgentSaid(OVERDUE), 0.0)
+    assert agent.reports.number == 1
+
+
+def test_too_many_reports_cost_the_oldest_seals_and_nothing_else() -> None:
+    reports = ReportQueue(most=10)
+    reports.add(EXIT, sender())
+    for step in range(1, 10):
+        reports.add(sealed(step), sender())
+    assert len(reports) == 10
+    reports.add(EXIT, sender())
+    assert len(reports) == 6
+    assert reports.num_dropped == 5
+    assert [kept.number for kept in reports.after(0)] == [1, 7, 8, 9, 10, 11]
+    assert [kept.number for kept in reports.after(8)] == [9, 10, 11]
+
+
+def test_the_bound_holds_also_where_nothing_can_be_spared() -> None:
+    reports = ReportQueue(most=3)
+    for _ in range(50):
+        reports.add(EXIT, sender())
+        assert len(reports) <= 3
+    assert [kept.number for kept in reports.after(0)] == [48, 49, 50]
+
+
+def test_an_order_heard_twice_is_carried_out_once() -> None:
+    agent = AgentState()
+    agent.handle(OrderHeard(1, msg.OpenTask(task="t", job={}, secret="s"), term=0), 0.0)
+    assert agent.handle(OrderHeard(2, start(), term=0), 0.0) == [ag.Spawn(start())]
+    assert agent.handle(OrderHeard(2, start(), term=0), 0.0) == []
+    assert agent.done == 2
+
+
+def test_orders_of_an_older_term_are_refused_and_the_line_is_left() -> None:
+    agent = AgentState()
+    agent.handle(LineOpened(term=7, heard=0), 0.0)
+    agent.handle(OrderHeard(1, msg.OpenTask(task="t", job={}, secret="s"), term=7), 0.0)
+    (left,) = agent.handle(OrderHeard(2, start(), term=6), 0.0)
+    assert isinstance(left, LeaveLine)
+    assert "term 6" in left.because
+    assert agent.done == 1
+    assert isinstance(agent.handle(LineOpened(term=6, heard=0), 0.0)[0], LeaveLine)
+    assert isinstance(agent.handle(ReportsKept(99, term=6), 0.0)[0], LeaveLine)
+
+
+def test_times_are_told_on_the_coordinator_s_clock() -> None:
+    agent = AgentState(ahead_s=1_000.0)
+    agent.handle(AgentSaid(msg.TaskEvent(task="t", event=ev.WorkerResumed(worker=A, epoch=1, at=5.0))), 0.0)
+    (kept,) = agent.reports.after(0)
+    assert kept.report.event.at == 1_005.0
+
+
+# ------------------------------------------------------------------ whatever happens, in whatever order
+
+
+class AnyNode(RuleBasedStateMachine):
+    """Orders, deaths and time in any order, with a shell that may be late. `validate` after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = NodeProcesses(DetectorLimits(), LIMITS)
+        self.now = 0.0
+        self.spawns: list[msg.Sender] = []
+        self.living: list[msg.Sender] = []
+        self.dying: list[msg.Sender] = []
+        self.ordered: set[msg.Sender] = set()
+        self.ended: list[msg.Sender] = []
+        self.incarnation = 0
+        self._happens(ag.OrderGiven(msg.OpenTask(task="t", job={}, secret="s")))
+
+    def _happens(self, event: Any) -> None:
+        for action in self.machine.handle(event, self.now):
+            match action:
+                case ag.Spawn(order=order):
+                    self.spawns.append(sender(order.worker, order.incarnation))
+                case ag.Kill(sender=who):
+                    assert who in self.living + self.dying
+                    if who in self.living:
+                        self.living.remove(who)
+                        self.dying.append(who)
+                case ag.SendToCoordinator(report=msg.TaskEvent(event=ev.WorkerExited() as exited)):
+                    self.ended.append(sender(exited.worker, exited.incarnation))
+
+    @rule(worker=st.sampled_from([A, B]), slot=st.integers(0, 1))
+    def start(self, worker: Worker, slot: int) -> None:
+        self.incarnation += 1
+        self.ordered.add(sender(worker, self.incarnation))
+        self._happens(ag.OrderGiven(start(worker, self.incarnation, slot)))
+
+    @rule(data=st.data())
+    def kill(self, data: Any) -> None:
+        if self.ordered:
+            who = data.draw(st.sampled_from(sorted(self.ordered)))
+            order = msg.KillProcess(task="t", worker=who.worker, incarnation=who.incarnation)
+            self._happens(ag.OrderGiven(order))
+
+    @rule(gently=st.booleans())
+    def close(self, gently: bool) -> None:
+        self._happens(ag.OrderGiven(msg.CloseTask(task="t", gently=gently)))
+
+    @rule(data=st.data())
+    def keep_only(self, data: Any) -> None:
+        kept = data.draw(st.sets(st.sampled_from(sorted(self.ordered)))) if self.ordered else ()
+        self._happens(ag.OrderGiven(msg.KeepOnly(keep=tuple(tuple(who) for who in kept))))
+
+    @rule(fails=st.booleans(), server_died=st.booleans())
+    def spawned(self, fails: bool, server_died: bool) -> None:
+        if self.spawns:
+            who = self.spawns.pop(0)
+            if fails:
+                self._happens(ag.SpawnFailed(who, "no", server_died=server_died))
+            else:
+                self.living.append(who)
+                self._happens(ag.ProcessSpawned(who))
+
+    @rule(data=st.data())
+    def dies(self, data: Any) -> None:
+        if self.living:
+            who = data.draw(st.sampled_from(self.living))
+            self.living.remove(who)
+            self.dying.append(who)
+            self._happens(ag.ProcessDied(who, "killed by SIGKILL"))
+
+    @rule(data=st.data())
+    def goes(self, data: Any) -> None:
+        if self.dying:
+            who = data.draw(st.sampled_from(self.dying))
+            self.dying.remove(who)
+            self._happens(ag.ProcessGone(who))
+
+    @rule(seconds=st.sampled_from([1.0, 10.0, 100.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self._happens(msg.TimePassed())
+
+    @invariant()
+    def is_sound(self) -> None:
+        self.machine.validate()
+
+    @invariant()
+    def each_end_is_reported_once(self) -> None:
+        assert len(self.ended) == len(set(self.ended))
+
+    @invariant()
+    def nobody_lives_whom_the_machine_does_not_know(self) -> None:
+        assert {*self.spawns, *self.living, *self.dying} == set(self.machine.processes)
+
+
+TestAnyNode = AnyNode.TestCase
+TestAnyNode.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -1,0 +1,160 @@
+"""A node's worker processes, real ones: started, spoken to, killed, replaced; no coordinator."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.core.agent.processes import NodeProcesses
+from everstep.core.faults.detector import DetectorLimits
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.actions import InterruptWorkers
+from everstep.core.words.ops import Worker
+from everstep.engine.job import DataSpec, Job, ModelSpec
+from everstep.node.fork_server import ForkServer, ForkServerDied
+from everstep.node.worker_processes import WorkerProcesses
+
+JOB = Job(
+    model=ModelSpec(preset="gpt-tiny"),
+    data=DataSpec(kind="synthetic", rows=1, sequence=16),
+    steps=3,
+    replicas=1,
+    stages=1,
+    microbatches=1,
+)
+A = Worker(0, 0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    running = ForkServer().start()
+    yield running
+    running.close()
+
+
+class SelectorLoop:
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+
+    def watch(self, fd: int, ready: Callable[[], object]) -> None:
+        self.selector.register(fd, selectors.EVENT_READ, ready)
+
+    def unwatch(self, fd: int) -> None:
+        self.selector.unregister(fd)
+
+
+class Node:
+    def __init__(self, folder: Path, server: ForkServer) -> None:
+        self.loop = SelectorLoop()
+        self.reports: list[Any] = []
+        self.workers = WorkerProcesses(
+            loop=self.loop,
+            machine=NodeProcesses(DetectorLimits()),
+            report=lambda report, sender: self.reports.append(report),
+            folder=folder,
+            fork_server=lambda job: server,
+        )
+        self.workers.open()
+        self.workers.carry_out(msg.OpenTask(task="t", job=JOB.to_dict(), secret="00" * 32))
+
+    def start(self, incarnation: int, slot: int = 0) -> None:
+        order = msg.StartProcess(task="t", worker=A, incarnation=incarnation, slot=slot)
+        self.workers.carry_out(order)
+
+    def kill(self, incarnation: int) -> None:
+        self.workers.carry_out(msg.KillProcess(task="t", worker=A, incarnation=incarnation))
+
+    def events(self, kind: type) -> list[Any]:
+        return [r.event for r in self.reports if isinstance(r, msg.TaskEvent) and isinstance(r.event, kind)]
+
+    def until(self, holds: Callable[[], Any], within_s: float = 60.0) -> None:
+        end = time.monotonic() + within_s
+        while not holds():
+            assert time.monotonic() < end, f"in vain: {self.reports}"
+            self.turn()
+
+    def turn(self) -> None:
+        for key, _ in self.loop.selector.select(0.02):
+            if self.loop.selector.get_map().get(key.fd) is key:
+                key.data()
+        self.workers.tick(time.monotonic())
+        self.workers.machine.validate()
+
+    def is_up(self, incarnation: int) -> bool:
+        return incarnation in [event.incarnation for event in self.events(ev.WorkerStarted)]
+
+    @property
+    def pid(self) -> int:
+        return self.workers.processes["t", A].child.pid
+
+
+@pytest.fixture
+def node(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Iterator[Node]:
+    made = Node(tmp_path_factory.mktemp("n"), server)
+    yield made
+    made.workers.close()
+
+
+def test_a_start_waits_for_the_death_of_the_process_before_it(node: Node) -> None:
+    node.start(1)
+    node.until(lambda: node.is_up(1))
+    first = node.pid
+    node.kill(1)
+    node.start(2)
+    node.until(lambda: node.is_up(2))
+    (exited,) = node.events(ev.WorkerExited)
+    assert (exited.incarnation, exited.reason) == (1, "killed by SIGKILL")
+    assert node.pid != first
+    assert not Path(f"/proc/{first}").exists(), "the new process came before the old one was gone"
+
+
+def test_a_dead_fork_server_is_replaced(node: Node, server: ForkServer) -> None:
+    """Before, no worker could be started on the node again, and the reason given was another one."""
+    node.start(1)
+    node.until(lambda: node.is_up(1))
+    os.kill(server.pid, signal.SIGKILL)
+    with pytest.raises(ForkServerDied, match="was killed by SIGKILL"):
+        server.warm_up()
+    os.kill(node.pid, 0)  # its workers live on
+    node.kill(1)
+    node.until(lambda: node.events(ev.WorkerExited))
+    node.start(2)
+    node.until(lambda: node.is_up(2))
+    assert len(node.events(ev.WorkerExited)) == 1
+
+
+def test_a_worker_that_is_stopped_and_does_not_read_holds_up_nobody(node: Node) -> None:
+    node.start(1)
+    node.until(lambda: node.is_up(1))
+    os.kill(node.pid, signal.SIGSTOP)
+    words = InterruptWorkers(workers=(A,), epoch=1, because="x" * 100_000)
+    began = time.monotonic()
+    for _ in range(20):  # ten times what a socket's buffer holds
+        node.workers.carry_out(msg.NotifyWorker(task="t", worker=A, words=words))
+    assert time.monotonic() - began < 5.0
+    os.kill(node.pid, signal.SIGCONT)
+    node.until(lambda: len(node.events(ev.LedgerReported)) == 20)
+
+
+def test_a_task_is_closed_in_good_order(node: Node) -> None:
+    node.start(1)
+    node.until(lambda: node.is_up(1))
+    node.workers.carry_out(msg.CloseTask(task="t", gently=True))
+    node.until(lambda: node.events(ev.WorkerExited))
+    assert node.events(ev.WorkerExited)[0].reason == "exited with code 0"
+
+
+def test_a_job_that_makes_no_sense_here_fails_its_starts_in_words(node: Node) -> None:
+    node.workers.carry_out(msg.OpenTask(task="t", job={"model": {"preset": "none"}}, secret="00" * 32))
+    node.start(1)
+    (exited,) = node.events(ev.WorkerExited)
+    assert exited.reason.startswith("could not be started: ")
+    assert "none" in exited.reason
