@@ -9,16 +9,19 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 
 from everstep.cli.client import Client
+from everstep.core.cluster.node_states import NodeState
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
-from everstep.server import pages, viewers
+from everstep.core.words.ops import Kind
+from everstep.core.words.worker_messages import ParcelKind
+from everstep.server import pages, viewers, words
 from everstep.server.daemon import Daemon
 from everstep.server.journal import SqliteJournal
 from harness.browser import CHROMIUM, Page, browser
@@ -39,7 +42,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 # ------------------------------------------------------------------ files
 
 
-@pytest.mark.parametrize("path", ["/", *(f"/web/{name}" for name in FILES)])
+@pytest.mark.parametrize("path", ["/", *(f"/web/{name}" for name in FILES), "/web/tables.js"])
 def test_the_files_hold_no_data_and_need_no_token(guarded: str, path: str) -> None:
     assert call(guarded, path)[0] == 200
     assert call(guarded, path, Origin="http://evil.example")[0] == 403
@@ -73,6 +76,28 @@ def test_the_policy_lets_nothing_in_and_nobody_frame_it(guarded: str) -> None:
     assert "frame-ancestors 'none'" in policy
     assert "unsafe" not in policy
     assert again == 304
+
+
+# ------------------------------------------------------------------ words
+
+
+def test_everything_that_is_shown_has_words() -> None:
+    assert set(words.NODE_STATES) == set(NodeState)
+    assert set(words.OPS) == set(Kind)
+    assert set(words.PARCELS) == set(ParcelKind)
+    assert set(words.ORDERS) == set(get_args(msg.Order))
+    assert set(words.DECISIONS) == set(get_args(msg.ClusterAction)) - {msg.Dispatch, msg.RecordRow}
+    shown = {*words.ORDERS.values(), *words.DECISIONS.values(), *words.PLACES.values()}
+    assert not [text for text in shown if re.search(r"[a-z][A-Z]", text)], "a class name on the page"
+
+
+def test_the_page_imports_nothing_that_is_not_served(guarded: str) -> None:
+    exported = set(re.findall(r"^export const (\w+) = ", words.script(), re.MULTILINE))
+    used = WEB.joinpath("words.js").read_text()
+    named = {
+        name for names in re.findall(r"{([^}]*)} from \"./tables.js\"", used) for name in names.split(",")
+    }
+    assert {name.strip() for name in named} == exported
 
 
 # ------------------------------------------------------------------ tickets
@@ -268,7 +293,7 @@ async def watch_a_life(page: Page, address: str, pictures: Path) -> None:
         await page.value("document.getElementById('nodes').focus()")
         await page.key("ArrowRight")
         await says(page, "#node-details", "llama")
-        await says(page, "#headline", "1 incident is open")
+        await says(page, "#headline", "1 incident open")
         await page.click("#node-verb")
         await page.click("#confirm-yes")
         await says(page, "#node-details", "draining")
@@ -291,7 +316,7 @@ def test_the_page_lives_with_the_cluster_and_through_a_restart_of_its_coordinato
             await page.until(f"!({LIVE})")
             with served(tmp_path, token=TOKEN, port=urlsplit(address).port or 0):
                 await page.until(LIVE)
-                await says(page, "#node-details", "its line is cut")
+                await says(page, "#node-details", "not connected")
                 await says(page, "#cluster-figures", "0 / 1")
             ours = urlsplit(address).netloc
             assert {urlsplit(asked).netloc for asked in page.requests} == {ours}

@@ -122,7 +122,7 @@ def test_without_a_spare_it_would_go_on_with_fewer_and_a_new_node_would_fill_the
     machine.handle(msg.NodeLeft(node="node-1"), 3.0)
     assert len(machine.tasks["t"].seats) == 2
     joined = outlook.foresee(machine)[-1]
-    assert joined["if"] == "a node of 2 slots came"
+    assert joined["if"] == "a node with 2 slots joins"
     assert joined["then"] == [{"task": "t", "before": 2, "after": 4}]
 
 

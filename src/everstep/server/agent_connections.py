@@ -1,4 +1,4 @@
-"""The WebSockets of the agents: one line a node, numbered both ways."""
+"""The WebSockets of the agents: one connection per node, numbered both ways."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class AgentConnections:
             first = await line.receive_json(timeout=10.0)
             hello, done = _hello(first)
         except (PeerError, TypeError, ValueError, TimeoutError) as error:
-            await line.send_json({"refused": f"this is no agent's hello: {error}"})
+            await line.send_json({"refused": f"this is not an agent's hello: {error}"})
             await line.close()
             return line
         if self._busy(hello):
@@ -108,7 +108,7 @@ class AgentConnections:
                 if message.type is aiohttp.WSMsgType.TEXT:
                     self._take(hello, json.loads(message.data))
         except (PeerError, KeyError, TypeError, ValueError) as error:
-            self.daemon.say(f"node {node} said something that makes no sense: {error}")
+            self.daemon.say(f"node {node} sent an invalid message: {error}")
         finally:
             writing.cancel()
             if self._queues.get(node) is queue:

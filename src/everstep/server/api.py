@@ -1,4 +1,4 @@
-"""HTTP and WebSocket on one port. The routes below are the API; docs/control-plane.md tells it in words.
+"""HTTP and WebSocket on one port. The routes below are the API; docs/control-plane.md describes it.
 
 A token, if there is one, guards every route but /v1/health and the dashboard's files, which hold no data.
 Without one the coordinator listens on loopback only, and a browser page of another origin is refused all the
@@ -237,7 +237,7 @@ class Api:
         return line
 
     async def _tell_all(self, line: web.WebSocketResponse) -> None:
-        """A viewer that reads too slowly misses some, and is told."""
+        """A viewer that reads too slowly misses some, and sees how many."""
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1000)
         missed = 0
 
@@ -301,24 +301,26 @@ class Api:
             case _:
                 return _refuse(404, f"{verb!r} is not cancel, pause, unpause, resize or reshape.")
         if task.state in OVER:
-            raise UserError(f"task {task.name} is {task.state}; {verb} has nothing to act on.")
+            raise UserError(f"task {task.name} is {task.state}; {verb} is not possible.")
         await self.daemon.told(event)
         return web.json_response(views.task(self.daemon, task))
 
     def _reshape(self, task: Task, body: Mapping[str, Any]) -> msg.ReshapeRequested:
-        """What can be known to be wrong is refused here: a running task is not given up for a wrong word."""
+        """Wrong requests are rejected here, so that a running task does not fail because of one."""
         if task.state in (TaskState.SEARCHING, TaskState.ENDING):
-            raise UserError(f"task {task.name} is {task.state}; ask for another shape when it is running.")
+            raise UserError(f"task {task.name} is {task.state}; change its shape while it is running.")
         replicas, stages = body.get("replicas"), body.get("stages")
         if type(replicas) is not int or type(stages) is not int:
             raise UserError(f"replicas is {replicas!r} and stages {stages!r}; give two whole numbers.")
         job = Job.from_dict(task.job).reshaped(replicas, stages)
         most = job.most_stages()
         if most is not None and job.stages > most:
-            raise UserError(f"stages is {job.stages}, and the model has {most} layers to share out.")
+            raise UserError(f"stages is {job.stages}, and the model has {most} layers.")
         slots = sum(n.slots for n in self.daemon.machine.nodes.values() if n.state is NodeState.UP)
         if job.stages > slots:
-            raise UserError(f"shape {job.replicas}x{job.stages} needs a slot a stage; there are {slots}.")
+            raise UserError(
+                f"shape {job.replicas}x{job.stages} needs one slot per stage; {slots} are available."
+            )
         shape = Shape(job.replicas, job.stages, job.microbatches)
         return msg.ReshapeRequested(task=task.name, job=job.to_dict(), shape=shape)
 
@@ -328,7 +330,7 @@ class Api:
             case "drain":
                 await self.daemon.told(msg.DrainRequested(node=node.name))
             case "readmit":
-                await self.daemon.told(msg.ReadmitRequested(node=node.name, by="a person"))
+                await self.daemon.told(msg.ReadmitRequested(node=node.name, by="an operator"))
             case _:
                 return _refuse(404, f"{verb!r} is not drain or readmit.")
         return web.json_response({"node": node.name, "state": node.state, "because": node.because})
@@ -338,7 +340,7 @@ class Api:
         if name not in self.daemon.machine.tasks:
             known = ", ".join(self.daemon.machine.tasks) or "none"
             raise web.HTTPNotFound(
-                text=_json({"error": f"there is no task {name!r}; there is {known}."}),
+                text=_json({"error": f"task {name!r} not found; known tasks: {known}."}),
                 content_type="application/json",
             )
         return self.daemon.machine.tasks[name]
@@ -348,7 +350,7 @@ class Api:
         if name not in self.daemon.machine.nodes:
             known = ", ".join(self.daemon.machine.nodes) or "none"
             raise web.HTTPNotFound(
-                text=_json({"error": f"there is no node {name!r}; there is {known}."}),
+                text=_json({"error": f"node {name!r} not found; known nodes: {known}."}),
                 content_type="application/json",
             )
         return self.daemon.machine.nodes[name]

@@ -32,6 +32,7 @@ from everstep.core.words.codec import decode, encode
 from everstep.diagnose.watch import Watch
 from everstep.plan.ask import choose
 from everstep.schedule.task_scheduler import TaskScheduler
+from everstep.server import words
 from everstep.server.journal import Journal, LostLeadership
 
 TICK_S = 0.05
@@ -327,7 +328,12 @@ class Daemon:
                 self.tell(msg.PlanAnswered(task=action.task, event=event))
 
     def _announce(self, action: msg.ClusterAction, now: float) -> None:
-        told: dict[str, Any] = {"at": now, "kind": type(action).__name__, "because": action.because}
+        told: dict[str, Any] = {
+            "at": now,
+            "kind": type(action).__name__,
+            "text": words.decision(action),
+            "because": action.because,
+        }
         match action:
             case msg.Dispatch(node=node, order=order):
                 told |= {"node": node, "order": type(order).__name__, "task": getattr(order, "task", "")}

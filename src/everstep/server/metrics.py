@@ -35,15 +35,19 @@ class ClusterMetrics(Collector):
         yield from self._tasks()
         yield from self._incidents()
         now, full = waf(self.daemon.machine)
-        yield _one("everstep_waf_workers", "Weighted achieved work, in one worker's work.", now)
-        yield _one("everstep_waf_full_workers", "What it were with every place filled.", full)
+        yield _one("everstep_waf_workers", "Weighted achieved work (WAF), in units of one worker.", now)
+        yield _one(
+            "everstep_waf_full_workers",
+            "Weighted achieved work (WAF) at full capacity, in units of one worker.",
+            full,
+        )
         entries = CounterMetricFamily("everstep_journal_entries", "Events in the journal.")
         entries.add_metric([], self.daemon.number)
         yield entries
-        yield _one("everstep_leader", "1: this coordinator leads.", int(self.daemon.leads))
+        yield _one("everstep_leader", "1 if this coordinator is the leader.", int(self.daemon.leads))
         handled = sorted(self.daemon.handled_s) or [0.0]
         for name, share in (("median", 0.5), ("p99", 0.99)):
-            text = f"Time to decide on an event, {name} of the last {len(handled)}."
+            text = f"Time to handle an event, {name} of the last {len(handled)}."
             value = handled[int(share * (len(handled) - 1))]
             yield _one(f"everstep_event_handling_{name}_seconds", text, value)
 
@@ -54,7 +58,9 @@ class ClusterMetrics(Collector):
             states.add_metric([state], sum(node.state is state for node in nodes))
         yield states
         ages = GaugeMetricFamily(
-            "everstep_node_heartbeat_age_seconds", "Since a node was last heard.", labels=["node"]
+            "everstep_node_heartbeat_age_seconds",
+            "Seconds since the last heartbeat of a node.",
+            labels=["node"],
         )
         now = time.monotonic()
         for node in nodes:
@@ -72,16 +78,19 @@ class ClusterMetrics(Collector):
         def gauge(name: str, text: str) -> GaugeMetricFamily:
             return GaugeMetricFamily(f"everstep_task_{name}", text, labels=["task"])
 
-        step = CounterMetricFamily("everstep_task_steps", "Steps on record.", labels=["task"])
-        wanted = gauge("wanted_steps", "Steps a task is to run.")
-        seconds = gauge("step_seconds", "How long the last step took.")
-        loss = gauge("loss", "The loss of the last step.")
-        workers = gauge("workers", "Workers a task has.")
-        places = gauge("places", "Workers a task could have: replicas times stages.")
-        running = gauge("running", "1: training; 0: waiting, paused or over.")
-        epoch = gauge("epoch", "How often its membership or its schedule has changed.")
-        issued = gauge("microbatches_issued", "Microbatches of the steps on record.")
-        committed = gauge("microbatches_committed", "Of those, counted exactly once; anything else is a bug.")
+        step = CounterMetricFamily("everstep_task_steps", "Completed steps.", labels=["task"])
+        wanted = gauge("wanted_steps", "Steps a task runs in total.")
+        seconds = gauge("step_seconds", "Duration of the last step.")
+        loss = gauge("loss", "Loss of the last step.")
+        workers = gauge("workers", "Workers of a task.")
+        places = gauge("places", "Maximum workers of a task: replicas times stages.")
+        running = gauge("running", "1 if the task is training; 0 if it waits, is paused or has ended.")
+        epoch = gauge("epoch", "Changes of membership or schedule.")
+        issued = gauge("microbatches_issued", "Microbatches of the completed steps.")
+        committed = gauge(
+            "microbatches_committed",
+            "Microbatches committed exactly once; any difference from issued is a bug.",
+        )
         for task in self.daemon.machine.tasks.values():
             row, name = views.task_row(self.daemon, task), [task.name]
             step.add_metric(name, row["step"])
@@ -121,7 +130,7 @@ class ClusterMetrics(Collector):
         buckets = [(str(edge), sum(took <= edge for took in recoveries)) for edge in RECOVERY_BUCKETS_S]
         yield HistogramMetricFamily(
             "everstep_recovery_seconds",
-            "From evidence to closed, of every incident that is.",
+            "Time from first evidence to recovery, of closed incidents.",
             buckets=[*buckets, ("+Inf", len(recoveries))],
             sum_value=sum(recoveries),
         )

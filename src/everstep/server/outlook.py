@@ -26,7 +26,10 @@ from everstep.plan.ask import choose, worth
 from everstep.server.daemon import Daemon
 
 KEPT = 2000
-NOBODY_MOVES, STAY = "nothing changes", "those who are left stay where they are"  # here something has changed
+NOBODY_MOVES, STAY = (
+    "nothing changes",
+    "the remaining workers stay where they are",
+)  # here something has changed
 FRESH_S = 5.0  # an answer serves everybody for so long
 
 
@@ -73,7 +76,7 @@ def _members(task: Task) -> int:
 
 
 def foresee(machine: Coordinator) -> list[dict[str, Any]]:
-    """What would be done next, and why."""
+    """What the planner would do after the next likely event, with its reason."""
     tasks = {name: task for name, task in machine.tasks.items() if task.state is TaskState.RUNNING}
     if not tasks:
         return []
@@ -85,10 +88,10 @@ def foresee(machine: Coordinator) -> list[dict[str, Any]]:
     if held:
         name = max(held, key=lambda node: (held[node], node))
         workers = "worker" if held[name] == 1 else "workers"
-        found.append(_if_lost(machine, name, f"node {name} were lost, with its {held[name]} {workers}"))
+        found.append(_if_lost(machine, name, f"node {name} fails ({held[name]} {workers})"))
     if any(len(task.seats) < task.wanted() for task in tasks.values()):
         slots = max(node.slots for node in machine.nodes.values())
-        found.append(_if_joined(machine, slots, f"a node of {slots} slots came"))
+        found.append(_if_joined(machine, slots, f"a node with {slots} slots joins"))
     return found
 
 

@@ -1,8 +1,8 @@
 """The dashboard's files, and the tickets its live line is opened with.
 
-The files hold no data, so they are given to anyone who may reach the port; what they show, they ask for with
-the token like everybody else. A strict Content-Security-Policy lets them load nothing from elsewhere, run no
-script but our files, and be framed by nobody: a page that can drain a node must not be clicked unawares.
+The files contain no data, so anyone who reaches the port gets them; the page asks for data with the token. A
+strict Content-Security-Policy lets it load nothing from elsewhere, run no script but our files, and forbids
+frames: a page that can drain a node must not be clicked unawares.
 
 A browser cannot put a header on a WebSocket, and a token in a URL ends up in logs. So the page posts its
 token like any other call, gets a ticket that opens one line within seconds, and hands it over as a
@@ -17,6 +17,8 @@ import time
 from importlib import resources
 
 from aiohttp import web
+
+from everstep.server import words
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
@@ -43,16 +45,19 @@ class Pages:
         for file in resources.files("everstep.server").joinpath("web").iterdir():
             kind = TYPES.get(file.name[file.name.rfind(".") :])
             if kind is not None:
-                content = file.read_bytes()
-                self._files[f"/web/{file.name}"] = content, kind, hashlib.sha256(content).hexdigest()[:16]
+                self._add(f"/web/{file.name}", file.read_bytes(), kind)
+        self._add("/web/tables.js", words.script().encode(), TYPES[".js"])
         self._files["/"] = self._files["/web/index.html"]
+
+    def _add(self, path: str, content: bytes, kind: str) -> None:
+        self._files[path] = content, kind, hashlib.sha256(content).hexdigest()[:16]
 
     def has(self, path: str) -> bool:
         return path in self._files
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         if request.path not in self._files:
-            raise web.HTTPNotFound(text="there is no such page")
+            raise web.HTTPNotFound(text="page not found")
         content, kind, tag = self._files[request.path]
         headers = {**HEADERS, "ETag": f'"{tag}"'}
         if request.headers.get("If-None-Match") == f'"{tag}"':
@@ -70,7 +75,7 @@ class Tickets:
         now = time.monotonic()
         self._until = {ticket: until for ticket, until in self._until.items() if until > now}
         if len(self._until) >= MAX_TICKETS:
-            raise web.HTTPTooManyRequests(text="too many tickets are out; try again in a few seconds")
+            raise web.HTTPTooManyRequests(text="too many tickets are in use; retry in a few seconds")
         ticket = secrets.token_urlsafe(24)
         self._until[ticket] = now + TICKET_S
         return ticket

@@ -1,4 +1,4 @@
-"""Start the coordinator, serve until told to stop; stand by and take over where there are several."""
+"""Start the coordinator and serve until stopped; as one of several, stand by and take over."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ServerSettings:
     def check(self) -> None:
         if self.host not in LOOPBACK and not self.token:
             raise UserError(
-                f"--host {self.host} is beyond loopback, and there is no token; give one by "
+                f"--host {self.host} is not loopback and needs a token; give one by "
                 "--token-file or EVERSTEP_TOKEN."
             )
         if (self.cert is None) != (self.key is None):
@@ -83,7 +83,7 @@ async def serve(
     ready: Callable[[str], None] = lambda address: None,
     patience: Patience | None = None,
 ) -> None:
-    """Until cancelled. `ready` is told the address once it listens."""
+    """Until cancelled. `ready` gets the address once it listens."""
     settings.check()
     policy = PolicySet(patience=patience or Patience(), planned=True)
     settings.folder.mkdir(parents=True, exist_ok=True)

@@ -49,8 +49,8 @@ def _seated(daemon: Daemon) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for task in daemon.machine.tasks.values():
         for worker, seat in task.seats.items():
-            told = {"task": task.name, "worker": str(worker), "slot": seat.slot}
-            found.setdefault(seat.node, []).append(told)
+            row = {"task": task.name, "worker": str(worker), "slot": seat.slot}
+            found.setdefault(seat.node, []).append(row)
     return found
 
 
@@ -232,13 +232,13 @@ def incident(daemon: Daemon, one: Incident) -> dict[str, Any]:
 
 
 def _timeline(one: Incident) -> list[tuple[float, str]]:
-    """What happened beside evidence, verdict and remedies."""
-    told = []
+    """Events other than evidence, verdict and remedies."""
+    found = []
     if one.planned_at is not None:
-        told.append((one.planned_at, f"the rest of step {one.step} is planned, in epoch {one.epoch}"))
+        found.append((one.planned_at, f"rescheduled the rest of step {one.step}, in epoch {one.epoch}"))
     if one.resumed_at is not None and one.stops_training:
-        told.append((one.resumed_at, "the first op of the new epoch has run"))
-    return told
+        found.append((one.resumed_at, "training resumed: the first op of the new epoch has run"))
+    return found
 
 
 def finite(value: float | None) -> float | None:

@@ -1,17 +1,17 @@
-// The page: what it knows, which view is open, and what a click does. Views paint from the store, never from
-// each other; all painting waits for the next frame, so that many changes are one.
+// The page: its state, the open view, and its actions. Views paint from the store, never from each other; all
+// painting waits for the next frame, so that many changes are painted once.
 
 import { ClusterView } from "./cluster.js";
 import { IncidentView, IncidentsView } from "./incident.js";
 import { Link, call } from "./link.js";
 import { TaskView } from "./task.js";
-import { element, fillTable, forgetColours, short, stateBadge, taskColour, taskLetter, write } from "./words.js";
+import { INCIDENT_COLUMNS, TASK_COLUMNS, element, fillTable, forgetColours, headings, short, stateBadge, taskColour, taskLetter, write } from "./words.js";
 
 const KEPT_NEWS = 400;
 const byName = new Intl.Collator("en", { numeric: true }); // node-2 before node-10
 const store = {
-  nodes: new Map(), tasks: new Map(), incidents: { open: [], total: 0 }, news: [], told: 0, waf: [], ahead: 0, shown: [],
-  may: new Set(), // what the reader may do here: a run's own page has no nodes to drain, a demo has workers to kill
+  nodes: new Map(), tasks: new Map(), incidents: { open: [], total: 0 }, news: [], heard: 0, waf: [], ahead: 0, shown: [],
+  may: new Set(), // allowed actions: the page of a run has no nodes to drain, a demo has workers to kill
   touched: new Set(), renewed: true, // nodes that changed since they were painted; all of them
   now() { return Date.now() / 1000 + this.ahead; }, // the coordinator's clock
 };
@@ -19,39 +19,42 @@ const views = {
   cluster: new ClusterView(store, act), tasks: { paint: () => taskTable("all-tasks", true) }, task: new TaskView(store, act),
   incidents: new IncidentsView(store), incident: new IncidentView(store),
 };
+headings(document.getElementById("cluster-tasks"), TASK_COLUMNS.slice(0, -1));
+headings(document.getElementById("all-tasks"), TASK_COLUMNS);
+headings(document.getElementById("all-incidents"), INCIDENT_COLUMNS);
 let open = "cluster", awaited = false, away = null;
 
 // ------------------------------------------------------------------ hearing
 
-function hear(told) {
+function hear(row) {
   document.body.dataset.known = "";
-  store.ahead = told.at - Date.now() / 1000;
-  if (told.kind === "picture") {
+  store.ahead = row.at - Date.now() / 1000;
+  if (row.kind === "picture") {
     store.nodes.clear();
     store.renewed = true;
     store.tasks.clear();
     store.news = [];
-    store.told = 0;
+    store.heard = 0;
     store.waf = [];
-    store.may = new Set(told.may);
+    store.may = new Set(row.may);
     views.cluster.forget();
     views.task.reload();
     views.incidents.said = null;
   }
   const known = store.nodes.size;
-  for (const node of told.nodes ?? []) { store.nodes.set(node.node, node); store.touched.add(node.node); }
+  for (const node of row.nodes ?? []) { store.nodes.set(node.node, node); store.touched.add(node.node); }
   if (store.nodes.size !== known) { // a new one has its place among the others, whenever it joined
     store.nodes = new Map([...store.nodes].sort(([one], [other]) => byName.compare(one, other)));
     store.renewed = true;
   }
-  for (const task of told.tasks ?? []) store.tasks.set(task.task, task);
-  for (const [task, rows] of Object.entries(told.steps ?? {})) if (task === views.task.name) views.task.steps(rows);
-  store.news.push(...(told.news ?? []));
-  store.told += (told.news ?? []).length;
-  store.waf.push(...(told.waf ?? []));
+  for (const task of row.tasks ?? []) store.tasks.set(task.task, task);
+  for (const [task, rows] of Object.entries(row.steps ?? {})) if (task === views.task.name) views.task.steps(rows);
+  store.news.push(...(row.news ?? []));
+  store.heard += (row.news ?? []).length;
+  store.waf.push(...(row.waf ?? []));
   if (store.news.length > KEPT_NEWS) store.news.splice(0, store.news.length - KEPT_NEWS);
-  if (told.kind === "changes" && !document.hidden) store.shown.push(...(told.news ?? []).map((news) => news.at));
-  store.incidents = told.incidents;
+  if (row.kind === "changes" && !document.hidden) store.shown.push(...(row.news ?? []).map((news) => news.at));
+  store.incidents = row.incidents;
   paintSoon();
 }
 
@@ -62,7 +65,7 @@ function paintSoon() {
 }
 
 const painted = new MessageChannel(); // its messages are heard after the frame they were posted in
-painted.port1.onmessage = () => { // for whoever measures how far the page is behind
+painted.port1.onmessage = () => { // for benches that measure how far the page is behind
   performance.clearMarks("shown");
   performance.mark("shown", { detail: store.shown });
   store.shown = [];
@@ -95,8 +98,8 @@ function tellStale() {
   note.hidden = away === null || Date.now() - away < 1500;
   note.classList.toggle("over", over);
   if (note.hidden) return;
-  write(note, over ? "This run is over and its page with it; what you see is how it ended."
-    : `No word from the coordinator for ${Math.round((Date.now() - away) / 1000)} s (${store.why}). What you see is of then; training does not need it.`);
+  write(note, over ? "This run has ended. The page shows its last state."
+    : `Not connected to the coordinator for ${Math.round((Date.now() - away) / 1000)} s (${store.why}). The page shows the last known state; training continues.`);
 }
 
 // ------------------------------------------------------------------ tasks
@@ -125,19 +128,19 @@ function taskTable(id, full) {
 // ------------------------------------------------------------------ doing
 
 const QUESTIONS = {
-  drain: (name) => `Take all workers off node ${name} and give it no new ones?`,
-  readmit: (name) => `Let node ${name} have workers again?`,
-  cancel: (name) => `End task ${name} for good? Its checkpoints stay.`,
+  drain: (name) => `Drain node ${name}? All its workers move to other nodes, and it gets no new ones.`,
+  readmit: (name) => `Readmit node ${name}? It can get workers again.`,
+  cancel: (name) => `Cancel task ${name}? It cannot be resumed. Its checkpoints are kept.`,
 };
 const PLACES = { drain: "nodes", readmit: "nodes" };
 
-// `worker`: one of a demo's; those are there to be hurt, so nobody is asked twice.
+// `worker`: of a demo, where no confirmation is needed.
 async function act(verb, name, worker = null) {
   if (worker === null && !(await confirmed(QUESTIONS[verb](name)))) return;
   const path = `/v1/${PLACES[verb] ?? "tasks"}/${encodeURIComponent(name)}${worker === null ? "" : `/workers/${encodeURIComponent(worker)}`}/${verb}`;
   try {
-    const told = await call("POST", path);
-    say(told.said ?? `${name} is ${told.state}: ${told.because}`);
+    const row = await call("POST", path);
+    say(row.said ?? `${name} is ${row.state}: ${row.because}`);
   } catch (error) {
     say(`${verb} ${worker ?? name}: ${error.message}`);
   }

@@ -1,14 +1,13 @@
-// Nodes and slots as one canvas: a tile a node, its state as a letter and a colour, its slots by task.
-// A canvas and not elements, because a thousand nodes of eight slots are nine thousand of those.
+// Nodes and slots as one canvas: one tile per node, its state as a letter and a colour, its slots by task.
+// A canvas, because a thousand nodes of eight slots would be nine thousand elements.
 
 import { drawPast } from "./chart.js";
 import { call } from "./link.js";
-import { NODE_STATES, clock, colour, decision, duration, element, figures, sized, stateBadge, taskColour, taskLetter, write } from "./words.js";
+import { MOST_SEVERE_FIRST, NODE_STATES, clock, colour, count, decision, duration, element, figures, sized, stateBadge, taskColour, taskLetter, write } from "./words.js";
 
 const NEWS_SHOWN = 40;
 const FORESEE_MS = 10000;
 const UNWELL_SHOWN = 16;
-const GRAVEST = ["lemon", "isolated", "gone", "silent", "draining"];
 const GAP = 4;
 
 export class ClusterView {
@@ -19,19 +18,19 @@ export class ClusterView {
     this.chosen = null;
     this.tiles = { columns: 1, width: 1, height: 1 };
     this.foresaw = 0;
-    this.lines = []; // of what was decided, newest first
+    this.lines = []; // decisions, newest first
     this.canvas.addEventListener("click", (event) => this.click(event));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     document.getElementById("find").addEventListener("input", (event) => this.find(event.target.value));
     document.getElementById("node-legend").append(
       ...Object.entries(NODE_STATES).map(([name, { mark, colour }]) =>
         element("li", {}, element("i", { colour: `var(${colour})` }, mark), name)),
-      element("li", {}, element("i", { colour: "var(--quiet)" }, "A"), "slot held by task A"),
+      element("li", {}, element("i", { colour: "var(--quiet)" }, "A"), "slot used by task A"),
     );
   }
 
-  forget() { // a whole picture has come in place of what was known
-    this.told = 0;
+  forget() { // a whole picture replaces the state
+    this.listed = 0;
     this.lines = [];
     document.getElementById("news").replaceChildren();
   }
@@ -80,7 +79,7 @@ export class ClusterView {
     this.news();
   }
 
-  // What one wants to know first when woken at night: is anything wrong, and does training go on?
+  // The first sentence: is anything wrong, and does training continue?
   headline() {
     const states = {}, first = {};
     for (const node of this.store.nodes.values()) {
@@ -88,18 +87,18 @@ export class ClusterView {
       states[node.state] = (states[node.state] ?? 0) + 1;
       first[node.state] ??= node.node;
     }
-    const said = GRAVEST.filter((state) => states[state]).map((state) => (states[state] === 1 ? `${first[state]} is ${state}` : `${states[state]} nodes are ${state}`));
+    const said = MOST_SEVERE_FIRST.filter((state) => states[state]).map((state) => (states[state] === 1 ? `${first[state]} is ${state}` : `${states[state]} nodes are ${state}`));
     const tasks = [...this.store.tasks.values()], open = this.store.incidents.open.length;
     const short = tasks.filter((task) => task.state === "running" && task.workers < task.places);
     for (const task of short.slice(0, 3)) said.push(`${task.task} runs on ${task.workers} of ${task.places} workers`);
-    if (short.length > 3) said.push(`so do ${short.length - 3} more`);
+    if (short.length > 3) said.push(`${short.length - 3} more tasks run with fewer workers`);
     const stuck = tasks.filter((task) => ["failed", "waiting"].includes(task.state));
-    for (const task of stuck.slice(0, 2)) said.push(`${task.task} ${task.state === "failed" ? "has failed" : "waits"}: ${task.because}`);
-    if (open) said.push(`${open} ${open === 1 ? "incident is" : "incidents are"} open`);
+    for (const task of stuck.slice(0, 2)) said.push(`${task.task} ${task.state === "failed" ? "failed" : "is waiting"}: ${task.because}`);
+    if (open) said.push(`${count(open, "incident")} open`);
     const running = tasks.filter((task) => task.state === "running").length, number = this.store.nodes.size;
-    const goes = running === 0 ? "nothing trains now" : running === 1 ? "1 task trains" : `${running} tasks train`;
+    const goes = `${count(running, "task")} running`;
     const place = document.getElementById("headline");
-    write(place, said.length ? `${open ? "●" : "▲"} ${said.join("; ")}; ${goes}.` : `✓ All is well: ${number} ${number === 1 ? "node" : "nodes"} up, ${goes}.`);
+    write(place, said.length ? `${open ? "●" : "▲"} ${said.join("; ")}; ${goes}.` : `✓ Healthy: ${count(number, "node")} up, ${goes}.`);
     const look = `headline ${open || stuck.some((task) => task.state === "failed") ? "bad" : said.length ? "warn" : ""}`.trim();
     if (place.className !== look) place.className = look;
     place.hidden = number === 0;
@@ -112,11 +111,11 @@ export class ClusterView {
     const drawn = [rows.length, last[0], this.space, Math.floor(this.store.now() / 2), colour("--card")].join();
     if (drawn === this.drawnWaf) return;
     this.drawnWaf = drawn;
-    write(document.getElementById("waf-now"), `${last[1].toFixed(2)} of ${last[2].toFixed(2)} workers' worth now`);
+    write(document.getElementById("waf-now"), `now ${last[1].toFixed(2)} workers, ${last[2].toFixed(2)} at full capacity`);
     drawPast(canvas, rows, this.store.now());
   }
 
-  // The planner's own words about what has not happened; asked while somebody looks.
+  // What the planner would do; asked only while the page is visible.
   async foresee() {
     if (Date.now() - this.foresaw < FORESEE_MS || document.hidden || document.body.dataset.known === undefined) return;
     this.foresaw = Date.now();
@@ -124,8 +123,8 @@ export class ClusterView {
     document.getElementById("outlook-part").hidden = rows.length === 0;
     document.getElementById("outlook").replaceChildren(...rows.map((row) => {
       const moved = row.then.filter(({ before, after }) => before !== after);
-      const then = moved.length ? moved.map(({ task, before, after }) => `${task} ${before} → ${after} workers`).join(", ") : "every task keeps its workers";
-      return element("li", {}, `If ${row.if}: `, element("b", {}, then), element("p", {}, `because ${row.because}`));
+      const then = moved.length ? moved.map(({ task, before, after }) => `${task} ${before} → ${after} workers`).join(", ") : "no change of workers";
+      return element("li", {}, `If ${row.if}: `, element("b", {}, then), element("p", {}, row.because));
     }));
   }
 
@@ -247,8 +246,8 @@ export class ClusterView {
   details() {
     const node = this.store.nodes.get(this.chosen);
     const place = document.getElementById("node-details");
-    const name = node ? node.node : "none chosen", title = document.getElementById("node-name");
-    write(title, name); // it is read aloud when it changes
+    const name = node ? node.node : "none selected", title = document.getElementById("node-name");
+    write(title, name); // screen readers announce changes
     if (!node) return;
     const said = JSON.stringify([node, Math.floor(this.store.now())]);
     if (said === this.said) return;
@@ -257,16 +256,16 @@ export class ClusterView {
     const verb = out ? "readmit" : "drain";
     const focused = place.contains(document.activeElement);
     const button = this.store.may.has(verb) && element("button", { type: "button", id: "node-verb", class: out ? "" : "danger", onclick: () => this.act(verb, node.node) },
-      out ? "Readmit it" : "Drain it");
+      out ? "Readmit node" : "Drain node");
     if (button) button.disabled = ["gone", "left"].includes(node.state);
     const workers = [...node.workers].sort((one, other) => one.slot - other.slot);
     place.replaceChildren(
       element("p", {}, stateBadge(node.state), ` ${NODE_STATES[node.state]?.mark ?? ""} `, node.because),
       element("dl", {},
-        element("dt", {}, "heard"), element("dd", {}, this.heard(node)),
+        element("dt", {}, "last heartbeat"), element("dd", {}, this.heard(node)),
         element("dt", {}, "since"), element("dd", {}, node.since ? clock(node.since) : "–"),
         element("dt", {}, "host"), element("dd", {}, node.host),
-        element("dt", {}, "isolated"), element("dd", {}, `${node.isolations} times of late`),
+        element("dt", {}, "isolations"), element("dd", {}, `${node.isolations} recently`),
         ...workers.flatMap((worker) => [
           element("dt", {}, `slot ${worker.slot}`),
           element("dd", {}, element("a", { href: `#/task/${encodeURIComponent(worker.task)}` }, worker.task), ` ${worker.worker}`)]),
@@ -276,14 +275,14 @@ export class ClusterView {
   }
 
   heard(node) {
-    if (node.quiet_since == null) return node.connected ? "less than a second ago" : "its line is cut";
-    return `${duration(Math.max(1, this.store.now() - node.quiet_since))} ago${node.connected ? "" : "; its line is cut"}`;
+    if (node.quiet_since == null) return node.connected ? "less than a second ago" : "not connected";
+    return `${duration(Math.max(1, this.store.now() - node.quiet_since))} ago${node.connected ? "" : "; not connected"}`;
   }
 
   unwell() {
     const rows = [];
     for (const node of this.store.nodes.values()) if (node.state !== "up" && node.state !== "left") rows.push(node);
-    rows.sort((one, other) => GRAVEST.indexOf(one.state) - GRAVEST.indexOf(other.state));
+    rows.sort((one, other) => MOST_SEVERE_FIRST.indexOf(one.state) - MOST_SEVERE_FIRST.indexOf(other.state));
     write(document.getElementById("unwell-count"), rows.length ? `${rows.length} of ${this.store.nodes.size} nodes` : "none");
     const shown = rows.slice(0, UNWELL_SHOWN), left = rows.length - shown.length;
     const list = document.getElementById("unwell");
@@ -298,19 +297,19 @@ export class ClusterView {
   // Newest first; decisions of one kind for one reason that follow each other are one line.
   news() {
     const list = document.getElementById("news");
-    const fresh = this.store.told - this.told;
+    const fresh = this.store.heard - this.listed;
     if (!fresh) return;
-    this.told = this.store.told;
-    for (const told of this.store.news.slice(-Math.min(fresh, this.store.news.length))) {
+    this.listed = this.store.heard;
+    for (const row of this.store.news.slice(-Math.min(fresh, this.store.news.length))) {
       const last = this.lines[0];
-      if (last && last.told.kind === told.kind && last.told.order === told.order && last.told.because === told.because) {
+      if (last && last.row.kind === row.kind && last.row.order === row.order && last.row.because === row.because) {
         last.times++;
-        last.item.children[0].textContent = clock(told.at);
-        last.item.children[1].textContent = decision(last.told, last.times);
+        last.item.children[0].textContent = clock(row.at);
+        last.item.children[1].textContent = decision(last.row, last.times);
         continue;
       }
-      const item = element("li", {}, element("time", {}, clock(told.at)), element("span", {}, decision(told, 1)), element("p", {}, `because ${told.because}`));
-      this.lines.unshift({ told, times: 1, item });
+      const item = element("li", {}, element("time", {}, clock(row.at)), element("span", {}, decision(row, 1)), element("p", {}, row.because));
+      this.lines.unshift({ row, times: 1, item });
       list.prepend(item);
       if (this.lines.length > NEWS_SHOWN) this.lines.pop().item.remove();
     }

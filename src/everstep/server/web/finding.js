@@ -1,4 +1,4 @@
-// What a diagnosis saw, on the grid of replicas and stages: who waits for whom, or how slow everybody is.
+// A diagnosis on the grid of replicas and stages: which worker waits for which, or how slow each worker is.
 
 import { colour, sized, write } from "./words.js";
 
@@ -13,7 +13,7 @@ export function drawFinding(canvas, finding, suspects, title, words) {
   const space = canvas.parentElement.clientWidth - 28, scale = Math.min(1, space / (LEFT + columns * (CELL + GAP_X)));
   const brush = sized(canvas, space, (TOP + rows * (TALL + GAP_Y)) * scale);
   brush.scale(scale, scale);
-  write(title, slow ? "How long everybody takes, in parts of its usual time" : "Who waits for whom");
+  write(title, slow ? "Op time of each worker, relative to its usual time" : "Which worker waits for which");
   const x = (stage) => LEFT + stage * (CELL + GAP_X), y = (replica) => TOP + replica * (TALL + GAP_Y);
   brush.textBaseline = "middle";
   brush.font = "600 12px system-ui, sans-serif";
@@ -31,7 +31,7 @@ export function drawFinding(canvas, finding, suspects, title, words) {
   }
   for (const wait of finding.waits) if (wait.for && wait.for !== wait.waiter) arrow(brush, place(wait.waiter), place(wait.for), x, y);
   write(words, slow ? finding.ops.map(({ step, took_ms, usual_ms }) => `step ${step}: ${took_ms} ms, usually ${usual_ms} ms`).join(" · ")
-    : "An arrow points to who would send what is waited for. Who waits is not at fault; look where the arrows end.");
+    : "An arrow points from a waiting worker to the worker that should send. A waiting worker is not at fault; the cause is where the arrows end.");
 }
 
 function cell(brush, worker, left, top, { suspect, wait, pace }) {

@@ -1,15 +1,15 @@
-// The last step: for every worker the ops as planned (outlined) and, below, as they were run (filled), on one axis.
+// The last step: the ops of every worker as planned (outlined) and, below, as measured (filled), on one axis.
 
 import { OPS, colour, duration, sized, write } from "./words.js";
 
 const LEFT = 64, RIGHT = 12, TOP = 8, BAR = 13, GAP = 10, BOTTOM = 22;
 const LETTER = /^\d+([FIWBRU])/;
 
-export function drawGantt(canvas, words, told) {
-  const workers = [...new Set([...told.planned, ...told.measured].map(([worker]) => worker))].sort(byPlace);
+export function drawGantt(canvas, words, step) {
+  const workers = [...new Set([...step.planned, ...step.measured].map(([worker]) => worker))].sort(byPlace);
   const width = Math.max(canvas.parentElement.clientWidth - 2, 544), height = TOP + workers.length * (2 * BAR + GAP) + BOTTOM;
   const brush = sized(canvas, width, height);
-  const end = Math.max(...told.planned.map((row) => row[3]), ...told.measured.map((row) => row[3]), 1e-6);
+  const end = Math.max(...step.planned.map((row) => row[3]), ...step.measured.map((row) => row[3]), 1e-6);
   const x = (at) => LEFT + (at / end) * (width - LEFT - RIGHT);
   brush.textBaseline = "middle";
   workers.forEach((worker, index) => {
@@ -18,8 +18,8 @@ export function drawGantt(canvas, words, told) {
     brush.font = "700 12px ui-monospace, monospace";
     brush.textAlign = "left";
     brush.fillText(worker, 10, top + BAR);
-    bars(brush, told.planned.filter((row) => row[0] === worker), top, x, false);
-    bars(brush, told.measured.filter((row) => row[0] === worker), top + BAR, x, true);
+    bars(brush, step.planned.filter((row) => row[0] === worker), top, x, false);
+    bars(brush, step.measured.filter((row) => row[0] === worker), top + BAR, x, true);
     brush.strokeStyle = colour("--line");
     brush.beginPath(); brush.moveTo(0, top + 2 * BAR + GAP / 2 + 0.5); brush.lineTo(width, top + 2 * BAR + GAP / 2 + 0.5); brush.stroke();
   });
@@ -27,8 +27,8 @@ export function drawGantt(canvas, words, told) {
   brush.font = "11px system-ui, sans-serif";
   brush.textAlign = "left"; brush.fillText("0", LEFT, height - 10);
   brush.textAlign = "right"; brush.fillText(duration(end), width - RIGHT, height - 10);
-  const plan = told.planned_s ? `planned ${duration(told.planned_s)} (above, outlined)` : "";
-  const ran = told.measured_s ? `step ${told.step} took ${duration(told.measured_s)} from its first op to its last (below, filled)` : "";
+  const plan = step.planned_s ? `planned ${duration(step.planned_s)} (above, outlined)` : "";
+  const ran = step.measured_s ? `step ${step.step} took ${duration(step.measured_s)} from its first op to its last (below, filled)` : "";
   write(words, [plan, ran].filter(Boolean).join(" · "));
 }
 

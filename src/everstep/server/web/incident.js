@@ -1,4 +1,4 @@
-// Incidents: the list, and one from its evidence to the resumed step, with the reason of each decision.
+// Incidents: the list, and the timeline of one from evidence to the resumed step.
 
 import { drawFinding } from "./finding.js";
 import { call } from "./link.js";
@@ -42,11 +42,11 @@ export class IncidentView {
     clearTimeout(this.timer);
     const number = this.number;
     if (number === null) return;
-    const told = await call("GET", `/v1/incidents/${encodeURIComponent(number)}`).catch((error) => ({ wrong: error.message }));
+    const row = await call("GET", `/v1/incidents/${encodeURIComponent(number)}`).catch((error) => ({ wrong: error.message }));
     if (number !== this.number) return;
-    if (told.wrong) document.getElementById("incident-what").textContent = told.wrong;
-    else { this.one = told; this.paint(); }
-    if (told.closed_at == null) this.timer = setTimeout(() => this.ask(), LEAST_MS);
+    if (row.wrong) document.getElementById("incident-what").textContent = row.wrong;
+    else { this.one = row; this.paint(); }
+    if (row.closed_at == null) this.timer = setTimeout(() => this.ask(), LEAST_MS);
   }
 
   paint() {
@@ -64,11 +64,11 @@ export class IncidentView {
     state.className = `state ${one.closed_at == null ? "bad" : tone("up")}`;
     document.getElementById("incident-what").textContent = [one.what, one.workers.length ? `worker ${one.workers.join(", ")}` : "", one.node && `node ${one.node}`].filter(Boolean).join(" · ");
     figures(document.getElementById("incident-figures"), [
-      [one.closed_at == null ? "open" : duration(one.closed_at - one.opened_at), "from evidence to its end", one.closed_at == null ? "bad" : ""],
+      [one.closed_at == null ? "open" : duration(one.closed_at - one.opened_at), "from evidence to recovery", one.closed_at == null ? "bad" : ""],
       [one.verdict?.severity ?? "–", one.verdict?.kind ?? "no verdict"],
-      [String(one.step), one.stopped_training ? "step it broke" : "step; training went on"],
-      [String(one.replayed_ops), "ops run again"],
-      [one.restored_from == null ? "none" : `step ${one.restored_from}`, one.restored_where ? `from ${one.restored_where}` : "state loaded"],
+      [String(one.step), one.stopped_training ? "interrupted step" : "step; training continued"],
+      [String(one.replayed_ops), "ops replayed"],
+      [one.restored_from == null ? "none" : `step ${one.restored_from}`, one.restored_where ? `restored from ${one.restored_where}` : "restored state"],
       ...(one.task ? [[one.task, "task", "", `#/task/${encodeURIComponent(one.task)}`]] : []),
     ]);
     document.getElementById("timeline").replaceChildren(...moments.map(({ at, kind, title, because, outcome }) =>
@@ -77,7 +77,7 @@ export class IncidentView {
         because ? element("p", {}, because) : null, outcome ? element("p", {}, `outcome: ${outcome}`) : null)));
   }
 
-  // Who was suspected and who was not; a picture where a diagnosis took part.
+  // Suspects, and what was ruled out; a picture where there is a diagnosis.
   finding(one) {
     const { suspects, ruled_out, waits, paces } = one.finding;
     const place = document.getElementById("finding"), drawn = Boolean(waits.length || Object.keys(paces).length);
@@ -89,8 +89,8 @@ export class IncidentView {
     const said = JSON.stringify([suspects, ruled_out]);
     if (said === this.named) return;
     this.named = said;
-    document.getElementById("suspects").replaceChildren(...(suspects.length ? suspects : ["nobody"]).map((who) => element("li", {}, who)));
-    document.getElementById("innocent").replaceChildren(...(ruled_out.length ? ruled_out : ["nobody had to be"]).map((who) => element("li", {}, who)));
+    document.getElementById("suspects").replaceChildren(...(suspects.length ? suspects : ["none"]).map((who) => element("li", {}, who)));
+    document.getElementById("innocent").replaceChildren(...(ruled_out.length ? ruled_out : ["none"]).map((who) => element("li", {}, who)));
   }
 
   strip(moments) {
@@ -118,11 +118,11 @@ export class IncidentView {
 }
 
 function momentsOf(one) {
-  const found = one.evidence.filter((told) => !told.clears).map((told) => ({ at: told.at, kind: "evidence", title: `evidence: ${told.source}`, because: told.text }));
-  if (one.verdict) found.push({ at: one.verdict.at, kind: "verdict", title: `verdict: ${one.verdict.severity} ${one.verdict.kind}`, because: `because ${one.verdict.because}` });
-  for (const told of one.remedies) found.push({ at: told.at, kind: "remedy", title: `remedy: ${told.what}`, because: `because ${told.because}`, outcome: told.outcome });
-  for (const told of one.timeline) found.push({ at: told.at, kind: told.at === one.closed_at ? "resumed" : "planned", title: told.because });
-  if (one.closed_at != null && !one.timeline.some((told) => told.at === one.closed_at)) found.push({ at: one.closed_at, kind: "resumed", title: "closed" });
+  const found = one.evidence.filter((row) => !row.clears).map((row) => ({ at: row.at, kind: "evidence", title: `evidence: ${row.source}`, because: row.text }));
+  if (one.verdict) found.push({ at: one.verdict.at, kind: "verdict", title: `verdict: ${one.verdict.severity} ${one.verdict.kind}`, because: one.verdict.because });
+  for (const row of one.remedies) found.push({ at: row.at, kind: "remedy", title: `remedy: ${row.what}`, because: row.because, outcome: row.outcome });
+  for (const row of one.timeline) found.push({ at: row.at, kind: row.at === one.closed_at ? "resumed" : "planned", title: row.because });
+  if (one.closed_at != null && !one.timeline.some((row) => row.at === one.closed_at)) found.push({ at: one.closed_at, kind: "resumed", title: "closed" });
   if (!found.length) found.push({ at: one.opened_at, kind: "evidence", title: one.what });
   return found.map((moment, index) => ({ moment, index })).sort((a, b) => a.moment.at - b.moment.at || a.index - b.index).map(({ moment }) => moment);
 }

@@ -1,4 +1,4 @@
-// Speaks to the coordinator: calls with the token, and one live line that comes back by itself.
+// Calls the coordinator with the token, and keeps one live connection that reconnects by itself.
 //
 // A WebSocket cannot carry the token, so each connection starts with a ticket: posted for with the token, good
 // for one line within seconds, handed over as a subprotocol and so in no URL.
@@ -10,8 +10,8 @@ const QUIET_MS = 15000; // a line that says nothing for so long is asked whether
 
 let asking = null;
 
-// A run's own page is opened by an address that ends in #token=...: a browser sends that part to nobody, and here
-// it leaves the address, and so the history, at once.
+// The address of a page can end in #token=...: a browser sends that part to no server, and this removes it from
+// the address, and so from the history, at once.
 const given = /^#token=([\w-]+)$/.exec(location.hash);
 if (given) {
   sessionStorage.setItem(KEY, given[1]);
@@ -46,21 +46,21 @@ export async function call(method, path, body) {
     const answer = await fetch(path, { method, headers, body: body && JSON.stringify(body), cache: "no-store" });
     if (answer.status === 401) {
       const later = sessionStorage.getItem(KEY) !== token; // another call has asked meanwhile
-      if (!later) await askForToken(token ? "That was not it." : "");
+      if (!later) await askForToken(token ? "Wrong token." : "");
       continue;
     }
     const text = await answer.text();
-    let told = null;
-    try { told = JSON.parse(text); } catch { /* a refusal in plain words */ }
-    if (!answer.ok) throw new Error(told?.error ?? (text || `it answers ${answer.status}`));
-    return told;
+    let row = null;
+    try { row = JSON.parse(text); } catch { /* a refusal in plain words */ }
+    if (!answer.ok) throw new Error(row?.error ?? (text || `status ${answer.status}`));
+    return row;
   }
 }
 
 export class Link {
   constructor(hear, changed) {
-    this.hear = hear; // told every message
-    this.changed = changed; // told "live" or "away", and why
+    this.hear = hear; // gets every message
+    this.changed = changed; // gets "live" or "away", and the reason
     this.wait = FIRST_WAIT_MS;
   }
 

@@ -1,16 +1,15 @@
-// One task: replicas × stages as they are now, its loss, its pace.
+// One task: its workers by replica and stage, its loss, its step time.
 
 import { drawChart } from "./chart.js";
 import { drawGantt } from "./gantt.js";
 import { call } from "./link.js";
-import { OPS, awaited, colour, duration, element, figures, short, tone, write } from "./words.js";
+import { OPS, PLACES, awaited, colour, duration, element, figures, short, tone, write } from "./words.js";
 
 const KEPT_ROWS = 2000;
 const ASK_MS = 500;
 const GANTT_MS = 2000;
 const OVER = ["finished", "failed", "cancelled"];
-const HURTS = { kill: "Kill it (SIGKILL)", stop: "Stop it (SIGSTOP)", slow: "Slow it down" };
-const STANDINGS = { absent: "gone: work re-routed", starting: "starting", joining: "copies a peer's state" };
+const FAULTS = { kill: "Kill worker (SIGKILL)", stop: "Stop worker (SIGSTOP)", slow: "Slow worker down" };
 const OP = /^(\d+)([FIWBRU])(?:(\d+)\.(\d+))?$/;
 
 export class TaskView {
@@ -19,14 +18,14 @@ export class TaskView {
     this.name = null;
     this.rows = [];
     this.cells = new Map();
-    this.chosen = null; // a worker, where workers may be hurt
+    this.chosen = null; // a worker, in a demo
     document.getElementById("cancel").addEventListener("click", () => act("cancel", this.name));
-    document.getElementById("hurt").append(...Object.entries(HURTS).map(([verb, words]) =>
+    document.getElementById("hurt").append(...Object.entries(FAULTS).map(([verb, words]) =>
       element("button", { type: "button", class: "danger", id: `hurt-${verb}`, disabled: true, onclick: () => act(verb, this.name, this.chosen) }, words)));
     document.getElementById("op-legend").append(
       ...Object.entries(OPS).map(([letter, { words, colour }]) => element("li", {}, element("i", { colour }, letter), words)),
       element("li", {}, element("i", { colour: "var(--draining)" }, "⇄"), "work of another replica"),
-      element("li", {}, element("i", { colour: "var(--gone)" }, "✕"), "nobody here: others do its work"));
+      element("li", {}, element("i", { colour: "var(--gone)" }, "✕"), "empty; its work runs on other replicas"));
   }
 
   async open(name) {
@@ -46,11 +45,11 @@ export class TaskView {
   async step(path) {
     const name = this.name;
     this.asked = Date.now();
-    const told = await call("GET", `${path}/gantt`).catch(() => null);
+    const row = await call("GET", `${path}/gantt`).catch(() => null);
     const part = document.getElementById("gantt-part");
-    if (name !== this.name || !told) return;
-    part.hidden = !told.planned.length && !told.measured.length;
-    this.ran = part.hidden ? null : told;
+    if (name !== this.name || !row) return;
+    part.hidden = !row.planned.length && !row.measured.length;
+    this.ran = part.hidden ? null : row;
     this.drawnStep = "";
     this.drawStep();
   }
@@ -64,12 +63,12 @@ export class TaskView {
 
   async reload() {
     if (this.name === null) return;
-    const told = await call("GET", `/v1/tasks/${encodeURIComponent(this.name)}`).catch(() => null);
-    if (!told || told.task !== this.name) return;
+    const row = await call("GET", `/v1/tasks/${encodeURIComponent(this.name)}`).catch(() => null);
+    if (!row || row.task !== this.name) return;
     this.rows = [];
-    this.steps(told.rows);
-    this.compare = told.without_faults ?? null; // losses by step, of a demo's first run
-    this.detail = told;
+    this.steps(row.rows);
+    this.compare = row.without_faults ?? null; // losses by step, of the failure-free run of a demo
+    this.detail = row;
     this.paint();
   }
 
@@ -81,7 +80,7 @@ export class TaskView {
     if (this.rows.length > KEPT_ROWS) this.rows.splice(0, this.rows.length - KEPT_ROWS);
   }
 
-  // What every worker does now is asked for only while somebody looks at it.
+  // The current op of every worker is asked for only while the page is visible.
   async ask() {
     clearTimeout(this.timer);
     const name = this.name;
@@ -100,7 +99,7 @@ export class TaskView {
   paint() {
     const task = this.store.tasks.get(this.name);
     if (!task) {
-      document.getElementById("task-because").textContent = "There is no such task.";
+      document.getElementById("task-because").textContent = "Task not found.";
       return;
     }
     const state = document.getElementById("task-state");
@@ -113,15 +112,15 @@ export class TaskView {
     const { issued, committed } = task.microbatches;
     figures(document.getElementById("task-figures"), [
       [`${task.step} / ${task.steps}`, "step"], [short(task.loss, 6), "loss"],
-      [task.step_seconds ? duration(task.step_seconds) : "–", "a step"],
+      [task.step_seconds ? duration(task.step_seconds) : "–", "per step"],
       [`${task.workers} / ${task.places}`, "workers", task.workers < task.places && !OVER.includes(task.state) ? "warn" : ""],
-      [String(task.epoch), `epoch, ${task.phase ?? "not begun"}`],
-      [`${committed} / ${issued}`, "microbatches counted once", committed === issued ? "" : "warn"],
+      [String(task.epoch), `epoch, ${task.phase ?? "not started"}`],
+      [`${committed} / ${issued}`, "microbatches committed", committed === issued ? "" : "warn"],
     ]);
     this.charts();
     this.drawStep();
     const known = task.loss != null && this.compare?.[task.step] != null;
-    const apart = known ? `, without faults ${short(this.compare[task.step], 6)}` : "";
+    const apart = known ? `, without failures ${short(this.compare[task.step], 6)}` : "";
     write(document.getElementById("loss-now"), task.loss == null ? "" : `${short(task.loss, 6)} at step ${task.step}${apart}`);
     this.grid();
   }
@@ -151,7 +150,7 @@ export class TaskView {
     list.dataset.said = said;
     list.replaceChildren(...(detail.stories.length ? detail.stories.slice().reverse().map(({ number, what, step, seconds }) =>
       element("li", {}, element("a", { href: `#/incident/${number}` }, `incident ${number}`), ` step ${step}: ${what}, `,
-        element("b", {}, seconds == null ? "open" : `over in ${duration(seconds)}`))) : [element("li", { class: "quiet" }, "none so far")]));
+        element("b", {}, seconds == null ? "open" : `recovered in ${duration(seconds)}`))) : [element("li", { class: "quiet" }, "none")]));
   }
 
   build(replicas, stages) {
@@ -178,7 +177,7 @@ export class TaskView {
   choose(worker) {
     this.chosen = worker;
     for (const [name, cell] of this.cells) cell.setAttribute("aria-pressed", String(name === worker));
-    write(document.getElementById("hurt-who"), worker === null ? "Choose a worker below, then:" : `Worker ${worker} (replica:stage)`);
+    write(document.getElementById("hurt-who"), worker === null ? "Select a worker below, then:" : `Worker ${worker} (replica:stage)`);
     for (const button of document.getElementById("hurt").children) button.disabled = worker === null;
   }
 
@@ -192,9 +191,9 @@ export class TaskView {
     cell.classList.toggle("elsewhere", Boolean(elsewhere));
     cell.style.setProperty("--c", op && reading.busy ? OPS[op[2]].colour : "var(--left)");
     write(big, !seat ? (over ? "–" : "✕") : away ? (seat.standing === "absent" ? "✕" : "↻") : op ? `${op[2]}${op[3] === undefined ? "" : ` ${op[3]}.${op[4]}`}${elsewhere ? " ⇄" : ""}` : reading ? "…" : "·");
-    write(middle, !seat ? (over ? "over" : "work re-routed") : seat.leaving || (seat.standing !== "member" ? STANDINGS[seat.standing] ?? seat.standing : "")
+    write(middle, !seat ? (over ? "ended" : "work rerouted") : seat.leaving || (seat.standing !== "member" ? PLACES[seat.standing] ?? seat.standing : "")
       || (op ? OPS[op[2]].words : reading?.doing && (reading.busy ? reading.doing : awaited(reading.doing))) || "no reading");
     write(small, !seat ? "" : `${reading ? `${reading.done} done, ${reading.num_ops} to do · ` : ""}${seat.node}:${seat.slot}`);
-    cell.title = seat ? `${worker} on ${seat.node}, slot ${seat.slot}: ${reading ? `step ${reading.step}, ${reading.doing}` : seat.standing}` : `${worker}: nobody`;
+    cell.title = seat ? `${worker} on ${seat.node}, slot ${seat.slot}: ${reading ? `step ${reading.step}, ${reading.doing}` : seat.standing}` : `${worker}: empty`;
   }
 }

@@ -1,31 +1,15 @@
-// Words, letters and colours: one table each, used by every view.
+// Letters, colours and small parts of every view. The words are the coordinator's (tables.js).
 
-export const NODE_STATES = {
-  up: { mark: "✓", colour: "--up", good: true },
-  silent: { mark: "?", colour: "--silent" },
-  draining: { mark: "↓", colour: "--draining" },
-  isolated: { mark: "!", colour: "--isolated" },
-  lemon: { mark: "L", colour: "--lemon" },
-  gone: { mark: "✕", colour: "--gone" },
-  left: { mark: "–", colour: "--left" },
-};
+import { PARCELS } from "./tables.js";
 
-export const OPS = {
-  F: { words: "forward", colour: "#0072b2" },
-  B: { words: "backward", colour: "#d55e00" },
-  I: { words: "input gradient", colour: "#e69f00" },
-  W: { words: "weight gradient", colour: "#009e73" },
-  R: { words: "reduce", colour: "#cc79a7" },
-  U: { words: "update", colour: "#8458b3" },
-};
+export { INCIDENT_COLUMNS, MOST_SEVERE_FIRST, NODE_STATES, OPS, PLACES, TASK_COLUMNS } from "./tables.js";
 
-const PARCELS = { A: "activation", G: "gradient", P: "part", S: "sum", H: "sum held", T: "tied sum", N: "news", C: "copy of the sum", J: "feed" };
 const PARCEL = /^([AGPSHTNCJ])\[(\d+) stage (\d+) ([^\]]*)/;
 
-// What a worker waits for, from its beacon's words: G[23 stage 0 0.3] is the gradient of microbatch 0.3.
+// What a worker waits for, from its beacon: G[23 stage 0 0.3] is the gradient of microbatch 0.3.
 export function awaited(doing) {
   const [, what, , stage, detail] = PARCEL.exec(doing) ?? [];
-  if (!what) return `waits: ${doing}`;
+  if (!what) return `waits for ${doing}`;
   if (what === "N") return `waits for ${PARCELS[what]} of stage ${stage}`;
   if (detail.includes(".")) return `waits for ${PARCELS[what]} ${detail}`;
   return `waits for ${PARCELS[what]} of replica ${detail.split(">")[0]}`;
@@ -46,7 +30,7 @@ const BAD = new Set(["failed", "gone", "isolated", "lemon", "silent"]);
 export const taskColour = (index) => TASK_COLOURS[index % TASK_COLOURS.length];
 export const taskLetter = (index) => String.fromCharCode(65 + (index % 26));
 export const tone = (state) => (GOOD.has(state) ? "good" : BAD.has(state) ? "bad" : "mid");
-const known = new Map(); // asking the browser for a colour has it work out all styles first
+const known = new Map(); // a lookup makes the browser compute all styles
 export const colour = (name) => {
   if (!name.startsWith("--")) return name;
   if (!known.has(name)) known.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
@@ -133,25 +117,11 @@ export function fillTable(body, items, key, cells) {
 
 export const stateBadge = (state) => element("span", { class: `state ${tone(state)}` }, state);
 
-const ORDERS = {
-  StartProcess: "start", KillProcess: "end", OpenTask: "open", CloseTask: "close", TellWorker: "tell",
-  KeepOnly: "keep only its workers on", FindCheckpoints: "look for checkpoints on",
-};
-
 // One decision in words; `times` of the same kind for the same reason are one line.
-export function decision(told, times) {
-  const more = times > 1 ? ` (and ${times - 1} more like it)` : "";
-  switch (told.kind) {
-    case "NodeChanged": return `node ${told.node} is ${told.state}${more}`;
-    case "TaskEnded": return `task ${told.task} is ${told.state}`;
-    case "IncidentClosed": return `incident ${told.incident} is closed`;
-    case "Think": return `task ${told.task}: the rest of the step is scheduled anew${more}`;
-    case "ChooseAssignment": return "the planner is asked who gets which slots";
-    case "Dispatch": {
-      const what = ORDERS[told.order] ?? told.order;
-      const who = told.worker ? `${told.task} ${told.worker}` : told.task;
-      return `${what} ${who ? `${who} on ` : ""}${told.node}${more}`;
-    }
-    default: return told.kind;
-  }
+export const decision = (row, times) => (times > 1 ? `${row.text} (and ${times - 1} more like it)` : row.text);
+
+export const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
+
+export function headings(table, columns) {
+  table.tHead.replaceChildren(element("tr", {}, ...columns.map(([words, number]) => element("th", { class: number ? "num" : null, scope: "col" }, words))));
 }

@@ -1,0 +1,122 @@
+"""The words of the dashboard, as tables: states, ops, parcels, decisions, columns of tables.
+
+The page gets them as the module `/web/tables.js`, which `script` writes from these tables; no other file of
+the page repeats them. Tests check that every state, op, parcel and order of `core` has its words here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.core.cluster.node_states import NodeState
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words.ops import Kind
+
+NODE_STATES: Mapping[str, Mapping[str, Any]] = {
+    NodeState.UP: {"mark": "✓", "colour": "--up", "good": True},
+    NodeState.SILENT: {"mark": "?", "colour": "--silent"},
+    NodeState.DRAINING: {"mark": "↓", "colour": "--draining"},
+    NodeState.ISOLATED: {"mark": "!", "colour": "--isolated"},
+    NodeState.LEMON: {"mark": "L", "colour": "--lemon"},
+    NodeState.GONE: {"mark": "✕", "colour": "--gone"},
+    NodeState.LEFT: {"mark": "–", "colour": "--left"},
+}
+MOST_SEVERE_FIRST = (
+    NodeState.LEMON,
+    NodeState.ISOLATED,
+    NodeState.GONE,
+    NodeState.SILENT,
+    NodeState.DRAINING,
+)
+OPS: Mapping[str, Mapping[str, str]] = {
+    Kind.F: {"words": "forward", "colour": "#0072b2"},
+    Kind.B: {"words": "backward", "colour": "#d55e00"},
+    Kind.I: {"words": "input gradient", "colour": "#e69f00"},
+    Kind.W: {"words": "weight gradient", "colour": "#009e73"},
+    Kind.R: {"words": "reduce", "colour": "#cc79a7"},
+    Kind.U: {"words": "update", "colour": "#8458b3"},
+}
+PARCELS: Mapping[str, str] = {  # what a worker waits for; of a stage, a microbatch or a replica
+    "A": "activation",
+    "G": "gradient",
+    "P": "partial sum",
+    "S": "sum",
+    "H": "confirmation of the sum",
+    "T": "tied sum",
+    "N": "gradient norm",
+    "C": "copy of the sum",
+    "J": "state of the joining worker",
+}
+PLACES: Mapping[str, str] = {  # of a worker that does not run ops; see `views`
+    "absent": "gone; work rerouted",
+    "starting": "starting",
+    "joining": "copying state",
+}
+ORDERS: Mapping[type, str] = {
+    msg.OpenTask: "prepare task {task} on {node}",
+    msg.StartProcess: "start worker {worker} of {task} on {node}",
+    msg.KillProcess: "stop worker {worker} of {task} on {node}",
+    msg.NotifyWorker: "notify worker {worker} of {task} on {node}",
+    msg.OpenMemory: "reserve memory for copies of {task} on {node}",
+    msg.DropCopies: "drop old memory copies of {task} on {node}",
+    msg.CloseTask: "stop the workers of {task} on {node}",
+    msg.KeepOnly: "reconcile the workers on {node}",
+    msg.FindCheckpoint: "search checkpoints of {task} on {node}",
+    msg.CommitCheckpoint: "commit a checkpoint of {task} on {node}",
+}
+DECISIONS: Mapping[type, str] = {
+    msg.NodeChanged: "node {node} is {state}",
+    msg.TaskEnded: "task {task} is {state}",
+    msg.TaskReshaped: "task {task} changes its shape",
+    msg.IncidentClosed: "incident {number} is closed",
+    msg.Think: "task {task}: reschedule the rest of the step",
+    msg.ChooseAssignment: "ask the planner to allocate the slots",
+}
+TASK_COLUMNS = (  # heading, is it a number
+    ("", False),
+    ("task", False),
+    ("state", False),
+    ("workers", True),
+    ("step", False),
+    ("loss", True),
+    ("seconds per step", True),
+    ("reason", False),
+)
+INCIDENT_COLUMNS = (
+    ("number", True),
+    ("opened", False),
+    ("task or node", False),
+    ("incident", False),
+    ("verdict", False),
+    ("recovered in", True),
+)
+
+
+def decision(action: msg.ClusterAction) -> str:
+    """One decision of the coordinator in plain words."""
+    if isinstance(action, msg.Dispatch):
+        order = action.order
+        return ORDERS[type(order)].format(
+            task=getattr(order, "task", ""), worker=getattr(order, "worker", ""), node=action.node
+        )
+    shown = {name: getattr(action, name, "") for name in ("node", "task", "state", "number")}
+    return DECISIONS[type(action)].format(**shown)
+
+
+def script() -> str:
+    """The tables as a module for the page."""
+    tables = {
+        "NODE_STATES": NODE_STATES,
+        "MOST_SEVERE_FIRST": MOST_SEVERE_FIRST,
+        "OPS": OPS,
+        "PARCELS": PARCELS,
+        "PLACES": PLACES,
+        "TASK_COLUMNS": TASK_COLUMNS,
+        "INCIDENT_COLUMNS": INCIDENT_COLUMNS,
+    }
+    lines = [
+        f"export const {name} = {json.dumps(table, ensure_ascii=False)};" for name, table in tables.items()
+    ]
+    return "\n".join(["// Written by everstep.server.words.", *lines, ""])
