@@ -14,7 +14,14 @@ from everstep.core.task.phases import Phases
 from everstep.core.task.places import Places
 from everstep.core.task.states import Entering, Gathering
 from everstep.core.words.events import LedgerReported
-from everstep.core.words.worker_messages import Ledger, Members, Resume
+from everstep.core.words.worker_messages import (
+    AssembleSum,
+    Ledger,
+    Members,
+    ReleaseGradients,
+    Resume,
+    SumChunk,
+)
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.reduction import Reduction
 from everstep.core.worker.step_state import StepState
@@ -141,6 +148,46 @@ def copy_counts_without_a_source() -> list[Patch]:
     return [(Places, "settle_entering", wrong)]
 
 
+def commit_forgotten() -> list[Patch]:
+    """An eager update that turned out valid never reaches the optimizer's state."""
+    right = StepState.validated
+
+    def wrong(self: StepState) -> None:
+        right(self)
+        self.committed()
+
+    return [(StepState, "validated", wrong)]
+
+
+def gradients_released_when_sent() -> list[Patch]:
+    """A worker's own gradients go when its parts are sent, not when it holds the sum."""
+    summed, assembled = Reduction.summed, Reduction.assembled
+
+    def early(self: Reduction, state: StepState, task: Any, squares: tuple[float, ...]) -> None:
+        summed(self, state, task, squares)
+        self.mail.commands.append(ReleaseGradients(state.step))
+
+    def late(self: Reduction, state: StepState, task: Any, squares: float | None) -> None:
+        has_summed = state.own_chunk_squares is not None
+        assembled(self, state, task, squares)
+        if has_summed:
+            self.mail.commands.remove(ReleaseGradients(state.step))
+
+    return [(Reduction, "summed", early), (Reduction, "assembled", late)]
+
+
+def sum_released_before_its_seal() -> list[Patch]:
+    """The buffer of the last step's sum is used again while a peer may still lack that sum."""
+
+    def wrong(self: WorkerState) -> Any:
+        item = self.reduction.next(self.now)
+        if self.steps.before is not None and isinstance(item, SumChunk | AssembleSum):
+            self.steps.release_sum(self.steps.before)
+        return item
+
+    return [(WorkerState, "_next_of_reduce", wrong)]
+
+
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     make.__name__: make
     for make in (
@@ -153,6 +200,9 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
         ghosts_dropped,
         attempts_not_counted,
         undo_forgotten,
+        commit_forgotten,
+        gradients_released_when_sent,
+        sum_released_before_its_seal,
         mended_link_sends_nothing_again,
         group_kept_after_a_death,
         feed_ends_a_step_early,

@@ -13,7 +13,7 @@ from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 
-TOLERANCE = 1e-6  # relative; the differences are 0 wherever kernels are deterministic
+TOLERANCE = 1e-6  # relative, for sums in fp32; all other sums have the same bits in any order
 
 
 @dataclass(frozen=True)
@@ -255,5 +255,7 @@ def compare(clean: Outcome, healed: Outcome, job: Job) -> dict[str, Any]:
         "replayed_ops": sum(i.replayed_ops for i in healed.incidents),
         "replayed_elsewhere": healed.replayed_elsewhere,
         "failure": healed.failure,
-        "ok": healed.failure is None and once and max(differences) <= TOLERANCE,
+        "ok": healed.failure is None
+        and once
+        and max(differences) <= (TOLERANCE if job.accumulate == "fp32" else 0.0),
     }

@@ -24,11 +24,11 @@ def test_every_state_of_a_table_can_be_reached_and_is_listed(table: dict) -> Non
 def test_a_new_group_takes_back_a_contribution_but_not_a_sum() -> None:
     state = step()
     state.contributed(PART)
-    state.chunk_summed(1.0)
+    state.chunk_summed((1.0,))
     state.restart_reduce(2)
     assert (state.sum, state.own_part, state.own_chunk_squares) == (SumState.COMPUTING, None, None)
     state.contributed(PART)
-    state.chunk_summed(1.0)
+    state.chunk_summed((1.0,))
     state.held(0, 1.0)
     state.restart_reduce(3)
     assert (state.round, state.sum, state.own_part) == (3, SumState.HELD, PART)
@@ -49,7 +49,7 @@ def test_an_invalid_eager_update_is_made_again_and_never_eagerly() -> None:
     assert state.is_updated
     assert not state.is_final
     state.invalidated()
-    with pytest.raises(InternalError, match="the update of step 7: invalid cannot become final"):
+    with pytest.raises(InternalError, match="the update of step 7: invalid cannot become valid"):
         state.validated()
     state.must_wait()
     state.must_wait()
@@ -58,6 +58,29 @@ def test_an_invalid_eager_update_is_made_again_and_never_eagerly() -> None:
         state.updated(1.0, eagerly=True)
     state.updated(0.5, eagerly=False)
     assert (state.update, state.scale) == (UpdateState.FINAL, 0.5)
+
+
+def test_an_eager_update_that_holds_is_final_once_it_is_committed() -> None:
+    state = step()
+    state.updated(1.0, eagerly=True)
+    assert state.is_provisional
+    state.validated()
+    assert state.is_updated
+    assert not state.is_provisional
+    assert not state.is_final
+    state.committed()
+    assert state.is_final
+
+
+def test_a_sum_is_released_once_and_counts_as_held() -> None:
+    state = step()
+    with pytest.raises(InternalError, match="computing cannot become released"):
+        state.released()
+    state.held(0, 1.0)
+    state.released()
+    assert state.holds_sum
+    with pytest.raises(InternalError, match="released cannot become combined"):
+        state.combined(1.0, attempt=0)
 
 
 def test_a_final_update_is_final() -> None:

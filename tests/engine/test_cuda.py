@@ -77,10 +77,11 @@ def test_an_undo_is_exact_and_a_state_moves() -> None:
     first, second = Updater(one), Updater(other)
     mean = torch.randn(one.size, device=one.device)
     first.apply(0, mean)
-    first.keep()
-    before = {name: value.clone() for name, value in first.state().items()}
-    first.apply(1, mean, 0.5)
+    before, working = {name: value.clone() for name, value in first.state().items()}, one.working.clone()
+    first.preview(1, mean)
+    assert not torch.equal(one.working, working)
     first.undo()
+    assert torch.equal(one.working, working)
     assert all(torch.equal(value, before[name]) for name, value in first.state().items())
     second.load({name: value.cpu() for name, value in before.items()})
     for updater in (first, second):

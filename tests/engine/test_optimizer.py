@@ -6,12 +6,13 @@ import pytest
 import torch
 from pipeline import CPU, plain, run_step, stages
 
+from everstep.engine import optimizer as optimizer_module
 from everstep.engine.data import Synthetic
 from everstep.engine.gpt import gpt
 from everstep.engine.model import Model
-from everstep.engine.optimizer import Named, Updater, adamw
+from everstep.engine.optimizer import Named, Updater, adamw, buckets
 from everstep.engine.stage import Stage
-from everstep.errors import InternalError, UserError
+from everstep.errors import UserError
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
 SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 2}
@@ -61,24 +62,52 @@ def gradient(of: Stage, step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_undo_is_exact_and_replaying_gives_the_same_bits(name: str, precision: str) -> None:
-    here = stage(precision=precision)
-    updater = Updater(here, FACTORIES[name])
+def test_a_preview_changes_only_what_is_computed_with_and_is_undone_exactly(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_module, "BUCKET", 300)  # several buckets
+    here, plain = stage(precision=precision), stage(precision=precision)
+    updater, expected = Updater(here, FACTORIES[name]), Updater(plain, FACTORIES[name])
     for step in range(4):
-        updater.keep()
         before, working = snapshot(updater), here.working.clone()
-        updater.apply(step, gradient(here, step))
-        after = snapshot(updater)
+        updater.preview(step, gradient(here, 100 + step))
+        assert same(snapshot(updater), before)
         assert not torch.equal(working, here.working)
         updater.undo()
-        assert same(snapshot(updater), before)
         assert torch.equal(working, here.working)
-        updater.apply(step, gradient(here, 100 + step), 0.5)
-        updater.undo()
+        updater.preview(step, gradient(here, step))
+        expected.apply(step, gradient(here, step))
+        assert torch.equal(here.working, plain.working)
         assert same(snapshot(updater), before)
-        updater.apply(step, gradient(here, step))
-        assert same(snapshot(updater), after)
+        updater.commit(step, gradient(here, step))
+        assert same(snapshot(updater), snapshot(expected))
         assert torch.equal(here.working, here.masters.to(here.working.dtype))
+        for one in (updater, expected):
+            one.apply(step, gradient(here, 50 + step), 0.5)
+        assert same(snapshot(updater), snapshot(expected))
+
+
+def test_the_layers_compute_with_a_preview() -> None:
+    here, there = stage(), stage()
+    updater, other = Updater(here), Updater(there)
+    updater.preview(0, gradient(here, 0))
+    other.apply(0, gradient(there, 0))
+    for one in (here, there):
+        one.forward(1, 0)
+    assert torch.equal(here.loss(1, 0), there.loss(1, 0))
+    updater.undo()
+    here.forward(1, 1)
+    fresh = stage()
+    fresh.forward(1, 1)
+    assert torch.equal(here.loss(1, 1), fresh.loss(1, 1))
+
+
+def test_buckets_hold_every_parameter_once_and_are_as_small_as_asked() -> None:
+    named = Updater(stage()).named
+    found = buckets(named, 500)
+    assert [pair for bucket in found for pair in bucket] == named
+    assert all(len(bucket) == 1 or sum(p.numel() for _, p in bucket) <= 500 for bucket in found)
+    assert len(buckets(named, 10**9)) == 1
 
 
 @pytest.mark.parametrize("name", FACTORIES)
@@ -143,14 +172,6 @@ def test_the_update_is_that_of_torch_on_the_plain_model() -> None:
             assert torch.allclose(p, reference[name], rtol=1e-5, atol=1e-6), (step, name)
 
 
-def test_a_skipped_step_changes_nothing() -> None:
-    updater = Updater(stage())
-    updater.apply(0, gradient(updater.stage, 0))
-    before = snapshot(updater)
-    updater.skip(1)
-    assert same(before, snapshot(updater))
-
-
 def test_apply_leaves_the_mean_gradient_as_it_was() -> None:
     updater = Updater(stage())
     mean = gradient(updater.stage, 0)
@@ -158,16 +179,6 @@ def test_apply_leaves_the_mean_gradient_as_it_was() -> None:
     updater.apply(0, mean, 0.25)
     updater.apply(1, mean)
     assert torch.equal(mean, before)
-
-
-def test_keep_allocates_nothing_in_the_steady_state() -> None:
-    updater = Updater(stage())
-    updater.apply(0, gradient(updater.stage, 0))
-    updater.keep()
-    places = [t.data_ptr() for t in updater._kept]
-    updater.apply(1, gradient(updater.stage, 1))
-    updater.keep()
-    assert places == [t.data_ptr() for t in updater._kept]
 
 
 def test_a_tied_pair_counts_once_in_the_norm_and_stays_one_tensor() -> None:
@@ -201,8 +212,8 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm() -> None:
 def test_a_stage_without_parameters_has_nothing_to_update() -> None:
     model = Model(layers=[torch.nn.Tanh])
     updater = Updater(Stage(model, range(1), data=DATA, device=CPU))
-    updater.keep()
-    updater.apply(0, torch.zeros(0))
+    updater.preview(0, torch.zeros(0))
+    updater.commit(0, torch.zeros(0))
     updater.undo()
     assert updater.sum_of_squares(torch.zeros(0)) == 0
     assert updater.state() == {}
@@ -216,5 +227,3 @@ def test_a_state_of_another_model_is_refused_by_name() -> None:
     del state["model/head.norm.weight"]
     with pytest.raises(UserError, match=r"no tensor model/head.norm.weight"):
         updater.load(state)
-    with pytest.raises(InternalError, match="without a keep"):
-        updater.undo()

@@ -60,15 +60,16 @@ def test_fp32_accumulation_is_within_rounding_of_the_plain_sum() -> None:
         assert relative(gradient, expected[name]) < 5e-7, name
 
 
-def test_fp64_sums_are_the_same_bits_in_any_order_and_under_any_split() -> None:
+@pytest.mark.parametrize("accumulate", ["strict", "strict32", "fp64"])
+def test_sums_are_the_same_bits_in_any_order_and_under_any_split(accumulate: str) -> None:
     """A re-routed step sums in another order, over other hosts' buffers; the curve must not show it."""
     model = gpt(**SMALL, dropout=0.1)
     sums = []
     for order in [range(6), (5, 3, 1, 0, 2, 4)]:
-        pipeline = stages(model, 2, DATA)
+        pipeline = stages(model, 2, DATA, accumulate=accumulate)
         run_step(pipeline, 1, 6, order)
         sums.append([stage.take_gradients().float() for stage in pipeline])
-    hosts = [stages(model, 2, DATA) for _ in range(3)]
+    hosts = [stages(model, 2, DATA, accumulate=accumulate) for _ in range(3)]
     parts = [[0, 4], [5], [3, 1, 2]]
     for host, part in zip(hosts, parts, strict=True):
         for microbatch in part:
@@ -76,8 +77,11 @@ def test_fp64_sums_are_the_same_bits_in_any_order_and_under_any_split() -> None:
             input_grad(host, 1, microbatch)
             for stage in host:
                 stage.weight_grad(1, microbatch)
-    flats = [[stage.take_gradients() for stage in host] for host in hosts]
-    sums.append([(flats[2][s] + flats[0][s] + flats[1][s]).float() for s in range(2)])
+    whole = [slice(0, stage.size) for stage in hosts[0]]
+    means = [torch.empty(stage.size) for stage in hosts[0]]
+    for s, stage in enumerate(hosts[1]):
+        stage.sums.means(whole[s], [whole[s]], [host[s].sums.part(whole[s]) for host in hosts], 1, means[s])
+    sums.append(means)
     for a, b in itertools.combinations(sums, 2):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -132,17 +136,13 @@ def test_before_w_a_microbatch_has_left_no_trace_in_the_buffer() -> None:
     assert all(view.any() for view in stage.views(gradients).values())
 
 
-def test_a_taken_buffer_is_the_callers_and_a_recycled_one_comes_back_empty() -> None:
+def test_sums_that_begin_anew_are_empty_and_refuse_another_step() -> None:
     stage = stages(gpt(**SMALL), 1, DATA)[0]
-    run_step([stage], 0, 1)
-    taken = stage.take_gradients()
-    before = taken.clone()
-    run_step([stage], 1, 1)
-    assert torch.equal(taken, before)
-    stage.recycle(taken)
-    stage.take_gradients()
-    assert stage.take_gradients().data_ptr() != before.data_ptr()
-    assert not taken.any()
+    run_step([stage], 1, 2)
+    stage.sums.begin(2, stage.limits.at(2))
+    assert not stage.sums.values().any()
+    with pytest.raises(InternalError, match="step 1 for the sums of step 2"):
+        run_step([stage], 1, 1)
 
 
 def test_recompute_holds_less_between_f_and_i() -> None:

@@ -16,7 +16,7 @@ from everstep.engine.gpt import gpt
 from everstep.engine.handshake import Acceptor
 from everstep.engine.links import Address, Links
 from everstep.engine.optimizer import Updater, adamw
-from everstep.engine.step_tensors import StepTensors
+from everstep.engine.step_tensors import Payload, StepTensors
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
 SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 2}
@@ -46,9 +46,9 @@ class SlowReader:
         sock, _ = self._server.accept()
         sock.settimeout(20)
         with sock:
-            handshake = Acceptor(TOKEN)
-            while handshake.wants:
-                sock.sendall(handshake.feed(sock.recv(handshake.wants)))
+            acceptor = Acceptor(TOKEN)
+            while acceptor.wants:
+                sock.sendall(acceptor.feed(sock.recv(acceptor.wants)))
             return [self._frame(sock) for _ in range(count)]
 
     def _frame(self, sock: socket.socket) -> frames.Incoming:
@@ -84,10 +84,12 @@ def reader() -> Iterator[SlowReader]:
     made.close()
 
 
-def worker(replica: int = 0, *, tied: bool = False, borrowed=lambda tensor: False) -> StepTensors:
-    (stage,) = stages(gpt(**SMALL, tied=tied), 1, DATA)
+def worker(
+    replica: int = 0, *, tied: bool = False, borrowed=lambda tensor: False, accumulate: str = "strict"
+) -> StepTensors:
+    (stage,) = stages(gpt(**SMALL, tied=tied), 1, DATA, accumulate=accumulate)
     updater = Updater(stage, adamw(lr=1e-2))
-    return StepTensors(Worker(replica, 0), stage, updater, borrowed=borrowed, shared=OnTheHost())
+    return StepTensors(Worker(replica, 0), stage, updater, replicas=2, borrowed=borrowed, shared=OnTheHost())
 
 
 def parcel(kind: ParcelKind, step: int, *, sender: int = -1, owner: int = -1) -> Parcel:
@@ -113,13 +115,12 @@ def test_a_feed_queued_behind_a_snapshot_arrives_as_it_was(links: Links, reader:
     for step in range(1, 6):
         sums[step] = train_alone(tensors, step)
         feed = parcel(ParcelKind.FEED, step)
-        links.send(reader.address, feed.what, feed, 1.0, tensors.outgoing(feed, (0,)))
-        tensors.release_gradients(step)
+        links.send(reader.address, feed.what, feed, 1.0, *tensors.outgoing(feed, (0,)).tensors)
         tensors.release_sum(step)
     assert len({float(total.double().sum()) for total in sums.values()}) == len(sums)
     for frame in reader.read(1 + len(sums))[1:]:
         assert frame.parcel is not None
-        assert torch.equal(frame.tensor, sums[frame.parcel.step]), f"feed of step {frame.parcel.step}"
+        assert torch.equal(frame.tensors[0], sums[frame.parcel.step]), f"feed of step {frame.parcel.step}"
 
 
 def test_a_part_still_queued_when_its_work_is_discarded_arrives_as_it_was(
@@ -129,14 +130,13 @@ def test_a_part_still_queued_when_its_work_is_discarded_arrives_as_it_was(
     links.send(reader.address, frames.STATE, None, {"name": "model/x"}, torch.ones(8_000_000))
     run_step([tensors.stage], 1, COUNT)
     part = parcel(ParcelKind.PART, 1, sender=0, owner=1)
-    sent = tensors.outgoing(part, (0, 1))
-    assert sent is not None
-    before = sent.clone()
-    links.send(reader.address, part.what, part, None, sent)
+    sent = tensors.outgoing(part, (0, 1)).tensors
+    before = sent[0].clone()
+    links.send(reader.address, part.what, part, None, *sent)
     tensors.discard(1, ())
-    assert not tensors.stage.gradients.any()
+    assert not tensors.stage.sums.values().any()
     run_step([tensors.stage], 1, 1)
-    assert torch.equal(reader.read(2)[1].tensor, before)
+    assert torch.equal(reader.read(2)[1].tensors[0], before)
 
 
 def test_what_the_kernel_has_taken_is_not_borrowed_any_more(links: Links, reader: SlowReader) -> None:
@@ -155,7 +155,7 @@ def test_what_the_kernel_has_taken_is_not_borrowed_any_more(links: Links, reader
     raise AssertionError("all is read and the tensor is still borrowed")
 
 
-def reduced(tied: bool) -> tuple[StepTensors, StepTensors, dict[Parcel, torch.Tensor]]:
+def reduced(tied: bool) -> tuple[StepTensors, StepTensors, dict[Parcel, Payload]]:
     """Two replicas after the sums of their own chunks, and the chunks as sent."""
     pair = [worker(replica, tied=tied) for replica in range(2)]
     for replica, tensors in enumerate(pair):
@@ -171,6 +171,29 @@ def reduced(tied: bool) -> tuple[StepTensors, StepTensors, dict[Parcel, torch.Te
         chunk = parcel(ParcelKind.SUM, 1, sender=me.me.replica)
         chunks[chunk] = me.outgoing(chunk, (0, 1))
     return pair[0], pair[1], chunks
+
+
+@pytest.mark.parametrize("accumulate", ["strict", "strict32", "fp64", "fp32"])
+def test_a_worker_that_follows_by_feeds_has_the_bits_and_limits_of_the_one_that_feeds_it(
+    accumulate: str,
+) -> None:
+    member, joiner = worker(accumulate=accumulate), worker(1, accumulate=accumulate)
+    for step in range(1, 4):
+        train_alone(member, step)
+        if step == 1:  # a snapshot
+            joiner.updater.load({n: t.clone() for n, t in member.updater.state(step).items()}, step)
+            joiner.loaded(step)
+        else:
+            feed = parcel(ParcelKind.FEED, step)
+            joiner.payloads[feed] = member.outgoing(feed, (0,))
+            joiner.updater.apply(step, joiner.fed(step, feed))
+            joiner.updated(step)
+        member.release_sum(step)
+        assert torch.equal(member.stage.masters, joiner.stage.masters)
+        assert member.stage.limits.at(step + 1) == joiner.stage.limits.at(step + 1)
+        assert (member.stage.sums.step, joiner.stage.sums.step) == (step + 1, step + 1)
+    is_strict = member.stage.sums.is_strict
+    assert set(member.updater.state(3)) >= {f"extra/grid/{name}" for name in member.stage.slots if is_strict}
 
 
 def test_a_sum_taken_as_a_copy_is_the_givers_also_for_a_tied_pair() -> None:
@@ -190,12 +213,12 @@ def test_a_sum_taken_as_a_copy_is_the_givers_also_for_a_tied_pair() -> None:
 def test_a_chunk_sent_again_after_assembly_is_the_chunk_that_was_summed() -> None:
     """A broken link is mended after the sender has assembled its sum and before the receiver has."""
     first, second, chunks = reduced(tied=True)
-    before = {chunk: tensor.clone() for chunk, tensor in chunks.items()}
+    before = {chunk: Payload((payload.tensors[0].clone(),)) for chunk, payload in chunks.items()}
     for tensors, sender in ((first, 1), (second, 0)):
         chunk = next(c for c in chunks if c.sender == sender)
         tensors.payloads[chunk] = before[chunk]
         tensors.assemble(AssembleSum(1, (0, 1), (chunk,)))
     for tensors in (first, second):
         chunk = parcel(ParcelKind.SUM, 1, sender=tensors.me.replica)
-        assert torch.equal(tensors.outgoing(chunk, (0, 1)), before[chunk])
-        assert torch.equal(chunks[chunk], before[chunk])
+        for payload in (tensors.outgoing(chunk, (0, 1)), chunks[chunk]):
+            assert torch.equal(payload.tensors[0], before[chunk].tensors[0])

@@ -7,6 +7,7 @@ and a process that has initialised CUDA cannot be.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch.utils.deterministic
@@ -73,6 +74,17 @@ def to_host(tensor: Tensor) -> Tensor:
     host.copy_(tensor.detach(), non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return host
+
+
+def on_its_way(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """As `to_host`, but not waited for: the bytes are there when the function that comes with it returns."""
+    if tensor.device.type == "cpu":
+        return tensor.detach().contiguous(), lambda: None
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor.detach(), non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(tensor.device))
+    return host, copied.synchronize
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -168,7 +168,7 @@ def facts_of(value: Any) -> Any:
             value.executed,
             value.weights,
         ]
-    if isinstance(value, tuple) and len(value) == 2:  # of a COPY
+    if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[1], float):  # of a COPY
         return [value[0], None if value[1] is None else facts_of(value[1])]
     return value
 
@@ -180,6 +180,8 @@ def value_of(what: ParcelKind, facts: Any) -> Any:
             return _part(facts)
         case ParcelKind.COPY:
             return facts[0], None if facts[1] is None else _part(facts[1])
+        case ParcelKind.SUM:
+            return tuple(map(float, facts))
         case _:
             return facts
 

@@ -154,7 +154,7 @@ class Job:
     stages: int = 1  # pipeline parts; at most as many as there are layers
     microbatches: int = 4  # that each replica brings to a step
     precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; weights are kept in fp32
-    accumulate: Literal["fp32", "fp64"] = "fp64"  # fp64: a healed run has a clean one's bits
+    accumulate: Literal["strict", "strict32", "fp64", "fp32"] = "strict"  # how gradients are summed
     compile: bool = False  # fuse what lies between the Linears, by torch.compile
     recompute: bool = False  # keep a layer's input only, and run the layer again in the backward
     seed: int = 0  # of weights, data and dropout

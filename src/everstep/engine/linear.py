@@ -17,12 +17,15 @@ here the recompute happens once, in I, because W needs only tensors that I alrea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 Into = Callable[[Tensor], Tensor]  # a parameter -> its view in the gradient buffer
+Product = Callable[[], Tensor]  # makes a gradient
+Products = list[tuple[Tensor, Product]]  # each with its parameter
 
 
 _LINEAR_TOO = {"transformers.models.falcon.modeling_falcon.FalconLinear"}  # a forward of their own, as good
@@ -42,8 +45,18 @@ class LinearGrad(NamedTuple):
             x = self.input.reshape(-1, self.input.shape[-1])
             add_product(into(self.weight), *((x, grad) if self.across else (grad, x)))
         if self.bias is not None:
-            target = into(self.bias)
-            target.add_(grad.sum(0) if grad.dtype == torch.float32 else grad.sum(0, dtype=torch.float32))
+            into(self.bias).add_(_column_sums(grad))
+
+    def products(self) -> Products:
+        """As `run`, but each gradient by itself."""
+        made: Products = []
+        grad = self.grad.reshape(-1, self.grad.shape[-1])
+        if self.weight is not None and self.input is not None:
+            x = self.input.reshape(-1, self.input.shape[-1])
+            made.append((self.weight, partial(_product, *((x, grad) if self.across else (grad, x)))))
+        if self.bias is not None:
+            made.append((self.bias, partial(_column_sums, grad)))
+        return made
 
 
 class EmbeddingGrad(NamedTuple):
@@ -53,14 +66,40 @@ class EmbeddingGrad(NamedTuple):
     grad: Tensor
 
     def run(self, into: Into) -> None:
-        into(self.weight).add_(
-            torch.ops.aten.embedding_dense_backward(
-                self.grad, self.tokens, self.weight.shape[0], self.padding, False
-            )
+        into(self.weight).add_(self._table())
+
+    def products(self) -> Products:
+        return [(self.weight, self._table)]
+
+    def _table(self) -> Tensor:
+        made: Tensor = torch.ops.aten.embedding_dense_backward(
+            self.grad, self.tokens, self.weight.shape[0], self.padding, False
         )
+        return made
 
 
 Queue = list[LinearGrad | EmbeddingGrad]
+
+
+def contributions_of(queue: Queue, others: list[tuple[Tensor, Tensor]]) -> Products:
+    """One product per parameter: a layer that is used twice adds up its own, in the order of I."""
+    made: Products = [pair for queued in queue for pair in queued.products()]
+    made += [(parameter, partial(_itself, gradient)) for parameter, gradient in others]
+    by_parameter: dict[Tensor, list[Product]] = {}
+    for parameter, product in made:
+        by_parameter.setdefault(parameter, []).append(product)
+    return [(parameter, partial(_sum_of, products)) for parameter, products in by_parameter.items()]
+
+
+def _itself(gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def _sum_of(products: list[Product]) -> Tensor:
+    total = products[0]()
+    for product in products[1:]:
+        total = total.float() + product()
+    return total
 
 
 def add_product(target: Tensor, grad: Tensor, x: Tensor) -> None:
@@ -71,12 +110,21 @@ def add_product(target: Tensor, grad: Tensor, x: Tensor) -> None:
     """
     if target.dtype == grad.dtype:
         target.addmm_(grad.t(), x)
-    elif grad.dtype == torch.float32 or not grad.is_cuda:
-        target.add_(torch.mm(grad.t(), x))
-    elif target.dtype == torch.float32:
+    elif target.dtype == torch.float32 and grad.is_cuda:
         torch.addmm(target, grad.t(), x, out_dtype=torch.float32, out=target)
     else:
-        target.add_(torch.mm(grad.t(), x, out_dtype=torch.float32))
+        target.add_(_product(grad, x))
+
+
+def _product(grad: Tensor, x: Tensor) -> Tensor:
+    """gradᵀ x, in fp32 where the device can keep what it accumulates."""
+    if grad.dtype == torch.float32 or not grad.is_cuda:
+        return torch.mm(grad.t(), x)
+    return torch.mm(grad.t(), x, out_dtype=torch.float32)
+
+
+def _column_sums(grad: Tensor) -> Tensor:
+    return grad.sum(0) if grad.dtype == torch.float32 else grad.sum(0, dtype=torch.float32)
 
 
 class _Linear(torch.autograd.Function):

@@ -1,13 +1,20 @@
-"""The update of a stage: master weights, any torch optimizer, and an exact way back.
+"""The update of a stage: master weights, any torch optimizer, and a way back that needs no copy.
 
-The optimizer works on fp32 masters, views of one flat buffer of the stage; for fp32 they are the weights the
-layers compute with, for bf16 those follow by one copy. A staggered optimizer steps before the whole model's
-gradient norm is known, so a step can turn out wrong: `keep` copies all that a step changes, `undo` puts the
-copy back, bit for bit. Inverse arithmetic would be cheaper and is not exact.
+The optimizer works on fp32 masters, views of one flat buffer of the stage. What the layers compute with, the
+working weights, follow by one copy; for fp32 they are the masters themselves until the first eager update. A
+staggered optimizer steps before the whole model's gradient norm is known, so a step can turn out wrong:
 
-    keep(); apply(step, mean, 1.0)            the norm arrives and is within the clip: done
-    undo(); apply(step, mean, clip / norm)    it was not
-    undo()                                    it was NaN: the step is skipped
+    preview(step, mean)             the working weights become those of the next step; nothing else changes
+        commit(step, mean)          the norm is within the clip: the same step once more, in masters and state
+        undo(); apply(step, ...)    it was not: the working weights are copied from the masters again
+        undo()                      it was NaN: the step is skipped
+
+So an eager step is computed twice, and nothing is kept of the state before it: 0 bytes per parameter in bf16,
+4 in fp32 (working weights of their own). Rejected: a copy of all that a step changes (12 bytes per parameter,
+and as much traffic as the second computation), and inverse arithmetic, which is not exact.
+
+What a step needs besides (the scaled gradient, the state to put back after a preview) is held for one bucket
+of parameters at a time, where the optimizer treats every parameter by itself.
 """
 
 from __future__ import annotations
@@ -21,11 +28,17 @@ from torch import Tensor, nn
 
 from everstep.engine.model import Slot
 from everstep.engine.stage import Stage
-from everstep.errors import InternalError, UserError
+from everstep.errors import UserError
 
 Named = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
 Rate = Callable[[int], float]  # step -> multiplier of every group's learning rate
+
+# Of torch's own optimizers those that treat every parameter, and every element of it, by itself.
+ELEMENTWISE = frozenset(
+    {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+BUCKET = 16 << 20  # elements
 
 _SCALARS: dict[str, tuple[type, torch.dtype]] = {"int": (int, torch.int64), "float": (float, torch.float64)}
 
@@ -63,17 +76,13 @@ class Updater:
     ) -> None:
         self.stage, self.rate = stage, rate
         self.named: Named = [(name, nn.Parameter(view)) for name, view in stage.views(stage.masters).items()]
-        self._by_name = dict(self.named)
         self.optimizer = (optimizer or adamw())(self.named) if self.named else None
         self._base_rates = [group["lr"] for group in self._groups]
         self._pairs = [pair for pair in stage.model.tied if all(half in stage.slots for half in pair)]
         elsewhere = [stage.slots[b] for _, b in stage.model.tied if b in stage.slots]
         self._counted = _outside({*elsewhere, *(stage.slots[a] for a, _ in self._pairs)}, stage.size)
-        self._gradient: Tensor | None = None  # the flat tensor the parameters' .grad are views of
-        self._scaled: Tensor | None = None
         self._mean: Tensor | None = None
-        self._kept: list[Tensor] = []
-        self._kept_states: list[dict[str, Any]] = []
+        self._buckets = buckets(self.named, BUCKET if is_elementwise(self.optimizer) else stage.size + 1)
 
     # Gradients.
 
@@ -95,48 +104,70 @@ class Updater:
 
         The halves of a tied pair that are both here get the sum of the two.
         """
+        self._step(step, mean, scale)
+        self._follow()
+
+    def preview(self, step: int, mean: Tensor) -> None:
+        """From now on the layers compute with what `apply` would give them."""
         if self.optimizer is None:
             return
+        if self.stage.working is self.stage.masters:
+            self.stage.separate_weights()
+        self._begin(step)
         joined = self._joined(mean)
-        if scale != 1.0:
-            if self._scaled is None:
-                self._scaled = torch.empty_like(mean)
-            mean = torch.mul(mean, scale, out=self._scaled)
-        self._attach(mean)
-        for pair, total in joined.items():
-            for name in pair:
-                self._by_name[name].grad = total if scale == 1.0 else total * scale
+        for bucket in self._buckets:
+            kept = [(p.detach().clone(), *_copied(self._state(p))) for _, p in bucket]
+            self._step_bucket(bucket, mean, joined, 1.0)
+            for (name, p), (weight, state, tensors) in zip(bucket, kept, strict=True):
+                self.stage.slots[name].of(self.stage.working).copy_(p.detach())
+                p.detach().copy_(weight)
+                for key, value in tensors.items():
+                    state[key].copy_(value)
+                self._set_state(p, state)  # the same tensors as before, with their contents
+
+    def commit(self, step: int, mean: Tensor) -> None:
+        """The step of the last preview, for good. The layers compute with it already."""
+        self._step(step, mean, 1.0)
+
+    def undo(self) -> None:
+        """Back to before the last preview, bit for bit."""
+        self._follow()
+
+    def _step(self, step: int, mean: Tensor, scale: float) -> None:
+        if self.optimizer is None:
+            return
+        self._begin(step)
+        joined = self._joined(mean)
+        for bucket in [self.named] if scale == 1.0 else self._buckets:
+            self._step_bucket(bucket, mean, joined, scale)
+
+    def _begin(self, step: int) -> None:
         multiplier = self.rate(step)
         for group, base in zip(self._groups, self._base_rates, strict=True):
             group["lr"] = base * multiplier
+
+    def _step_bucket(
+        self, bucket: Named, mean: Tensor, joined: Mapping[tuple[str, str], Tensor], scale: float
+    ) -> None:
+        """One optimizer step of some parameters; the others have no gradient, and stay as they are."""
+        assert self.optimizer is not None
+        tied = {name: total for pair, total in joined.items() for name in pair}
+        for name, p in bucket:
+            grad = tied[name] if name in tied else self.stage.slots[name].of(mean)
+            p.grad = grad if scale == 1.0 else grad * scale
         self.optimizer.step()
-        self._follow()
-
-    def skip(self, step: int) -> None:
-        """A step whose gradient is not finite: nothing changes, not even the optimizer's count of steps."""
-
-    def keep(self) -> None:
-        """Copy everything a step changes. From the second step on this allocates nothing."""
-        tensors = self._changing()
-        if [t.shape for t in tensors] != [t.shape for t in self._kept]:
-            self._kept = [torch.empty_like(t) for t in tensors]
-        torch._foreach_copy_(self._kept, tensors)
-        self._kept_states = [dict(self._state(p)) for _, p in self.named]
-
-    def undo(self) -> None:
-        """Back to the last `keep`, bit for bit."""
-        if not self._kept:
-            raise InternalError("undo without a keep before it.")
-        for (_, p), kept in zip(self.named, self._kept_states, strict=True):
-            self._set_state(p, kept)  # the same tensors as then; their contents follow
-        torch._foreach_copy_(self._changing(), self._kept)
-        self._follow()
+        for _, p in bucket:
+            p.grad = None
 
     # The whole state, by logical name.
 
-    def state(self) -> dict[str, Tensor]:
-        """`model/<name>` and `optimizer/<name>/<key>`: live tensors, to be copied before the next step."""
-        found: dict[str, Tensor] = {}
+    def state(self, step: int | None = None) -> dict[str, Tensor]:
+        """`model/<name>` and `optimizer/<name>/<key>`: live tensors, to be copied before the next step.
+
+        With the step that made this state also `extra/grid/<name>`, the limits of the next step's sums.
+        """
+        limits = {} if step is None else self.stage.limits.state(step)
+        found = {f"extra/grid/{name}": torch.tensor(limit) for name, limit in limits.items()}
         for name, p in self.named:
             found[f"model/{name}"] = p.detach()
             for key, value in self._state(p).items():
@@ -158,7 +189,7 @@ class Updater:
             found.append({"params": [names[id(p)] for p in group["params"]], **numbers, **now})
         return found
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
+    def load(self, state: Mapping[str, Tensor], step: int | None = None) -> None:
         """Take over a state that `state` gave, here or on another worker, optimizer and all."""
         keyed: dict[str, list[tuple[str, Tensor]]] = {}
         for full, value in state.items():
@@ -176,6 +207,9 @@ class Updater:
                 )
             p.detach().copy_(given)
             self._set_state(p, dict(self._loaded(p, key, value) for key, value in keyed.get(name, ())))
+        if step is not None:
+            grids = {full.removeprefix("extra/grid/"): value for full, value in state.items()}
+            self.stage.limits.load(step, {n: int(grids[n]) for n in self.stage.slots if n in grids})
         self._follow()
 
     # How.
@@ -204,17 +238,6 @@ class Updater:
         device = p.device if value.ndim or in_kernel else torch.device("cpu")
         return key, value.detach().to(device, copy=True)
 
-    def _changing(self) -> list[Tensor]:
-        """The tensors a step writes to."""
-        states = [value for _, p in self.named for _, value in sorted(self._state(p).items())]
-        return [self.stage.masters, *(value for value in states if isinstance(value, Tensor))]
-
-    def _attach(self, flat: Tensor) -> None:
-        if self._gradient is not flat:
-            self._gradient = flat
-            for (_, p), view in zip(self.named, self.stage.views(flat).values(), strict=True):
-                p.grad = view
-
     def _joined(self, flat: Tensor) -> dict[tuple[str, str], Tensor]:
         """The sums of the tied pairs that are both here."""
         slots = self.stage.slots
@@ -223,6 +246,29 @@ class Updater:
     def _follow(self) -> None:
         if self.stage.working is not self.stage.masters:
             self.stage.working.copy_(self.stage.masters)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer | None) -> bool:
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
+
+
+def buckets(named: Named, size: int) -> list[Named]:
+    """Parameters in order, in groups of at most `size` elements; a larger one is alone."""
+    found: list[Named] = []
+    room = 0
+    for name, p in named:
+        if p.numel() > room or not found:
+            found.append([])
+            room = size
+        found[-1].append((name, p))
+        room -= p.numel()
+    return found
+
+
+def _copied(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A parameter's optimizer state as it is, and copies of its tensors."""
+    return dict(state), {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -13,7 +13,8 @@ from everstep.engine.job import Job
 from everstep.engine.model import Model, partition
 from everstep.engine.optimizer import OptimizerFactory, Updater
 from everstep.engine.resolve import data_of, model_of, optimizer_of
-from everstep.engine.stage import Empty, Stage
+from everstep.engine.stage import Stage
+from everstep.engine.sums import Empty
 from everstep.errors import UserError
 
 
@@ -58,6 +59,7 @@ class Program:
             precision=job.precision,
             accumulate=job.accumulate,
             recompute=job.recompute,
+            contributions=job.microbatches_in_step,
         )
         return made, Updater(made, self.optimizer, lambda step: job.rate(step - 1))
 

@@ -4,15 +4,14 @@ The three ops of a (step, microbatch), and what is held between them:
 
     forward       F   activations of the graph                      held until I
     input_grad    I   inputs and output gradients of the Linears    held until W
-    weight_grad   W   sums into one flat gradient buffer            held until the caller takes the buffer
+    weight_grad   W   sums into one flat gradient buffer            held until the next step's sums begin
 
 W alone writes to the buffer: a microbatch whose W has not run has left no trace in it. Nothing here depends
 on which worker runs it or on what it ran before: weights are a function of (seed, layer), dropout of (seed,
 step, microbatch, layer), data of (step, microbatch). So any host computes the same bits.
 
-Sums depend on their order, and re-routing changes the order. With `accumulate="fp64"` the fp32 gradients of
-the microbatches are summed in fp64: the error of the sum is some 2^-29 of fp32's last bit, so that the sum
-rounded to fp32 is, practically always, the same bits in any order and under any split over buffers.
+Sums of floating-point numbers depend on their order, and re-routing changes the order. `sums` has kinds of
+sums that do not.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
 from everstep.engine.data import Dataset, split
-from everstep.engine.linear import Queue, take_over
+from everstep.engine.grids import Limits
+from everstep.engine.linear import Queue, contributions_of, take_over
 from everstep.engine.model import (
     Model,
     Slot,
@@ -47,12 +47,11 @@ from everstep.engine.model import (
     token_loss,
     trained,
 )
+from everstep.engine.sums import Accumulate, Empty, GradientSums
 from everstep.errors import InternalError, UserError
 
 Precision = Literal["fp32", "bf16"]
-Accumulate = Literal["fp32", "fp64"]
-Empty = Callable[..., Tensor]  # (shape, dtype=) -> a tensor
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(slots=True)
@@ -81,12 +80,12 @@ class Stage:
         device: torch.device,
         seed: int = 0,
         precision: Precision = "fp32",
-        accumulate: Accumulate = "fp64",
+        accumulate: Accumulate = "strict",
         recompute: bool = False,
+        contributions: int = 256,
         empty: Empty | None = None,
     ) -> None:
-        """`empty`: where the gradient buffers come from, for peers read from them."""
-        self._empty = empty or partial(torch.empty, device=device)
+        """`contributions`: the microbatches of a step, or more. `empty`: where gradient buffers come from."""
         self.model, self.layers, self.data, self.device, self.seed = model, layers, data, device, seed
         self.precision, self.accumulate, self.recompute = precision, accumulate, recompute
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.layers)
@@ -107,8 +106,11 @@ class Stage:
         again = model.assembly.recomputed
         names = (model.names[:-1] if again is None else again) if recompute else ()
         self._recomputed = {index for index in layers if model.names[index] in set(names)}
-        self._gradients, self._views = self._buffer(None)
-        self._spare: list[Tensor] = []
+        self.sums = GradientSums(
+            self.slots, self.size, kind=accumulate, contributions=contributions, device=device, empty=empty
+        )
+        self.limits = Limits(list(self.slots) if self.sums.is_strict else (), self.sums.grid)
+        self._index: dict[Tensor, int] = {self.parameters[n]: i for i, n in enumerate(self.slots)}
         self._stashes: dict[tuple[int, int], Stash] = {}
         self._losses: dict[tuple[int, int], Tensor] = {}
         self._weights: dict[tuple[int, int], float] = {}
@@ -157,7 +159,7 @@ class Stage:
             torch.autograd.backward([stash.outputs[i] for i in given.of], grads)
         stash.queue, stash.outputs = self._queue.copy(), None
         self._queue.clear()
-        for parameter in self._views:
+        for parameter in self._index:
             if parameter.grad is not None:
                 stash.others.append((parameter, parameter.grad))
                 parameter.grad = None
@@ -172,11 +174,18 @@ class Stage:
         stash = self._stashes.get((step, microbatch))
         if stash is None or stash.open:
             raise InternalError(f"step {step}, microbatch {microbatch}: weight gradient before the input's.")
+        if self.sums.step not in (None, step):
+            raise InternalError(f"a weight gradient of step {step} for the sums of step {self.sums.step}.")
         with torch.no_grad():
-            for queued in stash.queue:
-                queued.run(self._views.__getitem__)
-            for parameter, grad in stash.others:
-                self._views[parameter].add_(grad)
+            if self.sums.is_strict:
+                for parameter, product in contributions_of(stash.queue, stash.others):
+                    self.sums.add(self._index[parameter], product)
+                self.sums.added()
+            else:
+                for queued in stash.queue:
+                    queued.run(self._sum_of)
+                for parameter, grad in stash.others:
+                    self._sum_of(parameter).add_(grad)
         del self._stashes[step, microbatch]
 
     def drop(self, step: int, microbatch: int) -> None:
@@ -193,35 +202,30 @@ class Stage:
         """What a microbatch counts, known from its I on; 1, unless the loss says otherwise."""
         return self._weights[step, microbatch]
 
-    # The gradient buffers.
+    def separate_weights(self) -> None:
+        """From now on the layers compute with weights of their own, beside the masters."""
+        self.working = self.masters.clone()
+        for name, parameter in self.parameters.items():
+            parameter.data = self.slots[name].of(self.working)
+
+    # The sums of gradients.
 
     def take_gradients(self) -> Tensor:
-        """The flat sum of all W since the last taking, now the caller's; a zeroed buffer takes its place."""
-        taken = self._gradients
-        self._gradients, self._views = self._buffer(self._spare.pop() if self._spare else None)
-        return taken
-
-    def recycle(self, buffer: Tensor) -> None:
-        """A buffer that was taken and is not needed any more, for reuse."""
-        fits = buffer.shape == self._gradients.shape and buffer.dtype == self._gradients.dtype
-        if fits and len(self._spare) < 2:
-            self._spare.append(buffer)
+        """The flat sum of all W since the sums began, as plain numbers; they begin anew."""
+        values = self.sums.values()
+        self.sums.restart()
+        return values
 
     def discard(self, from_step: int | None = None) -> None:
-        """Throw work away: the stashes and losses from a step on, or of all, and all of the gradient buffer.
+        """Throw work away: the stashes and losses from a step on, or of all, and all sums of gradients.
         A ghost of the step before keeps its stash: it may still be asked for its I.
         """
         for table in (self._stashes, self._losses, self._weights):
             for key in [key for key in table if from_step is None or key[0] >= from_step]:
                 del table[key]
-        self._gradients.zero_()
+        self.sums.restart()
 
     # What is here.
-
-    @property
-    def gradients(self) -> Tensor:
-        """The flat sum of all W since the last taking."""
-        return self._gradients
 
     @property
     def has_tied_pair(self) -> bool:
@@ -331,12 +335,9 @@ class Stage:
     def _key(self, step: int, microbatch: int, layer: int) -> int:
         return keys.key(self.seed, keys.DROPOUT, step, microbatch, layer)
 
-    def _buffer(self, old: Tensor | None) -> tuple[Tensor, dict[Tensor, Tensor]]:
-        if old is None:
-            flat = self._empty((self.size,), dtype=DTYPES[self.accumulate]).zero_()
-        else:
-            flat = old.zero_()
-        return flat, {p: self.slots[name].of(flat) for name, p in self.parameters.items()}
+    def _sum_of(self, parameter: Tensor) -> Tensor:
+        slot = self.sums.slots[self._index[parameter]]
+        return slot.of(self.sums.flat)
 
 
 def uneven(before: list[tuple[int, ...]], now: list[tuple[int, ...]]) -> str:

@@ -4,7 +4,7 @@ The worker state decides in names; here the names have tensors:
 
     boundaries   activations and gradients, received or made here    until the worker state says Forget
     payloads     parts, chunks and sums that were received           until the worker state says Forget
-    gradients    the sums of this worker's own microbatches          until the stage has sealed the step
+    gradients    the sums of this worker's own microbatches          until it holds the stage's sum
     sums         the reduced mean gradient                           until sealed, valid and fed
 
 Ownership. A send does not copy: the links *borrow* a tensor until the kernel has its last byte, which can be
@@ -20,7 +20,7 @@ many steps later when a large state is queued before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from everstep.engine import device as devices
 from everstep.engine.boundary import Boundary, Gradients
 from everstep.engine.optimizer import Updater
 from everstep.engine.stage import Stage
+from everstep.engine.sums import SumPart, owned, peaks_of, virtual_chunks
 
 Borrowed = Callable[[Tensor], bool]  # is any of this tensor's memory queued for sending?
 
@@ -43,21 +44,34 @@ class SharedTensors(Protocol):
     def kept(self, tensor: Tensor) -> Tensor: ...
 
 
+class Payload(NamedTuple):
+    """What travels under a parcel's name, besides the facts that the worker state knows of."""
+
+    tensors: tuple[Tensor, ...]
+    facts: Any = None  # in JSON's terms
+
+
 class StepTensors:
-    """Of one worker, by step and by parcel."""
+    """Of one worker, by step and by parcel. `replicas` is how many the task has when none has failed."""
 
     def __init__(
-        self, me: Worker, stage: Stage, updater: Updater, *, borrowed: Borrowed, shared: SharedTensors
+        self,
+        me: Worker,
+        stage: Stage,
+        updater: Updater,
+        *,
+        replicas: int,
+        borrowed: Borrowed,
+        shared: SharedTensors,
     ) -> None:
         self.me, self.stage, self.updater, self._shared = me, stage, updater, shared
         self.boundaries: dict[Parcel, Boundary | Gradients] = {}  # activations and gradients, in and out
-        self.payloads: dict[Parcel, Tensor] = {}  # everything else that was received, and tied halves
+        self.payloads: dict[Parcel, Payload] = {}  # everything else that was received, and tied halves
+        self._chunks = virtual_chunks(stage.size, replicas)
         self._borrowed = borrowed
-        self._gradients: dict[int, Tensor] = {}  # of steps that are updated and not sealed
-        self._released: set[int] = set()
         self._sums: dict[int, Tensor] = {}
+        self._peaks: dict[int, list[int]] = {}  # of the same steps: the next step's limits follow from them
         self._spare_sums: list[Tensor] = []
-        self._taken = 0  # the last step whose gradients left the stage's buffer
 
     def rebuilt(self, stage: Stage, updater: Updater) -> None:
         """The initial state is back, in new buffers."""
@@ -71,52 +85,60 @@ class StepTensors:
             self.payloads.pop(parcel, None)
             self.boundaries.pop(parcel, None)
 
-    def outgoing(self, parcel: Parcel, members: tuple[int, ...]) -> Tensor | None:
+    def outgoing(self, parcel: Parcel, members: tuple[int, ...]) -> Payload:
         """What is sent under this name. Who carries it borrows it."""
         match parcel.what:
             case ParcelKind.PART:
-                flat = self._gradients.get(parcel.step, self.stage.gradients)
-                return flat[self._chunk(members, parcel.owner)]
+                part = self.stage.sums.part(self._stretch(members, parcel.owner))
+                return Payload(part.tensors, part.facts)
             case ParcelKind.SUM:
-                return self._sums[parcel.step][self._chunk(members, self.me.replica)]
+                return Payload((self._sums[parcel.step][self._stretch(members, self.me.replica)],))
             case ParcelKind.COPY | ParcelKind.FEED:
-                return self._sums[parcel.step]
+                return Payload((self._sums[parcel.step],), self._peaks[parcel.step])
             case ParcelKind.TIED:
                 if parcel not in self.payloads:  # before combining changes it
                     half = self.stage.tied_part(self._sums[parcel.step])
-                    self.payloads[parcel] = self._shared.kept(half)
+                    self.payloads[parcel] = Payload((self._shared.kept(half),))
                 return self.payloads[parcel]
             case _:
-                return None
+                return Payload(())
 
     # -------------------------------------------------------------- the reduce
 
-    def sum_chunk(self, task: SumChunk) -> float:
-        """Replica by replica in their order, so that the sum does not depend on who was first."""
-        mine = self._chunk(task.members, self.me.replica)
-        parts = {part.sender: self.payloads[part] for part in task.parts}
-        total: Tensor | None = None
-        for replica in task.members:
-            part = self.stage.gradients[mine] if replica == self.me.replica else parts[replica]
-            part = devices.to_device(part, self.stage.device)
-            total = part if total is None else total + part
-        assert total is not None
-        mean = self._sum(task.step)[mine]
-        torch.div(total, task.weight, out=mean)
-        return float(torch.linalg.vector_norm(mean, dtype=torch.float64).square())
+    def sum_chunk(self, task: SumChunk) -> tuple[float, ...]:
+        """The chunks that are this worker's. Plain sums are added in the order of the replicas."""
+        mine = self._stretch(task.members, self.me.replica)
+        parts = {self.me.replica: self.stage.sums.part(mine)}
+        for parcel in task.parts:
+            tensors, facts = self.payloads[parcel]
+            parts[parcel.sender] = SumPart.arrived(self._on_device(tensors), facts)
+        ordered = [parts[replica] for replica in task.members]
+        chunks = owned(self._chunks, task.members, self.me.replica)
+        mean = self._sum(task.step)
+        self.stage.sums.means(mine, chunks, ordered, task.weight, mean)
+        self._peaks[task.step] = peaks_of(ordered)
+        norms = [torch.linalg.vector_norm(mean[chunk], dtype=torch.float64) for chunk in chunks]
+        return tuple(torch.stack(norms).square().tolist())
 
     def assemble(self, task: AssembleSum) -> float | None:
         """The whole sum, from the owners' chunks or from a peer's copy."""
         mean = self._sum(task.step)
         for chunk in task.chunks:
+            (total,), peaks = self.payloads[chunk]
+            if chunk.what is ParcelKind.COPY:
+                self._peaks[task.step] = peaks
             is_copy = chunk.what is ParcelKind.COPY
-            where = slice(None) if is_copy else self._chunk(task.members, chunk.sender)
-            mean[where].copy_(self.payloads[chunk], non_blocking=True)
+            where = slice(None) if is_copy else self._stretch(task.members, chunk.sender)
+            mean[where].copy_(total, non_blocking=True)
         return self.updater.sum_of_squares(mean) if self.stage.has_tied_pair else None
 
     def combine(self, task: CombineTied) -> float:
-        """Add the other stage's half of a tied tensor. The sum is sealed, but may still be queued."""
-        other = devices.to_device(self.payloads[task.other], self.stage.device)
+        """Add the other stage's half of a tied tensor. The sum is sealed, but may still be queued.
+
+        This stage's own half is kept: a worker of the other stage may ask for it when the sum is gone.
+        """
+        self.outgoing(task.other._replace(stage=self.me.stage), ())
+        (other,) = self._on_device(self.payloads[task.other].tensors)
         mean = self._sums[task.step]
         if self._borrowed(mean):
             mean = self._sums[task.step] = mean.clone()
@@ -131,37 +153,36 @@ class StepTensors:
         return self._sums[step]
 
     def updated(self, step: int) -> None:
-        """The step's update is made: the stage gets an empty buffer for the next step's gradients."""
-        if step <= self._taken:  # an update made again after an undo
-            return
-        self._taken = step
-        self._gradients[step] = self.stage.take_gradients()
-        if step in self._released:
-            self._recycle(step)
+        """The step's update is made: the sums of the next step begin, within limits that follow from it."""
+        self.stage.limits.follow(step, self._peaks[step])
+        self._begin(step + 1)
+        self.forget([p for p in self.payloads if p.what is ParcelKind.TIED and p.step < step])
 
-    def release_gradients(self, step: int) -> None:
-        self._released.add(step)
-        if step in self._gradients:
-            self._recycle(step)
+    def loaded(self, state_step: int) -> None:
+        """A state is in place: training goes on with the step after it."""
+        self._begin(state_step + 1)
+
+    def fed(self, step: int, feed: Parcel) -> Tensor:
+        """A joining worker's next gradient, to which it adds nothing; `updated` follows."""
+        tensors, self._peaks[step] = self.payloads[feed]
+        return self._on_device(tensors)[0]
 
     def release_sum(self, step: int) -> None:
         released = self._sums.pop(step)
+        self._peaks.pop(step, None)
         if not self._borrowed(released):
             self._spare_sums.append(released)
-        self.payloads = {
-            p: t for p, t in self.payloads.items() if p.what is not ParcelKind.TIED or p.step > step
-        }
 
     def discard(self, from_step: int | None, keep: Iterable[Parcel]) -> None:
         """Of this step and later ones; None: of all steps, and every payload that is not in `keep`."""
-        if self._borrowed(self.stage.gradients):
-            self.stage.take_gradients()
+        if self._borrowed(self.stage.sums.flat):
+            self.stage.sums.restart(leave_buffer=True)
         self.stage.discard(from_step)
-        for table in (self._gradients, self._sums):
+        for table in (self._sums, self._peaks):
             for step in [s for s in table if from_step is None or s >= from_step]:
                 del table[step]
-        self._released = {s for s in self._released if from_step is not None and s < from_step}
-        self._taken = 0 if from_step is None else min(self._taken, from_step - 1)
+        if from_step is not None:
+            self._begin(from_step)
         if from_step is None:
             kept = set(keep)
             self.payloads = {p: t for p, t in self.payloads.items() if p in kept}
@@ -169,11 +190,9 @@ class StepTensors:
 
     # -------------------------------------------------------------- how
 
-    def _recycle(self, step: int) -> None:
-        buffer = self._gradients.pop(step)
-        self._released.discard(step)
-        if not self._borrowed(buffer):
-            self.stage.recycle(buffer)
+    def _begin(self, step: int) -> None:
+        sums, limits = self.stage.sums, self.stage.limits.at(step)
+        sums.begin(step, limits, leave_buffer=self._borrowed(sums.flat))
 
     def _sum(self, step: int) -> Tensor:
         if step not in self._sums:
@@ -184,6 +203,10 @@ class StepTensors:
             )
         return self._sums[step]
 
-    def _chunk(self, members: tuple[int, ...], owner: int) -> slice:
-        size, at = self.stage.size, members.index(owner)
-        return slice(size * at // len(members), size * (at + 1) // len(members))
+    def _stretch(self, members: tuple[int, ...], owner: int) -> slice:
+        """All chunks of one owner: they lie side by side."""
+        chunks = owned(self._chunks, members, owner)
+        return slice(chunks[0].start, chunks[-1].stop)
+
+    def _on_device(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(devices.to_device(tensor, self.stage.device) for tensor in tensors)

@@ -48,13 +48,15 @@ from everstep.engine.links import Address
 from everstep.engine.optimizer import Updater
 from everstep.engine.recorder import WorkerRecorder
 from everstep.engine.stage import Stage
-from everstep.engine.step_tensors import StepTensors
+from everstep.engine.step_tensors import Payload, StepTensors
 from everstep.engine.stopwatch import Moment, Stopwatch
 from everstep.errors import PeerError
 
 InboxItem = frames.Incoming | WorkerOrder | LinkBroke | BaseException  # the last: the links failed
 Began = tuple[Moment, Any]  # and the device's event, where there is a device
 Groups = list[dict[str, Any]]  # of an optimizer
+
+_BESIDE = "beside"  # in a message's facts: those that the worker state does not know of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,7 +96,12 @@ class WorkerLoop:
         self._build = build
         self.stage, self.updater = build()
         self.tensors = StepTensors(
-            self.me, self.stage, self.updater, borrowed=courier.links.borrows, shared=courier
+            self.me,
+            self.stage,
+            self.updater,
+            replicas=self.rules.replicas,
+            borrowed=courier.links.borrows,
+            shared=courier,
         )
         self._arriving: dict[str, Tensor] = {}  # a state on its way to this joining worker
         self._touched = False  # has the initial state been changed?
@@ -164,6 +171,10 @@ class WorkerLoop:
         except PeerError as error:  # its owner died before it was opened: as if it had not come
             print(f"{parcel} was lost: {error}", file=sys.stderr, flush=True)
             return
+        if isinstance(facts, dict) and _BESIDE in facts:
+            facts, beside = facts["value"], facts[_BESIDE]
+        else:
+            beside = None
         if not self.state.arrived(parcel, frames.value_of(parcel.what, facts)):
             return
         if parcel.what is ParcelKind.ACTIVATION:
@@ -171,7 +182,7 @@ class WorkerLoop:
         elif parcel.what is ParcelKind.GRADIENT:
             self.tensors.boundaries[parcel] = Gradients.arrived(tensors, facts)
         elif tensors:
-            self.tensors.payloads[parcel] = tensors[0]
+            self.tensors.payloads[parcel] = Payload(tensors, beside)
 
     # -------------------------------------------------------------- tasks
 
@@ -190,23 +201,26 @@ class WorkerLoop:
                 return self.tensors.combine(task)
             case msg.Update():
                 return self._update(task)
+            case msg.Commit():
+                self._show(busy=True, doing=f"{self.me.stage}U")
+                return self.updater.commit(task.step, self.tensors.sum_of(task.step))
             case msg.Undo():
                 return self.updater.undo()
             case msg.Snapshot():
                 return self._snapshot(task)
             case msg.ApplyFeed():
-                return self._apply(task.step, self.tensors.payloads[task.feed], task.scale)
+                self._apply(task.step, self.tensors.fed(task.step, task.feed), task.scale)
+                return self.tensors.updated(task.step)
             case msg.Restore():
                 return self._restore(task.state_step)
             case msg.SaveCheckpoint():
                 share = task.index, task.count
                 groups = self.updater.groups(task.state_step)
-                return self.ports.save(task.state_step, task.attempt, share, self.updater.state(), groups)
+                state = self.updater.state(task.state_step)
+                return self.ports.save(task.state_step, task.attempt, share, state, groups)
             case msg.StoreCopy():
-                directions = self.control.directions
-                return self.ports.shelve(
-                    task.state_step, task.attempt, task.leaving, self.updater.state(), directions
-                )
+                directions, state = self.control.directions, self.updater.state(task.state_step)
+                return self.ports.shelve(task.state_step, task.attempt, task.leaving, state, directions)
 
     def _compute(self, task: msg.Compute) -> None:
         op = task.op
@@ -246,7 +260,7 @@ class WorkerLoop:
         done = self.state.now.accumulated()
         return {microbatch: self.stage.weight(step, self._number(microbatch)) for microbatch in done}
 
-    def _sum_chunk(self, task: msg.SumChunk) -> float:
+    def _sum_chunk(self, task: msg.SumChunk) -> tuple[float, ...]:
         began = self._begin()
         self._maybe_die(task.step, "R", "during")
         squares = self.tensors.sum_chunk(task)
@@ -263,8 +277,10 @@ class WorkerLoop:
         self._show(busy=True, doing=f"{self.me.stage}U")
         self._maybe_die(task.step, "U", "before")
         if task.keep:
-            self.updater.keep()
-        self._apply(task.step, self.tensors.sum_of(task.step), task.scale)
+            self._touched = True
+            self.updater.preview(task.step, self.tensors.sum_of(task.step))
+        else:
+            self._apply(task.step, self.tensors.sum_of(task.step), task.scale)
         self.tensors.updated(task.step)
         self._time(Kind.U, began)
         if (told := self.stopwatch.step(task.step)) is not None:
@@ -287,7 +303,7 @@ class WorkerLoop:
         target = Address(*address)
         state = {
             name: devices.to_host(t) if t.is_cuda else t.detach().clone()
-            for name, t in self.updater.state().items()
+            for name, t in self.updater.state(task.state_step).items()
         }
         for name, tensor in state.items():
             self.links.send(target, frames.STATE, None, {"name": name}, tensor.contiguous())
@@ -300,8 +316,7 @@ class WorkerLoop:
         arrived, self._arriving = self._arriving, {}
         if self.state.joining and len(arrived) >= frame.facts["tensors"]:
             if self.state.wants_snapshot(frame.facts["state_step"]):
-                self._touched = True
-                self.updater.load(arrived)
+                self._load(frame.facts["state_step"], arrived)
             self.state.snapshot_arrived(frame.facts["state_step"])
 
     def _restore(self, state_step: int) -> bool:
@@ -314,10 +329,14 @@ class WorkerLoop:
                 self._touched = False
             return True
         state = self.ports.load(state_step, list(self.stage.slots), self.control.directions)
-        self._touched = True
         if state is not None:
-            self.updater.load(state)
+            self._load(state_step, state)
         return state is not None
+
+    def _load(self, state_step: int, state: Mapping[str, Tensor]) -> None:
+        self._touched = True
+        self.updater.load(state, state_step)
+        self.tensors.loaded(state_step)
 
     # -------------------------------------------------------------- commands
 
@@ -333,7 +352,7 @@ class WorkerLoop:
                 case msg.Forget():
                     self.tensors.forget(command.parcels)
                 case msg.ReleaseGradients():
-                    self.tensors.release_gradients(command.step)
+                    pass  # the next step's sums begin with the update
                 case msg.DropStashes():
                     for microbatch in command.microbatches:
                         self.stage.drop(command.step, self._number(microbatch))
@@ -361,7 +380,10 @@ class WorkerLoop:
             return boundary.facts, boundary.tensors
         parcel = command.parcel
         payload = self.tensors.outgoing(parcel, self.state.mail.peers(parcel.step))
-        return frames.facts_of(command.value), () if payload is None else (payload,)
+        facts = frames.facts_of(command.value)
+        if payload.facts is not None:
+            facts = {"value": facts, _BESIDE: payload.facts}
+        return facts, payload.tensors
 
     def _post(self, address: Address, command: msg.Send, facts: Any, tensors: tuple[Tensor, ...]) -> None:
         parcel = command.parcel

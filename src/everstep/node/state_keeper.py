@@ -162,5 +162,7 @@ class States:
 
 
 def _parameter(name: str) -> str:
-    """`model/embed.weight` and `optimizer/embed.weight/exp_avg` are both of embed.weight."""
-    return name.split("/")[1]
+    """`model/embed.weight`, `optimizer/embed.weight/exp_avg` and `extra/grid/embed.weight` are all of
+    embed.weight.
+    """
+    return name.removeprefix("extra/").split("/")[1]

@@ -76,7 +76,7 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
     device = devices.pick(job.device)
     if job.compile:
         regions.enable()
-    if job.accumulate == "fp64":
+    if job.accumulate != "fp32":
         devices.exact(device)
     steering = steering_from(spec["fabric"]) if spec.get("fabric") else None
     recorder = None

@@ -151,9 +151,10 @@ class Contribute:
 
 @dataclass(frozen=True, slots=True)
 class SumChunk:
-    """Add up the parts of the chunk that is ours, in the order of `members`, and divide by `weight`.
+    """Add up the parts of the chunks that are ours, in the order of `members`, and divide by `weight`.
 
-    Answer: the sum of squares of the quotient.
+    Answer: the sum of squares of each chunk's quotient. Chunks are the same whoever lives: only their owners
+    change.
     """
 
     step: int
@@ -185,7 +186,11 @@ class CombineTied:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer step. `scale` None: a skipped step. `keep`: it may have to be undone."""
+    """One optimizer step. `scale` None: a skipped step.
+
+    `keep`: it may have to be undone. Then only what the layers compute with changes; the optimizer's own
+    state follows with `Commit`, or never.
+    """
 
     step: int
     scale: float | None
@@ -193,8 +198,15 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class Commit:
+    """The update that was made eagerly holds: make it again, in the optimizer's state."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Undo:
-    """Take the last kept update back, exactly."""
+    """Take the eager update back, exactly: compute with the weights that the optimizer's state has."""
 
     step: int
 
@@ -266,6 +278,7 @@ WorkItem = (
     | AssembleSum
     | CombineTied
     | Update
+    | Commit
     | Undo
     | Snapshot
     | ApplyFeed
@@ -300,7 +313,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseGradients:
-    """The stage has sealed this step: its local gradients are not needed again."""
+    """This worker holds the sum of this step: its local gradients are not needed again."""
 
     step: int
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from everstep.core.words.worker_messages import ParcelKind, TellSealed
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
-from everstep.core.worker.step_state import StepState
+from everstep.core.worker.step_state import StepState, SumState
 
 _KEPT = 4  # steps
 
@@ -52,7 +52,10 @@ class Announcements:
 
     def send_tied(self, state: StepState) -> None:
         """The sum of the tied tensor goes to the stage that holds its other half."""
-        if self.rules.is_tied(self.me.stage):
+        is_over = state.sum is SumState.RELEASED and (
+            state.tied_attempt != self.mail.order.attempt(state.step)
+        )
+        if self.rules.is_tied(self.me.stage) and not is_over:
             for worker in self.mail.wards(state.step):
                 if self.rules.is_tied(worker.stage):
                     self.mail.send(self.mail.name(ParcelKind.TIED, state.step, self.me.stage), worker)

@@ -25,7 +25,7 @@ from everstep.core.words.worker_messages import (
     WorkItem,
 )
 from everstep.core.worker.mailbox import Mailbox
-from everstep.core.worker.step_state import StepState
+from everstep.core.worker.step_state import StepState, SumState
 
 
 class WorkerLife(StrEnum):
@@ -138,8 +138,11 @@ class Feeder:
 
     def feed(self, state: StepState) -> None:
         """Send a final step to every joiner that follows."""
-        for joiner, last in self.feeds.items():
+        for joiner, last in list(self.feeds.items()):
             if joiner not in state.fed and (last is None or state.step <= last):
+                if state.sum is SumState.RELEASED:  # too late for this step's sum: again from a snapshot
+                    self.copy_to(joiner)
+                    continue
                 state.fed.add(joiner)
                 feed = Parcel(ParcelKind.FEED, 0, state.step, self.me.stage)
                 self.mail.commands.append(Send(feed, joiner, self.me.stage, state.scale))

@@ -17,7 +17,7 @@ from everstep.core.words.worker_messages import (
 )
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
-from everstep.core.worker.step_state import StepState
+from everstep.core.worker.step_state import StepState, SumState
 
 
 class OpenSteps:
@@ -64,15 +64,22 @@ class OpenSteps:
         assert state.is_sealed
         assert state.is_final
         self.closed = state.step
+        self.release_sum(state)
+        self.mail.drop(lambda parcel: parcel.step <= state.step)
+
+    def release_sum(self, state: StepState) -> None:
+        """Sealed at every stage and updated for good: neither its sum nor a ghost can be asked for."""
+        if state.sum is SumState.RELEASED:
+            return
+        state.released()
         if state.ghosts and (over := state.ghost_stashes(Kind.F, Kind.I)):
             self.mail.commands.append(DropStashes(state.step, over))
         self.mail.commands.append(ReleaseSum(state.step))
-        self.mail.drop(lambda parcel: parcel.step <= state.step)
 
     def go_back_to(self, step: int) -> int | None:
         """Forget what was computed after `step`. Returns the step whose eager update must be undone."""
         before, undo = self.before, None
-        if before is not None and before.is_updated and not before.is_final:
+        if before is not None and before.is_provisional:
             undo, self.before = before.step, None
             if before.step == step:
                 self.now = before

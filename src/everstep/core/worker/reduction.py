@@ -3,7 +3,10 @@
     contribute    send each owner this worker's part of its chunk
     sum           the owner adds the parts, in the order of replicas, and sends the sum to all
     assemble      with every owner's chunk in hand, the worker holds the sum, and says so
-    seal          all live peers hold it: nobody can come asking for the local gradients any more
+    seal          all live peers hold it: nobody can come asking for the sum any more
+
+A worker that holds the sum needs its own gradients no more: each owner of a chunk has had its part, and to a
+peer that lacks the sum it can give the whole of it. So there is one buffer for gradients, not two.
 
 As many bytes as a ring moves, in two hops whatever the number of peers, and with no group to be formed: when
 a peer dies, only what it owned or had not sent is missing. Any holder can give the whole sum to a peer that
@@ -28,6 +31,7 @@ from everstep.core.words.worker_messages import (
     Parcel,
     ParcelKind,
     Part,
+    ReleaseGradients,
     SumChunk,
     Wait,
     WorkItem,
@@ -77,7 +81,7 @@ class Reduction:
         for peer in self.mail.other_peers(state.step):
             self.mail.send(self._part(state, sender=self.me.replica, owner=peer.replica), peer, part)
 
-    def summed(self, state: StepState, task: SumChunk, squares: float) -> None:
+    def summed(self, state: StepState, task: SumChunk, squares: tuple[float, ...]) -> None:
         state.chunk_summed(squares)
         for part in task.parts:
             self.mail.use(part)
@@ -90,12 +94,12 @@ class Reduction:
         if task.chunks and task.chunks[0].what is ParcelKind.COPY:
             reduced, state.everyone = box[task.chunks[0]]
         else:
-            of = {chunk.sender: float(box[chunk]) for chunk in task.chunks}
-            of[self.me.replica] = state.own_chunk_squares or 0.0
-            reduced = math.fsum(of[k] for k in task.members)
+            of_chunks = [state.own_chunk_squares or (), *(box[chunk] for chunk in task.chunks)]
+            reduced = math.fsum(one for squares_of in of_chunks for one in squares_of)
         for chunk in task.chunks:
             self.mail.use(chunk)
         state.held(self.me.stage, reduced if squares is None else squares)
+        self.mail.commands.append(ReleaseGradients(state.step))
         if not self.rules.is_tied(self.me.stage):
             state.sum_of_squares = state.reduced_squares
         self.tell_held(state)
@@ -122,7 +126,7 @@ class Reduction:
         """The connection to this peer was lost for a while."""
         if state.holds_sum:
             self.mail.send(self._held(state.step, self.me.replica), peer)
-        if state.own_part is not None and not state.is_sealed:
+        if state.own_part is not None and not state.holds_sum:
             self.mail.send(
                 self._part(state, sender=self.me.replica, owner=peer.replica), peer, state.own_part
             )

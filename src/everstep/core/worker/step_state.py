@@ -3,9 +3,10 @@
 Three lifecycles, each with its table:
 
     sum       computing ──► contributed ──► own chunk summed ──► held (──► combined, at a tied stage)
+                ──► released, once sealed and final: the next step's sum takes its place
     seal      open ──► sealed (every live peer holds the sum) ──► announced (to the other stages)
     update    pending ──► final                 the norm of all stages was known
-              pending ──► eager ──► final       it was not, and turned out not to matter
+              pending ──► eager ──► valid ──► final       it was not, and turned out not to matter
                             └─────► invalid ──► waiting ──► final      it did: undone, and made again
 
 A step is closed once it is sealed, its update is final, and the next one is updated too. So a worker has at
@@ -29,6 +30,7 @@ class SumState(StrEnum):
     CHUNK_SUMMED = "chunk summed"  # the chunk it owns went to every peer
     HELD = "held"  # it has the whole sum
     COMBINED = "combined"  # with the other half of the tied tensor
+    RELEASED = "released"  # no peer can lack it, and no update needs it
 
 
 class SealState(StrEnum):
@@ -39,7 +41,8 @@ class SealState(StrEnum):
 
 class UpdateState(StrEnum):
     PENDING = "pending"  # not updated yet
-    EAGER = "eager"  # updated before the norm of all stages was known
+    EAGER = "eager"  # the norm is not known: the layers compute with it, the optimizer's state is older
+    VALID = "valid"  # it holds, and is to be committed
     INVALID = "invalid"  # reported, and not undone yet
     WAITING = "waiting"  # undone or forbidden: it waits for the norm
     FINAL = "final"  # updated for good
@@ -49,8 +52,9 @@ SUM: Mapping[SumState, frozenset[SumState]] = {  # HELD from anywhere: a peer gi
     SumState.COMPUTING: frozenset({SumState.CONTRIBUTED, SumState.HELD}),
     SumState.CONTRIBUTED: frozenset({SumState.CHUNK_SUMMED, SumState.HELD, SumState.COMPUTING}),
     SumState.CHUNK_SUMMED: frozenset({SumState.HELD, SumState.COMPUTING}),
-    SumState.HELD: frozenset({SumState.COMBINED}),
-    SumState.COMBINED: frozenset(),
+    SumState.HELD: frozenset({SumState.COMBINED, SumState.RELEASED}),
+    SumState.COMBINED: frozenset({SumState.RELEASED}),
+    SumState.RELEASED: frozenset(),
 }
 SEAL: Mapping[SealState, frozenset[SealState]] = {
     SealState.OPEN: frozenset({SealState.SEALED}),
@@ -59,12 +63,14 @@ SEAL: Mapping[SealState, frozenset[SealState]] = {
 }
 UPDATE: Mapping[UpdateState, frozenset[UpdateState]] = {
     UpdateState.PENDING: frozenset({UpdateState.EAGER, UpdateState.FINAL, UpdateState.WAITING}),
-    UpdateState.EAGER: frozenset({UpdateState.FINAL, UpdateState.INVALID, UpdateState.WAITING}),
+    UpdateState.EAGER: frozenset({UpdateState.VALID, UpdateState.INVALID, UpdateState.WAITING}),
+    UpdateState.VALID: frozenset({UpdateState.FINAL}),
     UpdateState.INVALID: frozenset({UpdateState.WAITING}),
     UpdateState.WAITING: frozenset({UpdateState.FINAL}),
     UpdateState.FINAL: frozenset(),
 }
-_UPDATED = frozenset({UpdateState.EAGER, UpdateState.INVALID, UpdateState.FINAL})
+_UPDATED = frozenset({UpdateState.EAGER, UpdateState.VALID, UpdateState.INVALID, UpdateState.FINAL})
+_HOLDING = frozenset({SumState.HELD, SumState.COMBINED, SumState.RELEASED})
 
 
 @dataclass(slots=True)
@@ -82,10 +88,11 @@ class StepState:
     seal: SealState = SealState.OPEN
     update: UpdateState = UpdateState.PENDING
     own_part: Part | None = None  # once contributed
-    own_chunk_squares: float | None = None  # once the chunk it owns is summed
+    own_chunk_squares: tuple[float, ...] | None = None  # once the chunks it owns are summed
     reduced_squares: float | None = None  # of the sum as it was reduced
     sum_of_squares: float | None = None  # of the whole stage; for a tied stage after combining
     everyone: Part | None = None  # the parts of all peers, added up and checked
+    tied_attempt: int = -1  # in which it was combined; an order that has another knows nobody who lacks it
     scale: float | None = None  # what the update multiplied the gradient with; None: it was skipped
     fed: set[int] = field(default_factory=set)  # the joiners that have this step
     saved_among: tuple[int, ...] = ()  # the peers that shared the writing of its checkpoint
@@ -104,7 +111,8 @@ class StepState:
 
     @property
     def holds_sum(self) -> bool:
-        return self.sum is SumState.HELD or self.sum is SumState.COMBINED
+        """Also when it is released: it has been held."""
+        return self.sum in _HOLDING
 
     @property
     def is_sealed(self) -> bool:
@@ -115,6 +123,11 @@ class StepState:
         return self.update in _UPDATED
 
     @property
+    def is_provisional(self) -> bool:
+        """Updated eagerly, and it is not known to hold."""
+        return self.update is UpdateState.EAGER or self.update is UpdateState.INVALID
+
+    @property
     def is_final(self) -> bool:
         return self.update is UpdateState.FINAL
 
@@ -122,7 +135,7 @@ class StepState:
         self._move_sum(SumState.CONTRIBUTED)
         self.own_part = part
 
-    def chunk_summed(self, squares: float) -> None:
+    def chunk_summed(self, squares: tuple[float, ...]) -> None:
         self._move_sum(SumState.CHUNK_SUMMED)
         self.own_chunk_squares = squares
 
@@ -132,9 +145,13 @@ class StepState:
         self.reduced_squares = squares
         self.done[Op(Kind.R, None, stage)] = None
 
-    def combined(self, squares: float) -> None:
+    def combined(self, squares: float, attempt: int) -> None:
         self._move_sum(SumState.COMBINED)
+        self.tied_attempt = attempt
         self.sum_of_squares = squares
+
+    def released(self) -> None:
+        self._move_sum(SumState.RELEASED)
 
     def restart_reduce(self, round: int) -> None:
         """The reduce group has changed. Parts of the old round do not count; a sum that is held does."""
@@ -155,6 +172,9 @@ class StepState:
         self.scale = scale
 
     def validated(self) -> None:
+        self._move_update(UpdateState.VALID)
+
+    def committed(self) -> None:
         self._move_update(UpdateState.FINAL)
 
     def invalidated(self) -> None:

@@ -1,7 +1,8 @@
 """Seal, validate, update: what follows once a worker holds the sum of a step.
 
 A stage updates when the norm of all stages is known, or eagerly before that, where the norm will most likely
-not matter. An eager update is validated later; an invalid one is reported, and undone in the next epoch.
+not matter. An eager update is validated later: then it is committed. An invalid one is reported, and undone
+in the next epoch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import math
 from everstep.core.words.worker_messages import (
     CombineTied,
     ParcelKind,
-    ReleaseGradients,
     TellInvalid,
     Update,
     Wait,
@@ -43,7 +43,6 @@ class Updates:
         """
         if state.seal is SealState.OPEN and state.holds_sum and self.reduction.all_hold(state):
             state.sealed()
-            self.mail.commands.append(ReleaseGradients(state.step))
             self.news.send_tied(state)
         counts = state is self.steps.before or self.steps.is_trusted
         if state.seal is SealState.SEALED and counts and state.sum_of_squares is not None:

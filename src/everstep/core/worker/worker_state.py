@@ -26,6 +26,7 @@ from everstep.core.words.worker_messages import (
     AssembleSum,
     CombineTied,
     Command,
+    Commit,
     Compute,
     Contribute,
     DiscardWork,
@@ -53,7 +54,7 @@ from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.open_steps import OpenSteps
 from everstep.core.worker.reduction import Reduction
 from everstep.core.worker.rules import TaskRules
-from everstep.core.worker.step_state import StepState
+from everstep.core.worker.step_state import StepState, UpdateState
 from everstep.core.worker.updates import Updates
 from everstep.errors import InternalError
 
@@ -188,6 +189,8 @@ class WorkerState:
         for state in steps.all:
             if not self.updates.settle(state):
                 return Wait(f"the undo of step {state.step}")
+            if state.update is UpdateState.VALID:
+                return Commit(state.step)
             if state.is_final:
                 self.feeder.feed(state)
         return next_chore(steps, self.feeder, self.mail, self.rules) or self._next_op()
@@ -202,11 +205,20 @@ class WorkerState:
         op = now.todo[-1]
         match op.kind:
             case Kind.R:
-                return self.reduction.next(now)
+                return self._next_of_reduce()
             case Kind.U:
                 return self.updates.next()
             case _:
                 return self.steps.next_compute(op)
+
+    def _next_of_reduce(self) -> WorkItem:
+        """There is one buffer for sums: the step before must need its own no more."""
+        item, before = self.reduction.next(self.steps.now), self.steps.before
+        if before is not None and isinstance(item, SumChunk | AssembleSum):
+            if not (before.is_sealed and before.is_final):
+                return Wait(f"the seal and norm of step {before.step}")
+            self.steps.release_sum(before)
+        return item
 
     def finished(self, item: WorkItem, answer: Any = None) -> None:
         """The shell has run the work item."""
@@ -217,16 +229,19 @@ class WorkerState:
             case Contribute():
                 self.reduction.contributed(steps.now, *answer)
             case SumChunk():
-                self.reduction.summed(steps.now, item, float(answer))
+                self.reduction.summed(steps.now, item, tuple(map(float, answer)))
             case AssembleSum():
                 self.reduction.assembled(steps.now, item, answer)
                 steps.now.todo.pop()
                 steps.drop_ghosts()
             case CombineTied():
-                steps.now.combined(float(answer))
+                steps.now.combined(float(answer), item.other.attempt)
                 self.mail.use(item.other)
             case Update():
                 self.updates.updated(item)
+            case Commit():
+                assert steps.before is not None
+                steps.before.committed()
             case Undo():
                 self._first.pop(0)
             case Restore():

@@ -37,8 +37,8 @@ class VirtualWorker:
         self.walker, self.incarnation, self.node = walker, incarnation, node
         self.me: Worker = walker.me
         self.truth, self.checkers, self.disk = truth, checkers, disk
-        self.state = VirtualState(0, 0)
-        self.kept: VirtualState | None = None
+        self.state = VirtualState(0, 0)  # what the optimizer has
+        self.working = self.state  # what the layers compute with: ahead of it after an eager update
         self.payloads: dict[msg.Parcel, Any] = {}
         self.inputs: dict[tuple[int, Any], bool] = {}  # (step, microbatch) -> right weights so far?
         self.gradients: dict[int, list[tuple[Any, bool]]] = {}
@@ -65,7 +65,7 @@ class VirtualWorker:
         return _DO[type(task)](self, task)
 
     def _compute(self, task: msg.Compute) -> None:
-        op, right = task.op, self.state == self.truth.states[task.step - 1]
+        op, right = task.op, self.working == self.truth.states[task.step - 1]
         key = (task.step, op.microbatch)
         payloads, inputs = self.payloads, self.inputs
         for kind in _HALVES.get(op.kind, (op.kind,)):
@@ -86,7 +86,7 @@ class VirtualWorker:
             return (), weights
         return [(op.microbatch, 1.0) for op in self.walker.now.done if op.kind is Kind.F], weights
 
-    def _sum_chunk(self, task: msg.SumChunk) -> float:
+    def _sum_chunk(self, task: msg.SumChunk) -> tuple[float]:
         self.checkers.divisor(self.me, task.step, task.weight)
         bag = list(self.gradients[task.step])
         for part in task.parts:
@@ -94,7 +94,7 @@ class VirtualWorker:
         bag.sort()
         self.sums[task.step] = tuple(bag)
         first = self.me.replica == task.members[0]
-        return self.truth.squares(task.step, self.me.stage) if first else 0.0
+        return (self.truth.squares(task.step, self.me.stage) if first else 0.0,)
 
     def _assemble(self, task: msg.AssembleSum) -> None:
         for chunk in task.chunks:
@@ -106,26 +106,34 @@ class VirtualWorker:
 
     def _combine(self, task: msg.CombineTied) -> float:
         self.checkers.sum_is_whole(self.me, task.step, self.payloads[task.other])
+        self.payload_of(task.other._replace(stage=self.me.stage))
         return self.truth.squares(task.step, self.me.stage)
 
     def _update(self, task: msg.Update) -> None:
+        for parcel in [p for p in self.payloads if p.what is msg.ParcelKind.TIED and p.step < task.step]:
+            del self.payloads[parcel]
         if task.keep:  # it may be undone: then another stage's update was invalid, and so is this sum
             self.checkers.sum_is_whole(self.me, task.step, self.sums[task.step])
-            self.kept = self.state
-        else:
-            self.checkers.sum_used(self.me, task.step, self.sums[task.step])
-        self.state = applied(self.state, task.step, task.scale)
+            self.working = applied(self.state, task.step, task.scale)
+            return
+        self.checkers.sum_used(self.me, task.step, self.sums[task.step])
+        self.state = self.working = applied(self.state, task.step, task.scale)
+
+    def _commit(self, task: msg.Commit) -> None:
+        self.checkers.sum_used(self.me, task.step, self.sums[task.step])
+        self.state = applied(self.state, task.step, 1.0)
+        assert self.working == self.state, "a commit of something else than was computed with"
 
     def _undo(self, task: msg.Undo) -> None:
-        assert self.kept is not None, "an undo without a kept state"
-        self.state, self.kept = self.kept, None
+        assert self.working != self.state, "an undo without an eager update"
+        self.working = self.state
 
     def _snapshot(self, task: msg.Snapshot) -> None:
         self.snapshot_out(task.joiner, task.state_step, self.state)
 
     def _apply_feed(self, task: msg.ApplyFeed) -> None:
         self.checkers.sum_used(self.me, task.step, self.payloads[task.feed])
-        self.state = applied(self.state, task.step, task.scale)
+        self.state = self.working = applied(self.state, task.step, task.scale)
 
     def _restore(self, task: msg.Restore) -> bool:
         told = self.directions.get(self.walker.epoch)
@@ -139,7 +147,7 @@ class VirtualWorker:
             state = self.disk.read(task.state_step, self.me.stage)
         self.checkers.state_restored(self.me, task.state_step, state)
         assert state is not None
-        self.state = state
+        self.state = self.working = state
         return True
 
     def _shelve(self, task: msg.StoreCopy) -> None:
@@ -158,8 +166,12 @@ class VirtualWorker:
                 return self.payloads[parcel]
             case msg.ParcelKind.PART:
                 return tuple(self.gradients[parcel.step])
-            case msg.ParcelKind.SUM | msg.ParcelKind.COPY | msg.ParcelKind.FEED | msg.ParcelKind.TIED:
+            case msg.ParcelKind.SUM | msg.ParcelKind.COPY | msg.ParcelKind.FEED:
                 return self.sums[parcel.step]
+            case msg.ParcelKind.TIED:
+                if parcel not in self.payloads:
+                    self.payloads[parcel] = self.sums[parcel.step]
+                return self.payloads[parcel]
         return None
 
     def forget(self, command: msg.Forget) -> None:
@@ -194,6 +206,7 @@ _DO: dict[type, Callable[[VirtualWorker, Any], Any]] = {
     msg.AssembleSum: VirtualWorker._assemble,
     msg.CombineTied: VirtualWorker._combine,
     msg.Update: VirtualWorker._update,
+    msg.Commit: VirtualWorker._commit,
     msg.Undo: VirtualWorker._undo,
     msg.Snapshot: VirtualWorker._snapshot,
     msg.ApplyFeed: VirtualWorker._apply_feed,

@@ -298,7 +298,7 @@ class World:
                 if walker.joining:  # as the engine does: a member needs nobody's state
                     state_step, state = value
                     if walker.wants_snapshot(state_step):
-                        body.state = state
+                        body.state = body.working = state
                     walker.snapshot_arrived(state_step)
         self._carry_out(body)
 

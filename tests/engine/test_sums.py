@@ -1,0 +1,239 @@
+"""Strict sums: the same bits in any order and any grouping, of any contributions, and close to the truth."""
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.engine import grids
+from everstep.engine.model import Slot
+from everstep.engine.sums import GradientSums, owned, peaks_of, virtual_chunks
+
+CPU = torch.device("cpu")
+SLOTS = {"small": Slot(0, (5,)), "matrix": Slot(64, (9, 8)), "lone": Slot(192, ())}
+SIZE = 256
+WHOLE = slice(0, SIZE)
+COUNT = 13
+LIMITS = [-3, 0, 2]
+KINDS = [("strict", False), ("strict", True), ("strict32", False), ("strict32", True)]
+
+Contribution = tuple[torch.Tensor, ...]
+
+
+def sums(kind: str, late: bool, limits: list[int] | None = None) -> GradientSums:
+    made = GradientSums(SLOTS, SIZE, kind=kind, contributions=COUNT, device=CPU, late=late)
+    made.begin(1, limits or LIMITS)
+    return made
+
+
+def added(into: GradientSums, contributions: list[Contribution]) -> GradientSums:
+    for contribution in contributions:
+        for index, tensor in enumerate(contribution):
+            into.add(index, lambda tensor=tensor: tensor)
+        into.added()
+    return into
+
+
+def reduced(workers: list[GradientSums], replicas: int = 3) -> torch.Tensor:
+    """As a stage does it: every worker sums its own stretch of chunks from the parts of all."""
+    out = torch.full((SIZE,), -1.0, dtype=torch.float64)  # fp32 would hide a difference in the last unit
+    chunks = virtual_chunks(SIZE, replicas)
+    for owner in range(len(workers)):
+        mine = owned(chunks, range(len(workers)), owner)
+        stretch = slice(mine[0].start, mine[-1].stop)
+        parts = [worker.part(stretch) for worker in workers]
+        workers[owner].means(stretch, mine, parts, 1.0, out)
+    return out
+
+
+def drawn(rng: random.Random, count: int = COUNT, *, wild: float = 0.15) -> list[Contribution]:
+    """Many sizes, exact ties of every grid, subnormal numbers, all that the limit allows, and now and then
+    far too much.
+    """
+    generator = torch.Generator().manual_seed(rng.getrandbits(40))
+    made = []
+    for _ in range(count):
+        tensors = []
+        for slot, limit in zip(SLOTS.values(), LIMITS, strict=True):
+            x = torch.randn(slot.shape, generator=generator) * 2.0 ** rng.uniform(-12, 0)
+            most = 2.0**limit * (1 - 2**-24)
+            x = x.clamp(-most, most)
+            half_units = [limit - grids.grid(kind, COUNT).depth - 1 for kind in ("strict", "strict32")]
+            ties = torch.randint(-9, 9, slot.shape, generator=generator) * 2.0 ** rng.choice(half_units)
+            x = torch.where(torch.rand(slot.shape, generator=generator) < 0.3, ties.float(), x)
+            x = torch.where(torch.rand(slot.shape, generator=generator) < 0.1, x * 2.0**-140, x)
+            x.reshape(-1)[0] = most if rng.random() < 0.85 else 2.0 ** (rng.choice(half_units) + 1)
+            tensors.append(x * 2.0 ** rng.randint(3, 60) if rng.random() < wild else x)
+        made.append(tuple(tensors))
+    return made
+
+
+def regrouped(rng: random.Random, kind: str, late: bool, contributions: list[Contribution]) -> torch.Tensor:
+    order = rng.sample(contributions, len(contributions))
+    hosts = [rng.randrange(rng.randint(1, 4)) for _ in order]
+    groups = [[c for c, host in zip(order, hosts, strict=True) if host == h] for h in range(max(hosts) + 1)]
+    return reduced([added(sums(kind, late), group) for group in groups])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int64), b.view(torch.int64))
+
+
+def try_orders(kind: str, late: bool, times: int) -> None:
+    rng = random.Random(f"{kind} {late}")
+    for _ in range(10):
+        contributions = drawn(rng)
+        first = regrouped(rng, kind, late, contributions)
+        assert first.isfinite().all()
+        for _ in range(times // 10):
+            assert same_bits(regrouped(rng, kind, late, contributions), first)
+
+
+@pytest.mark.parametrize(("kind", "late"), KINDS)
+def test_any_order_and_any_grouping_gives_the_same_bits(kind: str, late: bool) -> None:
+    try_orders(kind, late, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "late"), KINDS)
+def test_thousands_of_orders_and_groupings_give_the_same_bits(kind: str, late: bool) -> None:
+    try_orders(kind, late, 3000)
+
+
+@pytest.mark.parametrize(("kind", "late"), KINDS)
+def test_a_sum_of_all_that_the_limit_allows_is_still_exact(kind: str, late: bool) -> None:
+    most, least = 2.0**2 * (1 - 2**-24), 2.0 ** grids.grid(kind, COUNT).unit(2, 0)
+    contributions = [torch.tensor(most)] * (COUNT - 1) + [torch.tensor(least)]
+    for order in (contributions, contributions[::-1]):
+        made = sums(kind, late)
+        for one in order:
+            made.add(2, lambda one=one: one)
+        made.added()
+        unit = Fraction(least)
+        expected = (COUNT - 1) * _rounded(Fraction(most) / unit, away=True) * unit + unit
+        assert Fraction(float(made.values()[192])) == expected
+
+
+def test_plain_sums_do_not_pass_the_same_test() -> None:
+    """Else the test would show nothing: fp64 sums of these numbers differ in the order they are added."""
+    rng = random.Random(1)
+    contributions = drawn(rng, wild=0.3)
+    totals = set()
+    for _ in range(50):
+        total = torch.zeros(9, 8, dtype=torch.float64)
+        for one in rng.sample(contributions, len(contributions)):
+            total += one[1]
+        totals.add(tuple(total.flatten().tolist()))
+    assert len(totals) > 1
+
+
+@pytest.mark.parametrize(("kind", "late"), KINDS)
+def test_a_sum_is_the_sum_of_what_was_rounded_once(kind: str, late: bool) -> None:
+    """Against exact rational arithmetic, promoted contributions and all."""
+    rng = random.Random(f"exact {kind} {late}")
+    for _ in range(5):
+        contributions = drawn(rng)
+        made = added(sums(kind, late), contributions)
+        found = made.values()
+        for index, slot in enumerate(SLOTS.values()):
+            levels: dict[int, list[Fraction]] = {}
+            for contribution in contributions:
+                x = contribution[index].reshape(-1)
+                level = made.grid.level(made.limits[index], grids.exponent(float(x.abs().max())))
+                unit = Fraction(2) ** made.grid.unit(made.limits[index], level)
+                totals = levels.setdefault(level, [Fraction(0)] * slot.size)
+                for i, value in enumerate(x.tolist()):
+                    totals[i] += _rounded(Fraction(value) / unit, away=kind == "strict" and not late) * unit
+            expected = [sum(float(levels[level][i]) for level in sorted(levels)) for i in range(slot.size)]
+            assert found[slot.offset : slot.offset + slot.size].tolist() == expected
+
+
+def _rounded(value: Fraction, *, away: bool) -> int:
+    if not away:
+        return round(value)  # ties to even
+    return math.copysign(1, value) * math.floor(abs(value) + Fraction(1, 2)) if value else 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.floats(width=32, min_value=-4, max_value=4), min_size=2, max_size=COUNT),
+    limit=st.integers(-20, 3),
+    kind=st.sampled_from(["strict", "strict32"]),
+    seed=st.integers(0, 1000),
+)
+def test_no_single_number_depends_on_its_neighbours(
+    values: list[float], limit: int, kind: str, seed: int
+) -> None:
+    def total(order: list[float]) -> torch.Tensor:
+        made = GradientSums({"x": Slot(0, (1,))}, 64, kind=kind, contributions=COUNT, device=CPU)
+        made.begin(1, [limit])
+        for value in order:
+            made.add(0, lambda value=value: torch.tensor([value]))
+        return made.values()
+
+    assert torch.equal(total(values), total(random.Random(seed).sample(values, len(values))))
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("strict", 40), ("strict32", 20)])
+def test_sums_are_as_close_to_the_truth_as_their_bits_allow(kind: str, bits: int) -> None:
+    contributions = [tuple(x.clamp(-1, 1) for x in one) for one in drawn(random.Random(3), wild=0)]
+    found = added(sums(kind, late=False, limits=[1, 1, 1]), contributions).values()
+    for index, slot in enumerate(SLOTS.values()):
+        exact = sum(one[index].double() for one in contributions).reshape(-1)
+        error = (found[slot.offset : slot.offset + slot.size] - exact).abs().max()
+        assert float(error) < COUNT * 2.0**-bits
+
+
+@pytest.mark.parametrize(("kind", "late"), KINDS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_contribution_that_is_not_finite_shows_in_its_tensor_and_in_no_other(
+    kind: str, late: bool, bad: float
+) -> None:
+    rng = random.Random(5)
+    contributions = drawn(rng, wild=0)
+    contributions[4][1][2, 3] = bad
+    workers = [added(sums(kind, late), contributions[:6]), added(sums(kind, late), contributions[6:])]
+    mean = reduced(workers)
+    assert mean[64 : 64 + 72].isnan().all()
+    assert mean[:64].isfinite().all()
+    assert mean[192:].isfinite().all()
+    assert peaks_of([worker.part(WHOLE) for worker in workers])[1] == grids.NOT_FINITE
+
+
+def test_peaks_are_those_of_all_workers_and_a_tensor_without_any_has_none() -> None:
+    one, other = sums("strict", False), sums("strict", False)
+    one.add(0, lambda: torch.tensor([0.3, 0, 0, 0, -5.0]))
+    other.add(0, lambda: torch.full((5,), 0.1))
+    other.add(1, lambda: torch.full((9, 8), 0.75))
+    assert peaks_of([one.part(WHOLE), other.part(WHOLE)]) == [3, 0, grids.NO_PEAK]
+
+
+def test_limits_follow_the_peaks_a_few_bits_per_step() -> None:
+    grid = grids.grid("strict32", 64)
+    limits = grids.Limits(["a", "b"], grid)
+    assert limits.at(1) == (grids.NO_LIMIT, grids.NO_LIMIT)
+    limits.follow(1, [-9, grids.NO_PEAK])
+    assert limits.at(2) == (-9 + grid.headroom, grids.NO_LIMIT)
+    limits.follow(2, [20, grids.NOT_FINITE])
+    limits.follow(2, [20, grids.NOT_FINITE])  # an update made again after an undo
+    assert limits.at(3) == (-9 + grid.headroom + 2, grids.NO_LIMIT)
+    limits.follow(3, [-9, -300])
+    assert limits.at(4) == (-9 + grid.headroom, -90)
+    other = grids.Limits(["b", "a"], grid)
+    other.load(3, limits.state(3))
+    assert other.at(4) == limits.at(4)[::-1]
+    assert limits.state(9) == {}
+
+
+def test_chunks_do_not_depend_on_who_lives_and_are_all_owned_once() -> None:
+    for replicas in (1, 2, 3, 16, 40):
+        chunks = virtual_chunks(10_000, replicas)
+        assert len(chunks) >= replicas
+        for members in (range(replicas), range(1, replicas), [replicas - 1]):
+            if len(members):
+                shared = [chunk for owner in members for chunk in owned(chunks, list(members), owner)]
+                assert shared == chunks
