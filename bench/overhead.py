@@ -237,7 +237,9 @@ def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
             name: baseline("pipeline"),
             "the same, allocator as ours": baseline("pipeline", **ALLOCATOR),
             "everstep, sums in fp32": everstep("fp32"),
-            "everstep, sums in fp64 (default)": everstep("fp64"),
+            "everstep, sums in fp64": everstep("fp64"),
+            "everstep, strict sums (default)": everstep("strict"),
+            "everstep, strict sums in 4 bytes": everstep("strict32"),
         }
         if args.reduce == "both":
             contestants = {
@@ -257,6 +259,8 @@ def single(args: argparse.Namespace) -> list[dict[str, Any]]:
             "torch, a plain loop": baseline("loop"),
             "the same, allocator as ours": baseline("loop", **ALLOCATOR),
             "everstep, sums in fp32": everstep("fp32"),
+            "everstep, strict sums": everstep("strict"),
+            "everstep, strict sums in 4 bytes": everstep("strict32"),
         }
         if trial.device != "cpu":
             del contestants["the same, allocator as ours"]  # it is the CPU's

@@ -139,7 +139,7 @@ def demo_job(replicas: int, stages: int, steps: int) -> Job:
             "replicas": replicas,
             "stages": stages,
             "microbatches": 4,
-            "accumulate": "fp64",
+            "accumulate": "strict",
             "seed": 1,
         }
     )
