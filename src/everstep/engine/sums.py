@@ -133,6 +133,11 @@ class GradientSums:
     def is_strict(self) -> bool:
         return self._units is not None
 
+    @property
+    def num_promoted(self) -> int:
+        """Sums of promoted contributions, each as large as its tensor."""
+        return len(self._promoted)
+
     def begin(self, step: int | None, limits: Sequence[int], *, leave_buffer: bool = False) -> None:
         """Empty sums for a step. `leave_buffer`: somebody still reads the old one."""
         if leave_buffer:
