@@ -42,6 +42,16 @@ RUNS = {
 CLIP = 1.0
 
 
+class OnTheHost:
+    """Tensors that no other process reads."""
+
+    def empty(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
 class Prose:
     """Windows of the text; the last tenth is for validation, as microbatches of step 0."""
 
@@ -76,7 +86,9 @@ def train(
         contributions=args.microbatches,
     )
     updater = Updater(stage, adamw(lr=args.lr), lambda step: min(1.0, step / 20))
-    tensors = StepTensors(Worker(0, 0), stage, updater, replicas=1, borrowed=lambda tensor: False)
+    tensors = StepTensors(
+        Worker(0, 0), stage, updater, replicas=1, borrowed=lambda tensor: False, shared=OnTheHost()
+    )
     losses, promoted = [], 0
     order = range(args.microbatches)
     for step in range(1, args.steps + 1):

@@ -185,7 +185,7 @@ class Scenario:
                 return (), dict.fromkeys(state.now.accumulated(), 1.0)
             case msg.SumChunk():
                 share = self.norms.get(item.step, 1.0) ** 2 / self.rules.stages
-                return share if worker.replica == item.members[0] else 0.0
+                return (share if worker.replica == item.members[0] else 0.0,)
             case msg.CombineTied():
                 return self.norms.get(item.step, 1.0) ** 2 / self.rules.stages
             case msg.Snapshot():
@@ -339,6 +339,7 @@ def _word(item: msg.WorkItem) -> str:
                 msg.Contribute: "contributes its part",
                 msg.SumChunk: "sums its chunk",
                 msg.CombineTied: "combines",
+                msg.Commit: "commits",
                 msg.Undo: "undoes",
                 msg.Restore: "restores",
                 msg.SaveCheckpoint: "saves",
