@@ -1,11 +1,11 @@
-# Two commands for a newcomer: `make demo` and `make test`. Everything else says what it is for.
+# Start with `make demo` and `make test`.
 PY := .venv/bin/python
 STAMP := .venv/.installed
 RUNS := .venv/.runs
 
 .PHONY: demo test lint types unit docs sweep storms all-storms cluster slurm fabric-test clean
 
-demo: $(RUNS)            ## train, kill, heal, compare; about a minute on a laptop
+demo: $(RUNS)            ## train, kill two workers, recover, compare; about a minute on a laptop
 	.venv/bin/everstep demo
 
 test: lint types unit    ## what must hold before anything lands
@@ -20,35 +20,35 @@ types: $(STAMP)
 unit: $(STAMP)
 	$(PY) -m pytest
 
-docs: $(STAMP)           ## the API reference, every picture and every quoted output, made anew (some minutes)
+docs: $(STAMP)           ## the API reference, every picture and every quoted output, made again (minutes)
 	$(PY) -m tools.docs
 
 sweep: $(STAMP)          ## SIGKILL at every kind of moment, with real processes (minutes)
 	$(PY) -m bench.sweep
 
-cluster: $(STAMP)        ## coordinator, agents and workers as real processes, with everything that dies
+cluster: $(STAMP)        ## coordinator, agents and workers as real processes, each of them killed
 	$(PY) -m pytest tests/server tests/docs --slow -m slow
 
 STORMS := 2000
-storms: $(STAMP)         ## tens of thousands of random deaths in a virtual world (some twenty minutes)
+storms: $(STAMP)         ## tens of thousands of random failures in the simulator (about twenty minutes)
 	$(PY) -m pytest tests/core/test_recovery_storms.py --storms $(STORMS)
 
 all-storms: $(STAMP)     ## every kind of fault, by seed: one task's recovery, then the whole coordinator (minutes)
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS)
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --cluster
 
-slurm: $(STAMP)          ## a real Slurm, made for it: nodes lost, drained, returned, a job requeued (some five minutes)
+slurm: $(STAMP)          ## a real Slurm cluster: nodes lost, drained, returned, a job requeued (about five minutes)
 	if [ "$$(id -u)" = 0 ] && ! command -v slurmctld >/dev/null && command -v apt-get >/dev/null; then \
 	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-	  munge slurmctld slurmd slurm-client; } >/dev/null 2>&1 || echo "no Slurm to be had"; fi
+	  munge slurmctld slurmd slurm-client; } >/dev/null 2>&1 || echo "Slurm is not available"; fi
 	$(PY) -m bench.slurm --skip
 
-fabric-test: $(STAMP)    ## a leaf-spine network of namespaces, made, used and removed (root; some three minutes)
+fabric-test: $(STAMP)    ## a leaf-spine network of namespaces, made, used and removed (root; about three minutes)
 	if [ "$$(id -u)" = 0 ] && ! command -v tc >/dev/null && command -v apt-get >/dev/null; then \
 	  apt-get install -qq -y iproute2 >/dev/null; fi
 	$(PY) -m bench.fabric test --skip
 
-# What it takes to run; test tools come with the first `make test`. Python compiles what is used as it is used:
+# What Everstep needs to run; `make test` adds the test tools. Python compiles modules when they are first used:
 # compiling all of torch beforehand takes longer than the demo.
 $(RUNS): pyproject.toml
 	python3 -m venv .venv
