@@ -175,8 +175,9 @@ class Family:
             raise UserError(
                 f"{type(self.config).__name__} is no causal language model: {told(error)}."
             ) from None
-        except ImportError as error:
-            raise UserError(f"the model cannot be built: {told(error)}.") from None
+        except Exception as error:  # transformers', about a config that lacks something
+            kind = type(self.config).__name__
+            raise UserError(f"transformers cannot build a model from this {kind}: {told(error)}.") from None
         return model
 
     def _prepared(self, model: Any) -> Any:
