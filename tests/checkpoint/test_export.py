@@ -95,6 +95,7 @@ def with_lora(model: Any) -> None:
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
 
 
+@pytest.mark.slow  # importing peft takes seconds
 def test_adapters_are_merged(base: Path, tmp_path: Path) -> None:
     model = hf(base, prepare=with_lora)
     values = trained(model, tmp_path / "checkpoints")

@@ -219,7 +219,9 @@ def by_pattern(folder: Path) -> Model:
     [
         (by_pattern, 4 * 32 * 32 + 32),
         (lambda folder: hf(folder, prepare=adapted), 4 * 2 * 2 * 32),
-        (lambda folder: hf(folder, prepare=injected), 4 * 2 * 2 * 32),
+        pytest.param(
+            lambda folder: hf(folder, prepare=injected), 4 * 2 * 2 * 32, marks=pytest.mark.slow
+        ),  # importing peft takes seconds
     ],
     ids=["by pattern", "own adapters", "peft"],
 )
