@@ -95,7 +95,7 @@ def test_a_kill_ends_the_others_at_once_and_the_first_restart_does_not_wait() ->
         SignalRanks(
             ranks=(0, 2),
             signal="SIGTERM",
-            because="rank 1 killed by SIGKILL; the ranks live and end together.",
+            because="rank 1 killed by SIGKILL; all ranks end together.",
         )
     ]
     assert run.exited(0, -15) == []
@@ -240,7 +240,7 @@ def test_a_rank_may_be_stopped_for_a_moment() -> None:
     run.looked("ST", [1, 1], after=0.25)
     assert run.looked("SS", [1, 1], after=3.0) == []
     assert isinstance(run.told[-1], TellPerson)
-    assert run.told[-1].because == "rank 1 goes on after 3.0 s; nothing was done."
+    assert run.told[-1].because == "rank 1 continues after 3.0 s; no action was needed."
     assert run.machine.deadline() is None
 
 
@@ -304,13 +304,13 @@ def test_stacks_that_never_come_do_not_hold_the_restart_up() -> None:
 def test_ctrl_c_ends_everybody_and_twice_means_now() -> None:
     run = Run()
     assert run.give(Interrupted(signal="SIGINT", code=130)) == [
-        SignalRanks(ranks=(0, 1), signal="SIGTERM", because="SIGINT came; the ranks live and end together.")
+        SignalRanks(ranks=(0, 1), signal="SIGTERM", because="SIGINT came; all ranks end together.")
     ]
     assert run.give(Interrupted(signal="SIGINT", code=130)) == [
         SignalRanks(ranks=(0, 1), signal="SIGKILL", because="SIGINT came a second time.")
     ]
     run.exited(0, -9)
-    assert run.exited(1, -9) == [EndRun(code=130, because="Stopped by a person; every rank has ended.")]
+    assert run.exited(1, -9) == [EndRun(code=130, because="Stopped by the user; every rank has ended.")]
     assert run.machine.incidents == []
 
 

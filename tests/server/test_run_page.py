@@ -189,9 +189,9 @@ def test_workers_are_slowed_and_fast_again_by_the_same_click_and_the_absent_cann
     with running(may_hurt=True) as (run, client):
         workers = f"/v1/tasks/{TASK}/workers"
         assert "3 times as long" in run.meanwhile(lambda: client.post(f"{workers}/0:0/slow"))["said"]
-        assert "fast again" in run.meanwhile(lambda: client.post(f"{workers}/0:0/slow"))["said"]
+        assert "normal speed again" in run.meanwhile(lambda: client.post(f"{workers}/0:0/slow"))["said"]
         assert run.done == [("slow", Worker(0, 0), 3.0), ("slow", Worker(0, 0), 1.0)]
-        with pytest.raises(EverstepError, match="worker 1:1 is not there now"):
+        with pytest.raises(EverstepError, match="worker 1:1 is not running"):
             run.meanwhile(lambda: client.post(f"{workers}/1:1/kill"))
 
 
@@ -201,7 +201,7 @@ def test_a_run_that_is_no_demo_can_be_cancelled_and_its_workers_cannot_be_hurt()
             run.meanwhile(lambda: client.post(f"/v1/tasks/{TASK}/workers/0:0/kill"))
         assert run.meanwhile(lambda: client.get(f"/v1/tasks/{TASK}/readings"))["workers"][0]["node"] == NODE
         run.meanwhile(lambda: client.post(f"/v1/tasks/{TASK}/cancel"))
-        assert run.done == [("finish", "a person cancelled it on its page")]
+        assert run.done == [("finish", "cancelled by an operator on its page")]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: chromium)")
@@ -216,7 +216,7 @@ def test_in_a_browser_the_address_is_enough_and_a_worker_is_killed_by_clicking_i
             await page.click("#places tbody td")
             await page.until("document.querySelector('#places td').getAttribute('aria-pressed') === 'true'")
             await page.click("#hurt-kill")
-            await page.until("document.getElementById('toast').innerText.includes('SIGKILL is sent')")
+            await page.until("document.getElementById('toast').innerText.includes('sent SIGKILL')")
             assert await page.value("document.getElementById('cancel').hidden"), "a demo runs to its end"
             await page.picture(tmp_path / "demo.png")
             assert page.complaints == []

@@ -281,6 +281,6 @@ def _show_normalized(instance: Instance, mode: str) -> None:
             str(len(choice.moves)),
             " ".join(map(str, choice.failures)),
             f"{choice.bound:g}",
-            ", ".join(f"{m.worker} becomes {m.becomes}" for m in choice.moves) or "nobody",
+            ", ".join(f"{m.worker} becomes {m.becomes}" for m in choice.moves) or "none",
         )
     Console().print(table)

@@ -1,4 +1,4 @@
-"""Speaks to a coordinator over HTTP, one question at a time."""
+"""Calls a coordinator over HTTP, one request at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines for people on stderr. A reader that has gone away ends the lines, never the training."""
+"""Lines for people on stderr. A reader that exits ends the output, never the training."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The coordinator's token: given in words, by a file, or the one that belongs to this user on this machine.
+"""The coordinator's token: given as text, by a file, or the one of this user on this machine.
 
 Submitting a job runs code on every node, so a coordinator always has a token. Where an operator gives none,
-the coordinator makes one for its own user: a file that only this user can read. Commands and agents of the
-same user find it there, and nobody has to type anything.
+the coordinator creates one for its own user: a file that only this user can read. Commands and agents of the
+same user find it there, without any option.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def own_file() -> Path:
 
 
 def found(token: str = "", file: Path | None = None) -> str:
-    """What to show a coordinator: the token, or @FILE that holds it; else this user's own, if any."""
+    """The token for a request: as given, or from @FILE; else the file of this user, if any."""
     if token and file is not None:
         raise UserError("--token and --token-file are both given; give one of them.")
     if file is not None or token.startswith("@"):
@@ -38,7 +38,7 @@ def found(token: str = "", file: Path | None = None) -> str:
 
 
 def made(token: str = "", file: Path | None = None) -> str:
-    """The same for the coordinator itself: if there is none yet, one is made for this user."""
+    """The same for the coordinator itself; if there is none yet, it is created."""
     return found(token, file) or _make(own_file())
 
 
@@ -52,7 +52,7 @@ def read(path: Path) -> str:
     if stat.S_IMODE(mode) & 0o077:
         raise UserError(f"the token file {path} can be read by other users; run: chmod 600 {path}")
     if not text or len(text) > MAX_TOKEN or not text.isprintable():
-        raise UserError(f"the token file {path} must hold one line, of at most {MAX_TOKEN} characters.")
+        raise UserError(f"the token file {path} must contain one line of at most {MAX_TOKEN} characters.")
     return text
 
 
@@ -74,7 +74,7 @@ def _make(path: Path) -> str:
             draft.unlink()
     except OSError as error:
         raise UserError(
-            f"no token can be kept in {path} ({error.strerror}); give one by --token-file or {VARIABLE}."
+            f"no token can be stored in {path} ({error.strerror}); give one by --token-file or {VARIABLE}."
         ) from None
     return token
 

@@ -52,7 +52,7 @@ def handles(pid: int, signum: int) -> bool:
 
 
 def oom_kills() -> int:
-    """How often the kernel has killed for want of memory since the machine started."""
+    """OOM kills since the machine started."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

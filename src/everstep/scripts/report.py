@@ -17,9 +17,9 @@ def run_id() -> str:
 def line(action: words.Action, at_s: float) -> str:
     match action:
         case words.StartRanks(life=0):
-            return f"everstep: {at_s:.3f} s  all ranks are started"
+            return f"everstep: {at_s:.3f} s  all ranks started"
         case words.StartRanks():
-            return f"everstep: {at_s:.3f} s  all ranks are started again: {action.because}"
+            return f"everstep: {at_s:.3f} s  all ranks restarted: {action.because}"
         case words.SignalRanks():
             return f"everstep: {at_s:.3f} s  {action.signal} to {_names(action.ranks)}: {action.because}"
         case words.EndRun():

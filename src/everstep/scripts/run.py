@@ -89,7 +89,7 @@ class _Diagnosis:
 
 
 class Ranks:
-    """One run, from its first life to its last. `run()` may be called once."""
+    """One run, from its first attempt to its last. `run()` may be called once."""
 
     def __init__(self, launch: ScriptLaunch, births: Births, tell: Tell) -> None:
         self.launch, self._births, self._tell = launch, births, tell
@@ -416,7 +416,7 @@ class Ranks:
             writer.close()
 
     def _clean_up(self) -> None:
-        """Whatever has happened, nobody stays behind."""
+        """End every process, whatever happened."""
         for rank in self._ranks.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Where ranks meet: one TCPStore a life, in a process of ours, on a socket that listens before ranks begin.
+"""Rendezvous: one TCPStore per attempt, in a process of ours, on a socket that listens before ranks begin.
 
 Rejected: the store in rank 0 (it dies with rank 0, and everybody else's error hides the one that matters); a
 port that is looked up free and bound later (someone else may take it in between); one store for all lives,

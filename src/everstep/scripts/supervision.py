@@ -1,4 +1,4 @@
-"""Keeps the ranks of a person's own script alive: which failure was the first, and is it worth a restart?
+"""Supervises the ranks of your script: which failure was the first, and is a restart useful?
 
 The script is not ours. It reports no ops and keeps its own checkpoints, so the only remedy is torchrun's: end
 every rank, start all of them again. What is decided here is when, whom to name, and when to stop.
@@ -165,9 +165,9 @@ class Supervision:
         match self._state:
             case _Running() | _Settling() | _Diagnosing():
                 assert self._live | self._exit_codes.keys() == everyone, "a rank is unaccounted for"
-                assert self._live, "runs with nobody alive"
+                assert self._live, "runs without a live rank"
             case _Ending():
-                assert self._live, "ends nobody"
+                assert self._live, "ends no rank"
             case _Waiting() | _Resting() | _Ended():
                 assert not self._live, "a rank outlives its group"
 
@@ -269,12 +269,14 @@ class Supervision:
             TellPerson(
                 rank=rank,
                 because=f"rank {rank} is stopped (SIGSTOP); the others wait for it; it has "
-                f"{self._stopped_patience_s:g} s to go on before all ranks are restarted.",
+                f"{self._stopped_patience_s:g} s to continue before all ranks are restarted.",
             )
             for rank in stopped
         ]
         actions += [
-            TellPerson(rank=rank, because=f"rank {rank} goes on after {after_s:.1f} s; nothing was done.")
+            TellPerson(
+                rank=rank, because=f"rank {rank} continues after {after_s:.1f} s; no action was needed."
+            )
             for rank, after_s in resumed
         ]
         idle_s, limit_s = now - stillness.moved_at, self.policy.hang_after_s
@@ -291,7 +293,7 @@ class Supervision:
         if now < since + self._stopped_patience_s:
             return []
         what = f"rank {rank} has been stopped for {now - since:.1f} s"
-        because = "Its process is in state T since a SIGSTOP; no other rank can go on without it."
+        because = "Its process is in state T since a SIGSTOP; the other ranks wait for it."
         return self._conclude([testimony.of_stillness(rank, what, because, since)], now)
 
     def _suspect_hang(self, stillness: Stillness, idle_s: float, now: float) -> list[Action]:
@@ -305,7 +307,7 @@ class Supervision:
                 life=self.life,
                 ranks=tuple(sorted(self._live)),
                 finished=finished,
-                because=f"{idle}; stacks will tell who waits for whom.",
+                because=f"{idle}; the stacks show which rank waits.",
             )
         ]
 
@@ -346,7 +348,7 @@ class Supervision:
         rest = tuple(sorted(self._live - speaking))
         if not rest:
             return []
-        return [SignalRanks(ranks=rest, signal="SIGTERM", because=f"{why}; the ranks live and end together.")]
+        return [SignalRanks(ranks=rest, signal="SIGTERM", because=f"{why}; all ranks end together.")]
 
     def _someone_gone(self, ending: _Ending, event: RankExited, now: float) -> list[Action]:
         is_ours = event.code in (-15, -9) or event.code == 0
@@ -360,7 +362,7 @@ class Supervision:
         self, incident: ScriptIncident | None, cause: Witness | None, code: int, now: float
     ) -> list[Action]:
         if incident is None or cause is None:
-            return self._end_run(code, "Stopped by a person; every rank has ended.")
+            return self._end_run(code, "Stopped by the user; every rank has ended.")
         if cause.rank in self._raised and self._exit_codes.get(cause.rank or 0, -1) > 0:
             code = self._exit_codes[cause.rank or 0]  # it has raised, and ended by itself
         refusal = self._refusal(cause)

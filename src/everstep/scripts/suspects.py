@@ -3,7 +3,7 @@
 Three witnesses, the best first: PyTorch's record of collectives, read by `everstep.diagnose` (a rank that has
 not entered the collective in which the others sit is the one they wait for); the Python stacks (a rank
 outside torch while the others are inside it, or have ended); a rank that has ended while all others are
-inside torch. Everybody in the same place: then nobody is named.
+inside torch. If all ranks are in the same place, none is named.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _Named = tuple[tuple[int, ...], str]
 
 
 def _diagnosed(records: Mapping[int, bytes]) -> _Named | None:
-    """May name nobody and still have something to say."""
+    """May name no rank and still give a reason."""
     from everstep.diagnose import Syndrome, Unusable, analyse, read  # numpy takes a moment
 
     parts = []
@@ -94,8 +94,8 @@ def _outside(frames: Mapping[int, list[Frame]], finished: tuple[int, ...]) -> _N
 
 def _unknown(frames: Mapping[int, list[Frame]]) -> _Named:
     if not frames:
-        return (), "No rank could say where it is."
-    return (), "All ranks sit in the same kind of place, so none is named."
+        return (), "No rank reported its stack."
+    return (), "All ranks are in the same kind of place, so none is named."
 
 
 def _standing(frames: list[Frame]) -> str:

@@ -104,7 +104,7 @@ def _judge(source: Source, text: str) -> Judgement:
 def of_stillness(
     rank: int | None, what: str, because: str, since: float, evidence: tuple[str, ...] = ()
 ) -> Witness:
-    """No text says it: nobody moves. What is known of it goes into the sentence."""
+    """No rank makes progress and no error text exists; the sentence has all that is known."""
     kind = judge("progress", "")
     judgement = Judgement(kind=kind.kind, severity=kind.severity, because=because)
     return Witness(rank=rank, what=what, judgement=judgement, code=1, since=since, evidence=evidence)

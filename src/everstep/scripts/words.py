@@ -1,6 +1,6 @@
 """The words of supervision: what may happen to the ranks of a script, and what may be done about it.
 
-Ranks are torchrun's: processes of a person's own script. `scripts.supervision` takes these events and answers
+Ranks are torchrun's: processes of your script. `scripts.supervision` takes these events and answers
 with these actions; `life` counts from 0 and is the number of restarts before it.
 """
 
@@ -74,7 +74,7 @@ class RanksSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangDiagnosed:
-    """The answer to `DiagnoseHang`. No suspect: it cannot be told who is at fault."""
+    """The answer to `DiagnoseHang`. No suspect: the cause is unknown."""
 
     life: int
     suspects: tuple[int, ...]

@@ -2,7 +2,7 @@
 
 One loop takes all events that are waiting, appends them to the journal in one transaction, and only then lets
 the machine handle them and sends what follows. A restart reads the journal and asks `unfinished` what must be
-sent again; agents that had been told already ignore it by its number.
+sent again; agents that have it already ignore it by its number.
 
 Times are wall-clock seconds that never run backwards, because they outlive the process.
 """

@@ -48,7 +48,7 @@ from everstep.server.journal import (
 _PAGE_BYTES = MAX_ENTRY_BYTES + (64 << 10)  # with keys and all, below etcd's 1.5 MiB
 _CHUNK_BYTES = 1 << 20
 _PAGES_AT_ONCE = 8
-_ANSWER_S = 5.0  # for what nobody's lease depends on
+_ANSWER_S = 5.0  # for calls that no lease depends on
 _LOOK_AGAIN_S = 0.2
 _LENGTH = struct.Struct("<I")
 T = TypeVar("T")
@@ -178,7 +178,7 @@ class EtcdJournal:
                 )
             except (Unreachable, RequestRefused):
                 answer = {}
-            if int(answer.get("TTL", 0)) <= 0:  # it ran out, or nobody could be asked before it did
+            if int(answer.get("TTL", 0)) <= 0:  # it expired, or etcd was unreachable before it did
                 self._lose()
                 return
             self._alive_until = sent_at + self._lease_s
@@ -291,7 +291,7 @@ class EtcdJournal:
             raise JournalBroken(f"etcd takes no more ({error}); mend it, then restart") from None
 
     async def _uninterrupted(self, work: Awaitable[T]) -> T:
-        """A caller that gives up leaves no write behind whose end nobody has seen."""
+        """A caller that gives up leaves no write with an unknown result."""
         return await asyncio.shield(asyncio.ensure_future(work))
 
     # Reading

@@ -112,7 +112,7 @@ class Follower(Daemon):
         self.renewed()
 
     def renewed(self) -> None:
-        self._publish({"at": time.time(), "kind": "begin", "because": "what was told before is replaced"})
+        self._publish({"at": time.time(), "kind": "begin", "because": "a new snapshot replaces the state"})
 
     def follow(self, at: float, event: Any) -> None:
         actions = self._apply(decode(msg.ClusterEvent, event), at)
@@ -167,7 +167,7 @@ class RunApi(Api):
             return _refuse(404, f"{verb!r} is not kill, stop or slow.")
         task = self._named_task(request)
         if task.state in OVER:
-            return _refuse(400, "the run is over; there is nobody left to hurt.")
+            return _refuse(400, "the run has ended; it has no workers.")
         said = await cast("Follower", self.daemon).launcher.ask(what=verb, task=task.name, worker=worker)
         return web.json_response({"said": said})
 
@@ -194,7 +194,7 @@ class RunApi(Api):
 
 
 async def follow(listener: socket.socket, line: socket.socket) -> None:
-    """Serve on `listener` what is told on `line`, until that ends."""
+    """Serve on `listener` what arrives on `line`, until that ends."""
     launcher = Launcher(*await asyncio.open_connection(sock=line, limit=MAX_LINE))
     hello = await launcher.hear()
     if hello is None:

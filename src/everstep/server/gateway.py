@@ -5,7 +5,7 @@ travel as base64, 64-bit numbers as strings, and a field that is zero or false i
 
 A request whose answer is lost may have been carried out. `call` then sends it again, to the next endpoint,
 until its time is up: every request must therefore be one that may be carried out twice. What etcd refuses
-(`Refused`) is told at once; that nobody answers in time is `Unreachable`.
+(`Refused`) is raised at once; no answer in time is `Unreachable`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import aiohttp
 from everstep.errors import EverstepError, UserError
 
 ATTEMPT_S = 1.0  # for one endpoint, before the next one is asked
-_PAUSE_S = 0.05  # after a round in which nobody answered
+_PAUSE_S = 0.05  # after a round without an answer
 _PASSING = frozenset({4, 14})  # gRPC's DEADLINE_EXCEEDED and UNAVAILABLE: another endpoint may do better
 
 Json = dict[str, Any]
@@ -85,7 +85,7 @@ class Gateway:
         while (left_s := deadline - clock()) > 0:
             try:
                 return await self._ask(method, body, min(ATTEMPT_S, left_s))
-            except TimeoutError:  # the last one may be for want of time: what was told before says more
+            except TimeoutError:  # the last attempt may only lack time: an earlier error says more
                 reason = reason or "no answer in time"
             except (aiohttp.ClientError, OSError) as error:
                 reason = str(error) or type(error).__name__

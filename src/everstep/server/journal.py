@@ -78,7 +78,7 @@ class Journal(Protocol):
         """Ready to read; a `UserError` says in one sentence why it cannot be."""
 
     async def campaign(self) -> None:
-        """Wait until this process may append: at once where nobody else can."""
+        """Wait until this process may append: at once where no other process can."""
 
     async def append(self, bodies: Sequence[bytes]) -> int:
         """Durable on return; the number of the last entry."""
@@ -117,7 +117,7 @@ def check_snapshot(upto: int, body: bytes, *, earlier: int, last: int) -> None:
 class SqliteJournal:
     """One file, one process. SQLite runs in a thread of its own: an fsync never stops the event loop."""
 
-    term = 0  # the lock on the file lets nobody else lead
+    term = 0  # the file lock lets no other process lead
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -282,7 +282,7 @@ class SqliteJournal:
         return self._read(read)
 
     def _write(self, change: Callable[[sqlite3.Connection], object]) -> None:
-        """One transaction. After a failed one nobody can say what is on the disk: nothing more is taken."""
+        """One transaction. After a failed one the disk's state is unknown: nothing more is accepted."""
         if self._broken is not None:
             raise JournalBroken(self._broken)
         database = self._database

@@ -37,7 +37,7 @@ class Outlook:
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
         self.past: deque[tuple[float, float, float]] = deque(maxlen=KEPT)  # at, WAF, full
-        self.fresh: list[tuple[float, float, float]] = []  # not told yet
+        self.fresh: list[tuple[float, float, float]] = []  # not sent yet
         self._asked_at = float("-inf")
         self._foreseen: list[dict[str, Any]] = []
 

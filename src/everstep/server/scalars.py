@@ -1,7 +1,7 @@
 """A run in TensorBoard: loss, pace, who is there, whose work was done by others, and incidents as text.
 
 The same tags for `everstep train --tensorboard` and for every task of a coordinator. What goes wrong here
-(a full disk) is said once and is nobody's reason to stop.
+(a full disk) is reported once and stops nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunScalars:
         self._broken = False
 
     def step(self, row: Mapping[str, Any], recovery: Recovery | None, at: float) -> None:
-        """A step is on record; a step told again replaces all that was told from it on."""
+        """A step is recorded; a repeated step replaces itself and all later ones."""
         values = {
             "train/loss": row["loss"],
             "train/grad_norm": row["grad_norm"],
@@ -78,7 +78,7 @@ class TaskScalars:
         self._tasks: dict[str, RunScalars] = {}
 
     def hear(self, told: Mapping[str, Any]) -> None:
-        if not self._daemon.leads:  # the journal is read: these things were told before
+        if not self._daemon.leads:  # the journal is being read: these were written before
             return
         tasks = self._daemon.machine.tasks
         match told["kind"]:

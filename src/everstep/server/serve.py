@@ -109,7 +109,7 @@ async def serve(
         await runner.cleanup()
         await journal.close()
         for listener in listeners:
-            await asyncio.to_thread(listener.close)  # what waits for a collector holds up nobody else
+            await asyncio.to_thread(listener.close)  # a slow collector delays only this thread
 
 
 async def _lead(daemon: Daemon, journal: Journal) -> None:
@@ -144,7 +144,7 @@ async def _run_until_lost(daemon: Daemon, lost: asyncio.Event | None) -> None:
 
 
 def _listeners(daemon: Daemon, settings: ServerSettings) -> list[IncidentTraces | TaskScalars]:
-    """Who is told what happens, beside those who look."""
+    """Listeners other than viewers."""
     found: list[IncidentTraces | TaskScalars] = []
     if settings.otel:
         found.append(IncidentTraces(daemon, settings.otel))

@@ -42,7 +42,7 @@ class EventFile:
         self._write(at, step, _message(5, _message(1, _text(1, tag) + _message(8, tensor) + plugin)))
 
     def goes_back(self, step: int, at: float) -> None:
-        """This step and all later ones will be told again: what was told of them counts no more."""
+        """This step and all later ones will be written again; their earlier values no longer count."""
         self._write(at, step, _message(7, _int(1, 1)))
 
     def flush(self) -> None:

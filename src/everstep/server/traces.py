@@ -1,4 +1,4 @@
-"""Incidents as OpenTelemetry traces: one trace an incident, told when it is closed.
+"""Incidents as OpenTelemetry traces: one trace per incident, sent when it is closed.
 
     incident ───────────────────────────────────────────────► (root: what, who, where, how it ended)
       evidence ───► verdict                 each piece of evidence is an event of this span

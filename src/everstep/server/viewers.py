@@ -1,6 +1,6 @@
-"""What open pages are told: the whole picture once, then only what changed, as soon as it has.
+"""What open pages receive: the whole picture once, then only changes.
 
-What happens after a pause is told at once; what happens within the next moment (`SOON_S`) is told together.
+A change after a pause is sent at once; changes within the next moment (`SOON_S`) are sent together.
 Where looking costs much, the moments are longer, so that looking never takes more than a tenth of the loop.
 The changes are found and written once for all viewers, so a viewer costs the coordinator one send. A node's
 heartbeats are not changes; that it is quiet is: `quiet_since` is empty while it is heard every second, and
@@ -44,13 +44,13 @@ class Viewers:
         self._stirred = asyncio.Event()
         self._news: deque[dict[str, Any]] = deque(maxlen=NEWS_AT_ONCE)
         self._steps: dict[str, deque[dict[str, Any]]] = {}
-        self._nodes: dict[str, views.NodeMark] = {}  # what was last told of each
+        self._nodes: dict[str, views.NodeMark] = {}  # as last sent
         self._tasks: dict[str, Any] = {}
         self._looking: asyncio.Task[None] | None = None
 
     async def show(self, line: web.WebSocketResponse) -> None:
         """Until the viewer is gone."""
-        self._tell_changes()  # to the others: so that nothing is both in this picture and told after it
+        self._tell_changes()  # to the others: nothing may be in this picture and sent after it too
         queue: asyncio.Queue[str] = asyncio.Queue()
         queue.put_nowait(self._whole())
         self._queues.add(queue)
@@ -86,7 +86,7 @@ class Viewers:
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stirred.wait(), LOOK_S)
-            await asyncio.sleep(0)  # what is being handled together is told together
+            await asyncio.sleep(0)  # what is handled together is sent together
             self._stirred.clear()
             began = time.thread_time()  # not the clock: a moment without a core says nothing about the cost
             self._tell_changes()

@@ -1,4 +1,4 @@
-"""`everstep.train`: a person's own model, data and optimizer, trained by workers that heal.
+"""`everstep.train`: your model, data and optimizer, trained by workers that recover.
 
 The script that calls it is run once by the launcher (`everstep run train.py`, or plain `python train.py`) and
 once by every worker. Up to the call all of them do the same; in the launcher the call checks the job, starts
@@ -48,7 +48,7 @@ _IN_THE_SCRIPT = "in-the:script"  # what a job says of a model, data or optimize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run leaves behind: the loss of every step, and the story of every incident."""
+    """The result of a run: the loss of every step, and every incident."""
 
     losses: dict[int, float]  # by step, from 1; means over all microbatches
     grad_norms: dict[int, float]  # global, before clipping
@@ -56,7 +56,7 @@ class Result:
 
     @property
     def incidents(self) -> list[dict[str, Any]]:
-        """What was healed, each with worker, step, noticed_ms, replanned_ms, resumed_ms and steps_lost."""
+        """Recovered failures, each with worker, step, noticed_ms, replanned_ms, resumed_ms and steps_lost."""
         found: list[dict[str, Any]] = self.document["incidents"]
         return found
 

@@ -1,4 +1,4 @@
-"""What a run leaves to tell: a row a step, its incidents, and how many microbatches were counted once."""
+"""The outcome of a run: one row per step, incidents, and the count of committed microbatches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StepRow:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What a run leaves to tell."""
+    """The outcome of a run."""
 
     rows: list[StepRow] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Outcome:
     losses: dict[int, dict[Microbatch, float]] = field(default_factory=dict)
 
     def by_step(self) -> dict[int, StepRow]:
-        """The row that counts of each step: the last attempt's."""
+        """The valid row of each step: that of the last attempt."""
         return {row.step: row for row in self.rows}
 
     def add(self, record: RecordStep, *, now: float, since: float) -> StepRow:
@@ -78,7 +78,7 @@ class Outcome:
 
 
 class StepLog:
-    """A JSON line a step, in the job's log folder."""
+    """One JSON line per step, in the log directory of the job."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ never waits: a follower that does not read is let go, and the next call starts a
 in any way it likes; training goes on.
 
 Whoever has the address with its token may cancel the run, and in a demo hurt its workers. The token stands
-behind the `#`, which browsers send to nobody.
+behind the `#`, which browsers send to no server.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class RunPage:
             self._send({"without_faults": {str(step): loss for step, loss in losses.items()}})
 
     def stay(self) -> None:
-        """Until nobody serves it any more, or Ctrl-C."""
+        """Until the follower ends, or Ctrl-C."""
         if self._follower is not None:
             with contextlib.suppress(KeyboardInterrupt):
                 self._follower.wait()
@@ -271,33 +271,33 @@ class RunPage:
                     path = self._task.words(parse_worker(asked["worker"]))
                     return path.read_bytes()[-min(MAX_LOG, asked["bytes"]) :].decode(errors="replace")
                 case "cancel":
-                    self._task.finish("a person cancelled it on its page")
+                    self._task.finish("cancelled by an operator on its page")
                     return "it ends"
                 case verb if self.may_hurt:
                     return self._hurt(verb, parse_worker(asked["worker"]))
         except (OSError, KeyError, UserError) as error:
             return {"error": str(error)}
-        return {"error": "that may be done in a demo only"}
+        return {"error": "this is possible in a demo only"}
 
     def _hurt(self, verb: str, worker: Worker) -> Any:
         assert self._task is not None
         if worker not in self._task.processes:
-            return {"error": f"worker {worker} is not there now; choose another."}
+            return {"error": f"worker {worker} is not running; choose another."}
         match verb:
             case "kill":
                 self._task.kill(worker)
-                return f"SIGKILL is sent to worker {worker}"
+                return f"sent SIGKILL to worker {worker}"
             case "stop":
                 with contextlib.suppress(ProcessLookupError):
                     pidfd = self._task.processes[worker].child.pidfd
                     signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
-                return f"worker {worker} is stopped; watch who notices"
+                return f"worker {worker} is stopped (SIGSTOP)"
             case "slow":
                 life = worker, self._task.processes[worker].incarnation
                 slowed = life in self._slowed
                 self._slowed ^= {life}
                 self._task.slow(worker, 1.0 if slowed else SLOWER)
                 if slowed:
-                    return f"worker {worker} is as fast again as it was"
-                return f"worker {worker} now takes {SLOWER:g} times as long; once more, and it is fast again"
+                    return f"worker {worker} has its normal speed again"
+                return f"worker {worker} now takes {SLOWER:g} times as long; repeat to undo"
         return {"error": f"{verb!r} is not kill, stop or slow"}

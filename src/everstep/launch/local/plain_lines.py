@@ -1,4 +1,4 @@
-"""A run told in plain lines on stderr: for logs, for pipes, and for a script run without the command line."""
+"""A run as plain lines on stderr: for logs, pipes, and scripts run without the command line."""
 
 from __future__ import annotations
 

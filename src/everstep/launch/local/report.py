@@ -7,7 +7,7 @@ The times of an incident, all in milliseconds:
     └───────────────────────── resumed ─────────────────────┘
 
 `noticed` and `resumed` need the moment of the kill, which only a scripted fault or our own kill can tell; for
-a death nobody planned, noticed is unknown and resumed counts from the evidence.
+an unplanned death, noticed is unknown and resumed counts from the evidence.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def step_line(row: StepRow, steps: int) -> str:
 
 
 def incident_line(incident: Incident) -> str:
-    """Told when the incident closes; what it cost in steps is known a step later."""
+    """Printed when the incident closes; its cost in steps is known one step later."""
     if not incident.stops_training:
         return f"incident {incident.number} since step {incident.step}: {death(incident)}; {tried(incident)}"
     told = f"{death(incident)}; {', '.join(times(incident))}"
@@ -99,7 +99,7 @@ def death(incident: Incident) -> str:
 
 
 def times(incident: Incident) -> list[str]:
-    """How long each part of the healing took, in words."""
+    """The duration of each part of the recovery, in words."""
     start = incident.evidence_at if incident.killed_at is None else incident.killed_at
     told = [
         f"replanned in {_told(_ms(incident.planned_at, incident.evidence_at))}",

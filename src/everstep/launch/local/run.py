@@ -47,7 +47,7 @@ Watcher = Callable[[str, Any], None]  # ("step" | "incident" | "action" | "raise
 
 
 class LocalTask:
-    """Runs one job to its end. `run` blocks; `watch` is told what happens meanwhile."""
+    """Runs one job to its end. `run` blocks; `watch` gets every event."""
 
     def __init__(
         self,

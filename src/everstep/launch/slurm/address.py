@@ -28,7 +28,7 @@ def address_of(node: str, interface: str = "") -> str:
         if known is not None:
             return str(ipaddress.ip_address(known.address))
     raise UserError(
-        f"node {node} has no address that others could reach it by (its name is looked up as "
+        f"node {node} has no address that other nodes can reach (its name is looked up as "
         f"{', '.join(sorted(found)) or 'nothing'}); give --interface."
     )
 

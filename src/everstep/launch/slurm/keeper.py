@@ -5,7 +5,7 @@ the coordinator running beside its agent (unless that runs elsewhere), gives it 
 seconds lays what Slurm says beside what the coordinator says (`slurm_rules`). When the leader's node dies,
 the lock is free, and the next keeper that tries it leads: it starts the coordinator from the same journal,
 and the agents find it by its file. The first node of the job tries at once, the others later by rank, so that
-nobody is in a hurry and a thousand nodes are no storm on the file server.
+it is slow on purpose: a thousand nodes must not overload the file server.
 
     node 1  keeper ── agent      lock ✔   coordinator      ╳ dies
     node 2  keeper ── agent      lock … ────────────────────── ✔  coordinator   (same journal, new address)
@@ -91,7 +91,7 @@ class KeptProcess:
             self.failures = 1 if calm else self.failures + 1
             self._wait_s = RESTART_FIRST_S if calm else min(self._wait_s * 2, RESTART_MOST_S)
             self._not_before = now + (0.0 if calm else self._wait_s)
-            self.say(f"{self.command[3]} ended with {code}; its words are in {self.log}")
+            self.say(f"{self.command[3]} ended with {code}; its output is in {self.log}")
             return
         with self.log.open("ab") as words:
             self._process = subprocess.Popen(
@@ -131,23 +131,23 @@ class Keeper:
         run = self.run_folder
         run.make(wanted=self.settings.wanted)
         if not run.keep(self.settings.node):
-            self.say("has a keeper already")
+            self.say("this node already has a keeper")
             return 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         agent = self._child("agent", self._agent_command())
         if self.settings.spare:
-            self.say(f"stands in for a lost node of job {self.settings.job}")
+            self.say(f"replaces a lost node of job {self.settings.job}")
         coordinator = None
         try:
             while not self._told_to_end:
                 now = time.monotonic()
                 if (code := run.exit_code) is not None:
-                    self.say("the task is over")
+                    self.say("the task has ended")
                     return code
                 agent.keep(now)
                 if agent.failures >= MAX_FAILURES:
-                    self.say(f"its agent has ended {agent.failures} times; this keeper gives up")
+                    self.say(f"its agent failed {agent.failures} times; this keeper gives up")
                     return 1
                 if self._leads(now):
                     if coordinator is None and not self.settings.coordinator:
@@ -199,7 +199,7 @@ class Keeper:
             return False
         if job is not None and job.runs and not self.run_folder.has_ended_life:
             return False
-        self.say(f"job {self.settings.job} has ended, or begun again; this spare leaves")
+        self.say(f"job {self.settings.job} has ended or was requeued; this spare leaves")
         return True
 
     # -------------------------------------------------------------- its processes

@@ -102,7 +102,7 @@ class Leader:
             job = load_job(self.settings.job_file)
             told = self.client.post("/v1/tasks", {"name": self.task, "job": job.to_dict()})
         except UserError as error:
-            self.say(f"the task cannot be given: {error}")
+            self.say(f"the task cannot be submitted: {error}")
             self.run.end(2)
             return
         self.say(f"task {self.task} is {told['state']}: {told['because']}")
@@ -171,7 +171,7 @@ class Leader:
             case rules.AskForNodes(count=count):
                 self._ask_for(count, action.because, job, now)
             case rules.GiveBack(job=number):
-                self.say(f"gives back the request {number}: {action.because}")
+                self.say(f"cancels the request {number}: {action.because}")
                 slurm.cancel(number)
 
     def _start_keeper(self, node: str, because: str, now: float) -> None:
@@ -179,7 +179,7 @@ class Leader:
         if now < at:
             return
         self._start_after[node] = (now + wait, min(wait * 2, AGAIN_MOST_S))
-        self.say(f"starts the keeper of {node} again: {because}")
+        self.say(f"restarts the keeper of {node}: {because}")
         command = [sys.executable, "-m", "everstep.cli.main", "launch", "node", *self._same_run()]
         command += ["--rank", str(self.run.wanted)]
         log = self.run.logs / f"step-{node}.log"

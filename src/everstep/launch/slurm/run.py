@@ -46,7 +46,7 @@ class Run:
             self._write_once("token", (token or secrets.token_urlsafe(32)) + "\n")
         except OSError as error:
             raise UserError(
-                f"the run's folder {self.folder} cannot be used ({error.strerror}); give another by --run, "
+                f"the run directory {self.folder} cannot be used ({error.strerror}); give another by --run, "
                 "on a file system that all nodes share."
             ) from None
 
@@ -77,7 +77,7 @@ class Run:
             return path.read_text().strip()
         except OSError as error:
             raise UserError(
-                f"{path} cannot be read ({error.strerror}); is {self.folder} a run's folder?"
+                f"{path} cannot be read ({error.strerror}); is {self.folder} a run directory?"
             ) from None
 
     @property
@@ -133,7 +133,7 @@ class Run:
         return self._lead is not None
 
     def try_to_lead(self) -> bool:
-        """Take the lock, if nobody has it; it is kept until this process ends."""
+        """Take the lock, if it is free; it is kept until this process ends."""
         if self._lead is None:
             self._lead = self._lock(self.folder / "lead")
         return self._lead is not None
@@ -150,7 +150,7 @@ class Run:
             os.close(file)
             if error.errno in _NO_LOCKS:
                 raise UserError(
-                    f"the file system of {self.folder} has no locks; give a folder on one that has by --run "
+                    f"the file system of {self.folder} has no locks; give another directory by --run "
                     "(Lustre: mount it with flock)."
                 ) from None
             return None

@@ -66,7 +66,7 @@ def start_step(number: str, node: str, command: Sequence[str], log: Path) -> sub
 
 def _ask(*command: str, environment: Mapping[str, str] | None = None) -> str:
     if shutil.which(command[0]) is None:
-        raise UserError(f"there is no {command[0]} on this machine; run this where Slurm's commands are.")
+        raise UserError(f"{command[0]} is not available on this machine; run this where Slurm is installed.")
     try:
         done = subprocess.run(
             command,

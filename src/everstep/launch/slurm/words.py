@@ -27,7 +27,7 @@ class NodeUse(StrEnum):
 
     USABLE = "usable"
     UNCLEAR = "unclear"  # slurmctld cannot reach its slurmd; its workers may well be training
-    LEAVING = "leaving"  # what runs there may go on for now, and should go
+    LEAVING = "leaving"  # its workers may run for now, and should move
     LOST = "lost"  # what runs there is dead, or will be as soon as its slurmd hears of it
 
 

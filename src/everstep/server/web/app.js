@@ -185,6 +185,6 @@ function route() {
 window.addEventListener("hashchange", () => { route(); document.getElementById("main").focus(); });
 window.addEventListener("resize", paintSoon);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { forgetColours(); paintSoon(); });
-setInterval(() => { tellStale(); if (!document.hidden) paintSoon(); }, 1000); // ages go on by themselves
+setInterval(() => { tellStale(); if (!document.hidden) paintSoon(); }, 1000); // ages keep counting
 route();
 new Link(hear, linkChanged).open();
