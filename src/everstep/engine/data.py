@@ -40,6 +40,19 @@ def split(batch: Any) -> tuple[Value, Value]:
     return inputs, targets
 
 
+def uneven(before: list[tuple[int, ...]], now: list[tuple[int, ...]]) -> str:
+    """Why microbatches of different sizes are refused where the loss is a mean."""
+    return (
+        f"the targets of one microbatch have shape {_shapes(before)}, of another {_shapes(now)}, and the "
+        "loss is a mean, which would count a small microbatch as much as a large one; let the loss return "
+        "(sum, weight), such as everstep.token_loss."
+    )
+
+
+def _shapes(shapes: list[tuple[int, ...]]) -> str:
+    return " and ".join(map(str, shapes))
+
+
 class Synthetic:
     """Text of a made-up language in which a token nearly tells the next one, so that the loss really falls.
 

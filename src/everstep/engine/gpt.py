@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from everstep.engine.boundary import Value, described
-from everstep.engine.model import Assembly, Model
+from everstep.engine.model import Model, ModelAssembly
 from everstep.engine.presets import GptShape
 from everstep.engine.presets import shape as named_shape
 from everstep.engine.regions import region
@@ -30,7 +30,7 @@ def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
     return Model(
         layers={"embed": partial(Embed, form), **blocks, "head": partial(Head, form)},
         tied=tied,
-        assembly=Assembly(check=partial(check_tokens, form.vocab)),
+        assembly=ModelAssembly(check=partial(check_tokens, form.vocab)),
     )
 
 

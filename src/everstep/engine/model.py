@@ -62,7 +62,7 @@ def anything(inputs: Value, targets: Value) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Assembly:
+class ModelAssembly:
     """How layers make a stage, where it is not one after the other; what is known of them besides."""
 
     join: Callable[[range, list[nn.Module], torch.device], Through] = one_after_the_other
@@ -83,7 +83,7 @@ class Model:
     layers: Mapping[str, Factory]  # name to a function that builds the nn.Module
     loss: Loss = cross_entropy  # of (output, targets): a mean, or (sum, weight) such as `token_loss`
     tied: tuple[tuple[str, str], ...] = ()  # such as (("embed.weight", "head.weight"),)
-    assembly: Assembly = Assembly()  # for families of models, such as `everstep.hf` makes
+    assembly: ModelAssembly = ModelAssembly()  # for families of models, such as `everstep.hf` makes
 
     def __post_init__(self) -> None:
         layers = self.layers
@@ -157,7 +157,7 @@ def built(model: Model, layer: str) -> nn.Module:
     except UserError:
         raise
     except Exception as error:  # the user's factory
-        raise UserError(f"layer {layer!r} cannot be built: {told(error)}.") from error
+        raise UserError(f"layer {layer!r} cannot be built: {in_short(error)}.") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"the factory of layer {layer!r} gave a {type(module).__name__}; give an nn.Module.")
     return module
@@ -188,7 +188,7 @@ def in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def told(error: BaseException) -> str:
+def in_short(error: BaseException) -> str:
     """An exception in a few words, for the middle of a sentence."""
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

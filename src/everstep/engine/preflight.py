@@ -24,12 +24,12 @@ from everstep.engine.model import (
     Model,
     check_tied,
     in_precision,
+    in_short,
     one_after_the_other,
     parameter_count,
     partition,
     skeleton,
     slots,
-    told,
 )
 from everstep.engine.optimizer import OptimizerFactory
 from everstep.engine.resolve import data_of, model_of, optimizer_of
@@ -124,7 +124,7 @@ def _ask(data: Dataset, step: int, microbatch: int) -> tuple[Value, Value]:
     except UserError:
         raise
     except Exception as error:  # the user's function
-        raise UserError(f"{call} raised {told(error)}.") from error
+        raise UserError(f"{call} raised {in_short(error)}.") from error
     pair = isinstance(made, tuple | list) and len(made) == 2
     if not pair and not isinstance(made, Mapping):
         raise UserError(
@@ -174,7 +174,7 @@ def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
             if "leaf Variable" in str(error):
                 raise UserError(f"layer {name!r} changes its input in place; use inplace=False.") from error
             raise UserError(
-                f"layer {name!r} cannot take what {before} gives, {given}: {told(error)}."
+                f"layer {name!r} cannot take what {before} gives, {given}: {in_short(error)}."
             ) from error
         try:
             tensors_in(value)
@@ -197,7 +197,7 @@ def _try_loss(model: Model, last: str, output: Value, targets: Value, real_targe
         fix = "" if isinstance(output, Tensor) else "; return one tensor, or give a loss that takes them all"
         raise UserError(
             f"the loss cannot take what {last} gives, {described(output)}, and the targets, "
-            f"{described(targets)}: {told(error)}{fix}."
+            f"{described(targets)}: {in_short(error)}{fix}."
         ) from error
     weighted = isinstance(made, tuple | list)
     loss = made[0] if weighted and len(made) == 2 else made

@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.engine.data import Dataset, Synthetic, TokenFile
 from everstep.engine.job import Job
-from everstep.engine.model import Model, told
+from everstep.engine.model import Model, in_short
 from everstep.engine.optimizer import Named, OptimizerFactory, adamw
 from everstep.engine.presets import MODELS, SMALLEST, closest
 from everstep.errors import UserError
@@ -42,7 +42,7 @@ def resolve(name: str, where: str, base: str | Path = ".") -> Callable[..., Any]
             "in the working folder or installed."
         ) from None
     except Exception as error:  # the user's module, run for the first time
-        raise UserError(f"{where} {name!r} cannot be imported: {told(error)}.") from error
+        raise UserError(f"{where} {name!r} cannot be imported: {in_short(error)}.") from error
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if function is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -117,4 +117,4 @@ def _call(function: Callable[..., Any], where: str, options: dict[str, Any], *gi
     except UserError:
         raise
     except Exception as error:  # the user's function
-        raise UserError(f"{where} raised {told(error)}.") from error
+        raise UserError(f"{where} raised {in_short(error)}.") from error

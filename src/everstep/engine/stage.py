@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
-from everstep.engine.data import Dataset, split
+from everstep.engine.data import Dataset, split, uneven
 from everstep.engine.grids import Limits
 from everstep.engine.linear import Queue, contributions_of, take_over
 from everstep.engine.model import (
@@ -338,19 +338,6 @@ class Stage:
     def _sum_of(self, parameter: Tensor) -> Tensor:
         slot = self.sums.slots[self._index[parameter]]
         return slot.of(self.sums.flat)
-
-
-def uneven(before: list[tuple[int, ...]], now: list[tuple[int, ...]]) -> str:
-    """Why microbatches of different sizes are refused where the loss is a mean."""
-    return (
-        f"the targets of one microbatch have shape {_shapes(before)}, of another {_shapes(now)}, and the "
-        "loss is a mean, which would count a small microbatch as much as a large one; let the loss return "
-        "(sum, weight), such as everstep.token_loss."
-    )
-
-
-def _shapes(shapes: list[tuple[int, ...]]) -> str:
-    return " and ".join(map(str, shapes))
 
 
 class _Measured(saved_tensors_hooks):

@@ -17,7 +17,7 @@ from everstep.engine.hf import weights
 from everstep.engine.hf.anatomy import Anatomy, anatomy_of, with_stand_ins
 from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
 from everstep.engine.hf.stage import StageModel
-from everstep.engine.model import Assembly, Model, Through, told
+from everstep.engine.model import Model, ModelAssembly, Through, in_short
 from everstep.errors import UserError
 
 Prepare = Callable[[Any], Any]  # changes the model in place: freezes, puts adapters in
@@ -84,7 +84,7 @@ class Family:
             layers={name: partial(self.layer, name) for name in anatomy.names},
             loss=self.loss,
             tied=tuple((first, second) for second, first in sorted(self._tied().items())),
-            assembly=Assembly(
+            assembly=ModelAssembly(
                 join=self.join,
                 together=edges,
                 costs={name: self._cost(name) for name in anatomy.names},
@@ -173,11 +173,13 @@ class Family:
                 model = auto.from_config(self.config, dtype=torch.float32)
         except (ValueError, KeyError) as error:
             raise UserError(
-                f"{type(self.config).__name__} is no causal language model: {told(error)}."
+                f"{type(self.config).__name__} is no causal language model: {in_short(error)}."
             ) from None
         except Exception as error:  # transformers', about a config that lacks something
             kind = type(self.config).__name__
-            raise UserError(f"transformers cannot build a model from this {kind}: {told(error)}.") from None
+            raise UserError(
+                f"transformers cannot build a model from this {kind}: {in_short(error)}."
+            ) from None
         return model
 
     def _prepared(self, model: Any) -> Any:
@@ -185,7 +187,7 @@ class Family:
         try:
             self.prepare(model)
         except Exception as error:  # the user's function
-            raise UserError(f"prepare raised {told(error)}.") from error
+            raise UserError(f"prepare raised {in_short(error)}.") from error
         return model
 
     def _set_trained(self, model: Any) -> None:
