@@ -22,7 +22,7 @@ Everstep = Callable[..., Any]
         (["--nproc", "2", "--hang-after", "nan"], "--hang-after is nan; give at least 1."),
         (["--nproc", "2", "--rdzv-port", "70000"], "--rdzv-port is 70000; give a port from 1 to 65535"),
         (["--nproc", "2", "--replicas", "2"], "--replicas is for scripts that call everstep.train"),
-        (["--hang-after", "9"], "--hang-after is for scripts that torchrun could start; give --nproc too."),
+        (["--hang-after", "9"], "--hang-after is for scripts that torchrun can start; give --nproc too."),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -249,5 +249,5 @@ def test_outside_slurm_a_keeper_says_so(monkeypatch: pytest.MonkeyPatch, tmp_pat
     from everstep.cli.launch import node_command
 
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
-    with pytest.raises(UserError, match="no step of a Slurm job"):
+    with pytest.raises(UserError, match="not a step of a Slurm job"):
         node_command(job_file=tmp_path / "job.toml", run=tmp_path)

@@ -19,12 +19,12 @@ from everstep.core.words.shape import Shape
 class TaskState(StrEnum):
     WAITING = "waiting"  # for slots
     SEARCHING = "searching"  # for its newest checkpoint
-    RUNNING = "running"
+    RUNNING = "running"  # it has workers, and a recovery that decides about them
     ENDING = "ending"  # its workers are asked to go
-    PAUSED = "paused"
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
+    PAUSED = "paused"  # an operator resumes it
+    FINISHED = "finished"  # all its steps are done
+    FAILED = "failed"  # nothing would help it
+    CANCELLED = "cancelled"  # by an operator
 
 
 OVER = frozenset({TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED})
