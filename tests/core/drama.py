@@ -224,11 +224,14 @@ class Drama:
             case act.ResumeStep(order=resume):
                 actor.step, actor.joining = resume.step, False
                 event = ev.WorkerResumed(worker=order.worker, epoch=resume.epoch, at=self.now)
-            case act.CopyState(joiner=joiner):
+            case act.CopyState(joiner=joiner, transfer=transfer):
                 other = self.actors[order.task, joiner]
                 other.step = actor.step
                 event = ev.StateCopied(
-                    worker=joiner, incarnation=other.incarnation, state_step=actor.step - 1
+                    worker=joiner,
+                    incarnation=other.incarnation,
+                    transfer=transfer,
+                    state_step=actor.step - 1,
                 )
                 node, actor = other.node, other
             case _:

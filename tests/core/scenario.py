@@ -31,6 +31,7 @@ from everstep.core.words import events as ev
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.ops import Op, Worker, parse_worker
 from everstep.core.words.shape import Shape
+from everstep.core.worker.joining import FrameUse
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState
 from everstep.core.worker.worker_state import WorkerState
@@ -136,7 +137,7 @@ class Scenario:
     def start(self, name: str) -> None:
         worker = parse_worker(name)
         incarnation = self.incarnations[worker] = self.to_start.pop(worker)
-        self.workers[worker] = WorkerState(worker, self.rules)
+        self.workers[worker] = WorkerState(worker, self.rules, incarnation=incarnation)
         self.happens(ev.WorkerStarted(worker=worker, incarnation=incarnation))
 
     def show(self, name: str) -> None:
@@ -189,7 +190,7 @@ class Scenario:
             case msg.CombineTied():
                 return self.norms.get(item.step, 1.0) ** 2 / self.rules.stages
             case msg.Snapshot():
-                self._send_state(worker, Worker(item.joiner, worker.stage), item.state_step)
+                self._send_state(worker, Worker(item.joiner, worker.stage), item.transfer)
             case msg.SaveCheckpoint():
                 self._save(worker, item)
         return None
@@ -227,19 +228,24 @@ class Scenario:
                         )
                     )
                 case msg.TellCopied():
-                    incarnation = self.incarnations[worker]
                     self.happens(
-                        ev.StateCopied(worker=worker, incarnation=incarnation, state_step=command.state_step)
+                        ev.StateCopied(
+                            worker=worker,
+                            incarnation=self.incarnations[worker],
+                            transfer=command.transfer.number,
+                            state_step=command.transfer.state_step,
+                        )
                     )
 
     def _send(self, worker: Worker, command: msg.Send) -> None:
         to = Worker(command.replica, command.stage)
         self._transmit(worker, to, lambda: self.workers[to].arrived(command.parcel, command.value))
 
-    def _send_state(self, worker: Worker, to: Worker, state_step: int) -> None:
+    def _send_state(self, worker: Worker, to: Worker, transfer: msg.StateTransfer) -> None:
         def arrive() -> None:
-            self.workers[to].snapshot_arrived(state_step)
-            self._carry_out(to)
+            if self.workers[to].take_state(transfer) is not FrameUse.DROP:
+                self.workers[to].state_arrived(transfer)
+                self._carry_out(to)
 
         self._transmit(worker, to, arrive)
 
@@ -284,7 +290,9 @@ class Scenario:
             case act.CopyState():
                 say(f"  {action.because}")
                 if action.source in self.workers:
-                    self.workers[action.source].copy_to(action.joiner.replica)
+                    self.workers[action.source].copy_to(
+                        action.joiner.replica, incarnation=action.incarnation, transfer=action.transfer
+                    )
             case act.StopFeeding():
                 say(f"  worker {action.source} stops feeding: {action.because}")
                 if action.source in self.workers:
@@ -357,6 +365,8 @@ def _ops(ops: Any) -> str:
 
 
 def _step_of(item: Any) -> int:
+    if isinstance(item, msg.Snapshot):
+        return item.transfer.state_step
     return int(item.step if hasattr(item, "step") else item.state_step)
 
 

@@ -198,7 +198,7 @@ def test_a_process_that_outlives_sigkill_is_reported_once_and_holds_its_slot(nod
     reported = exits(node.wait(30.0))
     assert [(worker, incarnation) for worker, incarnation, _ in reported] == [(A, 1), (A, 2)]
     assert "worker 0:0 cannot be killed and holds slot 0" in exits(node.give(start(B, 1)))[0][2]
-    spoke = msg.TaskEvent(task="t", event=ev.StateCopied(worker=A, incarnation=1, state_step=3))
+    spoke = msg.TaskEvent(task="t", event=ev.StateCopied(worker=A, incarnation=1, transfer=1, state_step=3))
     assert node.happens(ag.ProcessSpoke(sender(), spoke)) == []
     assert node.happens(ag.ProcessDied(sender(), "killed by SIGKILL")) == []
     node.happens(ag.ProcessGone(sender()))

@@ -73,7 +73,7 @@ LATE = [
     ev.LedgerReported(worker=W00, epoch=2, ledger=Ledger(step=50)),
     sealed(2, 0, 2),
     ev.UpdateInvalidated(worker=W00, step=1, norm=9.0, attempt=2),
-    ev.StateCopied(worker=W00, incarnation=1, state_step=50),
+    ev.StateCopied(worker=W00, incarnation=1, transfer=1, state_step=50),
     ev.WorkerResumed(worker=W00, epoch=2, at=0.0),
     ev.RestoreFailed(worker=W00, incarnation=1, step=0),
     ev.CheckpointCommitted(step=50),

@@ -60,7 +60,11 @@ class Task:
 
     def copied(self, worker: Worker) -> list[act.Action]:
         place: Any = self.recovery.places[worker]
-        return self.happens(ev.StateCopied(worker=worker, incarnation=place.incarnation, state_step=1))
+        return self.happens(
+            ev.StateCopied(
+                worker=worker, incarnation=place.incarnation, transfer=place.transfer, state_step=1
+            )
+        )
 
     def report(self, worker: Worker, step: int = 1, *, joining: bool = False) -> list[act.Action]:
         ledger = Ledger(step=step, joining=joining)
@@ -106,6 +110,8 @@ def test_a_place_goes_from_absent_to_member_through_every_state() -> None:
         act.CopyState(
             source=W11,
             joiner=W01,
+            incarnation=2,
+            transfer=1,
             because="worker 0:1 copies its state from worker 1:1 while training continues",
         )
     ]
@@ -121,7 +127,7 @@ def test_a_place_goes_from_absent_to_member_through_every_state() -> None:
     task.report(W01, 4, joining=True)
     look()
     assert [type(place).__name__ for place in seen] == ["Starting", "Copying", "Copied", "Entering", "Member"]
-    assert seen[1:] == [Copying(2, W11), Copied(2, W11), Entering(2, W11, 4), Member(2, 4)]
+    assert seen[1:] == [Copying(2, W11, 1), Copied(2, W11), Entering(2, W11, 4), Member(2, 4)]
 
 
 def test_a_stage_whose_restarts_are_used_up_fails_the_task_while_another_stage_lives() -> None:
@@ -157,7 +163,7 @@ def test_a_report_of_an_earlier_process_changes_nothing() -> None:
     before = task.recovery.snapshot()
     assert task.happens(ev.WorkerExited(worker=W01, incarnation=1, reason="late")) == []
     assert task.happens(ev.WorkerStarted(worker=W01, incarnation=1)) == []
-    assert task.happens(ev.StateCopied(worker=W01, incarnation=1, state_step=3)) == []
+    assert task.happens(ev.StateCopied(worker=W01, incarnation=1, transfer=1, state_step=3)) == []
     assert task.recovery.snapshot() == before
 
 

@@ -24,7 +24,9 @@ SHELF = msg.MemoryAddress("a", "host", 9)
 
 def control() -> WorkerControl:
     rules = TaskRules(replicas=2, stages=1, microbatches=1, steps=4)
-    return WorkerControl(SENDER, WorkerState(ME, rules), MendLimits(after_s=1.0, most_s=4.0))
+    return WorkerControl(
+        SENDER, WorkerState(ME, rules, incarnation=SENDER.incarnation), MendLimits(after_s=1.0, most_s=4.0)
+    )
 
 
 def notify(words: Any, **more: Any) -> msg.NotifyWorker:
@@ -102,7 +104,7 @@ def test_a_first_op_of_an_epoch_is_said_once() -> None:
 def test_a_joiner_that_nobody_knows_the_address_of_gets_no_copy() -> None:
     worker = control()
     worker.handle(resume(1, restore=0), 0.0)
-    copy = CopyState(source=ME, joiner=PEER, because="so")
+    copy = CopyState(source=ME, joiner=PEER, incarnation=2, transfer=1, because="so")
     worker.handle(notify(copy, book=()), 0.0)
     assert worker.state.feeder.snapshots_due == []
     worker.handle(notify(copy), 0.0)

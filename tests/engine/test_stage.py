@@ -126,6 +126,17 @@ def test_discarded_work_leaves_no_trace() -> None:
     assert torch.equal(clean.take_gradients(), dirty.take_gradients())
 
 
+def test_discarding_a_step_keeps_what_an_earlier_one_has_stashed() -> None:
+    """A ghost of step 0 may be asked for its I after the update of step 0 was undone and step 1 discarded."""
+    stage = stages(gpt(**SMALL), 1, DATA)[0]
+    stage.forward(0, 0)
+    stage.forward(1, 0)
+    stage.discard(1)
+    stage.input_grad(0, 0)
+    with pytest.raises(InternalError):
+        stage.input_grad(1, 0)
+
+
 def test_before_w_a_microbatch_has_left_no_trace_in_the_buffer() -> None:
     stage = stages(gpt(**SMALL), 1, DATA)[0]
     stage.forward(0, 0)

@@ -50,6 +50,7 @@ from everstep.engine.recorder import WorkerRecorder
 from everstep.engine.stage import Stage
 from everstep.engine.step_tensors import Payload, StepTensors
 from everstep.engine.stopwatch import Moment, Stopwatch
+from everstep.engine.transfers import ArrivingState, send_state
 from everstep.errors import PeerError
 
 InboxItem = frames.Incoming | WorkerOrder | LinkBroke | BaseException  # the last: the links failed
@@ -103,7 +104,7 @@ class WorkerLoop:
             borrowed=courier.links.borrows,
             shared=courier,
         )
-        self._arriving: dict[str, Tensor] = {}  # a state on its way to this joining worker
+        self._arriving = ArrivingState(self.state.take_state)
         self._touched = False  # has the initial state been changed?
         self.stopwatch = Stopwatch(clock_ns=ports.clock_ns)
 
@@ -303,21 +304,15 @@ class WorkerLoop:
         target = Address(*address)
         state = {
             name: devices.to_host(t) if t.is_cuda else t.detach().clone()
-            for name, t in self.updater.state(task.state_step).items()
+            for name, t in self.updater.state(task.transfer.state_step).items()
         }
-        for name, tensor in state.items():
-            self.links.send(target, frames.STATE, None, {"name": name}, tensor.contiguous())
-        self.links.send(target, frames.STATE, None, {"state_step": task.state_step, "tensors": len(state)})
+        send_state(self.links, target, task.transfer, state)
 
     def _state_arrived(self, frame: frames.Incoming) -> None:
-        if "name" in frame.facts and frame.tensor is not None:
-            self._arriving[frame.facts["name"]] = frame.tensor
-            return
-        arrived, self._arriving = self._arriving, {}
-        if self.state.joining and len(arrived) >= frame.facts["tensors"]:
-            if self.state.wants_snapshot(frame.facts["state_step"]):
-                self._load(frame.facts["state_step"], arrived)
-            self.state.snapshot_arrived(frame.facts["state_step"])
+        if (found := self._arriving.take(frame)) is not None:
+            transfer, state = found
+            self._load(transfer.state_step, state)
+            self.state.state_arrived(transfer)
 
     def _restore(self, state_step: int) -> bool:
         """False: the state is gone."""

@@ -104,7 +104,7 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
     states = States(
         sender, job, node=spec["node"], shelf=Path(spec["shelf"]), secret=spec["token"], say=line.say
     )
-    control = WorkerControl(sender, WorkerState(me, program.rules()))
+    control = WorkerControl(sender, WorkerState(me, program.rules(), incarnation=sender.incarnation))
     loop = WorkerLoop(
         control,
         lambda: program.build(me.stage, device=device, empty=courier.empty),

@@ -36,6 +36,7 @@ class Places:
     granted: frozenset[Worker]  # the places that have a slot; only these are started
     incarnations: dict[Worker, int]
     restarts: dict[Worker, int]  # on the machine it has now
+    transfers: int = 0  # how many copies of a state were ordered
 
     @classmethod
     def all_absent(
@@ -116,9 +117,17 @@ class Places:
                 continue
             source = min(peers, key=lambda w: (sources.count(w), w))
             sources.append(source)
-            self.to(joiner, Copying(place.incarnation, source))
-            because = f"worker {joiner} copies its state from worker {source} while training continues"
-            actions.append(CopyState(source=source, joiner=joiner, because=because))
+            self.transfers += 1
+            self.to(joiner, Copying(place.incarnation, source, self.transfers))
+            actions.append(
+                CopyState(
+                    source=source,
+                    joiner=joiner,
+                    incarnation=place.incarnation,
+                    transfer=self.transfers,
+                    because=f"worker {joiner} copies its state from worker {source} while training continues",
+                )
+            )
         return actions
 
     def ready(self) -> list[Worker]:

@@ -284,7 +284,9 @@ class Recovery:
 
     def _handle_copied(self, event: ev.StateCopied) -> list[Action]:
         place = self.places[event.worker]
-        if not isinstance(place, Copying) or place.incarnation != event.incarnation:
+        if not isinstance(place, Copying):
+            return []
+        if (place.incarnation, place.transfer) != (event.incarnation, event.transfer):
             return []
         self._places.to(event.worker, Copied(place.incarnation, place.source))
         return self._phases.interrupt_if_running(f"worker {event.worker} has caught up and joins")

@@ -49,10 +49,11 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """Its process copies the state of `source`, a member of its stage, while training goes on."""
+    """Its process copies the state of `source`, a member of its stage, while training continues."""
 
     incarnation: int
     source: Worker
+    transfer: int  # the number of this copy: a report of an earlier one does not count
 
 
 @dataclass(frozen=True, slots=True)

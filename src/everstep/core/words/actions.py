@@ -53,8 +53,12 @@ class ResumeStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyState:
+    """`source` sends its state to `joiner`, and then every further step."""
+
     source: Worker
     joiner: Worker
+    incarnation: int  # of the joiner
+    transfer: int  # its number
     because: str
 
 

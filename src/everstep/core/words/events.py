@@ -84,10 +84,11 @@ class UpdateInvalidated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCopied:
-    """A joining worker holds a peer's state."""
+    """A joining worker holds the whole state of a transfer."""
 
     worker: Worker
     incarnation: int
+    transfer: int  # its number, as the order to copy has it
     state_step: int
 
 

@@ -63,6 +63,19 @@ class Part(NamedTuple):
     weights: tuple[float, ...]  # of the microbatches, in their order
 
 
+class StateTransfer(NamedTuple):
+    """The name of a state on its way from a member to a joiner: every frame of it carries this.
+
+    `number` is the coordinator's and rises, so a joiner knows which of two transfers counts. A transfer that
+    is sent again after a broken connection keeps its number and may have a later step.
+    """
+
+    number: int
+    state_step: int
+    source: int  # replica
+    incarnation: int  # of the joiner: a frame for an earlier process is of no use
+
+
 @dataclass(frozen=True, slots=True)
 class Members:
     """Who makes up the stages, from a step on."""
@@ -216,7 +229,7 @@ class Snapshot:
     """Copy the state as it is now, and stream the copy to a joining peer."""
 
     joiner: int
-    state_step: int
+    transfer: StateTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,9 +376,9 @@ class TellInvalid:
 
 @dataclass(frozen=True, slots=True)
 class TellCopied:
-    """A joining worker holds the state after this step."""
+    """A joining worker holds the whole state of this transfer."""
 
-    state_step: int
+    transfer: StateTransfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.core.words.worker_messages import SaveCheckpoint, Snapshot, StoreCopy, WorkItem
+from everstep.core.words.worker_messages import SaveCheckpoint, StoreCopy, WorkItem
 from everstep.core.worker.joining import Feeder
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.open_steps import OpenSteps
@@ -13,8 +13,8 @@ from everstep.core.worker.step_state import StepState
 def next_chore(steps: OpenSteps, feeder: Feeder, mail: Mailbox, rules: TaskRules) -> WorkItem | None:
     if not steps.is_trusted:
         return None
-    if feeder.snapshots_due:
-        return Snapshot(feeder.snapshots_due[0], steps.now.step - 1)
+    if (snapshot := feeder.next(steps.now.step - 1)) is not None:
+        return snapshot
     before = steps.before
     return None if before is None else _save(before, mail, rules) or _store(before, mail, rules)
 

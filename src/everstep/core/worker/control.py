@@ -101,11 +101,11 @@ class WorkerControl:
                 return [self._event(ev.LedgerReported(worker=self.sender.worker, epoch=epoch, ledger=ledger))]
             case ResumeStep():
                 return self._resume(order, order.words.order)
-            case CopyState(joiner=joiner):
+            case CopyState(joiner=joiner, incarnation=incarnation, transfer=transfer):
                 for worker, host, port in order.book:
                     if worker == joiner:
                         self.book[joiner] = (host, port)
-                        self.state.copy_to(joiner.replica)
+                        self.state.copy_to(joiner.replica, incarnation=incarnation, transfer=transfer)
                 return []
             case StopFeeding(joiner=joiner):
                 self.state.stop_feeding(joiner.replica)
@@ -206,8 +206,13 @@ class WorkerControl:
                 )
             case wrk.TellInvalid(step=step, norm=norm, attempt=attempt):
                 return ev.UpdateInvalidated(worker=worker, step=step, norm=norm, attempt=attempt)
-            case wrk.TellCopied(state_step=step):
-                return ev.StateCopied(worker=worker, incarnation=incarnation, state_step=step)
+            case wrk.TellCopied(transfer=transfer):
+                return ev.StateCopied(
+                    worker=worker,
+                    incarnation=incarnation,
+                    transfer=transfer.number,
+                    state_step=transfer.state_step,
+                )
             case wrk.TellUnrestored(state_step=step):
                 return ev.RestoreFailed(worker=worker, incarnation=incarnation, step=step)
             case _:

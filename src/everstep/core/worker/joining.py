@@ -11,6 +11,7 @@ Training goes on meanwhile. A worker whose state is restored from a kept one is 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 from everstep.core.words.lifecycle import move
@@ -20,6 +21,8 @@ from everstep.core.words.worker_messages import (
     ParcelKind,
     Resume,
     Send,
+    Snapshot,
+    StateTransfer,
     TellCopied,
     Wait,
     WorkItem,
@@ -41,31 +44,46 @@ WORKER: Mapping[WorkerLife, frozenset[WorkerLife]] = {
 }
 
 
+class FrameUse(StrEnum):
+    """What the shell does with a frame of a state."""
+
+    DROP = "drop"
+    BEGIN = "begin"  # forget the frames of earlier transfers, and keep this one
+    ADD = "add"
+
+
 class Joiner:
     """Where this worker's state is, and when it takes part."""
 
-    def __init__(self, mail: Mailbox) -> None:
-        self.mail, self.me = mail, mail.me
+    def __init__(self, mail: Mailbox, incarnation: int) -> None:
+        self.mail, self.me, self.incarnation = mail, mail.me, incarnation
         self.life = WorkerLife.EMPTY
+        self.newest: StateTransfer | None = None  # the newest transfer of which a frame has arrived
+        self.loaded: StateTransfer | None = None
         self.state_step: int | None = None  # while following: the step its state has reached
         self.enter_at: int | None = None
 
     def _to(self, life: WorkerLife) -> None:
         self.life = move(WORKER, self.life, life, f"worker {self.me}")
 
-    def wants_snapshot(self, state_step: int) -> bool:
-        """Is a state that has arrived newer than what is here? A dead source's may come late."""
-        if self.life is WorkerLife.MEMBER:
-            return False
-        return self.state_step is None or state_step > self.state_step
+    def take_state(self, transfer: StateTransfer) -> FrameUse:
+        """A frame of a state is here. Frames of an earlier transfer may come late, between those of the one
+        that counts; a state is made of one transfer's frames only.
+        """
+        if self.life is WorkerLife.MEMBER or transfer.incarnation != self.incarnation:
+            return FrameUse.DROP
+        if transfer == self.newest:
+            return FrameUse.DROP if transfer == self.loaded else FrameUse.ADD
+        if self.newest is not None and transfer < self.newest:
+            return FrameUse.DROP
+        self.newest = transfer
+        return FrameUse.BEGIN
 
-    def snapshot_arrived(self, state_step: int) -> None:
-        """A peer's state is here, and loaded if it was wanted."""
-        if self.life is WorkerLife.MEMBER:
-            return
+    def state_arrived(self, transfer: StateTransfer) -> None:
+        """All of a transfer that counts is here and loaded."""
         self._to(WorkerLife.FOLLOWING)
-        self.state_step = max(state_step, self.state_step or 0)
-        self.mail.commands.append(TellCopied(self.state_step))
+        self.loaded, self.state_step = transfer, transfer.state_step
+        self.mail.commands.append(TellCopied(transfer))
 
     def let_in(self, order: Resume) -> None:
         """The order says from which step on this worker is a member, if it is."""
@@ -99,24 +117,37 @@ class Joiner:
     def restore(self) -> None:
         """The order has this worker load a kept state: it is a member, whatever it was."""
         self._to(WorkerLife.MEMBER)
-        self.state_step = self.enter_at = None
+        self.state_step = self.enter_at = self.loaded = None
 
     def restore_failed(self) -> None:
         """As new: what the next order says to load may be there."""
         self._to(WorkerLife.EMPTY)
 
 
+@dataclass(frozen=True, slots=True)
+class FedJoiner:
+    incarnation: int
+    transfer: int  # the number of the copy that was ordered
+
+
 class Feeder:
-    """The joiners of its stage that this member feeds."""
+    """The joiners of its stage that this member feeds, by their replica."""
 
     def __init__(self, mail: Mailbox) -> None:
         self.mail, self.me = mail, mail.me
-        self.feeds: dict[int, int | None] = {}  # replica -> the last step it needs, where that is known
+        self.joiners: dict[int, FedJoiner] = {}  # those it was ever ordered to feed
+        self.feeds: dict[int, int | None] = {}  # -> the last step it needs, where that is known
         self.snapshots_due: list[int] = []
 
-    def copy_to(self, joiner: int) -> None:
+    def copy_to(self, joiner: int, incarnation: int, transfer: int) -> None:
+        self.joiners[joiner] = FedJoiner(incarnation, transfer)
+        self.copy_again(joiner)
+
+    def copy_again(self, joiner: int) -> None:
+        """Feeds may be lost: again from a snapshot."""
         self.feeds.pop(joiner, None)
-        self.snapshots_due.append(joiner)
+        if joiner not in self.snapshots_due:
+            self.snapshots_due.append(joiner)
 
     def stop(self, joiner: int) -> None:
         self.feeds.pop(joiner, None)
@@ -128,7 +159,15 @@ class Feeder:
     def obey(self, order: Resume) -> None:
         """Whom to feed from now on, and up to which step."""
         self.snapshots_due = [replica for replica in self.snapshots_due if replica in order.feeds]
-        self.feeds = {k: last for k, last in order.feeds.items() if k not in self.snapshots_due}
+        known = self.joiners.keys() - set(self.snapshots_due)  # without a snapshot, a feed is of no use
+        self.feeds = {replica: last for replica, last in order.feeds.items() if replica in known}
+
+    def next(self, state_step: int) -> Snapshot | None:
+        if not self.snapshots_due:
+            return None
+        joiner = self.snapshots_due[0]
+        fed = self.joiners[joiner]
+        return Snapshot(joiner, StateTransfer(fed.transfer, state_step, self.me.replica, fed.incarnation))
 
     def snapshot_sent(self, joiner: int, before: StepState | None) -> None:
         self.snapshots_due.remove(joiner)
@@ -141,7 +180,7 @@ class Feeder:
         for joiner, last in list(self.feeds.items()):
             if joiner not in state.fed and (last is None or state.step <= last):
                 if state.sum is SumState.RELEASED:  # too late for this step's sum: again from a snapshot
-                    self.copy_to(joiner)
+                    self.copy_again(joiner)
                     continue
                 state.fed.add(joiner)
                 feed = Parcel(ParcelKind.FEED, 0, state.step, self.me.stage)

@@ -39,6 +39,7 @@ from everstep.core.words.worker_messages import (
     Resume,
     SaveCheckpoint,
     Snapshot,
+    StateTransfer,
     StoreCopy,
     SumChunk,
     TellUnrestored,
@@ -49,7 +50,7 @@ from everstep.core.words.worker_messages import (
 )
 from everstep.core.worker.announcements import Announcements
 from everstep.core.worker.chores import next_chore
-from everstep.core.worker.joining import Feeder, Joiner, WorkerLife
+from everstep.core.worker.joining import Feeder, FrameUse, Joiner, WorkerLife
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.open_steps import OpenSteps
 from everstep.core.worker.reduction import Reduction
@@ -62,7 +63,7 @@ from everstep.errors import InternalError
 class WorkerState:
     """One worker's state and decisions."""
 
-    def __init__(self, me: Worker, rules: TaskRules) -> None:
+    def __init__(self, me: Worker, rules: TaskRules, *, incarnation: int) -> None:
         self.me = me
         self.rules = rules
         self.epoch = 0
@@ -72,7 +73,7 @@ class WorkerState:
         self.reduction = Reduction(self.mail, rules)
         self.news = Announcements(self.mail, rules)
         self.updates = Updates(self.mail, rules, self.steps, self.reduction, self.news)
-        self.joiner = Joiner(self.mail)
+        self.joiner = Joiner(self.mail, incarnation)
         self.feeder = Feeder(self.mail)
         self._first: list[WorkItem] = []  # what comes before anything else: a restore, an undo
 
@@ -139,19 +140,21 @@ class WorkerState:
             for peer in order.give.get(state.step, ()):
                 self.reduction.give(state, Worker(peer, self.me.stage))
 
-    def copy_to(self, joiner: int) -> None:
+    def copy_to(self, joiner: int, *, incarnation: int, transfer: int) -> None:
         """Start feeding a joining peer of this stage: a snapshot first, then every further step."""
-        self.feeder.copy_to(joiner)
+        self.feeder.copy_to(joiner, incarnation, transfer)
 
     def stop_feeding(self, joiner: int) -> None:
         """The joiner is gone."""
         self.feeder.stop(joiner)
 
-    def wants_snapshot(self, state_step: int) -> bool:
-        return self.joiner.wants_snapshot(state_step)
+    def take_state(self, transfer: StateTransfer) -> FrameUse:
+        """A frame of a peer's state is here: what is it good for?"""
+        return self.joiner.take_state(transfer)
 
-    def snapshot_arrived(self, state_step: int) -> None:
-        self.joiner.snapshot_arrived(state_step)
+    def state_arrived(self, transfer: StateTransfer) -> None:
+        """All frames of a transfer that counts are here, and the state is loaded."""
+        self.joiner.state_arrived(transfer)
 
     def link_reopened(self, peer: Worker) -> None:
         """A connection to a live peer broke and is back: what was under way on it is sent again."""
@@ -162,7 +165,7 @@ class WorkerState:
             if self.steps.closed is not None:
                 self.reduction.tell_one(self.steps.closed, peer)
             if peer.replica in self.feeder.feeds:
-                self.copy_to(peer.replica)  # feeds may be lost: again from a snapshot
+                self.feeder.copy_again(peer.replica)
         self.news.repeat()
 
     # -------------------------------------------------------------- what a worker does next

@@ -330,7 +330,7 @@ class ClusterWorld(World):
             self._check_given_up(old)
             self.zombies.append(old)
         body = VirtualWorker(
-            WorkerState(worker, self.spec.rules),
+            WorkerState(worker, self.spec.rules, incarnation=order.incarnation),
             order.incarnation,
             agent.number,
             self.truth,
@@ -339,7 +339,7 @@ class ClusterWorld(World):
         )
         me = (worker, order.incarnation)
         body.reports = VirtualLink(lambda event: self._tell(agent, msg.TaskEvent(task=TASK, event=event), me))
-        body.snapshot_out = lambda joiner, step, state: self._send_snapshot(body, joiner, step, state)
+        body.snapshot_out = lambda task, state: self._send_snapshot(body, task, state)
         body.shelf = self.shelf
         self.bodies[worker], self.home[worker] = body, agent.number
         self.orders[worker] = VirtualLink(lambda order_: self._take(body, order_))
@@ -373,9 +373,9 @@ class ClusterWorld(World):
             case act.ResumeStep(order=resume):
                 body.directions[resume.epoch] = order
                 self._take(body, ("resume", (resume, book)))
-            case act.CopyState(joiner=joiner):
+            case act.CopyState(joiner=joiner) as copy:
                 if joiner in book:
-                    self._take(body, ("copy", (joiner, book[joiner])))
+                    self._take(body, ("copy", (copy, book[joiner])))
             case act.StopFeeding(joiner=joiner):
                 self._take(body, ("stop", joiner.replica))
 

@@ -13,6 +13,7 @@ from typing import Any
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.cluster_messages import NotifyWorker
 from everstep.core.words.ops import Kind, Worker
+from everstep.core.worker.joining import FrameUse
 from everstep.core.worker.worker_state import WorkerState
 from everstep.sim.storm.checkers import Checkers
 from everstep.sim.storm.disk import CheckpointDisk, ShelfMemory
@@ -56,7 +57,8 @@ class VirtualWorker:
         self.shelving = 0  # copies under way to a shelf
         self.directions: dict[int, NotifyWorker] = {}  # by epoch: what orders to go on said about states
         self.shelf: ShelfMemory | None = None
-        self.snapshot_out: Callable[[int, int, VirtualState], None] = lambda joiner, step, state: None
+        self.arriving: dict[str, int] = {}  # the frames of a state that this joiner copies
+        self.snapshot_out: Callable[[msg.Snapshot, VirtualState], None] = lambda task, state: None
 
     # -------------------------------------------------------------- tasks
 
@@ -129,7 +131,7 @@ class VirtualWorker:
         self.working = self.state
 
     def _snapshot(self, task: msg.Snapshot) -> None:
-        self.snapshot_out(task.joiner, task.state_step, self.state)
+        self.snapshot_out(task, self.state)
 
     def _apply_feed(self, task: msg.ApplyFeed) -> None:
         self.checkers.sum_used(self.me, task.step, self.payloads[task.feed])
@@ -173,6 +175,19 @@ class VirtualWorker:
                     self.payloads[parcel] = self.sums[parcel.step]
                 return self.payloads[parcel]
         return None
+
+    def take_state(self, transfer: msg.StateTransfer, name: str, value: int) -> None:
+        """One frame of two, so that a state could be made of two transfers' halves."""
+        use = self.walker.take_state(transfer)
+        if use is FrameUse.DROP:
+            return
+        if use is FrameUse.BEGIN:
+            self.arriving.clear()
+        self.arriving[name] = value
+        if len(self.arriving) == len(VirtualState._fields):
+            self.state = self.working = VirtualState(**self.arriving)
+            self.arriving.clear()
+            self.walker.state_arrived(transfer)
 
     def forget(self, command: msg.Forget) -> None:
         for parcel in command.parcels:

@@ -31,7 +31,6 @@ from everstep.sim.storm.truth import Truth, VirtualState
 from everstep.sim.storm.virtual_coordinator import VirtualCoordinator
 from everstep.sim.storm.virtual_worker import VirtualWorker
 
-_SNAPSHOT = "snapshot"
 _SHARE_OF_AN_OP = {  # of the typical op; what is not listed takes a tenth
     Kind.F: 1.0,
     Kind.I: 1.1,
@@ -112,7 +111,7 @@ class World:
             return
         del node.starting[worker]
         body = VirtualWorker(
-            WorkerState(worker, self.spec.rules),
+            WorkerState(worker, self.spec.rules, incarnation=incarnation),
             incarnation,
             node.number,
             self.truth,
@@ -120,7 +119,7 @@ class World:
             self.disk,
         )
         body.reports = VirtualLink(self._heard_report)
-        body.snapshot_out = lambda joiner, step, state: self._send_snapshot(body, joiner, step, state)
+        body.snapshot_out = lambda task, state: self._send_snapshot(body, task, state)
         self.bodies[worker] = body
         self.orders[worker] = VirtualLink(lambda order: self._take(body, order))
         if not node.heard:
@@ -154,7 +153,7 @@ class World:
     def _copy(self, action: act.CopyState) -> None:
         joiner = self.bodies.get(action.joiner)
         if joiner is not None:
-            self._order(action.source, ("copy", (action.joiner, joiner.incarnation)))
+            self._order(action.source, ("copy", (action, joiner.incarnation)))
 
     def _stop_feeding(self, action: act.StopFeeding) -> None:
         self._order(action.source, ("stop", action.joiner.replica))
@@ -285,9 +284,9 @@ class World:
                     self.checkers.resumed(body.me, order.epoch, self._others(body))
                 self._trigger("resume", body.me)
             case "copy":
-                joiner, incarnation = value
-                body.book[joiner] = incarnation
-                walker.copy_to(joiner.replica)
+                copy, incarnation = value
+                body.book[copy.joiner] = incarnation
+                walker.copy_to(copy.joiner.replica, incarnation=copy.incarnation, transfer=copy.transfer)
             case "stop":
                 walker.stop_feeding(value)
             case "mend":
@@ -295,11 +294,7 @@ class World:
                 if body.book.get(peer) == incarnation:
                     walker.link_reopened(peer)
             case _:
-                if walker.joining:  # as the engine does: a member needs nobody's state
-                    state_step, state = value
-                    if walker.wants_snapshot(state_step):
-                        body.state = body.working = state
-                    walker.snapshot_arrived(state_step)
+                body.take_state(*value)
         self._carry_out(body)
 
     def _others(self, me: VirtualWorker) -> Iterator[tuple[Worker, WorkerState]]:
@@ -321,12 +316,12 @@ class World:
                 self._delay(self.spec.weather.hop_us, body.me, target),
             )
 
-    def _send_snapshot(self, body: VirtualWorker, joiner: int, state_step: int, state: VirtualState) -> None:
-        target = Worker(joiner, body.me.stage)
-        link = self._link(body, target)
+    def _send_snapshot(self, body: VirtualWorker, task: msg.Snapshot, state: VirtualState) -> None:
+        link = self._link(body, Worker(task.joiner, body.me.stage))
         if link is not None:
             takes = self.spec.weather.copy_us or 4 * self.spec.weather.hop_us
-            self.network.send(link, (_SNAPSHOT, (state_step, state)), takes)
+            for name, value in state._asdict().items():
+                self.network.send(link, ("state", (task.transfer, name, value)), takes)
 
     def _link(self, body: VirtualWorker, target: Worker) -> VirtualLink | None:
         """The connection to the process that the sender was told of, if that one still lives."""
@@ -376,7 +371,12 @@ class World:
     def _tell_copied(self, body: VirtualWorker, command: msg.TellCopied) -> None:
         self._report(
             body,
-            ev.StateCopied(worker=body.me, incarnation=body.incarnation, state_step=command.state_step),
+            ev.StateCopied(
+                worker=body.me,
+                incarnation=body.incarnation,
+                transfer=command.transfer.number,
+                state_step=command.transfer.state_step,
+            ),
         )
         self._trigger("enter", body.me)
 
