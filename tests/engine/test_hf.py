@@ -15,6 +15,7 @@ from everstep.engine.job import DataSpec, Job, ModelSpec
 from everstep.engine.linear import share_in_two
 from everstep.engine.model import Model, partition, skeleton, slots
 from everstep.engine.preflight import preflight
+from everstep.engine.program import Program
 from everstep.engine.stage import Stage
 from everstep.errors import UserError
 
@@ -237,6 +238,17 @@ def test_frozen_parameters_keep_their_values_and_get_no_optimizer(
     again, found = step_of(stages(model, 3, Masked(), seed=3))
     assert torch.equal(again, losses)
     assert all(torch.equal(found[key], gradients[key]) for key in gradients)
+    assert program(model, stages=2).rules().tied is None  # the tied pair is frozen: nothing to add up
+
+
+def test_a_tied_pair_that_is_trained_is_added_up_over_its_two_stages() -> None:
+    assert program(hf(LLAMA), stages=3).rules().tied == (0, 2)
+    assert program(hf(LLAMA), stages=1).rules().tied is None
+
+
+def program(model: Model, stages: int) -> Program:
+    shape = Job(model=ModelSpec(build="in-the:script"), stages=stages)
+    return Program(shape, model, Masked(), lambda named: torch.optim.SGD(named, lr=1.0))
 
 
 # ------------------------------------------------------------------ jobs, and mistakes
@@ -285,7 +297,7 @@ def test_mistakes_are_one_sentence(folders: dict[str, Path], tmp_path: Path) -> 
         (lambda: hf(tmp_path / "odd"), "cannot be read"),
         (lambda: hf(3), "hf was given a int; give a folder"),
         (lambda: hf(tmp_path / "bare", weights=True), "has no safetensors"),
-        (lambda: hf(llama, num_layers_hidden=2), "'num_layers_hidden' is not a value of a LlamaConfig"),
+        (lambda: hf(llama, num_hidden_layer=2), "of a LlamaConfig; did you mean 'num_hidden_layers'?"),
         (lambda: hf(llama, train="*.query.*"), "train names '*.query.*', which fits no parameter such as"),
         (lambda: hf(llama, train="*", freeze="*"), "train and freeze are both given"),
         (lambda: hf(llama, prepare=lambda model: model.nothing), "prepare raised AttributeError"),

@@ -108,6 +108,10 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
         ("", "model is missing"),
         ("model = 3", "model is 3; it is a table: write [model]"),
         ("[model]", "model.preset, model.build or model.hf is missing; give one"),
+        (
+            '[model]\npreste = "gpt-1m"',
+            "model.preste is not a key of [model]; did you mean 'preset'?",
+        ),
         ('[model]\npreset = "a"\nbuild = "b:c"', "model.preset and model.build are both given"),
         ('[model]\npreset = "gpt-1n"', "model preset 'gpt-1n' is not known; did you mean 'gpt-1m'?"),
         (

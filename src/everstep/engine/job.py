@@ -39,6 +39,8 @@ class ModelSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not (self.preset or self.build or self.hf):  # one of them may be misspelt
+            refuse_unknown("model", self.options, [f.name for f in fields(ModelSpec)])
         one_of("model", preset=self.preset, build=self.build, hf=self.hf)
         self.shape()
 

@@ -10,7 +10,7 @@ from everstep.core.worker.rules import TaskRules
 from everstep.engine import device as devices
 from everstep.engine.data import Dataset
 from everstep.engine.job import Job
-from everstep.engine.model import Model, partition
+from everstep.engine.model import Model, partition, slots
 from everstep.engine.optimizer import OptimizerFactory, Updater
 from everstep.engine.resolve import data_of, model_of, optimizer_of
 from everstep.engine.stage import Stage
@@ -67,12 +67,14 @@ class Program:
         """The two stages that hold the halves of tied pairs; None when every pair is within a stage."""
         parts = partition(self.model, self.job.stages)
         names = self.model.names
+        trained = slots(self.model, range(len(names))) if self.model.tied else {}
 
         def stage_of(parameter: str) -> int:
             owner = max((name for name in names if parameter.startswith(name + ".")), key=len)
             return next(s for s, layers in enumerate(parts) if names.index(owner) in layers)
 
-        apart = {(stage_of(a), stage_of(b)) for a, b in self.model.tied if stage_of(a) != stage_of(b)}
+        changing = [(a, b) for a, b in self.model.tied if a in trained and b in trained]
+        apart = {(stage_of(a), stage_of(b)) for a, b in changing if stage_of(a) != stage_of(b)}
         pairs = {(min(pair), max(pair)) for pair in apart}
         if len(pairs) > 1:
             raise UserError(

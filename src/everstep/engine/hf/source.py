@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from everstep.engine.presets import closest
 from everstep.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -48,7 +49,8 @@ def config_of(source: Any, changes: Mapping[str, Any]) -> Any:
         )
     for name in changes:
         if name != "attn_implementation" and not hasattr(config, name):
-            raise UserError(f"{name!r} is not a value of a {type(config).__name__}; see its config.json.")
+            known = closest(name, config.to_dict())
+            raise UserError(f"{name!r} is not a value of a {type(config).__name__}; {known}")
     return auto.for_model(**{**config.to_dict(), **changes})
 
 
