@@ -32,13 +32,13 @@ Patch = tuple[Any, str, Any]  # owner, name, the wrong function
 
 def outbox_dropped_too_early() -> list[Patch]:
     """Boundary tensors go when the own stage holds its sum, not when every stage has sealed."""
-    right = Reduction.tell_held
+    right = Reduction.send_held
 
     def wrong(self: Reduction, state: StepState) -> None:
         right(self, state)
         self.mail.drop_sent(state.step)
 
-    return [(Reduction, "tell_held", wrong)]
+    return [(Reduction, "send_held", wrong)]
 
 
 def reduce_sealed_too_early() -> list[Patch]:

@@ -1,7 +1,7 @@
 """Back to a kept state: when every stage has a worker, everyone loads the newest state that is kept.
 
-So a task begins, and so it goes on after a stage has lost its last worker. Owns what is known of the states
-that outlive workers, on disk and in the memory of nodes.
+A task begins like this, and continues like this after a stage has lost its last worker. Owns what is known of
+the states that outlive workers, on disk and in the memory of nodes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """From the survivors' ledgers to what is still owed.
 
-All arithmetic on sets, no state: given who lives and what each says it has done, find for every step that
-somebody is in: which stages have its sum already, which (microbatch, stage) has been run where, who lacks a
-sum that a peer holds. Two steps can be open at once, never three: a stage cannot seal a step before its
-neighbours have entered it.
+Arithmetic on sets, without state. The live workers report what each has done. For every step that a worker
+is in, this finds: which stages have its sum already, where each (microbatch, stage) has been run, which
+workers lack a sum that a peer holds. Two steps can be open at once, never three: a stage cannot seal a step
+before its neighbours have entered it.
 
 A stage that holds its sum owes nothing for it. But the boundary tensors a dead worker had made live only in
 its outbox, and a neighbour stage that must redo a microbatch may ask for them. Then a live peer runs that
 microbatch once more as a *ghost*: for its outputs only, its gradients are in the sum already. That needs the
-weights from before the update; they are at hand, because no update is final before every stage has sealed
+weights from before the update; they are still known, because no update is final before every stage has sealed
 (see `rewind` below).
 """
 
@@ -128,7 +128,7 @@ class _StepView:
         wanted: dict[Place, set[str]] = {}
 
         def want_activation(microbatch: Microbatch, stage: int) -> None:
-            """Somebody will run F of (microbatch, stage): is its input still to be had?"""
+            """A worker will run F of (microbatch, stage): does its input still exist?"""
             if stage > 0 and self.complete[stage - 1] and "F" not in self._kinds(microbatch, stage - 1):
                 want(microbatch, stage - 1, "F")
 

@@ -84,7 +84,7 @@ class Places:
         ]
 
     def exhausted(self) -> str | None:
-        """Why the task cannot go on, if some stage has slots, but no process and no restart left."""
+        """Why the task cannot continue, if a stage has slots, but no process and no restart left."""
         for stage in sorted({worker.stage for worker in self.granted}):  # one without a slot waits for one
             places = [place for worker, place in self.states.items() if worker.stage == stage]
             absent = [place for place in places if isinstance(place, Absent)]
@@ -179,7 +179,7 @@ class Places:
         for worker, place in self.joiners().items():
             self.to(worker, Member(place.incarnation, step))
 
-    # -------------------------------------------------------------- who is where
+    # -------------------------------------------------------------- lookups
 
     def members(self) -> list[Worker]:
         return [worker for worker, place in self.states.items() if isinstance(place, Member)]

@@ -28,12 +28,12 @@ class Raises:
             del self.first[next(iter(self.first))]
         if (other, incarnation) == process:
             return None
-        who = (
+        both = (
             f"worker {other} and its replacement"
             if other == event.worker
             else f"workers {other} and {event.worker}"
         )
-        return f"{who} raised the same exception at {event.where}, so the input causes it: {event.error}"
+        return f"{both} raised the same exception at {event.where}, so the input causes it: {event.error}"
 
 
 def kind_of(error: str) -> str:

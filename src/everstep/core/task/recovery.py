@@ -3,7 +3,7 @@
 One machine per task, off the data path. Workers train without it; it acts when membership changes.
 
 A worker's death, a joiner that has caught up and an update that turned out invalid begin a new epoch, which
-`core.task.phases` carries through. A replacement copies its state from a live peer while training goes on,
+`core.task.phases` carries through. A replacement copies its state from a live peer while training continues,
 and is let in at a step that no worker has entered.
 
 `Recovery` routes events over parts that each own their state and return actions:

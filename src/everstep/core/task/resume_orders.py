@@ -1,4 +1,4 @@
-"""The orders with which workers go on in a new epoch, from what is owed and the schedule of it."""
+"""The orders with which workers resume in a new epoch, from what is owed and the schedule of it."""
 
 from __future__ import annotations
 

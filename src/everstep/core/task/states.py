@@ -92,7 +92,7 @@ PLACE: Mapping[type[Any], frozenset[type[Any]]] = {
     Copying: frozenset({Copied, Copying, Started, Absent}),  # Copying: the source died, another one is found
     Copied: frozenset({Entering, Copying, Started, Absent}),
     Entering: frozenset({Member, Started, Absent}),  # Started: the source died before the last feed
-    Member: frozenset({Started, Absent}),  # Started: its stage lives, another is lost, all go back
+    Member: frozenset({Started, Absent}),  # Started: another stage is lost, so everyone loads a kept state
 }
 
 # ------------------------------------------------------------------ the task

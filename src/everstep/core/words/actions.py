@@ -1,4 +1,4 @@
-"""What shall happen. Imperative, frozen; each says why, in the sentence that logs and people read."""
+"""What is to be done. Imperative, frozen; each has its reason, the sentence that logs and screens show."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class InterruptWorkers:
 
 @dataclass(frozen=True, slots=True)
 class BrokenStep:
-    """A step that some worker is in: who takes no part, and what is done, as (host, kinds) per place."""
+    """A step that a worker is in: which places take no part, and what is done, as (host, kinds) per place."""
 
     dead: frozenset[Worker]
     done: Mapping[Place, tuple[int, str]]

@@ -118,7 +118,7 @@ class PlacesGranted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStalled:
-    """Everybody waits and nobody is at fault: something got lost between them."""
+    """All workers wait for each other and none is at fault: a message got lost."""
 
     because: str
 
@@ -153,7 +153,7 @@ class RestoreFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """This shape is to end after the step that somebody is in now."""
+    """This shape ends after the last step that a worker is in now."""
 
     because: str
 

@@ -1,4 +1,4 @@
-"""What a worker tells other stages, and the coordinator, of the steps that its stage has sealed.
+"""What a worker sends to other stages, and to the coordinator, about the steps that its stage has sealed.
 
 The last few announcements are kept and sent again in a new epoch or over a link that was mended: the worker
 that sent them, or the one that received them, may be dead. Duplicates are dropped where they arrive.
@@ -47,7 +47,7 @@ class Announcements:
         if self.mail.is_first_peer(step):
             self.mail.commands.append(replace(sealed, attempt=self.mail.order.attempt(step)))
         news = self.mail.name(ParcelKind.NEWS, step, self.me.stage)
-        for worker in self.mail.wards(step):
+        for worker in self.mail.listeners(step):
             self.mail.send(news, worker, sealed.sum_of_squares)
 
     def send_tied(self, state: StepState) -> None:
@@ -56,6 +56,6 @@ class Announcements:
             state.tied_attempt != self.mail.order.attempt(state.step)
         )
         if self.rules.is_tied(self.me.stage) and not is_over:
-            for worker in self.mail.wards(state.step):
+            for worker in self.mail.listeners(state.step):
                 if self.rules.is_tied(worker.stage):
                     self.mail.send(self.mail.name(ParcelKind.TIED, state.step, self.me.stage), worker)

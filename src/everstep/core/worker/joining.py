@@ -5,7 +5,7 @@
     FEED of step 8, its sum            ──────► ApplyFeed: after step 8
     FEED of step 9                     ──────► ApplyFeed: after step 9; let in at step 10, it is a member
 
-Training goes on meanwhile. A worker whose state is restored from a kept one is a member at once.
+Training continues meanwhile. A worker that loads a kept state is a member at once.
 """
 
 from __future__ import annotations

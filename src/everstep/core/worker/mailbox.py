@@ -10,7 +10,7 @@ from everstep.core.words.worker_messages import Command, Forget, Parcel, ParcelK
 
 
 class Mailbox:
-    """Names only; the shell keeps the payloads, and frees them when told to `Forget`."""
+    """Names only. The shell keeps the payloads, and frees them on the command `Forget`."""
 
     def __init__(self, me: Worker) -> None:
         self.me = me
@@ -34,7 +34,7 @@ class Mailbox:
         return Parcel(what, self.order.attempt(step), step, stage, microbatch, round, sender, owner)
 
     def send(self, parcel: Parcel, to: Worker, value: Any = None) -> None:
-        """Only members get mail."""
+        """Only members get parcels."""
         if to.replica in self.order.members_at(parcel.step).live[to.stage]:
             self.commands.append(Send(parcel, to.replica, to.stage, value))
 
@@ -59,7 +59,7 @@ class Mailbox:
                 self.send(parcel, peer)
 
     def use(self, parcel: Parcel) -> None:
-        """A received parcel has served."""
+        """A received parcel is not needed again."""
         if parcel in self.box:
             del self.box[parcel]
             self.commands.append(Forget((parcel,)))
@@ -86,7 +86,7 @@ class Mailbox:
         """Forget every parcel of these steps that belongs to an attempt before this one."""
         self.drop(lambda p: p.step >= from_step and p.attempt < self.order.attempt(p.step))
 
-    # -------------------------------------------------------------- who is who
+    # -------------------------------------------------------------- peers
 
     def peers(self, step: int) -> tuple[int, ...]:
         """The replicas of this worker's stage in a step, itself among them."""
@@ -96,18 +96,20 @@ class Mailbox:
         return [Worker(k, self.me.stage) for k in self.peers(step) if k != self.me.replica]
 
     def is_first_peer(self, step: int) -> bool:
-        """One of them speaks for all."""
+        """The first peer reports for the whole stage."""
         return self.peers(step)[0] == self.me.replica
 
     def round(self, step: int) -> int:
         return self.order.members_at(step).rounds[self.me.stage]
 
-    def wards(self, step: int) -> Iterator[Worker]:
-        """Those of other stages that hear from this one: its own replica's, and those whose peer is dead."""
+    def listeners(self, step: int) -> Iterator[Worker]:
+        """The workers of other stages that this one sends news to: those of its own replica, and a share of
+        those whose replica has no worker in this stage.
+        """
         live = self.order.members_at(step).live
         mine = live[self.me.stage]
         for stage, replicas in enumerate(live):
             for replica in replicas if stage != self.me.stage else ():
-                speaker = replica if replica in mine else mine[replica % len(mine)]
-                if speaker == self.me.replica:
+                sender = replica if replica in mine else mine[replica % len(mine)]
+                if sender == self.me.replica:
                     yield Worker(replica, stage)

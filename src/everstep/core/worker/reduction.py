@@ -3,19 +3,19 @@
     contribute    send each owner this worker's part of its chunk
     sum           the owner adds the parts, in the order of replicas, and sends the sum to all
     assemble      with every owner's chunk in hand, the worker holds the sum, and says so
-    seal          all live peers hold it: nobody can come asking for the sum any more
+    seal          all live peers hold it: no peer can ask for the sum again
 
 A worker that holds the sum needs its own gradients no more: each owner of a chunk has had its part, and to a
 peer that lacks the sum it can give the whole of it. So there is one buffer for gradients, not two.
 
-As many bytes as a ring moves, in two hops whatever the number of peers, and with no group to be formed: when
+As many bytes as a ring moves, in two hops whatever the number of peers, and without forming a group: when
 a peer dies, only what it owned or had not sent is missing. Any holder can give the whole sum to a peer that
-lacks it. Where nobody holds it, the parts count for nothing and the reduce starts over in a new round.
+lacks it. Where no live peer holds it, the parts do not count and the reduce starts over in a new round.
 
 A microbatch has a weight: 1, or what its loss says (how many tokens it counts). Its gradients are those of a
 sum; the owner divides the sum of all by the sum of all weights. The weights travel in the parts, beside the
 names of the microbatches they are of, so each is counted exactly once, and their sum is correctly rounded, so
-it does not depend on who ran what.
+it does not depend on which worker ran which microbatch.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Reduction:
             self.mail.send(self._chunk(state, owner=self.me.replica), peer, squares)
 
     def assembled(self, state: StepState, task: AssembleSum, squares: float | None) -> None:
-        """`squares`: the shell's word, where the whole is not the sum of its chunks."""
+        """`squares`: the shell's answer, where the whole is not the sum of its chunks."""
         box = self.mail.box
         if task.chunks and task.chunks[0].what is ParcelKind.COPY:
             reduced, state.everyone = box[task.chunks[0]]
@@ -102,7 +102,7 @@ class Reduction:
         self.mail.commands.append(ReleaseGradients(state.step))
         if not self.rules.is_tied(self.me.stage):
             state.sum_of_squares = state.reduced_squares
-        self.tell_held(state)
+        self.send_held(state)
 
     def all_hold(self, state: StepState) -> bool:
         return all(
@@ -110,11 +110,11 @@ class Reduction:
             for peer in self.mail.other_peers(state.step)
         )
 
-    def tell_held(self, state: StepState) -> None:
+    def send_held(self, state: StepState) -> None:
         for peer in self.mail.other_peers(state.step):
             self.mail.send(self._held(state.step, self.me.replica), peer)
 
-    def tell_one(self, step: int, peer: Worker) -> None:
+    def send_held_to(self, step: int, peer: Worker) -> None:
         """That this worker held the sum of a step it has closed since."""
         self.mail.send(self._held(step, self.me.replica), peer)
 
@@ -134,7 +134,7 @@ class Reduction:
             self.mail.send(self._chunk(state, owner=self.me.replica), peer, state.own_chunk_squares)
 
     def copy(self, step: int) -> Parcel:
-        """Of this round: what a giver sent before it died must not reach half of those who begin anew."""
+        """Of this round: when the reduce starts over, a dead giver's copy must not reach only some peers."""
         return self.mail.name(ParcelKind.COPY, step, self.me.stage, round=self.mail.round(step))
 
     def _held(self, step: int, sender: int) -> Parcel:

@@ -33,7 +33,7 @@ class TaskRules:
         """May a stage step before the norm of all stages is known?
 
         Where recent norms are near the clip it would often be undone, so it waits. The last step waits too:
-        nobody is there to gain from it.
+        no step follows that could begin earlier.
         """
         if self.stagger == "never" or step == self.steps or self.stages == 1:
             return False

@@ -92,7 +92,7 @@ class StepState:
     reduced_squares: float | None = None  # of the sum as it was reduced
     sum_of_squares: float | None = None  # of the whole stage; for a tied stage after combining
     everyone: Part | None = None  # the parts of all peers, added up and checked
-    tied_attempt: int = -1  # in which it was combined; an order that has another knows nobody who lacks it
+    tied_attempt: int = -1  # in which it was combined; in another attempt no peer lacks it
     scale: float | None = None  # what the update multiplied the gradient with; None: it was skipped
     fed: set[int] = field(default_factory=set)  # the joiners that have this step
     saved_among: tuple[int, ...] = ()  # the peers that shared the writing of its checkpoint

@@ -163,7 +163,7 @@ class WorkerState:
             for state in self.steps.all:
                 self.reduction.resend(state, peer)
             if self.steps.closed is not None:
-                self.reduction.tell_one(self.steps.closed, peer)
+                self.reduction.send_held_to(self.steps.closed, peer)
             if peer.replica in self.feeder.feeds:
                 self.feeder.copy_again(peer.replica)
         self.news.repeat()
@@ -171,7 +171,7 @@ class WorkerState:
     # -------------------------------------------------------------- what a worker does next
 
     def take_commands(self) -> list[Command]:
-        """What the shell shall do besides the work item; empties the list."""
+        """What the shell does besides the work item; empties the list."""
         commands, self.mail.commands = self.mail.commands, []
         return commands
 
@@ -275,7 +275,7 @@ class WorkerState:
         self.mail.redirect()
         for state in steps.all:  # a dead worker may have owed these; duplicates are dropped
             if state.holds_sum:
-                self.reduction.tell_held(state)
+                self.reduction.send_held(state)
             if state.is_sealed:
                 self.news.send_tied(state)
         self.news.repeat()
