@@ -164,6 +164,14 @@ def test_a_task_is_closed_gently_then_firmly_then_by_force_then_given_up(node: N
     assert node.machine.due_at() is None
 
 
+def test_a_task_closed_firmly_after_its_worker_died_asks_the_dead_for_nothing(node: Node) -> None:
+    """The kernel was still clearing up: the agent ended with "dead cannot become ending"."""
+    node.up()
+    node.give(msg.CloseTask(task="t", gently=True))
+    node.happens(ag.ProcessDied(sender(), "ended"))
+    assert node.give(msg.CloseTask(task="t", gently=False)) == []
+
+
 def test_a_worker_that_writes_its_last_state_is_left_alone_for_longer(node: Node) -> None:
     node.up(A)
     node.give(msg.CloseTask(task="t", gently=True))

@@ -179,7 +179,9 @@ class NodeProcesses:
         for process in [p for p in self.processes.values() if p.sender.task == order.task]:
             if process.state is _S.STARTING:
                 actions += self._kill(process, now)  # it has nothing in hand
-            elif process.state is _S.RUNNING or (process.gently and not order.gently):
+            elif process.state is _S.RUNNING or (
+                process.state is _S.ENDING and process.gently and not order.gently
+            ):
                 process.closed_at = now
                 actions += self._end(process, now, gently=order.gently)
         return actions
