@@ -13,7 +13,7 @@ refused for it, unless the user accepts that name. `notes` are sentences for the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 from everstep.checkpoint import dtypes
 from everstep.checkpoint.dtypes import Array
 from everstep.checkpoint.stored import Held, Stored, num_bytes, read_all, read_range
-from everstep.checkpoint.values import Encoder, is_stored
+from everstep.checkpoint.values import Encoder, decode, is_stored
 from everstep.layout.layout import ITEM_BYTES
 
 
@@ -64,6 +64,24 @@ class TrainingState:
         """What an encoder found besides JSON."""
         self.lost += encoder.lost
         self.tensors |= encoder.tensors
+
+
+def encoded_group(
+    encoder: Encoder, names: Iterable[str], numbers: Mapping[str, Any], path: str
+) -> dict[str, Any]:
+    """An optimizer group; a tuple (betas) is a list among its numbers."""
+    found: dict[str, Any] = {"params": list(names)}
+    for key, value in numbers.items():
+        if key != "params":
+            one = list(value) if isinstance(value, tuple) else value
+            found[str(key)] = encoder.encode(one, f"{path}.{key}")
+    return found
+
+
+def group_numbers(group: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Any]:
+    """The other way round, without the names."""
+    found = {key: decode(value, tensors) for key, value in group.items() if key != "params"}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
 
 
 def scalar(value: float, dtype: str = "F32") -> Held:

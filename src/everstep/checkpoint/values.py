@@ -4,11 +4,12 @@ Frameworks pickle them; a universal checkpoint holds JSON. What JSON has no word
 
     {"$float": "inf"}                a number that JSON cannot write
     {"$dict": [[30, 1]]}             keys that are not strings; {"$counter": …} is a collections.Counter
-    {"$set": […]}  {"$complex": [re, im]}  {"$bytes": "base64"}  {"$bytesio": "base64"}  {"$dtype": "BF16"}
+    {"$tuple": […]}  {"$set": […]}  {"$complex": [re, im]}  {"$dtype": "BF16"}
+    {"$bytes": "base64"}  {"$bytesio": "base64"}
     {"$scalar": ["F32", 0.001]}      a tensor without dimensions
     {"$tensor": "extra/rng"}         a tensor, kept among the tensors under that name; {"$array": …}: of numpy
 
-A tuple becomes a list. What cannot be held at all, an object of some class, is named in `lost`: the caller
+What cannot be held at all, an object of some class, is named in `lost`: the caller
 decides whether that is acceptable.
 """
 
@@ -52,7 +53,8 @@ class Encoder:
         if isinstance(value, complex):
             return {"$complex": [self.encode(value.real, path), self.encode(value.imag, path)]}
         if isinstance(value, list | tuple):
-            return [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
+            items = [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
+            return items if isinstance(value, list) else {"$tuple": items}
         if isinstance(value, set | frozenset):
             return {"$set": [self.encode(item, path) for item in sorted(value, key=repr)]}
         if isinstance(value, dict):
@@ -128,6 +130,7 @@ def _array(held: str, tensors: Mapping[str, Stored]) -> Any:
 
 
 _TAGS = {
+    "$tuple": lambda held, tensors: tuple(decode(held, tensors)),
     "$float": lambda held, _: float(held),
     "$complex": lambda held, tensors: complex(*decode(held, tensors)),
     "$set": lambda held, tensors: {decode(item, tensors) for item in held},

@@ -3,7 +3,7 @@
     model.<parameter>                          model/<parameter>, or buffer/<name>: the format does not say
     optimizer.state.<parameter>.<key>          optimizer/<parameter>/<key>
     optimizer.param_groups.<parameter>.<n>     the parameter's group (flattened, as pipelines need it)
-    optimizer.param_groups                     the groups as a list (not flattened)
+    optimizer.param_groups.<i>.<n>             the groups by number (not flattened)
     everstep.state, everstep.tensors.<name>    ours: see `sidecar`
     any other                                  extra/dcp/<key>, or a value of meta["extra"]
 
@@ -24,7 +24,7 @@ from everstep.checkpoint.formats.dcp_files import SavedKeys, is_one, read_keys, 
 from everstep.checkpoint.formats.format import Format, Reading, Target
 from everstep.checkpoint.index import Refused
 from everstep.checkpoint.parts import Progress
-from everstep.checkpoint.state import TrainingState, keyed_value, value_of_key
+from everstep.checkpoint.state import TrainingState, encoded_group, group_numbers, keyed_value, value_of_key
 from everstep.checkpoint.values import Encoder, decode, tensors_in
 from everstep.errors import UserError
 
@@ -102,11 +102,9 @@ class _Groups:
 
     def _encoded(self, table: dict[str, Any], path: str) -> dict[str, Any]:
         names = table.get("params")
-        found: dict[str, Any] = {"params": [str(name) for name in names] if isinstance(names, list) else []}
-        for key, value in table.items():
-            if key != "params":
-                found[str(key)] = self.encoder.encode(value, f"dcp/{path}.{key}")
-        return found
+        return encoded_group(
+            self.encoder, map(str, names) if isinstance(names, list) else (), table, f"dcp/{path}"
+        )
 
 
 def _take_optimizer(state: TrainingState, found: dict[str, Any], prefix: str, saved: SavedKeys) -> _Groups:
@@ -192,19 +190,12 @@ def _key(name: str, model: str, optimizer: str) -> str:
 
 
 def _group_keys(state: TrainingState, optimizer: str) -> dict[str, Any]:
-    groups = [decode(group, state.tensors) for group in state.groups]
-    for group in groups:
-        if isinstance(group.get("betas"), list):
-            group["betas"] = tuple(group["betas"])
+    groups = [{**group_numbers(group, state.tensors), "params": group["params"]} for group in state.groups]
     keys: dict[str, Any] = {}
     for group in groups:
         for name in group["params"]:
             keys |= {f"{optimizer}param_groups.{name}.{k}": v for k, v in group.items() if k != "params"}
-    if any(hasattr(value, "read") for group in groups for value in group.values()):
-        keys |= {f"{optimizer}param_groups.{i}.{k}": v for i, g in enumerate(groups) for k, v in g.items()}
-    elif groups:
-        keys[f"{optimizer}param_groups"] = groups
-    return keys
+    return keys | {f"{optimizer}param_groups.{i}.{k}": v for i, g in enumerate(groups) for k, v in g.items()}
 
 
 FORMAT = Format(

@@ -22,7 +22,7 @@ from typing import Any
 from everstep.checkpoint.formats import deepspeed_meta, deepspeed_write, pickles
 from everstep.checkpoint.formats.format import Format, Reading
 from everstep.checkpoint.formats.shards import ShardRules
-from everstep.checkpoint.state import TrainingState, keyed_value
+from everstep.checkpoint.state import TrainingState, encoded_group, keyed_value
 from everstep.checkpoint.stored import FilePiece, Pieces, Stored
 from everstep.checkpoint.values import Encoder
 from everstep.errors import UserError
@@ -175,7 +175,7 @@ def _read_one(found: _Local, parts: Sequence[Any], shapes: dict[str, Shape]) -> 
         _collect(found, shapes, names, weights, states, scalars)
         base = parts[0]["base_optimizer_state"]
         numbers = base["param_groups"][g] if isinstance(base, dict) else {}
-        found.groups.append(_group(found, names, numbers, g))
+        found.groups.append(encoded_group(found.encoder, names, numbers, f"groups.{g}"))
 
 
 def _group_state(part: Any, g: int) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _read_three(found: _Local, parts: Sequence[Any], ranks: Sequence[Any], shape
     world = len(parts)
     numbers = parts[0]["optimizer_state_dict"]["param_groups"]
     for g, group in enumerate(numbers):
-        found.groups.append(_group(found, {}, group, g))
+        found.groups.append(encoded_group(found.encoder, (), group, f"groups.{g}"))
     for sub, table in enumerate(ranks[0]["param_shapes"]):
         at = 0
         names: dict[str, int] = {}
@@ -314,11 +314,6 @@ def _scalars(found: _Local, state: dict[str, Any], flat: Pieces, group: int) -> 
         elif f"optimizer state {key} of group {group}" not in found.encoder.lost:
             found.encoder.lost.append(f"optimizer state {key} of group {group}")
     return shared
-
-
-def _group(found: _Local, names: Iterable[str], numbers: dict[str, Any], g: int) -> dict[str, Any]:
-    rest = {k: found.encoder.encode(v, f"groups.{g}.{k}") for k, v in numbers.items() if k != "params"}
-    return {"params": list(names), **rest}
 
 
 def _shape(shapes: dict[str, Shape], name: str) -> Shape:

@@ -22,7 +22,7 @@ from everstep.checkpoint.formats.deepspeed import frozen_of, with_empty
 from everstep.checkpoint.formats.deepspeed_write import FlatGroup
 from everstep.checkpoint.formats.format import Format, Reading, Target
 from everstep.checkpoint.parts import Progress
-from everstep.checkpoint.state import TrainingState, keyed_value, value_of_key
+from everstep.checkpoint.state import TrainingState, encoded_group, keyed_value, value_of_key
 from everstep.checkpoint.stored import FilePiece, Pieces, Stored
 from everstep.checkpoint.values import Encoder
 from everstep.errors import UserError
@@ -59,8 +59,7 @@ def read(path: str | Path, reading: Reading) -> TrainingState:
     held = optimizer.get("optimizer_state_dict") or {}
     groups = optimizer.get("param_groups") or held.get("param_groups") or []
     for g, (group, mine) in enumerate(zip(groups, _names(groups, names), strict=False)):
-        numbers = {k: encoder.encode(v, f"groups.{g}.{k}") for k, v in group.items() if k != "params"}
-        state.groups.append({"params": mine, **numbers})
+        state.groups.append(encoded_group(encoder, mine, group, f"groups.{g}"))
     deepspeed_meta.take(state, [first], optimizer)
     state.take(encoder)
     _add_module(state, first)
@@ -130,7 +129,7 @@ def _take(
 ) -> None:
     if isinstance(value, dict):
         value = value.get("param")
-    if isinstance(value, Pieces) and name in shapes and value.shape != shapes[name] and value.shape:
+    elif isinstance(value, Pieces) and len(value.shape) == 1 and value.shape != shapes.get(name, value.shape):
         value = _reshaped(name, value, shapes[name])
     found = keyed_value(key, value)
     if found is None:
@@ -155,10 +154,8 @@ def _add_steps(state: TrainingState, held: Any) -> None:
     found = None if step is None else keyed_value("step", step)
     if found is None:
         return
-    for name in state.parameters():
-        if name not in state.frozen and not any(
-            f"optimizer/{name}/step{kind}" in state.tensors for kind in ("", "#int", "#float")
-        ):
+    for name, states in list(state.optimizer().items()):
+        if not any(key.partition("#")[0] == "step" for key in states):
             state.tensors[f"optimizer/{name}/{found[0]}"] = found[1]
 
 
@@ -174,7 +171,7 @@ def write(path: Path, state: TrainingState, target: Target, progress: Progress) 
         _atom(home / "fp32.pt", stored, progress)
         for key, value in optimizer[name].items():
             file = home / f"{key.partition('#')[0]}.pt"
-            if value.shape == stored.shape and key != "step" and "#" not in key:
+            if key != "step" and "#" not in key:
                 _atom(file, value, progress)
             else:
                 torchfile.save(file, value_of_key(key, value), progress)

@@ -22,9 +22,9 @@ from everstep.checkpoint.formats import deepspeed_meta, torchfile
 from everstep.checkpoint.formats.format import Target
 from everstep.checkpoint.formats.torchfile import Global, PickledObject
 from everstep.checkpoint.parts import Progress
-from everstep.checkpoint.state import TrainingState, number_of, value_of_key
+from everstep.checkpoint.state import TrainingState, group_numbers, number_of, value_of_key
 from everstep.checkpoint.stored import Stored
-from everstep.checkpoint.values import decode, tensors_in
+from everstep.checkpoint.values import tensors_in
 from everstep.checkpoint.woven import Flat, as_dtype
 from everstep.errors import UserError
 
@@ -123,15 +123,8 @@ def _flat_group(
     known: Mapping[str, Stored],
     optimizer: Mapping[str, dict[str, Stored]],
 ) -> FlatGroup:
-    shared = _shared_keys(names, known, optimizer)
-    kinds: dict[str, set[str]] = {}
-    for name in names:
-        for key, stored in optimizer[name].items():
-            if key not in shared and stored.shape == known[name].shape:
-                kinds.setdefault(key, set()).add(stored.dtype)
-    numbers = decode({key: value for key, value in group.items() if key != "params"}, state.tensors)
-    if isinstance(numbers.get("betas"), list):
-        numbers["betas"] = tuple(numbers["betas"])
+    flat, shared = _keys(names, known, optimizer)
+    numbers = group_numbers(group, state.tensors)
     return FlatGroup(
         number=number,
         names=names,
@@ -139,7 +132,10 @@ def _flat_group(
         dtype=_one_type({known[name].dtype for name in names}),
         weights=known,
         states={name: optimizer[name] for name in names},
-        flat={key: _one_type(types) for key, types in kinds.items()},
+        flat={
+            key: _one_type({optimizer[name][key].dtype for name in names if key in optimizer[name]})
+            for key in flat
+        },
         shared=_shared_values(names, shared, optimizer),
     )
 
@@ -149,22 +145,27 @@ def _one_type(types: set[str]) -> str:
     return next(iter(types)) if len(types) == 1 else "F64" if types & {"F64", "I64"} else "F32"
 
 
-def _shared_keys(
+def _keys(
     names: list[str], known: Mapping[str, Stored], optimizer: Mapping[str, dict[str, Stored]]
-) -> set[str]:
-    """Keys that a group has once, such as the count of steps. For a parameter without dimensions a key looks
-    the same either way: then the other parameters decide, or the key's name.
+) -> tuple[list[str], set[str]]:
+    """Keys as large as the parameters, and keys that a group has once, such as the count of steps. A key that
+    is now this, now that, or neither, has no place. For a parameter without dimensions both look the same:
+    then the other parameters decide, or the key's name.
     """
-    once, full, unsure = set(), set(), set()
+    kinds: dict[str, set[str]] = {}
     for name in names:
         for key, stored in optimizer[name].items():
-            if not known[name].shape and not stored.shape:
-                unsure.add(key)
-            elif not stored.shape:
-                once.add(key)
-            elif stored.shape == known[name].shape:
-                full.add(key)
-    return once | {key for key in unsure - full if key == "step" or "#" in key}
+            if stored.shape == known[name].shape:
+                kind = "full" if stored.shape else "either"
+            else:
+                kind = "neither" if stored.shape else "once"
+            kinds.setdefault(key, set()).add(kind)
+    once = {
+        key
+        for key, found in kinds.items()
+        if found <= {"once", "either"} and ("once" in found or key == "step" or "#" in key)
+    }
+    return [key for key, found in kinds.items() if found <= {"full", "either"} and key not in once], once
 
 
 def _shared_values(
@@ -322,8 +323,7 @@ def model_states(
     module |= state.buffers()
     for alias, name in state.tied.items():
         module.setdefault(alias, module[name])
-    inside = tensors_in(state.meta.get("deepspeed"))
-    others = {} if rank else {n: s for n, s in state.others().items() if n not in inside}
+    others = {} if rank else _without_place(state, trained)
     return {
         "module": module,
         "buffer_names": list(state.buffers()),
@@ -337,6 +337,18 @@ def model_states(
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         **deepspeed_meta.model_keys(state, others, _odd_groups(state, trained)),
     }
+
+
+def _without_place(state: TrainingState, trained: set[str]) -> dict[str, Stored]:
+    """Tensors that DeepSpeed has no place for: others than those in its own values, and optimizer state of
+    parameters that it leaves out of the optimizer.
+    """
+    inside = tensors_in(state.meta.get("deepspeed"))
+    found = {name: stored for name, stored in state.others().items() if name not in inside}
+    for parameter, states in state.optimizer().items():
+        if parameter not in trained:
+            found |= {f"optimizer/{parameter}/{key}": stored for key, stored in states.items()}
+    return found
 
 
 def _odd_groups(state: TrainingState, trained: set[str]) -> list[dict[str, Any]] | None:
