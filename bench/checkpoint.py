@@ -4,6 +4,7 @@
     python bench/checkpoint.py --deepspeed ds/bin/python            with `ds_to_universal` beside us
     python bench/checkpoint.py --only kill --kills 100
     python bench/checkpoint.py --only stall --device cuda --gib 8   the stall of a snapshot of a GPU's state
+    python -m bench.checkpoint matrix --cases 300 --seed 7          odd checkpoints, every pair of formats
 
 Contestants take turns, `--turns` times, and each starts with nothing left to flush (`sync`); the median
 counts. Page cache is warm for all alike. Peak memory is that of a process of its own.
@@ -478,4 +479,8 @@ def show(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["matrix"]:
+        from bench.checkpoint_matrix import main as matrix
+
+        sys.exit(matrix(sys.argv[2:]))
     sys.exit(main())

@@ -15,13 +15,14 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch._dynamo  # once for all ranks
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
 
 from harness.odd.model import OddModel, Spec, optimizer_of, whole
 from harness.odd.ranks import serve
 
-KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",)}
 
 
 def run(job: dict[str, Any], rank: int) -> None:
@@ -53,7 +54,7 @@ def run(job: dict[str, Any], rank: int) -> None:
         if job.get("client"):
             assert (client["next"], client["milestones"]) == (3, {30: 1}), client["milestones"]
             assert torch.equal(client["rng"], torch.arange(6, dtype=torch.uint8))
-    tensors, table = _truth(job["spec"], engine, job["stage"])
+    tensors, table = _truth(job["spec"], engine, job["stage"], job["optimizer"])
     if rank == 0:
         _dump(job, tensors, table)
 
@@ -76,10 +77,15 @@ def _engine(job: dict[str, Any]) -> Any:
     return engine
 
 
-def _truth(spec: Spec, engine: Any, stage: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _truth(
+    spec: Spec, engine: Any, stage: int, optimizer: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What the engine holds: fp32 masters, states, frozen weights, buffers, groups."""
     found: dict[str, torch.Tensor] = {}
     model = engine.module
+    if optimizer and hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        engine.optimizer._hp_optimizer_states_linked = False  # after a load they are linked by the next step
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     for row in spec["tensors"]:
         name = row["name"]
         if row["role"] == "buffer":
@@ -91,13 +97,9 @@ def _truth(spec: Spec, engine: Any, stage: int) -> tuple[dict[str, torch.Tensor]
                 found[f"model/{name}"] = whole(p.data)
             continue
         found[f"model/{name}"] = whole(safe_get_full_fp32_param(p)).reshape(row["shape"])
-        for key in KEYS:
-            try:
-                state = safe_get_full_optimizer_state(p, key)
-            except (KeyError, ValueError, AttributeError):
-                continue
-            if state is not None:
-                found[f"optimizer/{name}/{key}"] = whole(state).reshape(row["shape"])
+        for key in KEYS.get(spec["optimizer"], ()) if optimizer else ():
+            state = safe_get_full_optimizer_state(p, key)
+            found[f"optimizer/{name}/{key}"] = whole(state).reshape(row["shape"])
         step = _step(engine)
         if step is not None:
             found[f"optimizer/{name}/step"] = torch.tensor(float(step))

@@ -125,12 +125,14 @@ def by_deepspeed(given: Judgement) -> list[str]:
         "stage": stage,
         "precision": given.precision,
         "universal": universal,
+        "optimizer": given.with_optimizer,
         "client": given.source == "deepspeed",
     }
     said = [] if universal else _offline(given, job)
     kinds = ("adamw",) if universal else ("adamw", "momentum", "sgd")
-    if world > MOST_RANKS or given.spec["optimizer"] not in kinds or given.spec["never"]:
-        return said
+    scalars = any(not t["shape"] for t in given.spec["tensors"] if t["role"] != "buffer")
+    if scalars or world > MOST_RANKS or given.spec["optimizer"] not in kinds or given.spec["never"]:
+        return said  # DeepSpeed cannot make such an engine
     load = job | {"do": "load", "truth": str(given.scratch / "engine")}
     found, table = given.frameworks.run(DEEPSPEED, load, world)
     wanted = given.truth if given.with_optimizer else given.weights()

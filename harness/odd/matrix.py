@@ -158,7 +158,7 @@ class _CaseRun:
     # The source.
 
     def _written(self, path: Path) -> tuple[Truth, dict[str, Any]]:
-        job: dict[str, Any] = {"do": "save", "spec": self.spec, "folder": str(path)}
+        job: dict[str, Any] = {"do": "save", "spec": self.spec, "folder": str(path), "optimizer": True}
         job["truth"] = str(self.folder / "truth")
         if self.case.source == "deepspeed":
             self.precision = self.chance.choice(["fp32", "fp32", "bf16", "fp16"])
@@ -170,7 +170,7 @@ class _CaseRun:
         plain = self.case.source == "plain"
         mesh = [1, 1] if plain else self.chance.choice([[2, 1], [1, 2], [2, 2], [3, 1]])
         flatten = self.chance.random() < 0.5
-        job |= {"style": self.case.source, "mesh": mesh, "flatten": flatten, "optimizer": True}
+        job |= {"style": self.case.source, "mesh": mesh, "flatten": flatten}
         self.result.judges.append(f"written by torch {self.case.source} {mesh[0]} x {mesh[1]}")
         return self.frameworks.run(TORCH, job, mesh[0] * mesh[1])
 

@@ -9,6 +9,7 @@ other side: it starts the process, hands it jobs, and has the last line that a f
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import select
@@ -49,6 +50,7 @@ def _forked(run: Callable[[dict[str, Any], int], None], task: dict[str, Any], ra
         log = os.open(task["logs"][rank], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        faulthandler.register(signal.SIGUSR1)
         os.environ |= {**task["environment"], "RANK": str(rank), "LOCAL_RANK": str(rank)}
         run(task["job"], rank)
         code = 0

@@ -13,6 +13,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch._dynamo  # DTensors import it when they are first made: seconds in every rank
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from harness.odd.model import OddModel, Spec, optimizer_of, train, truth_of
+from harness.odd.model import OddModel, Spec, optimizer_of, train, train_shards, truth_of
 from harness.odd.ranks import serve
 
 GLOO_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -45,12 +46,16 @@ def run(job: dict[str, Any], rank: int) -> None:
         mesh = init_device_mesh("cpu", tuple(job["mesh"]), mesh_dim_names=("dp", "tp"))
         _shard(job, model, mesh)
     optimizer = optimizer_of(spec, model)
-    train(spec, model, optimizer)
+    (train if job["style"] == "plain" else train_shards)(spec, model, optimizer)
     if job["do"] == "save":
         state = _state(job, model, optimizer) | extras(spec)
         dcp.save(state, checkpoint_id=job["folder"], no_dist=job["style"] == "plain")
     else:
         _load(job, spec, model, optimizer)
+    if job["do"] == "save" and job["style"] != "plain":  # the truth is a twin's that was never sharded
+        model = OddModel(spec)
+        optimizer = optimizer_of(spec, model)
+        train_shards(spec, model, optimizer)
     tensors, table = truth_of(spec, model, optimizer)
     if rank == 0:
         save_file(tensors, job["truth"] + ".safetensors")

@@ -27,7 +27,7 @@ _CARRIED = ("lr_scheduler", "data_sampler", "random_ltd")
 _COUNTERS = ("global_samples", "skipped_steps")
 _SCALERS = ("LossScaler", "DynamicLossScaler")
 _SCALER_MODULE = "deepspeed.runtime.fp16.loss_scaler"
-_SCALER_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")
+_SCALER_KEYS = ("dynamic_loss_scale", "overflow")
 _DYNAMIC = {  # as DeepSpeed starts an fp16 run that has not said otherwise
     "cur_scale": 65536.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
     "scale_window": 1000, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2,
@@ -56,6 +56,11 @@ def take(state: TrainingState, ranks: Sequence[Any], optim: Any = None) -> None:
             encoder.lost.append(f"client of rank {rank}")
     if optim is not None:
         found |= _scaler(optim, encoder)
+        if optim.get("clip_grad"):
+            found["clip_grad"] = optim["clip_grad"]
+    elsewhere = table.get("deepspeed")
+    if isinstance(elsewhere, dict):
+        found = {**elsewhere, **found}
     if found:
         state.meta["deepspeed"] = found
     state.meta["deepspeed_version"] = str(first.get("ds_version"))
@@ -104,8 +109,13 @@ def loss_scaler(state: TrainingState, precision: str) -> dict[str, Any]:
         "loss_scaler": PickledObject(Global(_SCALER_MODULE, name), inside),
         "dynamic_loss_scale": bool(held.get("dynamic_loss_scale", dynamic)),
         "overflow": bool(held.get("overflow", False)),
-        "clip_grad": float(held.get("clip_grad", 0.0)),
     }
+
+
+def clip_grad(state: TrainingState) -> dict[str, Any]:
+    """Only if it is known: DeepSpeed takes the checkpoint's number for its own, and 0 would end clipping."""
+    held = state.meta.get("deepspeed") or {}
+    return {"clip_grad": held["clip_grad"]} if "clip_grad" in held else {}
 
 
 def model_keys(state: TrainingState, kept: Mapping[str, Stored], groups: list[Any] | None) -> dict[str, Any]:
@@ -122,6 +132,6 @@ def model_keys(state: TrainingState, kept: Mapping[str, Stored], groups: list[An
         "global_steps": state.step,
         "ds_config": {},
         "ds_version": version_of(state),
-        "everstep": {"meta": table, "groups": groups, "tensors": dict(kept)},
+        "everstep": {"meta": table, "groups": groups, "tensors": dict(kept), "deepspeed": clip_grad(state)},
         **client,
     }

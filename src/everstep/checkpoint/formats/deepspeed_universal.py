@@ -203,7 +203,7 @@ def _global_state(state: TrainingState, groups: list[FlatGroup], precision: str)
     steps = {g: dict(group.shared) for g, group in enumerate(groups)}
     kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_stage", "ds_version")
     return {
-        **{key: inner[key] for key in kept},
+        **{key: inner[key] for key in kept if key in inner},
         "group_paddings": [0] * len(groups),
         "partition_count": [1] * len(groups),
         "param_groups": numbers,

@@ -209,6 +209,7 @@ def partition_of(
         } | dict(group.shared)
     return {
         **deepspeed_meta.loss_scaler(state, precision),
+        **deepspeed_meta.clip_grad(state),
         "base_optimizer_state": {
             "state": {g: held for g, held in states.items() if held},
             "param_groups": [{**group.numbers, "params": [g]} for g, group in enumerate(groups)],
@@ -256,11 +257,9 @@ def _three(
         for s, sub in enumerate(subs)
     }
     owners = [[s for s, sub in enumerate(subs) if sub.number == group.number] for group in groups]
-    scaler = deepspeed_meta.loss_scaler(state, precision)
-    del scaler["clip_grad"]
     return {
         "zero_stage": _stage(3),
-        **scaler,
+        **deepspeed_meta.loss_scaler(state, precision),
         "partition_count": world,
         "optimizer_state_dict": {
             "state": {s: held for s, held in states.items() if held},
