@@ -1,4 +1,4 @@
-"""A small sample of `python -m bench.checkpoint matrix`: odd checkpoints of torch through pairs of formats."""
+"""A sample of `python -m bench.checkpoint matrix`: odd checkpoints of torch through pairs of formats."""
 
 import sys
 from pathlib import Path
