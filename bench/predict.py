@@ -49,7 +49,7 @@ def measure(replicas: int, stages: int, preset: str, depth: int) -> dict[str, di
     def watch(kind: str, what: Any) -> None:
         if kind != "step":
             return
-        profile = task.desk.profile
+        profile = task.scheduler.profile
         if what.step == KILL_AT - 1:
             predicted["before"] = predict(profile, NOBODY, NOBODY)
             predicted["foreseen"] = predict(profile, NOBODY, gone)

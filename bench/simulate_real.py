@@ -83,7 +83,7 @@ class Watch:
         if kind == "step":
             self.ends.append(now)
             if what.step == FIRST_KILL - 1 and self.task is not None:
-                self.instance = self.task.desk.profile.instance()  # as it is while nothing fails
+                self.instance = self.task.scheduler.profile.instance()  # as it is while nothing fails
             for step, worker, share in self.script.kills:
                 if step == what.step:
                     threading.Timer(share * self.healthy(), self._kill, (worker,)).start()

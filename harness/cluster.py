@@ -198,9 +198,10 @@ def replayed(folder: Path) -> tuple[int, str]:
         journal = SqliteJournal(folder / "journal.sqlite")
         await journal.open()
         daemon = Daemon(journal, folder=folder, say=lambda line: None)
-        await daemon.start()
+        term = await daemon.begin()
+        term.close()
         await journal.close()
-        return daemon.number, digest(daemon.machine)
+        return term.driver.number, digest(term.machine)
 
     return asyncio.run(read())
 

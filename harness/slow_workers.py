@@ -112,7 +112,7 @@ def train(table: dict[str, Any], faults: tuple[str, ...] = ()) -> SlowRun:
         if kind == "step":
             run.rows.append(what)
             if what.step == SLOW_FROM - 2:
-                run.instance = task.desk.profile.instance()
+                run.instance = task.scheduler.profile.instance()
 
     nursery = ForkServer().start()
     began = time.monotonic()

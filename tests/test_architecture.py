@@ -13,6 +13,7 @@ FLOORS = [
     "layout",
     "diagnose",
     "fabric",
+    "drive",
     "engine",
     "checkpoint",
     "node",
@@ -22,7 +23,7 @@ FLOORS = [
     "sim",
     "cli",
 ]
-PURE = {"core", "schedule", "plan", "layout", "diagnose", "fabric"}
+PURE = {"core", "schedule", "plan", "layout", "diagnose", "fabric", "drive"}
 NUMPY_ALLOWED = PURE - {"core"}
 IMPURE = {
     "torch",

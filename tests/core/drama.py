@@ -6,7 +6,7 @@ of them. Everything said is written down: `transcript` is what the golden files 
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from everstep.core.words import events as ev
 from everstep.core.words.ops import Microbatch, Worker
 from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Ledger
+from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
+from everstep.drive.thinking import Thinking
 from everstep.plan.ask import choose
-from everstep.schedule.task_scheduler import TaskScheduler
 
 
 @dataclass
@@ -41,16 +42,24 @@ class Drama:
     ) -> None:
         self.shelf_port = shelf_port
         self.coordinator = Coordinator(patience=patience, planned=planned)
-        self.now = 0.0
+        self.now = 0.001
         self.transcript: list[str] = []
         self.actors: dict[tuple[str, Worker], Actor] = {}
-        self.desks: dict[str, TaskScheduler] = {}
+        self.thinking = Thinking()
         self.numbers: dict[str, int] = {}
         self.done: dict[str, int] = {}
         self.cut: set[str] = set()  # nodes that are not heard
         self.lost: list[msg.Dispatch] = []  # what was sent to them
         self.actions: list[msg.ClusterAction] = []
-        self._queue: deque[msg.ClusterEvent] = deque()
+        self._driver = ClusterDriver(
+            self,
+            clock=self,
+            store=self,
+            port=self._play,
+            time_passed=msg.TimePassed(),
+            most_at_once=1,  # each event has a time of its own
+        )
+        self._ports = ClusterPorts(self, self, self)
         for node, slots in (nodes if nodes is not None else {"a": 2, "b": 2}).items():
             self.join(node, slots)
 
@@ -63,7 +72,6 @@ class Drama:
 
     def submit(self, name: str = "t", shape: Shape | None = None, steps: int = 9, **more: Any) -> None:
         shape = shape or Shape(2, 2, 2)
-        self.desks[name] = TaskScheduler(shape, "staggered")
         self.hear(
             msg.TaskSubmitted(task=name, job={"job": name}, shape=shape, steps=steps, secret="s", **more)
         )
@@ -134,9 +142,7 @@ class Drama:
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        due = self.coordinator.due_at()
-        if due is not None and due <= self.now:
-            self.hear(msg.TimePassed())
+        self._driver.look_at_clock()
 
     def silence(self, node: str) -> None:
         self.cut.add(node)
@@ -149,38 +155,64 @@ class Drama:
         boot = self.coordinator.nodes[node].boot
         self.hear(self._from_node(node, boot, report, sender))
 
-    # -------------------------------------------------------------- the play
+    # -------------------------------------------------------------- the machine
 
     def hear(self, event: msg.ClusterEvent) -> None:
-        self._queue.append(event)
-        while self._queue:
-            event = self._queue.popleft()
-            self.now = round(self.now + 0.001, 6)
-            self._write(">", event)
-            actions = self.coordinator.handle(event, self.now)
-            self.coordinator.validate()
-            for action in actions:
-                self.actions.append(action)
-                self._write("<", action)
-            for action in actions:
-                self._play(action)
+        self._driver.hear(event)
 
-    def _play(self, action: msg.ClusterAction) -> None:
-        match action:
-            case msg.Dispatch() if action.node in self.cut:
-                self.lost.append(action)
-            case msg.Dispatch():
-                self.coordinator.acknowledged(action.node, action.number)
-                self._obey(action.node, action.order)
-            case msg.ChooseAssignment() if action.version == self.coordinator.version:
-                self._queue.append(choose(self.coordinator, action.version, action.because))
-            case msg.Think():
-                answer = self.desks[action.task].answer(action.question, action.slow)
-                self._queue.append(msg.PlanAnswered(task=action.task, event=answer))
-            case msg.TaskReshaped():
-                self.desks[action.task] = TaskScheduler(action.shape, "staggered")
-            case _:
-                pass
+    def handle(self, event: msg.ClusterEvent, now: float) -> list[msg.ClusterAction]:
+        return self.coordinator.handle(event, now)
+
+    def due_at(self) -> float | None:
+        return self.coordinator.due_at()
+
+    def unfinished(self) -> list[msg.ClusterAction]:
+        return self.coordinator.unfinished()
+
+    # -------------------------------------------------------------- the driver's ports
+
+    def time(self) -> float:
+        return self.now
+
+    def wake_at(self, when: float) -> None:
+        """`wait` looks at the clock."""
+
+    def write(self, entries: Sequence[tuple[float, msg.ClusterEvent]], done: Callable[[], None]) -> None:
+        done()
+
+    def _play(self, one: HandledEvent) -> None:
+        self.coordinator.validate()
+        self._ports.take(one)
+        self.now = round(self.now + 0.001, 6)
+
+    def handled(self, one: HandledEvent) -> None:
+        assert one.event is not None
+        self._write(">", one.event)
+        for action in one.actions:
+            assert action.cause == self.coordinator.events, "every action names its cause"
+            self.actions.append(action)
+            self._write("<", action)
+            if isinstance(action, msg.TaskReshaped):
+                self.thinking.forget(action.task)
+
+    def send(self, action: msg.Dispatch) -> None:
+        if action.node in self.cut:
+            self.lost.append(action)
+        else:
+            self.coordinator.acknowledged(action.node, action.number)
+            self._obey(action.node, action.order)
+
+    def received(self, node: str, number: int) -> None:
+        """Nothing is sent again here."""
+
+    def choose(self, action: msg.ChooseAssignment) -> None:
+        if action.version == self.coordinator.version:
+            self.hear(choose(self.coordinator, action.version, action.because))
+
+    def think(self, action: msg.Think) -> None:
+        answer = self.thinking.answer(self.coordinator, action)
+        if answer is not None:
+            self.hear(answer)
 
     def _obey(self, node: str, order: msg.Order) -> None:
         match order:
@@ -249,7 +281,7 @@ class Drama:
     ) -> None:
         self.numbers[node] += 1
         boot = self.coordinator.nodes[node].boot
-        self._queue.append(self._from_node(node, boot, report, sender))
+        self.hear(self._from_node(node, boot, report, sender))
 
     def _from_node(
         self, node: str, boot: str, report: msg.NodeReport, sender: tuple[str, Worker, int] | None

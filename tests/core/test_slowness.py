@@ -162,7 +162,7 @@ def test_a_slowness_found_while_a_death_is_planned_for_is_planned_for_next() -> 
     (asked,) = [action for action in actions if isinstance(action, msg.Think)]
     assert asked.slow == {}
     slowed(drama)
-    answer = drama.desks["t"].answer(asked.question, asked.slow)
+    answer = drama.thinking.scheduler(task).answer(asked.question, asked.slow)
     actions = drama.coordinator.handle(msg.PlanAnswered(task="t", event=answer), 1.0)
     assert isinstance(task.recovery.phase, Gathering)  # for the schedule that knows
     assert task.speeds.slow == {SLOW: 2.0}

@@ -22,8 +22,7 @@ from everstep.core.words import events as ev
 from everstep.core.words.ops import Kind
 from everstep.core.words.worker_messages import ParcelKind
 from everstep.server import pages, viewers, words
-from everstep.server.daemon import Daemon
-from everstep.server.journal import SqliteJournal
+from everstep.server.record import ClusterRecord
 from harness.browser import CHROMIUM, Page, browser
 from tests.server.served import WordyAgent, agent, served
 from tests.server.test_api import JOB, call
@@ -195,11 +194,11 @@ def test_a_viewer_that_reads_too_slowly_gets_the_whole_picture_again(
     monkeypatch.setattr(viewers, "SOON_S", 0.001)
 
     async def play() -> None:
-        daemon = Daemon(SqliteJournal(tmp_path / "journal.sqlite"), folder=tmp_path)
-        crowd, line = viewers.Viewers(daemon, set), StuckLine()
+        record = ClusterRecord()
+        crowd, line = viewers.Viewers(record, set), StuckLine()
         showing = asyncio.create_task(crowd.show(line))  # type: ignore[arg-type]
         for number in range(50):
-            for listen in daemon.listeners:
+            for listen in record.listeners:
                 listen({"at": float(number), "kind": "NodeChanged", "because": "test"})
             await asyncio.sleep(0.002)
         line.goes_on.set()
@@ -211,7 +210,7 @@ def test_a_viewer_that_reads_too_slowly_gets_the_whole_picture_again(
         kinds = [told["kind"] for told in line.told]
         assert kinds[:2] == ["picture", "picture"]
         assert len(kinds) <= 1 + viewers.MAX_UNREAD
-        assert daemon.listeners == {crowd.outlook.hear}, "nobody looks, and still somebody listens"
+        assert record.listeners == {crowd.outlook.hear}, "nobody looks, and still somebody listens"
 
     asyncio.run(play())
 

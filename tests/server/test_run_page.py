@@ -27,6 +27,7 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
+from everstep.drive.driver import Handled
 from everstep.errors import EverstepError
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.page import RunPage
@@ -51,7 +52,8 @@ class WordyRun:
 
     def hear(self, event: msg.ClusterEvent) -> None:
         now = time.monotonic()
-        self.page.heard(event, self.coordinator.handle(event, now), now)
+        actions = self.coordinator.handle(event, now)
+        self.page.handled(Handled(self.coordinator.events, now, event, actions, replayed=False))
 
     def report(self, number: int, event: ev.Event) -> None:
         told = msg.TaskEvent(task=TASK, event=event)

@@ -16,8 +16,7 @@ from everstep.cli.client import Client
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.errors import UserError
-from everstep.server.daemon import Daemon
-from everstep.server.journal import SqliteJournal
+from everstep.server.record import ClusterRecord
 from everstep.server.traces import IncidentTraces, provider
 from tests.server.served import agent, served
 from tests.server.test_api import JOB
@@ -52,10 +51,10 @@ def receiver() -> Iterator[tuple[str, queue.SimpleQueue[Any]]]:
     server.server_close()
 
 
-def daemon_in(folder: Path) -> Daemon:
-    daemon = Daemon(SqliteJournal(folder / "journal.sqlite"), folder=folder, say=lambda line: None)
-    daemon.leads = True
-    return daemon
+def leading() -> ClusterRecord:
+    record = ClusterRecord(say=lambda line: None)
+    record.leads = True
+    return record
 
 
 def facts(span: Any) -> dict[str, str]:
@@ -66,10 +65,10 @@ def test_an_incident_is_one_trace_from_evidence_to_resumed_with_the_reason_of_ea
     tmp_path: Path, receiver: tuple[str, queue.SimpleQueue[Any]]
 ) -> None:
     address, heard = receiver
-    daemon, one = daemon_in(tmp_path), incident()
+    record, one = leading(), incident()
     one.planned_at = 10.1
-    daemon.machine.log.incidents.append(one)
-    traces = IncidentTraces(daemon, address)
+    record.machine.log.incidents.append(one)
+    traces = IncidentTraces(record, address)
     traces.hear({"kind": "NodeChanged", "at": 1.0})
     traces.hear({"kind": "IncidentClosed", "incident": 3, "at": 10.25})
     traces.close()
@@ -95,10 +94,10 @@ def test_what_is_read_from_the_journal_is_not_told_again(
     tmp_path: Path, receiver: tuple[str, queue.SimpleQueue[Any]]
 ) -> None:
     address, heard = receiver
-    daemon = daemon_in(tmp_path)
-    daemon.leads = False
-    daemon.machine.log.incidents.append(incident())
-    traces = IncidentTraces(daemon, address)
+    record = leading()
+    record.leads = False
+    record.machine.log.incidents.append(incident())
+    traces = IncidentTraces(record, address)
     traces.hear({"kind": "IncidentClosed", "incident": 3, "at": 10.25})
     traces.close()
     assert heard.empty()
@@ -134,7 +133,7 @@ def test_an_address_that_is_none_is_refused_in_a_sentence() -> None:
 
 
 def test_a_collector_that_is_away_costs_only_its_traces(tmp_path: Path) -> None:
-    daemon = daemon_in(tmp_path)
-    daemon.machine.log.incidents.append(incident())
-    traces = IncidentTraces(daemon, "http://127.0.0.1:9")
+    record = leading()
+    record.machine.log.incidents.append(incident())
+    traces = IncidentTraces(record, "http://127.0.0.1:9")
     traces.hear({"kind": "IncidentClosed", "incident": 3, "at": 10.25})

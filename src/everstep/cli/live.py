@@ -19,10 +19,10 @@ from rich.text import Text
 
 from everstep.core.words import actions as act
 from everstep.core.words.ops import Kind, Worker, parse_op
+from everstep.drive.step_rows import StepRow
 from everstep.engine.beacon import Reading
 from everstep.engine.job import Job
 from everstep.errors import UserError
-from everstep.launch.local.outcome import StepRow
 from everstep.launch.local.report import death, resume_line, times, tried
 from everstep.launch.local.run import LocalTask
 

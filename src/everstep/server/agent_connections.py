@@ -1,4 +1,4 @@
-"""The WebSockets of the agents: one connection per node, numbered both ways."""
+"""The WebSockets of the agents in one term of leadership: one connection per node, numbered both ways."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
@@ -15,7 +15,10 @@ from everstep.core.cluster import fences
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import decode, encode
 from everstep.errors import PeerError
-from everstep.server.daemon import Daemon
+from everstep.server.journal import LostLeadership
+
+if TYPE_CHECKING:
+    from everstep.server.term import Term
 
 MAX_MESSAGE = 64 << 20
 MAX_QUEUED = 100_000  # messages to one agent that does not read
@@ -24,9 +27,8 @@ _NAME = 64
 
 
 class AgentConnections:
-    def __init__(self, daemon: Daemon) -> None:
-        self.daemon = daemon
-        daemon.send = self.send
+    def __init__(self, term: Term) -> None:
+        self._term = term
         self._queues: dict[str, asyncio.Queue[dict[str, Any] | None]] = {}
         self._boots: dict[str, str] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
@@ -37,15 +39,28 @@ class AgentConnections:
         """Who is connected now."""
         return set(self._queues)
 
-    def send(self, node: str, message: dict[str, Any]) -> None:
+    def send(self, action: msg.Dispatch) -> None:
         """To a node that is connected; else it is kept with its pending orders, and sent when it comes."""
+        order = {"number": action.number, "order": encode(action.order), "because": action.because}
+        self._send(action.node, order)
+
+    def received(self, node: str, number: int) -> None:
+        self._send(node, {"heard": number})
+
+    def close(self) -> None:
+        """The term is over: agents look for the coordinator that leads now."""
+        for queue in self._queues.values():
+            queue.put_nowait(None)
+        self._queues.clear()
+
+    def _send(self, node: str, message: dict[str, Any]) -> None:
         queue = self._queues.get(node)
         if queue is not None:
             if queue.qsize() >= MAX_QUEUED:
                 queue.put_nowait(None)
                 del self._queues[node]
             else:
-                queue.put_nowait({"term": self.daemon.term, **message})
+                queue.put_nowait({"term": self._term.number, **message})
 
     async def ask(self, node: str, question: dict[str, Any], *, within_s: float = 5.0) -> Any:
         """A node's answer, for people who look. PeerError if it does not come."""
@@ -54,7 +69,7 @@ class AgentConnections:
         self._questions += 1
         number = self._questions
         self._asked[number] = asyncio.get_running_loop().create_future()
-        self.send(node, {"ask": number, **question})
+        self._send(node, {"ask": number, **question})
         try:
             return await asyncio.wait_for(self._asked[number], within_s)
         except TimeoutError:
@@ -77,38 +92,41 @@ class AgentConnections:
             await line.send_json({"refused": sentence})
             await line.close()
             return line
-        await self._converse(line, hello, done)
+        try:
+            await self._converse(line, hello, done)
+        except LostLeadership:
+            await line.close()
         return line
 
     def _busy(self, hello: msg.NodeJoined) -> bool:
         """Another agent of the same name is connected, and alive."""
-        age = self.daemon.hearts.age_s(hello.node, time.monotonic())
+        age = self._term.hearts.age_s(hello.node, time.monotonic())
         other = self._boots.get(hello.node, hello.boot) != hello.boot
         return hello.node in self._queues and other and age is not None and age < 1.0
 
     async def _converse(self, line: web.WebSocketResponse, hello: msg.NodeJoined, done: int) -> None:
         node = hello.node
-        known = self.daemon.machine.nodes.get(node)
+        known = self._term.machine.nodes.get(node)
         if known is not None and known.boot == hello.boot:
-            self.daemon.machine.acknowledged(node, done)
+            self._term.machine.acknowledged(node, done)
         old = self._queues.pop(node, None)
         if old is not None:
             old.put_nowait(None)
-        self.daemon.hearts.heard(node, time.monotonic())
-        await self.daemon.told(hello)
+        self._term.hearts.heard(node, time.monotonic())
+        await self._term.told(hello)
         queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        state = self.daemon.machine.nodes[node]
+        state = self._term.machine.nodes[node]
         self._queues[node], self._boots[node] = queue, hello.boot
-        self.send(node, {"welcome": node, "heard": state.heard})
+        self._send(node, {"welcome": node, "heard": state.heard})
         for order in state.pending:
-            self.send(node, {"number": order.number, "order": encode(order.order), "because": order.because})
+            self.send(order)
         writing = asyncio.create_task(self._write(line, queue))
         try:
             async for message in line:
                 if message.type is aiohttp.WSMsgType.TEXT:
                     self._take(hello, json.loads(message.data))
         except (PeerError, KeyError, TypeError, ValueError) as error:
-            self.daemon.say(f"node {node} sent an invalid message: {error}")
+            self._term.record.say(f"node {node} sent an invalid message: {error}")
         finally:
             writing.cancel()
             if self._queues.get(node) is queue:
@@ -121,10 +139,10 @@ class AgentConnections:
 
     def _take(self, hello: msg.NodeJoined, message: Mapping[str, Any]) -> None:
         node = hello.node
-        if self.daemon.hearts.heard(node, time.monotonic()):
-            self.daemon.tell(hello)  # it was silent and is back
+        if self._term.hearts.heard(node, time.monotonic()):
+            self._term.hear(hello)  # it was silent and is back
         if "beat" in message:
-            self.daemon.machine.acknowledged(node, int(message["done"]))
+            self._term.machine.acknowledged(node, int(message["done"]))
             return
         if "answer" in message:
             asked = self._asked.get(message["answer"])
@@ -139,10 +157,10 @@ class AgentConnections:
             sender=decode(msg.Sender | None, message["sender"]),
         )
         if isinstance(said.report, msg.TimesReported):
-            if not fences.refused(node, said.report, said.sender, self.daemon.machine.tasks):
-                self.daemon.learn(said.report)
+            if not fences.refused(node, said.report, said.sender, self._term.machine.tasks):
+                self._term.learn(said.report)
             return
-        self.daemon.tell(said)
+        self._term.hear(said)
 
 
 def _hello(message: Any) -> tuple[msg.NodeJoined, int]:

@@ -13,7 +13,7 @@ import hmac
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -28,12 +28,12 @@ from everstep.core.words.shape import Shape
 from everstep.engine.job import MOST_WORKERS, Job
 from everstep.engine.tables import shown
 from everstep.errors import EverstepError, PeerError, UserError
+from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, requests, views
-from everstep.server.agent_connections import AgentConnections
-from everstep.server.daemon import Daemon
 from everstep.server.journal import LostLeadership
 from everstep.server.metrics import ClusterMetrics
 from everstep.server.pages import PROTOCOL, TICKET_S, Pages, Tickets
+from everstep.server.record import ClusterRecord
 from everstep.server.viewers import Viewers
 
 MAX_BODY = 1 << 20
@@ -43,17 +43,45 @@ VIEWER_PING_S = 20.0  # a closed laptop must not keep its place for ever
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class Lines(Protocol):
+    """The lines to nodes."""
+
+    @property
+    def nodes(self) -> set[str]:
+        """Those that are connected now."""
+
+    async def ask(self, node: str, question: dict[str, Any], *, within_s: float = 5.0) -> Any: ...
+
+    async def serve(self, request: web.Request) -> web.WebSocketResponse: ...
+
+
+class Served(Protocol):
+    """What is behind the API: a coordinator, or a run on one machine. LostLeadership: not at the moment."""
+
+    @property
+    def record(self) -> ClusterRecord: ...
+
+    @property
+    def lines(self) -> Lines: ...
+
+    @property
+    def schedulers(self) -> Mapping[str, TaskScheduler]: ...
+
+    async def told(self, event: msg.ClusterEvent) -> None:
+        """Something has happened; returns when it is durable and carried out."""
+
+
 class Api:
     def __init__(
-        self, daemon: Daemon, *, token: str | None = None, hosts: frozenset[str] = frozenset()
+        self, served: Served, *, token: str | None = None, hosts: frozenset[str] = frozenset()
     ) -> None:
         """`hosts`: names this server may be called by, beside loopback's; empty with a token means any."""
-        self.daemon, self._token, self._hosts = daemon, token, hosts
-        self.lines = AgentConnections(daemon)
-        self.metrics = ClusterMetrics(daemon)
+        self.served, self.record = served, served.record
+        self._token, self._hosts = token, hosts
+        self.metrics = ClusterMetrics(self.record)
         self._viewers = 0
         self._pages, self._tickets = Pages(), Tickets()
-        self._dashboards = Viewers(daemon, lambda: self.lines.nodes)
+        self._dashboards = Viewers(self.record, self._connected)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
@@ -63,7 +91,7 @@ class Api:
                 web.get("/web/{file}", self._pages.serve),
                 web.get("/v1/health", self._health),
                 web.get("/v1/status", self._status),
-                web.get("/v1/agent", self.lines.serve),
+                web.get("/v1/agent", self._agent),
                 web.post("/v1/tickets", self._ticket),
                 web.get("/v1/watch", self._watch),
                 web.get("/v1/news", self._news),
@@ -95,7 +123,7 @@ class Api:
                 return await handler(request)
             if request.path != "/v1/watch" or not self._tickets.take(request):
                 self._check_token(request)
-            if not self.daemon.leads:
+            if not self.record.leads:
                 return _refuse(503, "this coordinator is starting, or stands by for another; try again.")
             return await handler(request)
         except (UserError, PeerError) as error:
@@ -131,18 +159,22 @@ class Api:
         if self._token is None and name not in ours:
             raise web.HTTPForbidden(text=f"{name!r} is not a name of this coordinator")
 
+    def _connected(self) -> set[str]:
+        """The nodes that are connected now."""
+        return self.served.lines.nodes if self.record.leads else set()
+
     # -------------------------------------------------------------- asking
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response(
-            {"ok": True, "leads": self.daemon.leads, "needs_token": self._token is not None}
+            {"ok": True, "leads": self.record.leads, "needs_token": self._token is not None}
         )
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(views.status(self.daemon, self.lines.nodes, time.time()))
+        return web.json_response(views.status(self.record, self._connected(), time.time()))
 
     async def _news(self, request: web.Request) -> web.Response:
-        return web.json_response(list(self.daemon.news))
+        return web.json_response(list(self.record.news))
 
     async def _outlook(self, request: web.Request) -> web.Response:
         """What the planner would do if the next likely thing happened."""
@@ -150,26 +182,26 @@ class Api:
 
     async def _digest(self, request: web.Request) -> web.Response:
         """A hash of the whole state: two coordinators that have read the same journal agree on it."""
-        return web.json_response({"digest": digest(self.daemon.machine), "journal": self.daemon.number})
+        return web.json_response({"digest": digest(self.record.machine), "journal": self.record.number})
 
     async def _incidents(self, request: web.Request) -> web.Response:
         """`?last=N`: only those."""
-        found = self.daemon.machine.log.incidents
+        found = self.record.machine.log.incidents
         if "last" in request.query:
             found = found[-max(1, requests.whole(request.query["last"], "last")) :]
-        return web.json_response([views.incident(self.daemon, one) for one in found])
+        return web.json_response([views.incident(self.record, one) for one in found])
 
     async def _incident(self, request: web.Request) -> web.Response:
         text = request.match_info["number"]
-        for one in self.daemon.machine.log.incidents:
+        for one in self.record.machine.log.incidents:
             if str(one.number) == text:
-                return web.json_response(views.incident(self.daemon, one))
+                return web.json_response(views.incident(self.record, one))
         return _refuse(404, f"there is no incident {text!r}; GET /v1/incidents lists them.")
 
     async def _task(self, request: web.Request) -> web.Response:
         """`?rows=N`: only so many of its last steps."""
         rows = requests.whole(request.query["rows"], "rows") if "rows" in request.query else None
-        return web.json_response(views.task(self.daemon, self._named_task(request), rows=rows))
+        return web.json_response(views.task(self.record, self._named_task(request), rows=rows))
 
     async def _logs(self, request: web.Request) -> web.Response:
         task = self._named_task(request)
@@ -179,7 +211,7 @@ class Api:
         if seat is None:
             return _refuse(404, f"worker {worker} of {task.name} has no slot now.")
         question = {"what": "log", "task": task.name, "worker": str(worker), "bytes": most}
-        value = await self.lines.ask(seat.node, question)
+        value = await self.served.lines.ask(seat.node, question)
         if isinstance(value, dict):
             return _refuse(502, f"node {seat.node}: {value.get('error')}")
         return web.json_response({"task": task.name, "worker": str(worker), "node": seat.node, "text": value})
@@ -187,10 +219,10 @@ class Api:
     async def _readings(self, request: web.Request) -> web.Response:
         """What every worker of a task does right now, from its node's shared memory."""
         task = self._named_task(request)
-        nodes = sorted({seat.node for seat in task.seats.values()} & self.lines.nodes)
+        nodes = sorted({seat.node for seat in task.seats.values()} & self.served.lines.nodes)
         question = {"what": "readings", "task": task.name}
         answers = await asyncio.gather(
-            *(self.lines.ask(node, question) for node in nodes), return_exceptions=True
+            *(self.served.lines.ask(node, question) for node in nodes), return_exceptions=True
         )
         rows = [
             row | {"node": node}
@@ -203,13 +235,13 @@ class Api:
     async def _gantt(self, request: web.Request) -> web.Response:
         """The last step as it was planned and as it was run."""
         task = self._named_task(request)
-        nodes = sorted({seat.node for seat in task.seats.values()} & self.lines.nodes)
+        nodes = sorted({seat.node for seat in task.seats.values()} & self.served.lines.nodes)
         question = {"what": "ops", "task": task.name}
-        asked = (self.lines.ask(node, question) for node in nodes)
+        asked = (self.served.lines.ask(node, question) for node in nodes)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         measured = {worker: ops for told in answers if isinstance(told, dict) for worker, ops in told.items()}
         measured = {worker: ops for worker, ops in measured.items() if isinstance(ops, dict) and ops}
-        return web.json_response(gantt.document(self.daemon.desks.get(task.name), measured))
+        return web.json_response(gantt.document(self.served.schedulers.get(task.name), measured))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self.metrics.text(), content_type="text/plain")
@@ -217,6 +249,9 @@ class Api:
     async def _ticket(self, request: web.Request) -> web.Response:
         """For a browser's WebSocket, which cannot carry the token: opens one /v1/watch within seconds."""
         return web.json_response({"ticket": self._tickets.issue(), "valid_s": TICKET_S})
+
+    async def _agent(self, request: web.Request) -> web.WebSocketResponse:
+        return await self.served.lines.serve(request)
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         """Everything that happens, as it happens; with `?as=page` the picture and what changes in it."""
@@ -248,11 +283,11 @@ class Api:
             else:
                 queue.put_nowait(told)
 
-        self.daemon.listeners.add(listen)
+        self.record.listeners.add(listen)
         gone = asyncio.create_task(_until_closed(line))
         try:
             await line.send_str(
-                _json({"kind": "status", **views.status(self.daemon, self.lines.nodes, time.time())})
+                _json({"kind": "status", **views.status(self.record, self._connected(), time.time())})
             )
             while not gone.done():
                 news = asyncio.create_task(queue.get())
@@ -265,15 +300,15 @@ class Api:
             pass
         finally:
             gone.cancel()
-            self.daemon.listeners.discard(listen)
+            self.record.listeners.discard(listen)
 
     # -------------------------------------------------------------- doing
 
     async def _submit(self, request: web.Request) -> web.Response:
-        submitted = requests.submission(await requests.body(request), known=self.daemon.machine.tasks)
-        await self.daemon.told(submitted)
-        task = self.daemon.machine.tasks[submitted.task]
-        return web.json_response(views.task(self.daemon, task), status=201)
+        submitted = requests.submission(await requests.body(request), known=self.record.machine.tasks)
+        await self.served.told(submitted)
+        task = self.record.machine.tasks[submitted.task]
+        return web.json_response(views.task(self.record, task), status=201)
 
     async def _task_verb(self, request: web.Request) -> web.Response:
         task, verb = self._named_task(request), request.match_info["verb"]
@@ -302,8 +337,8 @@ class Api:
                 return _refuse(404, f"{verb!r} is not cancel, pause, unpause, resize or reshape.")
         if task.state in OVER:
             raise UserError(f"task {task.name} is {task.state}; {verb} is not possible.")
-        await self.daemon.told(event)
-        return web.json_response(views.task(self.daemon, task))
+        await self.served.told(event)
+        return web.json_response(views.task(self.record, task))
 
     def _reshape(self, task: Task, body: Mapping[str, Any]) -> msg.ReshapeRequested:
         """Wrong requests are rejected here, so that a running task does not fail because of one."""
@@ -316,7 +351,7 @@ class Api:
         most = job.most_stages()
         if most is not None and job.stages > most:
             raise UserError(f"stages is {job.stages}, and the model has {most} layers.")
-        slots = sum(n.slots for n in self.daemon.machine.nodes.values() if n.state is NodeState.UP)
+        slots = sum(n.slots for n in self.record.machine.nodes.values() if n.state is NodeState.UP)
         if job.stages > slots:
             raise UserError(
                 f"shape {job.replicas}x{job.stages} needs one slot per stage; {slots} are available."
@@ -328,32 +363,32 @@ class Api:
         node, verb = self._named_node(request), request.match_info["verb"]
         match verb:
             case "drain":
-                await self.daemon.told(msg.DrainRequested(node=node.name))
+                await self.served.told(msg.DrainRequested(node=node.name))
             case "readmit":
-                await self.daemon.told(msg.ReadmitRequested(node=node.name, by="an operator"))
+                await self.served.told(msg.ReadmitRequested(node=node.name, by="an operator"))
             case _:
                 return _refuse(404, f"{verb!r} is not drain or readmit.")
         return web.json_response({"node": node.name, "state": node.state, "because": node.because})
 
     def _named_task(self, request: web.Request) -> Task:
         name = request.match_info["task"]
-        if name not in self.daemon.machine.tasks:
-            known = ", ".join(self.daemon.machine.tasks) or "none"
+        if name not in self.record.machine.tasks:
+            known = ", ".join(self.record.machine.tasks) or "none"
             raise web.HTTPNotFound(
                 text=_json({"error": f"task {name!r} not found; known tasks: {known}."}),
                 content_type="application/json",
             )
-        return self.daemon.machine.tasks[name]
+        return self.record.machine.tasks[name]
 
     def _named_node(self, request: web.Request) -> Node:
         name = request.match_info["node"]
-        if name not in self.daemon.machine.nodes:
-            known = ", ".join(self.daemon.machine.nodes) or "none"
+        if name not in self.record.machine.nodes:
+            known = ", ".join(self.record.machine.nodes) or "none"
             raise web.HTTPNotFound(
                 text=_json({"error": f"node {name!r} not found; known nodes: {known}."}),
                 content_type="application/json",
             )
-        return self.daemon.machine.nodes[name]
+        return self.record.machine.nodes[name]
 
 
 async def _until_closed(line: web.WebSocketResponse) -> None:

@@ -22,22 +22,22 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from aiohttp import web
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import thaw
 from everstep.core.cluster.task import OVER
+from everstep.core.faults.detector import Heartbeats
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import decode
+from everstep.drive.driver import Handled
 from everstep.errors import PeerError, UserError
+from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import views
 from everstep.server.api import Api
-from everstep.server.daemon import KEPT_ROWS, Daemon, StepsOfTask
-from everstep.server.journal import Journal
+from everstep.server.record import SILENCE_S, ClusterRecord
 
 NICENESS = 5
 MAX_LINE = 1 << 26
@@ -81,46 +81,41 @@ class Launcher:
         return None
 
 
-class Follower(Daemon):
-    """Handles what the launcher has handled, a moment later; performs nothing."""
+class Follower:
+    """Handles what the launcher has handled, a moment later; carries out nothing."""
 
     def __init__(self, launcher: Launcher) -> None:
-        super().__init__(cast("Journal", None), folder=Path(), say=lambda line: None)
         self.launcher = launcher
+        self.record = ClusterRecord(say=lambda line: None)
+        self.lines = RunLines(self)
+        self.schedulers: dict[str, TaskScheduler] = {}  # they are the launcher's
         self.without_faults: dict[str, float] = {}  # of another run of the same job, to compare with
 
-    def begin(self, told: dict[str, Any]) -> None:
+    def begin(self, state: dict[str, Any]) -> None:
         """A run as it stands; `ahead_s` brings its clock to the wall's."""
-        self.machine, self.leads = Coordinator(), True
-        self.news.clear()
-        self.steps.clear()
-        self.number = 0
-        self.ahead_s = told["ahead_s"]
-        thaw(self.machine, told["state"])
+        machine, record = Coordinator(), self.record
+        thaw(machine, state["state"])
+        record.begin(machine, Heartbeats(patience_s=SILENCE_S), machine.events, state["steps"])
+        record.ahead_s, record.leads = state["ahead_s"], True
+        for steps in record.steps.values():
+            steps.shift(record.ahead_s)
+        for at, action in state["actions"]:
+            shown = [decode(msg.ClusterAction, action)]
+            record.handled(Handled(machine.events, at, None, shown, replayed=True))
         self.without_faults = {}
-        for at, action in told["actions"]:
-            self._remember([decode(msg.ClusterAction, action)], at + self.ahead_s)
-        for task, steps in told["steps"].items():
-            rows = [row | {"at": row["at"] + self.ahead_s} for row in steps["rows"]]
-            self.steps[task] = StepsOfTask(
-                rows=deque(rows, maxlen=KEPT_ROWS),
-                last_at=rows[-1]["at"],
-                first=steps["first"],
-                last=rows[-1]["step"],
-                committed=steps["committed"],
-            )
         self.renewed()
 
     def renewed(self) -> None:
-        self._publish({"at": time.time(), "kind": "begin", "because": "a new snapshot replaces the state"})
+        news = {"at": time.time(), "kind": "begin", "because": "a new snapshot replaces the state"}
+        self.record.publish(news)
 
     def follow(self, at: float, event: Any) -> None:
-        actions = self._apply(decode(msg.ClusterEvent, event), at)
-        self.number += 1
+        known, machine = decode(msg.ClusterEvent, event), self.record.machine
+        actions = machine.handle(known, at)
         for action in actions:
             if isinstance(action, msg.Dispatch):
-                self.machine.acknowledged(action.node, action.number)
-        self._remember(actions, at + self.ahead_s)
+                machine.acknowledged(action.node, action.number)
+        self.record.handled(Handled(machine.events, at, known, actions, replayed=True))
 
     async def told(self, event: msg.ClusterEvent) -> None:
         assert isinstance(event, msg.CancelRequested), "nothing else can be asked of a run"
@@ -135,7 +130,7 @@ class RunLines:
 
     @property
     def nodes(self) -> set[str]:
-        return set(self._follower.machine.nodes)
+        return set(self._follower.record.machine.nodes)
 
     async def ask(self, node: str, question: dict[str, Any], *, within_s: float = ANSWER_S) -> Any:
         return await self._follower.launcher.ask(**question)
@@ -149,8 +144,7 @@ class RunApi(Api):
 
     def __init__(self, follower: Follower, *, token: str, may_hurt: bool) -> None:
         super().__init__(follower, token=token)
-        self.lines = cast("Any", RunLines(follower))
-        self._may_hurt = may_hurt
+        self._follower, self._may_hurt = follower, may_hurt
         self._dashboards.may = ("follow", *(_HURTS if may_hurt else ("cancel",)))
 
     def app(self) -> web.Application:
@@ -168,18 +162,18 @@ class RunApi(Api):
         task = self._named_task(request)
         if task.state in OVER:
             return _refuse(400, "the run has ended; it has no workers.")
-        said = await cast("Follower", self.daemon).launcher.ask(what=verb, task=task.name, worker=worker)
+        said = await self._follower.launcher.ask(what=verb, task=task.name, worker=worker)
         return web.json_response({"said": said})
 
     async def _task(self, request: web.Request) -> web.Response:
         rows = int(text) if (text := request.query.get("rows", "")).isdecimal() else None
-        told = views.task(self.daemon, self._named_task(request), rows=rows)
+        told = views.task(self.record, self._named_task(request), rows=rows)
         if rows != 0:
-            told["without_faults"] = cast("Follower", self.daemon).without_faults or None
+            told["without_faults"] = self._follower.without_faults or None
         return web.json_response(told)
 
     async def _gantt(self, request: web.Request) -> web.Response:
-        return web.json_response(await cast("Follower", self.daemon).launcher.ask(what="gantt"))
+        return web.json_response(await self._follower.launcher.ask(what="gantt"))
 
     async def _submit(self, request: web.Request) -> web.Response:
         return _refuse(403, "this is the page of one run; submit tasks to a coordinator.")

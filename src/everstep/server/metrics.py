@@ -12,15 +12,15 @@ from prometheus_client.registry import Collector
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.task import TaskState
 from everstep.server import views
-from everstep.server.daemon import Daemon
 from everstep.server.outlook import waf
+from everstep.server.record import ClusterRecord
 
 RECOVERY_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
 class ClusterMetrics(Collector):
-    def __init__(self, daemon: Daemon) -> None:
-        self.daemon = daemon
+    def __init__(self, record: ClusterRecord) -> None:
+        self.record = record
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -34,7 +34,7 @@ class ClusterMetrics(Collector):
         yield from self._nodes()
         yield from self._tasks()
         yield from self._incidents()
-        now, full = waf(self.daemon.machine)
+        now, full = waf(self.record.machine)
         yield _one("everstep_waf_workers", "Weighted achieved work (WAF), in units of one worker.", now)
         yield _one(
             "everstep_waf_full_workers",
@@ -42,10 +42,10 @@ class ClusterMetrics(Collector):
             full,
         )
         entries = CounterMetricFamily("everstep_journal_entries", "Events in the journal.")
-        entries.add_metric([], self.daemon.number)
+        entries.add_metric([], self.record.number)
         yield entries
-        yield _one("everstep_leader", "1 if this coordinator is the leader.", int(self.daemon.leads))
-        handled = sorted(self.daemon.handled_s) or [0.0]
+        yield _one("everstep_leader", "1 if this coordinator is the leader.", int(self.record.leads))
+        handled = sorted(self.record.handled_s) or [0.0]
         for name, share in (("median", 0.5), ("p99", 0.99)):
             text = f"Time to handle an event, {name} of the last {len(handled)}."
             value = handled[int(share * (len(handled) - 1))]
@@ -53,7 +53,7 @@ class ClusterMetrics(Collector):
 
     def _nodes(self) -> Iterator[Metric]:
         states = GaugeMetricFamily("everstep_nodes", "Nodes by state.", labels=["state"])
-        nodes = self.daemon.machine.nodes.values()
+        nodes = self.record.machine.nodes.values()
         for state in NodeState:
             states.add_metric([state], sum(node.state is state for node in nodes))
         yield states
@@ -64,14 +64,14 @@ class ClusterMetrics(Collector):
         )
         now = time.monotonic()
         for node in nodes:
-            age = self.daemon.hearts.age_s(node.name, now)
+            age = self.record.hearts.age_s(node.name, now)
             if age is not None:
                 ages.add_metric([node.name], age)
         yield ages
         slots = GaugeMetricFamily("everstep_slots", "Slots of usable nodes.", labels=["use"])
-        free = len(self.daemon.machine.roster.free())
+        free = len(self.record.machine.roster.free())
         slots.add_metric(["free"], free)
-        slots.add_metric(["taken"], len(self.daemon.machine.roster.taken()))
+        slots.add_metric(["taken"], len(self.record.machine.roster.taken()))
         yield slots
 
     def _tasks(self) -> Iterator[Metric]:
@@ -91,8 +91,8 @@ class ClusterMetrics(Collector):
             "microbatches_committed",
             "Microbatches committed exactly once; any difference from issued is a bug.",
         )
-        for task in self.daemon.machine.tasks.values():
-            row, name = views.task_row(self.daemon, task), [task.name]
+        for task in self.record.machine.tasks.values():
+            row, name = views.task_row(self.record, task), [task.name]
             step.add_metric(name, row["step"])
             wanted.add_metric(name, row["steps"])
             workers.add_metric(name, row["workers"])
@@ -113,7 +113,7 @@ class ClusterMetrics(Collector):
         )
         counts: dict[tuple[str, str], int] = {}
         recoveries = []
-        for incident in self.daemon.machine.log.incidents:
+        for incident in self.record.machine.log.incidents:
             verdict = incident.verdict
             key = (f"SEV{verdict.severity}", verdict.kind) if verdict is not None else ("none", "none")
             counts[key] = counts.get(key, 0) + 1
@@ -125,7 +125,7 @@ class ClusterMetrics(Collector):
         yield _one(
             "everstep_incidents_open",
             "Incidents that are not closed.",
-            len(self.daemon.machine.log.open_ones()),
+            len(self.record.machine.log.open_ones()),
         )
         buckets = [(str(edge), sum(took <= edge for took in recoveries)) for edge in RECOVERY_BUCKETS_S]
         yield HistogramMetricFamily(

@@ -23,7 +23,7 @@ from everstep.core.cluster.node_states import NodeLiveness
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.task.states import Member
 from everstep.plan.ask import choose, worth
-from everstep.server.daemon import Daemon
+from everstep.server.record import ClusterRecord
 
 KEPT = 2000
 NOBODY_MOVES, STAY = (
@@ -34,8 +34,8 @@ FRESH_S = 5.0  # an answer serves everybody for so long
 
 
 class Outlook:
-    def __init__(self, daemon: Daemon) -> None:
-        self._daemon = daemon
+    def __init__(self, record: ClusterRecord) -> None:
+        self._record = record
         self.past: deque[tuple[float, float, float]] = deque(maxlen=KEPT)  # at, WAF, full
         self.fresh: list[tuple[float, float, float]] = []  # not sent yet
         self._asked_at = float("-inf")
@@ -44,7 +44,7 @@ class Outlook:
     def hear(self, told: Mapping[str, Any]) -> None:
         if told["kind"] == "begin":
             self.past.clear()
-        now = waf(self._daemon.machine)
+        now = waf(self._record.machine)
         if not self.past or self.past[-1][1:] != now:
             self.past.append((told["at"], *now))
             self.fresh.append(self.past[-1])
@@ -57,7 +57,7 @@ class Outlook:
     def foreseen(self) -> list[dict[str, Any]]:
         if time.monotonic() - self._asked_at > FRESH_S:
             self._asked_at = time.monotonic()
-            self._foreseen = foresee(self._daemon.machine)
+            self._foreseen = foresee(self._record.machine)
         return self._foreseen
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from everstep.core.task.recovery import Recovery
 from everstep.core.words.incidents import Incident
-from everstep.server.daemon import Daemon
+from everstep.server.record import ClusterRecord
 from everstep.server.tfevents import EventFile
 
 FLUSH_S = 1.0
@@ -73,19 +73,19 @@ class RunScalars:
 class TaskScalars:
     """One file for every task of a coordinator, in a folder of the task's name."""
 
-    def __init__(self, daemon: Daemon, folder: Path) -> None:
-        self._daemon, self._folder = daemon, folder
+    def __init__(self, record: ClusterRecord, folder: Path) -> None:
+        self._record, self._folder = record, folder
         self._tasks: dict[str, RunScalars] = {}
 
     def hear(self, told: Mapping[str, Any]) -> None:
-        if not self._daemon.leads:  # the journal is being read: these were written before
+        if not self._record.leads:  # the journal is being read: these were written before
             return
-        tasks = self._daemon.machine.tasks
+        tasks = self._record.machine.tasks
         match told["kind"]:
             case "step":
                 self._of(told["task"]).step(told["row"], tasks[told["task"]].recovery, told["at"])
             case "IncidentClosed":
-                for one in self._daemon.machine.log.incidents:
+                for one in self._record.machine.log.incidents:
                     if one.number == told["incident"] and one.task:
                         self._of(one.task).incident(one, told["at"])
             case "TaskEnded" if told["task"] in self._tasks:
@@ -97,7 +97,7 @@ class TaskScalars:
 
     def _of(self, task: str) -> RunScalars:
         if task not in self._tasks:
-            self._tasks[task] = RunScalars(self._folder / task, say=self._daemon.say)
+            self._tasks[task] = RunScalars(self._folder / task, say=self._record.say)
         return self._tasks[task]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 import sys
 from collections.abc import Callable
@@ -15,8 +14,9 @@ from aiohttp import web
 from everstep.core.words.cluster_messages import Patience, PolicySet
 from everstep.errors import UserError
 from everstep.server.api import Api
-from everstep.server.daemon import SILENCE_S, Daemon
+from everstep.server.daemon import Daemon
 from everstep.server.journal import Journal, LostLeadership, SqliteJournal
+from everstep.server.record import SILENCE_S, ClusterRecord
 from everstep.server.scalars import TaskScalars
 from everstep.server.traces import IncidentTraces
 
@@ -89,8 +89,8 @@ async def serve(
     settings.folder.mkdir(parents=True, exist_ok=True)
     journal = _journal(settings)
     daemon = Daemon(journal, folder=settings.folder, policy=policy, silence_s=settings.silence_s)
-    listeners = _listeners(daemon, settings)
-    daemon.listeners |= {listener.hear for listener in listeners}
+    listeners = _listeners(daemon.record, settings)
+    daemon.record.listeners |= {listener.hear for listener in listeners}
     api = Api(daemon, token=settings.token, hosts=frozenset({settings.host}))
     runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
@@ -113,43 +113,24 @@ async def serve(
 
 
 async def _lead(daemon: Daemon, journal: Journal) -> None:
+    """One term after the other; between two of them this coordinator stands by."""
     while True:
         await journal.open()
         await journal.campaign()
-        await daemon.start()
         try:
-            await _run_until_lost(daemon, getattr(journal, "lost", None))
+            await daemon.lead()
         except LostLeadership as error:
             print(f"coordinator: {error}; standing by", file=sys.stderr, flush=True)
             await journal.close()
 
 
-async def _run_until_lost(daemon: Daemon, lost: asyncio.Event | None) -> None:
-    running = asyncio.create_task(daemon.run())
-    watching = asyncio.create_task(lost.wait()) if lost is not None else None
-    try:
-        await asyncio.wait(
-            {running, watching} if watching is not None else {running}, return_when=asyncio.FIRST_COMPLETED
-        )
-        if running.done():
-            running.result()
-        raise LostLeadership("the lease is lost")
-    finally:
-        daemon.leads = False
-        for job in (running, watching):
-            if job is not None:
-                job.cancel()
-                with contextlib.suppress(asyncio.CancelledError, LostLeadership):
-                    await job
-
-
-def _listeners(daemon: Daemon, settings: ServerSettings) -> list[IncidentTraces | TaskScalars]:
+def _listeners(record: ClusterRecord, settings: ServerSettings) -> list[IncidentTraces | TaskScalars]:
     """Listeners other than viewers."""
     found: list[IncidentTraces | TaskScalars] = []
     if settings.otel:
-        found.append(IncidentTraces(daemon, settings.otel))
+        found.append(IncidentTraces(record, settings.otel))
     if settings.tensorboard is not None:
-        found.append(TaskScalars(daemon, settings.tensorboard))
+        found.append(TaskScalars(record, settings.tensorboard))
     return found
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from everstep.core.words.incidents import Incident
 from everstep.errors import UserError
-from everstep.server.daemon import Daemon
+from everstep.server.record import ClusterRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -29,15 +29,15 @@ EXPORT_S = 3.0  # for one attempt
 
 
 class IncidentTraces:
-    def __init__(self, daemon: Daemon, endpoint: str) -> None:
+    def __init__(self, record: ClusterRecord, endpoint: str) -> None:
         """`endpoint`: of OTLP over HTTP, such as http://127.0.0.1:4318."""
-        self._daemon = daemon
+        self._record = record
         self._provider = provider(endpoint)
         self._tracer = self._provider.get_tracer("everstep")
 
     def hear(self, told: Mapping[str, Any]) -> None:
-        if told["kind"] == "IncidentClosed" and self._daemon.leads:
-            for one in self._daemon.machine.log.incidents:
+        if told["kind"] == "IncidentClosed" and self._record.leads:
+            for one in self._record.machine.log.incidents:
                 if one.number == told["incident"]:
                     self.export(one)
 
@@ -78,7 +78,7 @@ class IncidentTraces:
         return self._tracer.start_span(name, context, attributes=dict(facts), start_time=self._ns(at))
 
     def _ns(self, at: float) -> int:
-        return int((at + self._daemon.ahead_s) * 1e9)
+        return int((at + self._record.ahead_s) * 1e9)
 
 
 def provider(endpoint: str) -> TracerProvider:

@@ -22,8 +22,8 @@ from typing import Any
 from aiohttp import web
 
 from everstep.server import views
-from everstep.server.daemon import Daemon
 from everstep.server.outlook import Outlook
+from everstep.server.record import ClusterRecord
 
 SOON_S = 0.1
 LATEST_S = 0.2
@@ -35,10 +35,10 @@ MAX_UNREAD = 4  # messages
 
 
 class Viewers:
-    def __init__(self, daemon: Daemon, connected: Callable[[], set[str]]) -> None:
-        self.daemon, self._connected = daemon, connected
-        self.outlook = Outlook(daemon)
-        daemon.listeners.add(self.outlook.hear)
+    def __init__(self, record: ClusterRecord, connected: Callable[[], set[str]]) -> None:
+        self.record, self._connected = record, connected
+        self.outlook = Outlook(record)
+        record.listeners.add(self.outlook.hear)
         self.may = ("drain", "readmit", "cancel")  # what a reader may do here, given the token
         self._queues: set[asyncio.Queue[str]] = set()
         self._stirred = asyncio.Event()
@@ -55,7 +55,7 @@ class Viewers:
         queue.put_nowait(self._whole())
         self._queues.add(queue)
         if self._looking is None:
-            self.daemon.listeners.add(self._hear)
+            self.record.listeners.add(self._hear)
             self._looking = asyncio.create_task(self._look())
         writing = asyncio.create_task(_write(line, queue))
         try:
@@ -65,7 +65,7 @@ class Viewers:
             self._queues.discard(queue)
             writing.cancel()
             if not self._queues and self._looking is not None:
-                self.daemon.listeners.discard(self._hear)
+                self.record.listeners.discard(self._hear)
                 self._looking.cancel()
                 self._looking = None
 
@@ -113,25 +113,25 @@ class Viewers:
 
     def _whole(self) -> str:
         now = time.time()
-        marks = views.node_marks(self.daemon, self._connected(), now)
+        marks = views.node_marks(self.record, self._connected(), now)
         return _json(
             {
                 "kind": "picture",
                 "at": now,
                 "may": self.may,
                 "nodes": [mark.row(name) for name, mark in marks.items()],
-                "tasks": [views.task_row(self.daemon, task) for task in self.daemon.machine.tasks.values()],
-                "incidents": views.incident_counts(self.daemon),
+                "tasks": [views.task_row(self.record, task) for task in self.record.machine.tasks.values()],
+                "incidents": views.incident_counts(self.record),
                 "waf": list(self.outlook.past),
-                "news": list(self.daemon.news)[-NEWS_AT_FIRST:],
+                "news": list(self.record.news)[-NEWS_AT_FIRST:],
             }
         )
 
     def _changes(self) -> dict[str, Any] | None:
         """None: nothing has."""
         now = time.time()
-        nodes = views.node_marks(self.daemon, self._connected(), now)
-        tasks = {t.name: views.task_row(self.daemon, t) for t in self.daemon.machine.tasks.values()}
+        nodes = views.node_marks(self.record, self._connected(), now)
+        tasks = {t.name: views.task_row(self.record, t) for t in self.record.machine.tasks.values()}
         told = {
             "nodes": [mark.row(name) for name, mark in nodes.items() if self._nodes.get(name) != mark],
             "tasks": [row for name, row in tasks.items() if self._tasks.get(name) != row],
@@ -145,7 +145,7 @@ class Viewers:
         found = {key: value for key, value in told.items() if value}
         if not found:
             return None
-        return {"kind": "changes", "at": now, "incidents": views.incident_counts(self.daemon), **found}
+        return {"kind": "changes", "at": now, "incidents": views.incident_counts(self.record), **found}
 
 
 async def _write(line: web.WebSocketResponse, queue: asyncio.Queue[str]) -> None:

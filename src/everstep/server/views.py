@@ -12,7 +12,7 @@ from everstep.core.task.states import Absent, Copied, Copying, Entering, Member,
 from everstep.core.words.codec import encode
 from everstep.core.words.incidents import Incident
 from everstep.server import findings
-from everstep.server.daemon import Daemon
+from everstep.server.record import ClusterRecord
 
 STORIES = 30
 QUIET_S = 1.0  # without a heartbeat; they come four times a second
@@ -27,27 +27,27 @@ _STANDING: dict[type, str] = {
 }
 
 
-def status(daemon: Daemon, connected: set[str], now: float) -> dict[str, Any]:
-    machine, seated = daemon.machine, _seated(daemon)
+def status(record: ClusterRecord, connected: set[str], now: float) -> dict[str, Any]:
+    machine, seated = record.machine, _seated(record)
     return {
         "at": now,
-        "leads": daemon.leads,
-        "journal": daemon.number,
-        "nodes": [_node(daemon, node, connected, seated) for node in machine.nodes.values()],
-        "tasks": [task_row(daemon, task) for task in machine.tasks.values()],
-        "incidents": incident_counts(daemon),
+        "leads": record.leads,
+        "journal": record.number,
+        "nodes": [_node(record, node, connected, seated) for node in machine.nodes.values()],
+        "tasks": [task_row(record, task) for task in machine.tasks.values()],
+        "incidents": incident_counts(record),
     }
 
 
-def incident_counts(daemon: Daemon) -> dict[str, Any]:
-    log = daemon.machine.log
+def incident_counts(record: ClusterRecord) -> dict[str, Any]:
+    log = record.machine.log
     return {"open": [incident.number for incident in log.open_ones()], "total": len(log.incidents)}
 
 
-def _seated(daemon: Daemon) -> dict[str, list[dict[str, Any]]]:
+def _seated(record: ClusterRecord) -> dict[str, list[dict[str, Any]]]:
     """By node; found in one pass, because there may be thousands of both."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for task in daemon.machine.tasks.values():
+    for task in record.machine.tasks.values():
         for worker, seat in task.seats.items():
             row = {"task": task.name, "worker": str(worker), "slot": seat.slot}
             found.setdefault(seat.node, []).append(row)
@@ -72,19 +72,19 @@ class NodeMark(NamedTuple):
         return {"node": name} | self._asdict() | {"workers": workers}
 
 
-def node_marks(daemon: Daemon, connected: set[str], now: float) -> dict[str, NodeMark]:
+def node_marks(record: ClusterRecord, connected: set[str], now: float) -> dict[str, NodeMark]:
     """By name. There may be thousands, many times a second: so one pass over the seats, and no row yet."""
     seated: dict[str, list[tuple[str, str, int]]] = {}
-    for task in daemon.machine.tasks.values():
+    for task in record.machine.tasks.values():
         for worker, seat in task.seats.items():
             seated.setdefault(seat.node, []).append((task.name, str(worker), seat.slot))
     monotonic, found = time.monotonic(), {}
-    for name, node in daemon.machine.nodes.items():
-        age = daemon.hearts.age_s(name, monotonic)
+    for name, node in record.machine.nodes.items():
+        age = record.hearts.age_s(name, monotonic)
         found[name] = NodeMark(
             node.state,
             node.because,
-            node.since + daemon.ahead_s,
+            node.since + record.ahead_s,
             node.slots,
             node.host,
             name in connected,
@@ -96,16 +96,16 @@ def node_marks(daemon: Daemon, connected: set[str], now: float) -> dict[str, Nod
 
 
 def _node(
-    daemon: Daemon, node: Node, connected: set[str], seated: dict[str, list[dict[str, Any]]]
+    record: ClusterRecord, node: Node, connected: set[str], seated: dict[str, list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    age = daemon.hearts.age_s(node.name, time.monotonic())
+    age = record.hearts.age_s(node.name, time.monotonic())
     return {
         "node": node.name,
         "state": node.state,
         "admin": node.admin,
         "liveness": node.liveness,
         "because": node.because,
-        "since": node.since + daemon.ahead_s,
+        "since": node.since + record.ahead_s,
         "slots": node.slots,
         "host": node.host,
         "connected": node.name in connected,
@@ -115,8 +115,8 @@ def _node(
     }
 
 
-def task_row(daemon: Daemon, task: Task) -> dict[str, Any]:
-    steps = daemon.steps.get(task.name)
+def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
+    steps = record.steps.get(task.name)
     last = steps.rows[-1] if steps is not None and steps.rows else None
     recovery = task.recovery
     total = task.shape.replicas * task.shape.microbatches
@@ -136,8 +136,8 @@ def task_row(daemon: Daemon, task: Task) -> dict[str, Any]:
         "steps": task.steps,
         "epoch": recovery.epoch if recovery is not None else 0,
         "phase": type(recovery.phase).__name__.lower() if recovery is not None else None,
-        "loss": None if last is None else finite(last["loss"]),
-        "step_seconds": None if last is None else last["seconds"],
+        "loss": None if last is None else finite(last.loss),
+        "step_seconds": None if last is None else round(last.seconds, 6),
         "microbatches": {
             "issued": 0
             if steps is None or recovery is None
@@ -147,15 +147,15 @@ def task_row(daemon: Daemon, task: Task) -> dict[str, Any]:
     }
 
 
-def task(daemon: Daemon, task: Task, *, rows: int | None = None) -> dict[str, Any]:
+def task(record: ClusterRecord, task: Task, *, rows: int | None = None) -> dict[str, Any]:
     """One task in full; of its steps, the last `rows`."""
-    steps = daemon.steps.get(task.name)
+    steps = record.steps.get(task.name)
     kept = [] if steps is None else list(steps.rows)
     if rows is not None:
         kept = kept[len(kept) - min(rows, len(kept)) :]
     places = task.recovery.places if task.recovery is not None else {}
-    return task_row(daemon, task) | {
-        "submitted_at": task.submitted_at + daemon.ahead_s,
+    return task_row(record, task) | {
+        "submitted_at": task.submitted_at + record.ahead_s,
         "seats": [
             {
                 "worker": str(worker),
@@ -167,10 +167,10 @@ def task(daemon: Daemon, task: Task, *, rows: int | None = None) -> dict[str, An
             }
             for worker, seat in sorted(task.seats.items())
         ],
-        "rows": [step_row(row) for row in kept],
+        "rows": [step_row(row.document()) for row in kept],
         "kept_step": task.copies.newest,
         "moves": [{"step": step, **encode(moved)} for step, moved in sorted(task.copies.fetched.items())],
-        "incidents": [i.number for i in daemon.machine.log.incidents if i.task == task.name],
+        "incidents": [i.number for i in record.machine.log.incidents if i.task == task.name],
         "stories": [
             {
                 "number": i.number,
@@ -178,7 +178,7 @@ def task(daemon: Daemon, task: Task, *, rows: int | None = None) -> dict[str, An
                 "step": i.step,
                 "seconds": None if i.resumed_at is None else i.resumed_at - i.evidence_at,
             }
-            for i in daemon.machine.log.incidents
+            for i in record.machine.log.incidents
             if i.task == task.name
         ][-STORIES:],
     }
@@ -188,9 +188,9 @@ def step_row(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"loss": finite(row["loss"]), "grad_norm": finite(row["grad_norm"])}
 
 
-def incident(daemon: Daemon, one: Incident) -> dict[str, Any]:
+def incident(record: ClusterRecord, one: Incident) -> dict[str, Any]:
     def at(moment: float | None) -> float | None:
-        return None if moment is None else moment + daemon.ahead_s
+        return None if moment is None else moment + record.ahead_s
 
     return {
         "number": one.number,

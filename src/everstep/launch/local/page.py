@@ -28,6 +28,8 @@ from everstep.core.cluster.snapshot import freeze
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import encode
 from everstep.core.words.ops import Worker, parse_worker
+from everstep.drive.ports import HandledEvent
+from everstep.drive.step_rows import KEPT_ROWS, rows_document
 from everstep.errors import UserError
 from everstep.node.worker_lines import Loop
 
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 KEPT_ACTIONS = 300
-KEPT_ROWS = 2000
 MAX_UNSENT = 8 << 20  # bytes
 MAX_LOG = 1 << 20
 FAREWELL_S = 5.0
@@ -114,11 +115,11 @@ class RunPage:
         self._flush()
 
     @_harmless
-    def heard(self, event: msg.ClusterEvent, actions: list[msg.ClusterAction], now: float) -> None:
-        """The run has handled this event, and this follows."""
-        self._actions += [(now, action) for action in actions if not isinstance(action, msg.RecordRow)]
-        if self._line is not None:
-            self._send({"at": now, "event": encode(event)})
+    def handled(self, one: HandledEvent) -> None:
+        """The run has handled an event."""
+        self._actions += [(one.at, action) for action in one.actions if not isinstance(action, msg.RecordRow)]
+        if self._line is not None and one.event is not None:
+            self._send({"at": one.at, "event": encode(one.event)})
 
     @_harmless
     def tick(self) -> None:
@@ -181,16 +182,14 @@ class RunPage:
 
     def _begin(self) -> None:
         assert self._task is not None
-        outcome, name = self._task.outcome, next(iter(self._task.coordinator.tasks), "")
-        rows = [row.told() | {"at": row.at} for row in outcome.rows[-KEPT_ROWS:]]
-        first = outcome.rows[0].step if rows else 0
-        steps = {name: {"rows": rows, "first": first, "committed": outcome.committed}} if rows else {}
+        steps, name = rows_document(self._task.outcome.steps), next(iter(self._task.coordinator.tasks), "")
+        steps["rows"] = steps["rows"][-KEPT_ROWS:]
         self._send(
             {
                 "state": freeze(self._task.coordinator),
                 "ahead_s": time.time() - time.monotonic(),
                 "actions": [(at, encode(action)) for at, action in self._actions],
-                "steps": steps,
+                "steps": {name: steps} if steps["rows"] else {},
             }
         )
 

@@ -17,7 +17,8 @@ from statistics import median
 from typing import Any
 
 from everstep.core.words.incidents import Incident
-from everstep.launch.local.outcome import Outcome, StepRow
+from everstep.drive.step_rows import StepRow
+from everstep.launch.local.outcome import Outcome
 
 
 def healthy_step_s(outcome: Outcome) -> float:

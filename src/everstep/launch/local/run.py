@@ -12,7 +12,7 @@ import secrets
 import selectors
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,9 @@ from everstep.core.words import events as ev
 from everstep.core.words.codec import encode
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
-from everstep.diagnose.watch import Watch
+from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
+from everstep.drive.step_rows import begins_training
+from everstep.drive.thinking import Thinking
 from everstep.engine.beacon import Reading
 from everstep.engine.faults import PlantedFault
 from everstep.engine.job import Job
@@ -71,15 +73,20 @@ class LocalTask:
         self.job, self.nursery, self.faults, self.watch, self.script = job, nursery, faults, watch, script
         self.tick_s = min(tick_s, LOOK_EVERY_S)
         self.shape = Shape(job.replicas, job.stages, job.microbatches)
-        self.desk = TaskScheduler(self.shape, mode_of(job))
-        self.pace = Watch(TASK)
         self.outcome = Outcome()
         self.coordinator = Coordinator(patience=patience)
+        self._thinking = Thinking()
+        self._driver = ClusterDriver(
+            self.coordinator,
+            clock=self,
+            store=self,
+            port=ClusterPorts(self, self, self).take,
+            time_passed=msg.TimePassed(),
+        )
         self._loop = _Loop()
         self._detect = detect
         self._reports = 0
         self._over = False
-        self._last_step_at = 0.0
         self._looked_at = 0.0
         self._log: StepLog | None = None
         self._told: object = None
@@ -121,6 +128,10 @@ class LocalTask:
         return None if task is None else task.recovery
 
     @property
+    def scheduler(self) -> TaskScheduler:
+        return self._thinking.scheduler(self.coordinator.tasks[TASK])
+
+    @property
     def running(self) -> bool:
         """Is training going on, with nothing to mend at the moment?"""
         return self.recovery is not None and isinstance(self.recovery.phase, Running)
@@ -141,13 +152,13 @@ class LocalTask:
     def finish(self, because: str) -> None:
         """End the task now, in good order, before its last step."""
         self.watch("action", act.FinishTask(because=because))
-        self._hear(msg.CancelRequested(task=TASK))
+        self._driver.hear(msg.CancelRequested(task=TASK))
 
     def reshape(self, replicas: int, stages: int) -> None:
         """Take another shape at the next step boundary; training goes on from where it is."""
         job = self.job.reshaped(replicas, stages)
         shape = Shape(job.replicas, job.stages, job.microbatches)
-        self._hear(msg.ReshapeRequested(task=TASK, job=job.to_dict(), shape=shape))
+        self._driver.hear(msg.ReshapeRequested(task=TASK, job=job.to_dict(), shape=shape))
 
     def words(self, worker: Worker) -> Path:
         """The file with what a worker printed; kept where the job has a log folder."""
@@ -172,11 +183,11 @@ class LocalTask:
     def told_gantt(self) -> dict[str, Any]:
         """The last step, as planned and as run."""
         measured = {str(worker): last_steps(p.beacon.path) for worker, p in self.processes.items()}
-        return gantt.document(self.desk, {worker: steps for worker, steps in measured.items() if steps})
+        return gantt.document(self.scheduler, {worker: steps for worker, steps in measured.items() if steps})
 
     def _begin(self) -> None:
-        self._hear(msg.NodeJoined(node=NODE, boot=NODE, slots=self._slots, host="127.0.0.1"))
-        self._hear(
+        self._driver.hear(msg.NodeJoined(node=NODE, boot=NODE, slots=self._slots, host="127.0.0.1"))
+        self._driver.hear(
             msg.TaskSubmitted(
                 task=TASK,
                 job=self.job.to_dict(),
@@ -191,7 +202,7 @@ class LocalTask:
 
     def _close(self) -> None:
         if not self._over:  # it ends early, by Ctrl-C: what stops now is no incident
-            self._hear(msg.CancelRequested(task=TASK))
+            self._driver.hear(msg.CancelRequested(task=TASK))
             with contextlib.suppress(KeyboardInterrupt):
                 while not self._over:
                     self._turn()
@@ -204,26 +215,74 @@ class LocalTask:
 
     def _turn(self) -> None:
         if not self._loop.serve(self.tick_s) and self.running:
-            self.desk.think_ahead()
+            self.scheduler.think_ahead()
         now = time.monotonic()
         if now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = now
             self.workers.tick(now)
-        due = self.coordinator.due_at()
-        if due is not None and due <= now:
-            self._hear(msg.TimePassed())
+        self._driver.look_at_clock()
         if self._page is not None:
             self._page.tick()
         self.watch("tick", self)
 
-    # -------------------------------------------------------------- events and actions
+    # -------------------------------------------------------------- the driver's ports
+
+    def time(self) -> float:
+        return time.monotonic()
+
+    def wake_at(self, when: float) -> None:
+        """`_turn` looks often enough."""
+
+    def write(self, entries: Sequence[tuple[float, msg.ClusterEvent]], done: Callable[[], None]) -> None:
+        """There is no journal."""
+        done()
+
+    def send(self, action: msg.Dispatch) -> None:
+        self._tell_watcher(action)
+        self.coordinator.acknowledged(NODE, action.number)
+        self.workers.carry_out(action.order)
+
+    def received(self, node: str, number: int) -> None:
+        """Nothing is sent again here."""
+
+    def think(self, action: msg.Think) -> None:
+        self.watch("action", action.question)
+        answer = self._thinking.answer(self.coordinator, action)
+        if answer is not None:
+            self._driver.hear(answer)
+
+    def choose(self, action: msg.ChooseAssignment) -> None:
+        """One task has all slots."""
+
+    def handled(self, one: HandledEvent) -> None:
+        if self._page is not None:
+            self._page.handled(one)
+        for action in one.actions:
+            match action:
+                case msg.RecordRow():
+                    self._record(action.record, one.at)
+                case msg.IncidentClosed(number=number):
+                    for incident in self.coordinator.log.incidents:
+                        if incident.number == number:
+                            self.watch("incident", incident)
+                case msg.TaskEnded():
+                    self.outcome.failure = action.because if action.state == "failed" else None
+                    self._over = True
+                case msg.TaskReshaped(shape=shape):
+                    self.shape = shape
+                    self._thinking.forget(TASK)
+                case _ if begins_training(action):
+                    self.outcome.steps.begin(one.at)
+
+    # -------------------------------------------------------------- what is reported and watched
 
     def _reported(self, report: msg.NodeReport, sender: msg.Sender | None) -> None:
         match report:
             case msg.TimesReported():
-                self.desk.learn(report)
-                for found in self.pace.told(report):
-                    self._hear(found)
+                task = self.coordinator.tasks.get(TASK)
+                if task is not None:
+                    for found in self._thinking.learn(task, report):
+                        self._driver.hear(found)
                 return
             case msg.CheckpointFound():
                 self.outcome.resumed_from = report.step
@@ -231,41 +290,8 @@ class LocalTask:
             case msg.TaskEvent(event=ev.WorkerRaised() as raised):
                 self.watch("raised", (raised.worker, raised.error, raised.traceback))
         self._reports += 1
-        self._hear(msg.FromNode(node=NODE, boot=NODE, number=self._reports, report=report, sender=sender))
-
-    def _hear(self, event: msg.ClusterEvent) -> None:
-        now = time.monotonic()
-        actions = self.coordinator.handle(event, now)
-        if self._page is not None:
-            self._page.heard(event, actions, now)
-        for action in actions:
-            self._perform(action)
-
-    def _perform(self, action: msg.ClusterAction) -> None:
-        match action:
-            case msg.Dispatch(order=order):
-                self._tell_watcher(action)
-                if isinstance(order, msg.NotifyWorker) and isinstance(order.words, act.ResumeStep):
-                    self._last_step_at = self._last_step_at or time.monotonic()
-                self.coordinator.acknowledged(NODE, action.number)
-                self.workers.carry_out(order)
-            case msg.Think():
-                self.watch("action", action.question)
-                answer = self.desk.answer(action.question, action.slow)
-                self._hear(msg.PlanAnswered(task=TASK, event=answer))
-            case msg.RecordRow():
-                self._record(action.record)
-            case msg.IncidentClosed(number=number):
-                for incident in self.coordinator.log.incidents:
-                    if incident.number == number:
-                        self.watch("incident", incident)
-            case msg.TaskEnded():
-                self.outcome.failure = action.because if action.state == "failed" else None
-                self._over = True
-            case msg.TaskReshaped(shape=shape):
-                self.shape, self.desk = shape, TaskScheduler(shape, mode_of(self.job))
-            case msg.NodeChanged() | msg.ChooseAssignment():
-                pass
+        event = msg.FromNode(node=NODE, boot=NODE, number=self._reports, report=report, sender=sender)
+        self._driver.hear(event)
 
     def _tell_watcher(self, action: msg.Dispatch) -> None:
         match action.order:
@@ -276,22 +302,15 @@ class LocalTask:
                 because = action.because
                 self.watch("action", act.StartWorker(worker=worker, incarnation=incarnation, because=because))
 
-    def _record(self, record: act.RecordStep) -> None:
-        now = time.monotonic()
-        row = self.outcome.add(record, now=now, since=self._last_step_at)
-        self._last_step_at = now
+    def _record(self, record: act.RecordStep, now: float) -> None:
+        row = self.outcome.add(record, now)
         if self._log is not None:
             self._log.write(row)
         self.watch("step", row)
-        if record.step < self.job.steps:
-            stale = self.desk.wants_new_schedule(record.step - self.outcome.resumed_from, record.step)
-            if stale is not None:
-                event = ev.ProfileChanged(because=f"a new schedule: {stale}")
-                self._hear(msg.PlanAnswered(task=TASK, event=event))
-
-
-def mode_of(job: Job) -> str:
-    return "decoupled" if job.optimizer.stagger == "never" else "staggered"
+        task = self.coordinator.tasks[TASK]
+        wish = self._thinking.outdated(task, record.step, self.outcome.resumed_from + 1)
+        if wish is not None:
+            self._driver.hear(wish)
 
 
 class _Loop:

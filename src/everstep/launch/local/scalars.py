@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.core.words.incidents import Incident
-from everstep.launch.local.outcome import StepRow
+from everstep.drive.step_rows import StepRow
 from everstep.launch.local.run import LocalTask, Watcher
 from everstep.server.scalars import RunScalars
 

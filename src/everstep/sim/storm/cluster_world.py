@@ -11,7 +11,7 @@ moved to another node, and one that was given up may still be alive behind a cut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,14 @@ from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Finished, Paused, SaveCheckpoint, StoreCopy, Wait
 from everstep.core.worker.worker_state import WorkerState
+from everstep.drive.ports import ClusterPorts, HandledEvent
 from everstep.schedule.answer import answer
 from everstep.sim.storm.checkers import Violation
-from everstep.sim.storm.disk import JournalDisk, ShelfMemory
+from everstep.sim.storm.disk import ShelfMemory
 from everstep.sim.storm.network import VirtualLink
 from everstep.sim.storm.spec import Spec
 from everstep.sim.storm.truth import VirtualState
-from everstep.sim.storm.virtual_coordinator import VirtualCoordinator
+from everstep.sim.storm.virtual_coordinator import RecoveryMachine, VirtualCoordinator
 from everstep.sim.storm.virtual_worker import VirtualWorker
 from everstep.sim.storm.world import World
 
@@ -90,90 +91,7 @@ class VirtualAgent:
         return f"{self.name}-{self.boot}"
 
 
-class ClusterHead(VirtualCoordinator):
-    """The coordinator behind its journal. After a restart it says what must be sent and asked again."""
-
-    def __init__(self, world: ClusterWorld, perform: Callable[[list[Any]], None]) -> None:
-        self.world = world
-        self.coordinator = self._new()
-        super().__init__(world.spec, world.agenda, world.checkers, perform)
-        self.journal = JournalDisk()
-
-    def _new(self) -> Coordinator:
-        return Coordinator(patience=PATIENCE, limits=LIMITS)
-
-    @property
-    def recovery(self) -> Recovery:
-        task = self.coordinator.tasks.get(TASK)
-        found = None if task is None else task.recovery
-        return found if found is not None else self._none
-
-    @recovery.setter
-    def recovery(self, value: Recovery) -> None:
-        self._none = value  # what `Head` makes before there is a task
-
-    def begin(self) -> None:
-        rules = self.spec.rules
-        for agent in self.world.agents:
-            self.hear(agent_joined(agent))
-        submitted: Any = msg.TaskSubmitted(
-            task=TASK,
-            job=None,
-            shape=Shape(rules.replicas, rules.stages, rules.microbatches),
-            steps=rules.steps,
-            secret="",
-            has_checkpoints=bool(rules.checkpoint_every),
-        )
-        self.hear(submitted)
-
-    def _act(self) -> None:
-        while self.up and self.acted < self.journal.synced:
-            event, at = self.journal.entries[self.acted]
-            self.acted += 1
-            if isinstance(event, msg.NodeJoined):
-                self._send_again(event)
-            actions = self.coordinator.handle(event, at)  # type: ignore[arg-type]
-            self.coordinator.validate()
-            self.perform(actions)  # type: ignore[arg-type]
-        due = self.coordinator.due_at()
-        if self.up and due is not None:
-            at_us = max(self.agenda.now_us + 1, int(due * 1e6) + 1)
-            self.agenda.at(at_us, self._time_passed, self.life, self.acted)
-
-    def _send_again(self, event: msg.NodeJoined) -> None:
-        """A new connection: what the old one may have lost goes first, by its number."""
-        node = self.coordinator.nodes.get(event.node)
-        agent = self.world.agents[int(event.node[1:])]
-        agent.greeted = agent.greeted or agent.boot_name == event.boot
-        if node is not None and node.boot == event.boot:
-            self.perform(list(node.pending))  # type: ignore[arg-type]
-
-    def _time_passed(self, life: int, acted: int) -> None:
-        if self.up and life == self.life and acted == self.acted:
-            self.hear(msg.TimePassed())  # type: ignore[arg-type]
-
-    def _restart(self) -> None:
-        if self.up:
-            return
-        before = digest(self.coordinator)
-        self.coordinator = self.replay()
-        self.checkers.journal_replayed(before, digest(self.coordinator))
-        self.up = True
-        self.perform(self.coordinator.unfinished())  # type: ignore[arg-type]
-        self._act()
-        while self.waiting:
-            self.hear(self.waiting.popleft())
-
-    def replay(self) -> Coordinator:
-        again = self._new()
-        for event, at in self.journal.entries[: self.acted]:
-            again.handle(event, at)  # type: ignore[arg-type]
-        return again
-
-
 class ClusterWorld(World):
-    head: ClusterHead
-
     def __init__(self, spec: Spec, *, record: bool = False) -> None:
         super().__init__(spec, record=record)
         rules = spec.rules
@@ -184,12 +102,49 @@ class ClusterWorld(World):
         self.seat: dict[tuple[int, int], VirtualWorker] = {}  # (node, slot) -> the live process there
         for agent in self.agents:
             self._connect(agent)
-        self.head = ClusterHead(self, self.perform_all)
         self.closing = False
         self.shelf = ShelfMemory()
 
+    def _coordinator(self) -> VirtualCoordinator[Any, Any]:
+        self._ports = ClusterPorts(self, self, self)
+        self._shown = 0  # the number of the last event that is on the record
+        return VirtualCoordinator(
+            self.spec,
+            self.agenda,
+            self.checkers,
+            fresh=lambda: Coordinator(patience=PATIENCE, limits=LIMITS),
+            fingerprint=lambda: digest(self.coordinator),
+            port=self._ports.take,
+            time_passed=msg.TimePassed(),
+            orders_are_kept=True,
+            turned=self._coordinator_turned,
+        )
+
+    @property
+    def coordinator(self) -> Coordinator:
+        machine = self.head.machine
+        assert isinstance(machine, Coordinator)
+        return machine
+
+    @property
+    def recovery(self) -> Recovery:
+        task = self.coordinator.tasks.get(TASK)
+        found = None if task is None else task.recovery
+        return RecoveryMachine(self.spec).recovery if found is None else found
+
     def begin(self) -> None:
-        self.head.begin()
+        rules = self.spec.rules
+        for agent in self.agents:
+            self.head.hear(agent_joined(agent))
+        submitted = msg.TaskSubmitted(
+            task=TASK,
+            job=None,
+            shape=Shape(rules.replicas, rules.stages, rules.microbatches),
+            steps=rules.steps,
+            secret="",
+            has_checkpoints=bool(rules.checkpoint_every),
+        )
+        self.head.hear(submitted)
         for at_us in self.spec.moves:
             self.agenda.at(at_us, self._move)
         for agent in self.agents:
@@ -200,27 +155,29 @@ class ClusterWorld(World):
 
     def check_the_coordinator(self) -> None:
         """Every incident is closed, nobody sits anywhere, and the journal tells the same story."""
-        coordinator = self.head.coordinator
+        coordinator = self.coordinator
         for incident in coordinator.log.open_ones():
             raise Violation(f"incidents close: number {incident.number} ({incident.what}) is open")
         alarms = [i.what for i in coordinator.log.incidents if "updated eagerly" not in i.what]
         if not self.spec.faults and alarms:
             raise Violation(f"no false alarm: {alarms[0]} in a calm run")
-        self.checkers.journal_replayed(digest(coordinator), digest(self.head.replay()))
+        again = self.head.replayed(self.head.acted)
+        assert isinstance(again, Coordinator)
+        self.checkers.journal_replayed(digest(coordinator), digest(again))
 
     # -------------------------------------------------------------- the coordinator's hands
 
-    def perform_all(self, actions: list[Any]) -> None:
-        for action in actions:
+    def handled(self, one: HandledEvent) -> None:
+        """On the record, once: what is read again after a restart was there before the crash."""
+        if isinstance(one.event, msg.NodeJoined) and not one.replayed:
+            self._greet(one.event, {a.number for a in one.actions if isinstance(a, msg.Dispatch)})
+        if one.number <= self._shown:
+            return
+        self._shown = one.number
+        for action in one.actions:
             if self.trace.lines is not None:
                 self.trace.tell(self.agenda.now_us, f"  action {action}")
             match action:
-                case msg.Dispatch():
-                    self._dispatch(action)
-                case msg.Think():
-                    delay = self.weather.spread(self.spec.weather.plan_us)
-                    self._trigger("plan", Worker(0, 0))
-                    self.agenda.after(delay, self._thought, action, self.head.life)
                 case msg.RecordRow():
                     self.checkers.step_recorded(action.record)
                     self.trace.mix(self.agenda.now_us, 2, action.record.step)
@@ -231,10 +188,43 @@ class ClusterWorld(World):
                         "finished" if action.state == "finished" else f"{action.state}: {action.because}"
                     )
 
-    def _dispatch(self, action: msg.Dispatch) -> None:
+    def _greet(self, event: msg.NodeJoined, fresh: set[int]) -> None:
+        """A new connection: what the old one may have lost goes first, by its number."""
+        agent = self.agents[int(event.node[1:])]
+        agent.greeted = agent.greeted or agent.boot_name == event.boot
+        for order in self.coordinator.nodes[event.node].pending:
+            if order.number not in fresh:
+                self.send(order)
+
+    def _coordinator_turned(self) -> None:
+        """Connections die with the coordinator; each agent opens another one when there is one again."""
+        for agent in self.agents:
+            agent.greeted = False
+            if agent.to_agent is not None:
+                agent.to_agent.queue.clear()
+            if self.head.up and agent.up and agent.heard:
+                delay = self.weather.spread(self.spec.weather.order_us)
+                self.agenda.after(delay, self._reconnect, agent, agent.boot, self.head.life)
+
+    def _reconnect(self, agent: VirtualAgent, boot: int, life: int) -> None:
+        if agent.up and agent.heard and agent.boot == boot and life == self.head.life:
+            self.hear(agent_joined(agent))
+
+    def think(self, action: msg.Think) -> None:
+        delay = self.weather.spread(self.spec.weather.plan_us)
+        self._trigger("plan", Worker(0, 0))
+        self.agenda.after(delay, self._thought, action, self.head.life)
+
+    def choose(self, action: msg.ChooseAssignment) -> None:
+        raise Violation("no planner was asked for")
+
+    def received(self, node: str, number: int) -> None:
+        """The line keeps what it has not delivered."""
+
+    def send(self, action: msg.Dispatch) -> None:
         """On the connection of the boot that the coordinator knows; an older one is closed."""
         agent = self.agents[int(action.node[1:])]
-        known = self.head.coordinator.nodes[action.node].boot
+        known = self.coordinator.nodes[action.node].boot
         if agent.to_agent is not None and known == agent.boot_name and agent.greeted:
             self.network.send(agent.to_agent, action, self.spec.weather.order_us)
 
@@ -281,7 +271,7 @@ class ClusterWorld(World):
             return
         agent.done = action.number
         if self.head.up:
-            self.head.coordinator.acknowledged(agent.name, action.number)
+            self.coordinator.acknowledged(agent.name, action.number)
         order = action.order
         self._sent(self.agenda.now_us, 5, getattr(order, "worker", None))
         match order:
@@ -358,7 +348,7 @@ class ClusterWorld(World):
         gone, or just back and about to be told.
         """
         agent = self.agents[old.node]
-        node = self.head.coordinator.nodes[agent.name]
+        node = self.coordinator.nodes[agent.name]
         if agent.up and agent.heard and agent.done >= node.sent:
             raise Violation(f"one owner: {old.me} lives on {agent.name} ({node.state}) and is started again")
 
@@ -434,7 +424,7 @@ class ClusterWorld(World):
         self.agenda.after(LOOK_US, self._look, agent, boot)
 
     def _others(self, me: VirtualWorker) -> Iterator[tuple[Worker, WorkerState]]:
-        seats = self.head.coordinator.tasks[TASK].seats
+        seats = self.coordinator.tasks[TASK].seats
         for worker, body in self.bodies.items():
             believed = worker in seats and seats[worker].incarnation == body.incarnation
             if body is not me and believed:

@@ -13,7 +13,7 @@ from everstep.sim.storm.cluster_world import ClusterWorld
 from everstep.sim.storm.faults import FaultKind
 from everstep.sim.storm.spec import Spec, run_time_us
 from everstep.sim.storm.strikes import Strikes
-from everstep.sim.storm.virtual_coordinator import fingerprint
+from everstep.sim.storm.virtual_coordinator import RecoveryMachine, fingerprint
 from everstep.sim.storm.world import World
 
 SAFETY_RUN_TIMES = 3  # the faults last this many fault-free run times
@@ -60,7 +60,7 @@ def run_storm(spec: Spec, *, record: bool = False, cluster: bool = False) -> Rep
         events=world.agenda.done,
         virtual_ms=world.agenda.now_us / 1e3,
         deaths=world.num_deaths,
-        incidents=len(world.head.recovery.incidents),
+        incidents=len(world.recovery.incidents),
         stalls=world.num_stalls,
         faults_struck=tuple(str(f) for f in strikes.struck),
         transcript=tuple(world.trace.lines or ()),
@@ -91,18 +91,19 @@ def _run(world: World, strikes: Strikes) -> None:
             )
     if world.outcome != "finished":
         raise Violation(f"liveness: the task {world.outcome}")
-    recovery = world.head.recovery
+    recovery = world.recovery
     walkers = {w: (body.walker, body.state) for w, body in world.bodies.items()}
     world.checkers.at_the_end(recovery, walkers)
     if isinstance(world, ClusterWorld):
         world.check_the_coordinator()
     elif spec.seed % 4 == 0:
         again = world.head.replayed(world.head.acted)
-        world.checkers.journal_replayed(fingerprint(recovery), fingerprint(again))
+        assert isinstance(again, RecoveryMachine)
+        world.checkers.journal_replayed(fingerprint(recovery), fingerprint(again.recovery))
 
 
 def _standing(world: World) -> str:
     workers = ", ".join(
         f"{w} {b.walker.next()}{' paused' if b.walker.paused else ''}" for w, b in world.bodies.items()
     )
-    return f"{world.head.recovery.phase}; {workers}"
+    return f"{world.recovery.phase}; {workers}"

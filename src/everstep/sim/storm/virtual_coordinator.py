@@ -1,4 +1,4 @@
-"""The coordinator's machine: the real `Recovery`, a journal that is synced before anything is done, crashes.
+"""The real driver around a machine that decides, with a disk that forgets and a process that crashes.
 
     event arrives ──► appended ──► synced ──► handled ──► actions carried out
                          │            │
@@ -12,128 +12,173 @@ what makes a crash between the two harmless.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import RecoveryPolicy
 from everstep.core.words import actions as act
 from everstep.core.words import events as ev
 from everstep.core.words.shape import Shape
+from everstep.drive.driver import Driver, Handled, Machine
 from everstep.sim.agenda import Agenda
 from everstep.sim.storm.checkers import Checkers
 from everstep.sim.storm.disk import JournalDisk
 from everstep.sim.storm.spec import Spec
 
-Entry = tuple[ev.Event, float]
+E = TypeVar("E")
+A = TypeVar("A")
+E_contra = TypeVar("E_contra", contravariant=True)
 
 
-class VirtualCoordinator:
+class Decider(Machine[E_contra, A], Protocol[E_contra, A]):
+    def validate(self) -> None: ...
+
+
+class VirtualCoordinator(Generic[E, A]):
+    """`fresh` makes the machine, `fingerprint` is all of its state. `orders_are_kept`: the machine keeps what
+    was not carried out, so that after a restart everything in the journal has only to be read. `turned` is
+    called when the process has died and when it is up again.
+    """
+
     def __init__(
-        self, spec: Spec, agenda: Agenda, checkers: Checkers, perform: Callable[[list[act.Action]], None]
+        self,
+        spec: Spec,
+        agenda: Agenda,
+        checkers: Checkers,
+        *,
+        fresh: Callable[[], Decider[E, A]],
+        fingerprint: Callable[[], str],
+        port: Callable[[Handled[E, A]], None],
+        time_passed: E,
+        orders_are_kept: bool,
+        turned: Callable[[], None] = lambda: None,
     ) -> None:
-        self.spec, self.agenda, self.checkers, self.perform = spec, agenda, checkers, perform
-        self.journal: JournalDisk[Entry] = JournalDisk()
-        self.waiting: deque[ev.Event] = deque()  # not acknowledged, so sent again after a restart
-        self.recovery = self._fresh()
+        self.spec, self.agenda, self.checkers = spec, agenda, checkers
+        self._fresh, self._fingerprint, self._port = fresh, fingerprint, port
+        self._time_passed, self._orders_are_kept, self._turned = time_passed, orders_are_kept, turned
+        self.journal: JournalDisk[tuple[float, E]] = JournalDisk()
+        self.waiting: deque[E] = deque()  # not acknowledged, so sent again after a restart
         self.up = True
         self.life = 0
         self.acted = 0  # entries whose actions have been carried out
-        self._syncing = False
-        self.dies_before_acting = False
-        self.down_us = 0
+        self.machine = fresh()
+        self.driver = self._new_driver()
+        self._dies_before_acting = False
+        self._down_us = 0
 
-    def _fresh(self) -> Recovery:
-        rules = self.spec.rules
-        policy = RecoveryPolicy(
-            rejoin_after_steps=self.spec.rejoin_after_steps, max_restarts=self.spec.max_restarts
-        )
-        return Recovery(
-            Shape(rules.replicas, rules.stages, rules.microbatches), steps=rules.steps, policy=policy
-        )
+    def _new_driver(self) -> Driver[E, A]:
+        return Driver(self.machine, clock=self, store=self, port=self._take, time_passed=self._time_passed)
 
-    def begin(self) -> None:
-        self.perform(self.recovery.begin())
-
-    def hear(self, event: ev.Event) -> None:
-        if not self.up:
+    def hear(self, event: E) -> None:
+        if self.up:
+            self.driver.hear(event)
+        else:
             self.waiting.append(event)
-            return
-        self.journal.append((event, self.agenda.now_us / 1e6))
-        if not self._syncing:
-            self._syncing = True
-            self.agenda.after(self.spec.weather.sync_us, self._synced, self.life)
 
-    def _synced(self, life: int) -> None:
+    def replayed(self, upto: int) -> Decider[E, A]:
+        """The machine that the journal alone gives."""
+        machine = self._fresh()
+        for at, event in self.journal.entries[:upto]:
+            machine.handle(event, at)
+        return machine
+
+    # -------------------------------------------------------------- the driver's ports
+
+    def time(self) -> float:
+        return self.agenda.now_us / 1e6
+
+    def wake_at(self, when: float) -> None:
+        self.agenda.at(max(self.agenda.now_us + 1, int(when * 1e6) + 1), self._wake, self.life)
+
+    def _wake(self, life: int) -> None:
+        if self.up and life == self.life:
+            self.driver.look_at_clock()
+
+    def write(self, entries: Sequence[tuple[float, E]], done: Callable[[], None]) -> None:
+        for entry in entries:
+            self.journal.append(entry)
+        self.agenda.after(self.spec.weather.sync_us, self._synced, self.life, done)
+
+    def _synced(self, life: int, done: Callable[[], None]) -> None:
         if life != self.life or not self.up:
             return
-        self._syncing = False
         self.journal.sync()
-        if self.dies_before_acting:
-            self.dies_before_acting = False
+        if self._dies_before_acting:
+            self._dies_before_acting = False
             self._go_down()
-            return
-        self._act()
+        else:
+            done()
 
-    def _act(self) -> None:
-        while self.up and self.acted < self.journal.synced:
-            event, at = self.journal.entries[self.acted]
-            self.acted += 1
-            actions = self.recovery.handle(event, at)
-            self.recovery.validate()
-            if isinstance(event, ev.WorkerResumed) and event.epoch == self.recovery.epoch:
-                self.checkers.resumed_in_epoch = event.epoch
-            self.perform(actions)
+    def _take(self, one: Handled[E, A]) -> None:
+        self.acted = max(self.acted, one.number)
+        self.machine.validate()
+        self._port(one)
 
     # -------------------------------------------------------------- crashes
 
     def crash(self, down_us: int, *, before_acting: bool) -> None:
         """Now, or between the next sync and what would have followed from it."""
-        self.down_us = down_us
+        self._down_us = down_us
         if before_acting:
-            self.dies_before_acting = True
+            self._dies_before_acting = True
         elif self.up:
             self._go_down()
 
     def _go_down(self) -> None:
         self.up = False
         self.life += 1
-        self._syncing = False
-        self.waiting.extend(event for event, _ in self.journal.crash())
-        self.agenda.after(self.down_us, self._restart)
+        self.waiting.extend(event for _, event in self.journal.crash())
+        self.waiting.extend(self.driver.close())
+        self._turned()
+        self.agenda.after(self._down_us, self._restart)
 
     def _restart(self) -> None:
         if self.up:
             return
-        before = fingerprint(self.recovery)
-        self.recovery = self.replayed(self.acted)
-        self.checkers.journal_replayed(before, fingerprint(self.recovery))
+        before, acted = self._fingerprint(), self.acted
+        self.machine = self._fresh()
+        self.driver = self._new_driver()
+        self.driver.replay(self.journal.entries[:acted])
+        self.checkers.journal_replayed(before, self._fingerprint())
         self.up = True
-        question = self._unanswered()
-        if question is not None:
-            self.perform([question])
-        self._act()
-        while self.waiting:
+        rest = self.journal.entries[acted:]
+        self.driver.replay(rest, carried_out=None if self._orders_are_kept else acted)
+        self.driver.resume()
+        self._turned()
+        while self.waiting and self.up:
             self.hear(self.waiting.popleft())
 
-    def replayed(self, upto: int) -> Recovery:
-        """The machine that the journal alone gives."""
-        recovery = self._fresh()
-        recovery.begin()
-        self._asked: act.ComputePlan | None = None
-        for event, at in self.journal.entries[:upto]:
-            for action in recovery.handle(event, at):
-                if isinstance(action, act.ComputePlan):
-                    self._asked = action
-        return recovery
 
-    def _unanswered(self) -> act.ComputePlan | None:
+class RecoveryMachine:
+    """One task's recovery alone, as a machine that can be driven."""
+
+    def __init__(self, spec: Spec) -> None:
+        rules = spec.rules
+        policy = RecoveryPolicy(rejoin_after_steps=spec.rejoin_after_steps, max_restarts=spec.max_restarts)
+        shape = Shape(rules.replicas, rules.stages, rules.microbatches)
+        self.recovery = Recovery(shape, steps=rules.steps, policy=policy)
+        self.first = self.recovery.begin()
+        self._question: act.ComputePlan | None = None
+
+    def handle(self, event: ev.Event, now: float) -> list[act.Action]:
+        if isinstance(event, ev.PlanComputed) and self._question is not None:
+            self._question = None if event.epoch == self._question.epoch else self._question
+        actions = self.recovery.handle(event, now)
+        for action in actions:
+            if isinstance(action, act.ComputePlan):
+                self._question = action
+        return actions
+
+    def due_at(self) -> None:
+        return None
+
+    def unfinished(self) -> list[act.Action]:
         """The thinking that was under way died with the process: it is asked for again."""
-        asked = self._asked
-        if asked is None or any(
-            isinstance(e, ev.PlanComputed) and e.epoch == asked.epoch for e, _ in self.journal.entries
-        ):
-            return None
-        return asked
+        return [] if self._question is None else [self._question]
+
+    def validate(self) -> None:
+        self.recovery.validate()
 
 
 def fingerprint(recovery: Recovery) -> str:

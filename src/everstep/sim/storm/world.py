@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from everstep.core.task.recovery import Recovery
 from everstep.core.words import actions as act
 from everstep.core.words import events as ev
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.ops import Kind, Worker
 from everstep.core.worker.worker_state import WorkerState
+from everstep.drive.driver import Handled
 from everstep.schedule import Instance, uniform
 from everstep.schedule.answer import answer
 from everstep.schedule.cache import PlanCache
@@ -28,7 +30,7 @@ from everstep.sim.storm.network import Network, VirtualLink
 from everstep.sim.storm.spec import Spec
 from everstep.sim.storm.trace import StormTrace
 from everstep.sim.storm.truth import Truth, VirtualState
-from everstep.sim.storm.virtual_coordinator import VirtualCoordinator
+from everstep.sim.storm.virtual_coordinator import RecoveryMachine, VirtualCoordinator, fingerprint
 from everstep.sim.storm.virtual_worker import VirtualWorker
 
 _SHARE_OF_AN_OP = {  # of the typical op; what is not listed takes a tenth
@@ -64,7 +66,7 @@ class World:
         self.truth = Truth(spec.seed, rules)
         self.checkers = Checkers(self.truth, rules, calm=not spec.faults and not spec.moves)
         self.disk = CheckpointDisk(rules.stages)
-        self.head = VirtualCoordinator(spec, self.agenda, self.checkers, self.perform)
+        self.head: VirtualCoordinator[Any, Any] = self._coordinator()
         self.bodies: dict[Worker, VirtualWorker] = {}
         self.zombies: list[VirtualWorker] = []  # alive, and given up by the coordinator
         self.orders: dict[Worker, VirtualLink] = {}
@@ -81,10 +83,37 @@ class World:
         self.nodes = [VirtualNode(n) for n in range(max(self.home.values()) + 1)]
         self.plans = _plans(rules.replicas, rules.stages, rules.microbatches)
 
+    def _coordinator(self) -> VirtualCoordinator[Any, Any]:
+        return VirtualCoordinator(
+            self.spec,
+            self.agenda,
+            self.checkers,
+            fresh=lambda: RecoveryMachine(self.spec),
+            fingerprint=lambda: fingerprint(self.recovery),
+            port=self._decided,
+            time_passed=None,
+            orders_are_kept=False,
+        )
+
+    @property
+    def recovery(self) -> Recovery:
+        machine = self.head.machine
+        assert isinstance(machine, RecoveryMachine)
+        return machine.recovery
+
     def begin(self) -> None:
-        self.head.begin()
+        machine = self.head.machine
+        assert isinstance(machine, RecoveryMachine)
+        self.perform(machine.first)
 
     # -------------------------------------------------------------- the coordinator's hands
+
+    def _decided(self, one: Handled[ev.Event, act.Action]) -> None:
+        if one.replayed:
+            return
+        if isinstance(one.event, ev.WorkerResumed) and one.event.epoch == self.recovery.epoch:
+            self.checkers.resumed_in_epoch = one.event.epoch
+        self.perform(one.actions)
 
     def perform(self, actions: list[act.Action]) -> None:
         for action in actions:
@@ -194,7 +223,7 @@ class World:
         self.network.send(body.reports, event, self._delay(self.spec.weather.order_us, body.me))
 
     def _commit(self) -> None:
-        if self.head.up and (step := self.disk.whole_up_to(self.head.recovery.recorded)) is not None:
+        if self.head.up and (step := self.disk.whole_up_to(self.recovery.recorded)) is not None:
             self.hear(ev.CheckpointCommitted(step=step))
 
     # -------------------------------------------------------------- a process lives

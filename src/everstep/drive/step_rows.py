@@ -1,0 +1,106 @@
+"""The rows of a task's steps: built here and nowhere else, for the step log, the page and the outcome."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from everstep.core.words import actions as act
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words.actions import RecordStep
+
+KEPT_ROWS = 2000  # of a task, for those who look
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One line of the step log."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    seconds: float
+    epoch: int
+    attempt: int
+    at: float
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "seconds": round(self.seconds, 6),
+            "epoch": self.epoch,
+            "attempt": self.attempt,
+            "at": round(self.at, 6),
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRows:
+    """Of one task. Counts are of all its rows, also of those that are no longer kept."""
+
+    rows: deque[StepRow] = field(default_factory=lambda: deque(maxlen=KEPT_ROWS))
+    last_at: float = 0.0  # when the last step was recorded, or training began
+    first: int = 0
+    last: int = 0
+    committed: int = 0  # microbatches
+    replayed_elsewhere: int = 0
+
+    def shift(self, seconds: float) -> None:
+        """Bring the times to another clock."""
+        self.last_at += seconds
+        shifted = [replace(row, at=row.at + seconds) for row in self.rows]
+        self.rows.clear()
+        self.rows.extend(shifted)
+
+    def begin(self, now: float) -> None:
+        """Workers are told to go on: the first step's time starts here."""
+        self.last_at = self.last_at or now
+
+    def add(self, record: RecordStep, now: float) -> StepRow:
+        losses = dict(record.losses)
+        row = StepRow(
+            step=record.step,
+            loss=sum(losses[m] for m in sorted(losses)) / len(losses) if losses else math.nan,
+            grad_norm=record.norm,
+            seconds=now - self.last_at if self.last_at else 0.0,
+            epoch=record.epoch,
+            attempt=record.attempt,
+            at=now,
+        )
+        self.rows.append(row)
+        self.last_at = now
+        self.first = min(self.first or record.step, record.step)
+        if record.step <= self.last:  # done again, from a kept state: only the last time counts
+            self.committed -= (self.last - record.step + 1) * record.microbatches_committed
+        self.last = record.step
+        self.committed += record.microbatches_committed
+        self.replayed_elsewhere += record.replayed_elsewhere
+        return row
+
+
+def begins_training(action: msg.ClusterAction) -> bool:
+    order = action.order if isinstance(action, msg.Dispatch) else None
+    return isinstance(order, msg.NotifyWorker) and isinstance(order.words, act.ResumeStep)
+
+
+def rows_from(document: Mapping[str, Any]) -> StepRows:
+    """What `rows_document` has written."""
+    rows = StepRows(**{name: value for name, value in document.items() if name != "rows"})
+    rows.rows.extend(StepRow(**row) for row in document["rows"])
+    return rows
+
+
+def rows_document(rows: StepRows) -> dict[str, Any]:
+    return {
+        "rows": [row.document() for row in rows.rows],
+        "last_at": rows.last_at,
+        "first": rows.first,
+        "last": rows.last,
+        "committed": rows.committed,
+        "replayed_elsewhere": rows.replayed_elsewhere,
+    }

@@ -1,0 +1,126 @@
+"""What has happened on a cluster, for those who look: the machine's state, its news, the steps of its tasks.
+
+All of it is derived from the journal: what is replayed comes here too, and the rows of steps, which would go
+with the entries that a snapshot replaces, are in the snapshot. So a restart, and a coordinator on another
+machine that takes over, show the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.faults.detector import Heartbeats
+from everstep.core.words import cluster_messages as msg
+from everstep.drive.ports import HandledEvent
+from everstep.drive.step_rows import StepRows, begins_training, rows_document, rows_from
+from everstep.server import words
+from everstep.server.step_files import StepFiles
+
+KEPT_NEWS = 2000
+SILENCE_S = 1.0
+
+
+class ClusterRecord:
+    def __init__(
+        self,
+        *,
+        files: StepFiles | None = None,
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    ) -> None:
+        """`files`: where each task's rows are also written."""
+        self.say = say
+        self.machine = Coordinator()
+        self.hearts = Heartbeats(patience_s=SILENCE_S)
+        self.leads = False
+        self.number = 0  # of the last event
+        self.ahead_s = 0.0  # from the machine's moments to those of the wall clock
+        self.steps: dict[str, StepRows] = {}
+        self.news: deque[dict[str, Any]] = deque(maxlen=KEPT_NEWS)
+        self.listeners: set[Callable[[dict[str, Any]], None]] = set()
+        self.handled_s: deque[float] = deque(maxlen=10_000)  # time to decide
+        self.files = files
+
+    def begin(self, machine: Coordinator, hearts: Heartbeats, number: int, steps: Any) -> None:
+        """Another state takes the place of this one. `steps`: the rows it comes with, from a snapshot."""
+        self.machine, self.hearts, self.number = machine, hearts, number
+        self.leads = False
+        self.news.clear()
+        self.steps = {task: rows_from(document) for task, document in (steps or {}).items()}
+
+    def lead(self) -> None:
+        """The journal is read: from here on things happen now."""
+        self.leads = True
+        if self.files is not None:
+            for task, steps in self.steps.items():
+                self.files.complete(task, [row.document() for row in steps.rows])
+
+    def snapshot(self) -> dict[str, Any]:
+        return {task: rows_document(steps) for task, steps in self.steps.items()}
+
+    def publish(self, news: dict[str, Any]) -> None:
+        for listener in list(self.listeners):
+            listener(news)
+
+    # -------------------------------------------------------------- what the driver hands over
+
+    def handled(self, one: HandledEvent) -> None:
+        self.number = one.number
+        at = one.at + self.ahead_s
+        for action in one.actions:
+            if begins_training(action):
+                assert isinstance(action, msg.Dispatch)
+                self._steps(getattr(action.order, "task", "")).begin(at)
+            elif isinstance(action, msg.RecordRow):
+                self._record(action, at, live=not one.replayed)
+            else:
+                self._announce(action, at)
+                if not one.replayed:
+                    self._say(action)
+
+    def _steps(self, task: str) -> StepRows:
+        return self.steps.setdefault(task, StepRows())
+
+    def _record(self, action: msg.RecordRow, at: float, *, live: bool) -> None:
+        row = self._steps(action.task).add(action.record, at).document()
+        if live and self.files is not None:
+            self.files.append(action.task, row)
+        self.publish({"at": at, "kind": "step", "task": action.task, "row": row})
+
+    def _announce(self, action: msg.ClusterAction, at: float) -> None:
+        news: dict[str, Any] = {
+            "at": at,
+            "kind": type(action).__name__,
+            "text": words.decision(action),
+            "because": action.because,
+            "event": action.cause,
+        }
+        match action:
+            case msg.Dispatch(node=node, order=order):
+                news |= {"node": node, "order": type(order).__name__, "task": getattr(order, "task", "")}
+                if (worker := getattr(order, "worker", None)) is not None:
+                    news["worker"] = str(worker)
+            case msg.NodeChanged(node=node, state=state):
+                news |= {"node": node, "state": state}
+            case msg.TaskEnded(task=task, state=state):
+                news |= {"task": task, "state": state}
+            case msg.IncidentClosed(number=number):
+                news |= {"incident": number}
+            case msg.Think(task=task):
+                news |= {"task": task}
+        self.news.append(news)
+        self.publish(news)
+
+    def _say(self, action: msg.ClusterAction) -> None:
+        match action:
+            case msg.TaskEnded():
+                self.say(f"task {action.task} is {action.state}: {action.because}")
+            case msg.TaskReshaped():
+                self.say(f"task {action.task}: {action.because}")
+            case msg.NodeChanged():
+                self.say(f"node {action.node} is {action.state}: {action.because}")
+            case msg.IncidentClosed():
+                self.say(f"incident {action.number} is closed: {action.because}")

@@ -1,0 +1,274 @@
+"""One term of leadership: the machine, its place in the journal, what waits, the lines to agents.
+
+A coordinator that loses its leadership throws the whole term away: agents are disconnected and find the new
+leader, callers that wait are told, and the next term of the same process starts from the journal again.
+
+Times are wall-clock seconds that never run backwards, because they outlive the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.snapshot import digest, freeze, thaw
+from everstep.core.faults.detector import Heartbeats
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words.codec import decode, encode
+from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
+from everstep.drive.thinking import Thinking
+from everstep.errors import PeerError, UserError
+from everstep.plan.ask import choose
+from everstep.server.agent_connections import AgentConnections
+from everstep.server.journal import Journal, JournalEntry, LostLeadership
+from everstep.server.record import ClusterRecord
+from everstep.server.returns import Returns
+
+TICK_S = 0.05
+SNAPSHOT_EVERY = 5000  # entries
+REPLAYED_AT_ONCE = 100  # entries, before the loop may do something else: the lease must be kept alive
+_ZIPPED = b"z"
+
+
+class Term:
+    def __init__(
+        self,
+        journal: Journal,
+        record: ClusterRecord,
+        *,
+        silence_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.journal, self.record = journal, record
+        self.number = journal.term  # agents refuse orders of an older one
+        self.machine = Coordinator()
+        self.hearts = Heartbeats(patience_s=silence_s)
+        self.thinking = Thinking()
+        self.lines = AgentConnections(self)
+        self.returns = Returns(self.hearts)
+        self._clock = clock
+        self._ports = ClusterPorts(self.lines, self, record)
+        self._to_write: asyncio.Queue[tuple[list[bytes], Callable[[], None]]] = asyncio.Queue()
+        self._snapshot_at = 0
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._callers: set[asyncio.Future[None]] = set()
+        self._is_over = False
+        self.driver = self._driver(0)
+
+    def _driver(self, number: int) -> ClusterDriver:
+        return ClusterDriver(
+            self.machine,
+            clock=self,
+            store=self,
+            port=self._take,
+            time_passed=msg.TimePassed(),
+            decide=self._decide,
+            number=number,
+        )
+
+    # -------------------------------------------------------------- life
+
+    async def read(self, policy: msg.PolicySet | None) -> None:
+        """Read the journal; be where the last coordinator was."""
+        began = time.monotonic()
+        snapshot = await self.journal.latest_snapshot()
+        number, steps = 0, None
+        if snapshot is not None:
+            number, body = snapshot
+            document = json.loads(zlib.decompress(body))
+            thaw(self.machine, document["state"])
+            steps = document["steps"]
+        self._snapshot_at = number
+        self.driver = self._driver(number)
+        self.record.begin(self.machine, self.hearts, number, steps)
+        while entries := await self.journal.entries(after=self.driver.number):
+            for start in range(0, len(entries), REPLAYED_AT_ONCE):
+                page = entries[start : start + REPLAYED_AT_ONCE]
+                self.driver.replay(_readable(page))
+                await asyncio.sleep(0)
+        self.returns.expect([n.name for n in self.machine.nodes.values() if n.reachable], time.monotonic())
+        self.record.lead()
+        self.record.say(
+            f"coordinator: {self.driver.number} entries in {time.monotonic() - began:.2f} s, "
+            f"state {digest(self.machine)[:12]}, {len(self.machine.nodes)} nodes, "
+            f"{len(self.machine.tasks)} tasks"
+        )
+        in_force = msg.PolicySet(patience=self.machine.patience, planned=self.machine.policy.planned)
+        if policy is not None and policy != in_force:
+            self.hear(policy)
+        self.driver.resume()
+
+    async def run(self) -> None:
+        """Until cancelled, or until another coordinator leads: then LostLeadership."""
+        jobs = [asyncio.create_task(work) for work in (self._tick(), self._write(), self._until_lost())]
+        try:
+            await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+            for job in jobs:
+                if job.done():
+                    job.result()
+        finally:
+            self.close()
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+
+    def close(self) -> None:
+        """Nothing of this term acts any more."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self.record.leads = False
+        self.driver.close()
+        self.lines.close()
+        for job in list(self._jobs):
+            job.cancel()
+        for caller in list(self._callers):
+            if not caller.done():
+                caller.set_exception(LostLeadership("another coordinator leads, or may; try again"))
+
+    async def _until_lost(self) -> None:
+        await self.journal.lost.wait()
+        raise LostLeadership("the lease is lost")
+
+    # -------------------------------------------------------------- events
+
+    def hear(self, event: msg.ClusterEvent) -> None:
+        """Something has happened."""
+        if isinstance(event, msg.NodeJoined):
+            self.returns.came(event.node)
+        self.driver.hear(event)
+
+    async def told(self, event: msg.ClusterEvent) -> None:
+        """Something has happened; returns when it is durable and carried out."""
+        if self._is_over:
+            raise LostLeadership("another coordinator leads, or may; try again")
+        if isinstance(event, msg.NodeJoined):
+            self.returns.came(event.node)
+        caller: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._callers.add(caller)
+        caller.add_done_callback(self._callers.discard)
+        self.driver.hear(event, handled=lambda: None if caller.done() else caller.set_result(None))
+        await caller
+
+    def learn(self, report: msg.TimesReported) -> None:
+        """For the scheduler and the watch only: not journaled, and forgotten by a restart."""
+        task = self.machine.tasks.get(report.task)
+        if task is not None:
+            for found in self.thinking.learn(task, report):
+                self.hear(found)
+
+    def _decide(self, event: msg.ClusterEvent, now: float) -> list[msg.ClusterAction]:
+        began = time.perf_counter()
+        try:
+            return self.machine.handle(event, now)
+        except Exception:  # the main loop: a bug met once must not be met again at every restart
+            name = type(event).__name__
+            self.record.say(f"coordinator: {name} was not understood\n{traceback.format_exc()}")
+            return []
+        finally:
+            self.record.handled_s.append(time.perf_counter() - began)
+
+    def _take(self, one: HandledEvent) -> None:
+        self._ports.take(one)
+        for action in one.actions:
+            match action:
+                case msg.TaskEnded() | msg.TaskReshaped():
+                    self.thinking.forget(action.task)
+                case msg.RecordRow() if not one.replayed:
+                    first = self.record.steps[action.task].first
+                    task = self.machine.tasks[action.task]
+                    if (wish := self.thinking.outdated(task, action.record.step, first)) is not None:
+                        self.hear(wish)
+
+    # -------------------------------------------------------------- the clock
+
+    def time(self) -> float:
+        return self._clock()
+
+    def wake_at(self, when: float) -> None:
+        """`_tick` looks often enough."""
+
+    async def _tick(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            if now - last > self.hearts.patience_s / 2:
+                self.hearts.excuse(now)  # we were away ourselves
+            last = now
+            self.returns.wait(now)
+            for node, silent_s in self.hearts.fell_silent(now):
+                self.hear(msg.NodeFellSilent(node=node, silent_s=silent_s))
+            self.driver.look_at_clock()
+
+    # -------------------------------------------------------------- the journal
+
+    def write(self, entries: Sequence[tuple[float, msg.ClusterEvent]], done: Callable[[], None]) -> None:
+        self._to_write.put_nowait(([pack(event, at) for at, event in entries], done))
+
+    async def _write(self) -> None:
+        while True:
+            bodies, done = await self._to_write.get()
+            await self.journal.append(bodies)
+            done()
+            if self.driver.number - self._snapshot_at >= SNAPSHOT_EVERY:
+                await self._snapshot()
+
+    async def _snapshot(self) -> None:
+        number = self._snapshot_at = self.driver.number
+        document = {"state": freeze(self.machine), "steps": self.record.snapshot()}
+        text = json.dumps(document, separators=(",", ":"))
+        await self.journal.snapshot(number, zlib.compress(text.encode(), 1))
+
+    # -------------------------------------------------------------- slow questions
+
+    def think(self, action: msg.Think) -> None:
+        self._in_background(self._answer(action))
+
+    def choose(self, action: msg.ChooseAssignment) -> None:
+        self._in_background(self._choose(action))
+
+    async def _answer(self, action: msg.Think) -> None:
+        task = self.machine.tasks.get(action.task)
+        if task is not None:
+            scheduler = self.thinking.scheduler(task)
+            answer = await asyncio.to_thread(scheduler.answer, action.question, action.slow)
+            self.hear(msg.PlanAnswered(task=action.task, event=answer))
+
+    async def _choose(self, action: msg.ChooseAssignment) -> None:
+        await asyncio.sleep(0)  # several changes at once are one question: the last
+        if action.version == self.machine.version:
+            self.hear(choose(self.machine, action.version, action.because))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        job = asyncio.create_task(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+
+
+def _readable(entries: Sequence[JournalEntry]) -> Iterator[tuple[float, msg.ClusterEvent]]:
+    for entry in entries:
+        try:
+            yield unpack(entry.body)
+        except PeerError as error:
+            raise UserError(
+                f"entry {entry.number} of the journal cannot be read by this version ({error}); start the "
+                "version of Everstep that wrote it, or move the journal away to start with nothing."
+            ) from None
+
+
+def pack(event: msg.ClusterEvent, now: float) -> bytes:
+    body = json.dumps([now, encode(event)], separators=(",", ":")).encode()
+    return body if len(body) < 4096 else _ZIPPED + zlib.compress(body, 1)
+
+
+def unpack(body: bytes) -> tuple[float, msg.ClusterEvent]:
+    text = zlib.decompress(body[1:]) if body[:1] == _ZIPPED else body
+    at, event = json.loads(text)
+    return at, decode(msg.ClusterEvent, event)

@@ -1,0 +1,155 @@
+"""A term of leadership is one object: what it knew, and whom it knew, goes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from everstep.cli.client import Client
+from everstep.core.words import cluster_messages as msg
+from everstep.server.daemon import Daemon
+from everstep.server.gateway import Gateway, text_of
+from everstep.server.journal import SqliteJournal
+from everstep.server.step_files import StepFiles
+from everstep.server.term import pack
+from harness.etcd import ABSENT, BINARY, Etcd
+from tests.core.drama import Drama
+from tests.server.served import agent, served
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with Etcd(tmp_path_factory.mktemp("etcd")) as running:
+        yield running
+
+
+async def depose(etcd: Etcd, prefix: str) -> None:
+    """Take the leader's key away: it finds out when it next writes."""
+    gateway = Gateway(etcd.endpoints)
+    await gateway.open()
+    await gateway.call("kv/deleterange", {"key": text_of(f"{prefix}/leader")}, within_s=5.0)
+    await gateway.close()
+
+
+async def until_leading(client: Client) -> dict[str, Any]:
+    async with asyncio.timeout(20):
+        while True:
+            health = await asyncio.to_thread(client.get, "/v1/health")
+            if health["leads"]:
+                return await asyncio.to_thread(client.get, "/v1/status")
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.skipif(BINARY is None, reason=ABSENT)
+def test_a_coordinator_that_is_elected_again_knows_what_it_knew(tmp_path: Path, etcd: Etcd) -> None:
+    """It had taken no snapshot, and read on from the number it had reached in its first term: nothing."""
+
+    async def play(address: str, client: Client) -> None:
+        async with agent(address, "a"), agent(address, "b") as b:
+            before = await until_leading(client)
+            await depose(etcd, "/again")
+            await b.say(1, msg.KernelSpoke(text="an event, so that it writes"))
+            while (await b.line.receive(timeout=20)).type is not aiohttp.WSMsgType.CLOSE:
+                pass
+            after = await until_leading(client)
+            assert {node["node"] for node in after["nodes"]} == {"a", "b"}
+            assert after["journal"] >= before["journal"]
+
+    with served(tmp_path, etcd=tuple(etcd.endpoints), etcd_prefix="/again", name="x") as address:
+        asyncio.run(play(address, Client(address=address)))
+
+
+@pytest.mark.skipif(BINARY is None, reason=ABSENT)
+def test_a_deposed_coordinator_lets_its_agents_go_and_takes_no_more_of_their_reports(
+    tmp_path: Path, etcd: Etcd
+) -> None:
+    async def play(address: str) -> None:
+        async with agent(address, "a") as line:
+            await depose(etcd, "/deposed")
+            await line.say(1, msg.KernelSpoke(text="an event, so that it writes"))
+            async with asyncio.timeout(20):
+                while (message := await line.line.receive()).type is aiohttp.WSMsgType.TEXT:
+                    assert "heard" not in json.loads(message.data), "what it could not write is not heard"
+            assert message.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+        await until_leading(Client(address=address))
+        async with agent(address, "a", done=0) as line:  # it leads again: what was not heard is said again
+            await line.say(1, msg.KernelSpoke(text="an event, so that it writes"))
+            await line.acknowledged(1)
+
+    with served(tmp_path, etcd=tuple(etcd.endpoints), etcd_prefix="/deposed", name="x") as address:
+        asyncio.run(play(address))
+
+
+def life(steps: int) -> list[tuple[float, msg.ClusterEvent]]:
+    """The events of a task that has run so many steps."""
+    events: list[tuple[float, msg.ClusterEvent]] = []
+
+    class Recorded(Drama):
+        def handle(self, event: msg.ClusterEvent, now: float) -> list[msg.ClusterAction]:
+            events.append((now, event))
+            return super().handle(event, now)
+
+    drama = Recorded()
+    drama.submit(steps=steps + 1)
+    for _ in range(steps):
+        drama.seal()
+    return events
+
+
+async def started(
+    folder: Path, *, more: list[tuple[float, msg.ClusterEvent]], snapshot: bool = False
+) -> Daemon:
+    """A coordinator that has read the journal in this folder, after more events were added to it."""
+    journal = SqliteJournal(folder / "journal.sqlite")
+    await journal.open()
+    await journal.append([pack(event, at) for at, event in more])
+    daemon = Daemon(journal, folder=folder, say=lambda line: None)
+    term = await daemon.begin()
+    if snapshot:
+        await term._snapshot()
+    term.close()
+    await journal.close()
+    return daemon
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_rows_that_a_crash_kept_from_their_file_are_in_it_after_the_restart(tmp_path: Path) -> None:
+    events = life(9)
+    log = tmp_path / "tasks" / "t.jsonl"
+    asyncio.run(started(tmp_path, more=events))
+    assert steps_in(log) == list(range(1, 10)), "the coordinator died before it wrote any"
+    whole = log.read_bytes()
+    log.write_bytes(whole[: len(whole) // 2])  # in the middle of a line
+    asyncio.run(started(tmp_path, more=[]))
+    assert log.read_bytes() == whole
+
+
+def test_a_snapshot_keeps_the_rows_that_are_shown(tmp_path: Path) -> None:
+    shown = [
+        list(asyncio.run(started(tmp_path, more=more, snapshot=True)).record.steps["t"].rows)
+        for more in (life(5), [])
+    ]
+    assert [row.step for row in shown[0]] == [1, 2, 3, 4, 5]
+    assert [row.step for row in shown[1]] == [1, 2, 3, 4, 5]
+    assert [row.document() for row in shown[0]] == [row.document() for row in shown[1]]
+
+
+def test_a_step_log_that_cannot_be_written_stops_nothing_and_is_completed_later(tmp_path: Path) -> None:
+    said: list[str] = []
+    files = StepFiles(tmp_path, said.append)
+    (tmp_path / "tasks").write_text("a file where a folder should be")
+    for step in range(3):
+        files.append("t", {"step": step, "at": float(step)})
+    assert len(said) == 1
+    (tmp_path / "tasks").unlink()
+    files.append("t", {"step": 3, "at": 3.0})
+    assert steps_in(tmp_path / "tasks" / "t.jsonl") == [0, 1, 2, 3]
