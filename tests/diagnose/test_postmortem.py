@@ -203,6 +203,50 @@ def test_more_than_half_of_the_dumps_missing_accuses_nobody() -> None:
     assert suspects(analyse(parts)) == {}
 
 
+def test_a_rank_that_dies_inside_an_operation_is_named_though_some_complete_it() -> None:
+    """Rank 2 is killed in operation 8: 0 and 1 fail in it, 3 completes it and fails in the next."""
+    config = {"": {"name": "", "desc": "", "ranks": "[0, 1, 2, 3]"}}
+    parts = [
+        read(
+            f"rank_{rank}",
+            pickle.dumps(dump(*steady(last), pg_config=config, version="2.10"), protocol=2),
+            modified_ns=10**18 + 2 * SECOND,
+        )
+        for rank, last in ((0, 8), (1, 8), (3, 9))
+    ]
+    found = suspects(analyse(parts))
+    assert set(found) == {2}
+
+
+def pipeline(rank: int, ranks: int, last: int) -> list[dict[str, Any]]:
+    """A chain of messages, counted in `op_id` and not recorded, then one collective per step: the first stage
+    is the last to come to it, the more so the longer the chain."""
+    return [
+        world_op(n, 0.2 * n + 0.05 * (ranks - rank), op_id=5 * n, timeout_ms=600_000)
+        for n in range(1, last + 1)
+    ]
+
+
+def test_without_its_messages_no_stage_of_a_pipeline_is_called_slow() -> None:
+    parts = files(*(pipeline(rank, 4, 24) for rank in range(4)), written_s=4.9)
+    analysis = analyse(parts)
+    assert suspects(analysis) == {}
+    assert any("messages are not recorded" in note for note in analysis.diagnosis.notes)
+
+
+@pytest.mark.parametrize(
+    ("order", "named"), [((1, 0, 2, 3), {1: 0.35}), ((1, 3, 0, 2), {}), ((0, 1, 2, 3), {0: 0.35})]
+)
+def test_where_only_messages_were_under_way_the_order_of_dumps_is_weak_evidence(
+    order: tuple[int, ...], named: dict[int, float]
+) -> None:
+    parts = []
+    for place, rank in enumerate(order):
+        rows = pickle.dumps(dump(*pipeline(rank, 4, 24), pg_config=NAMELESS, version="2.10"), protocol=2)
+        parts.append(read(f"rank_{rank}", rows, modified_ns=10**18 + 5 * SECOND + place * 9_000_000))
+    assert suspects(analyse(parts)) == named
+
+
 # ------------------------------------------------------------------ dumps of real jobs
 
 KEPT = [json.loads(line) for line in (Path(__file__).parent / "postmortem.jsonl").read_text().splitlines()]

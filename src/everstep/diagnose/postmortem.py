@@ -21,7 +21,7 @@ rank is late. Else the dumps are of a running job, and `hang.py` reads them. Ran
 are believed to have run at that time: what a peer issued later says nothing about them.
 
 Confidence falls with what the verdict rests on: 0.9 for a number, 0.7 or less for a dump that is not there,
-0.4 for the dates of files; less where several share the blame.
+0.35 for the dates of files; less where several share the blame.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from everstep.diagnose.waiting import Arrow, Rests, operation
 
 _NEVER, _NEVER_ONE_OF_SEVERAL = 0.9, 0.7
 _MISSING, _MISSING_AT_THE_END = 0.7, 0.4
-_STRAYED, _ONE_MORE, _FIRST_DUMP, _ONE_OF_MANY = 0.6, 0.5, 0.4, 0.6
-_NOTHING_FAILED = 0.4
+_STRAYED, _ONE_MORE, _FIRST_DUMP, _ONE_OF_MANY = 0.6, 0.5, 0.35, 0.6
+_NOTHING_FAILED, _BESIDE_A_MISSING_ONE = 0.4, 0.5
 _MOST_MISSING = 0.5  # of the world: with more, a missing dump is missing data
 _LEAD_NS, _LONGEST_LEAD_NS = 5_000_000, 60_000_000_000
 Blame = dict[int, tuple[float, str]]  # rank -> how sure, what says so
@@ -117,7 +117,9 @@ def _never_issued(
             rank: (_ONE_OF_MANY / len(never), _said_of(case, rank, arrows)) for rank in never
         }
     several = _NEVER_ONE_OF_SEVERAL * min(1.0, 2 / max(len(never), 1))
-    sure = _NEVER if len(never) == 1 and not missing else several
+    sure = _NEVER if len(never) == 1 else several
+    if missing:
+        sure = min(sure, _BESIDE_A_MISSING_ONE)
     if not (stops.failed or stops.torn or stops.waiting or missing):
         sure = min(sure, _NOTHING_FAILED)  # as in a job that runs well, where one is just waited for
     return {rank: (sure, _said_of(case, rank, arrows)) for rank in never}
@@ -137,18 +139,25 @@ def _is_inside_a_step(stops: Stops) -> bool:
 
 
 def _first_to_dump(case: Case, ranks: list[int]) -> Blame:
-    """Where messages are used and nothing else tells: a failure spreads along them, and each rank writes its
-    dump when it is reached. Only the first by a clear lead, and only by dates of files."""
+    """Where messages are used and nothing else tells: a failure spreads along a chain of neighbours, and each
+    rank writes its dump when it is reached. By the files' dates, so only with a lead, and in that order."""
     written = {rank: case.taken_ns[rank] for rank in case.dumped if rank in case.taken_ns}
     untold = (case.messages_next or not len(case.log)) and not case.log.is_kind(SEND, RECV).any()
     if not untold or case.pulled or len(written) < max(2, len(case.dumped)):
         return {}
     first, second = sorted(written, key=lambda rank: written[rank])[:2]
     lead = written[second] - written[first]
-    if first not in ranks or not _LEAD_NS <= lead < _LONGEST_LEAD_NS:
+    if first not in ranks or not _LEAD_NS <= lead < _LONGEST_LEAD_NS or not _spreads(written, first, ranks):
         return {}
     said = f"wrote its dump first, {lead / 1e6:.0f} ms before rank {second}; messages are not recorded"
     return {first: (_FIRST_DUMP, said)}
+
+
+def _spreads(written: dict[int, int], first: int, ranks: list[int]) -> bool:
+    """Did those that may have failed one after the other write their dumps in order of their distance?"""
+    below = [written[rank] for rank in sorted(ranks, reverse=True) if rank <= first]
+    above = [written[rank] for rank in sorted(ranks) if rank >= first]
+    return below == sorted(below) and above == sorted(above)
 
 
 def _strayed(case: Case, stops: Stops, missing: list[int], together: list[int]) -> Blame:

@@ -129,8 +129,8 @@ def _cannot_be_done(case: Case, stops: Stops, call: Record) -> bool:
 
 def _went_on(case: Case, stops: Stops, call: Record) -> bool:
     """Did a member that took part in it issue more after this operation? Then all have completed it, unless
-    it is one with a root, where some are done before the others."""
-    if call.kind not in SYNCHRONIZING:
+    it is one with a root, where some are done before the others, or a member may have died inside it."""
+    if call.kind not in SYNCHRONIZING or stops.missing.intersection(case.groups[call.group].members):
         return False
     for member in stops.issued[call.group, call.seq]:
         last = stops.calls[member][-1]

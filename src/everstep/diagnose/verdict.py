@@ -83,8 +83,12 @@ def analyse_case(case: Case, analysis: Analysis, *, now_ns: int = UNKNOWN) -> No
         )
     if said.incidents:
         return
-    findings, said.imbalances = find_slow(analysis.roles, case.hosts)
-    said.incidents += slow_links + findings
+    said.incidents += slow_links
+    if case.messages_next and not len(pairs.sender):
+        said.notes.append("messages are not recorded here: a slow rank cannot be told from one that waits.")
+    else:
+        findings, said.imbalances = find_slow(analysis.roles, case.hosts)
+        said.incidents += findings
     unheard = sorted(set(case.world) - set(case.ranks))
     if unheard and len(case.log):
         said.notes.append(f"no records of {len(unheard)} of {len(case.world)} ranks.")

@@ -32,6 +32,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
+from typing import NamedTuple
 
 from everstep.core.words.ops import Worker
 from everstep.schedule.compact import UNLIMITED, stash_limit
@@ -40,41 +42,85 @@ from everstep.schedule.instance import Instance
 from everstep.schedule.schedule import FUSED_MODES, STAGGERED_MODES
 
 
-@dataclass(frozen=True, slots=True)
-class _Busiest:
-    """One worker, if it were its stage's busiest: in any assignment some worker has at least its jobs."""
+class _Sort(NamedTuple):
+    """Workers of a stage that nothing tells apart."""
 
     forward: float
     backward: float
     weight: float
-    jobs: int
     early: float  # most microbatches held before their I
     late: float  # most microbatches held between I and W
 
-    def spans(self, trip: float) -> tuple[float, float]:
-        """First F to last op, and first F to the end of the last I. Both grow with `jobs`."""
+    @property
+    def work(self) -> float:
+        return self.forward + self.backward + self.weight
+
+    def spans(self, jobs: int, trip: float) -> tuple[float, float]:
+        """For one worker with so many jobs: first F to last op, and first F to the end of the last I. Both
+        grow with `jobs`."""
         after = self.backward + self.weight
-        early, late = min(self.early, self.jobs), min(self.late, self.jobs)
+        early, late = min(self.early, jobs), min(self.late, jobs)
         held = max(early, late)
         idle = max(0.0, trip - (early - 1) * self.forward)
-        work = self.jobs * (self.forward + after)
-        rounds, rest = divmod(self.jobs - 1, int(held))
+        work = jobs * (self.forward + after)
+        rounds, rest = divmod(jobs - 1, int(held))
         span = max(work + idle, rest * self.forward + (rounds + 1) * (self.forward + trip + after))
-        turn = self.jobs * self.forward + trip + after
-        if self.jobs > held:
+        turn = jobs * self.forward + trip + after
+        if jobs > held:
             turn = max(turn, work + idle - (held - 1) * after + trip)
         return max(span, turn), max(span - late * self.weight, turn - self.weight)
+
+    def cost(self, jobs: int, trip: float, ends: float, inputs: float) -> float:
+        span, last_input = self.spans(jobs, trip)
+        return max(span + ends, last_input + inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """The least time of each kind over a stage's live workers, and who could be the busiest."""
+    """A stage's live workers by sort, and the least time of each kind over them."""
 
+    sorts: dict[_Sort, int]  # with how many there are
+    jobs: int
+    level: float  # the least time of the busiest worker, by work alone
     forward: float
     backward: float
     weight: float
-    busiest: tuple[_Busiest, ...]
     closing: float
+
+    def least(self, trip: float, ends: float, inputs: float) -> float:
+        """The least T for which the jobs can be divided so that every worker's last op ends by T - `ends` and
+        its last I by T - `inputs`, counted from the stage's first F."""
+        if len(self.sorts) == 1:
+            ((sort, count),) = self.sorts.items()
+            return sort.cost(-(-self.jobs // count), trip, ends, inputs)
+        time = self.level + ends
+        fits = [_jobs_within(sort, time, trip, ends, inputs) for sort in self.sorts]
+        left = self.jobs - sum(count * n for count, n in zip(self.sorts.values(), fits, strict=True))
+        nexts = [
+            (sort.cost(n + 1, trip, ends, inputs), at)
+            for at, (sort, n) in enumerate(zip(self.sorts, fits, strict=True))
+        ]
+        heapify(nexts)
+        sorts = list(self.sorts.items())
+        while left > 0:
+            time, at = nexts[0]
+            sort, count = sorts[at]
+            fits[at] += 1
+            left -= count
+            heapreplace(nexts, (sort.cost(fits[at] + 1, trip, ends, inputs), at))
+        return time
+
+
+def _jobs_within(sort: _Sort, time: float, trip: float, ends: float, inputs: float) -> int:
+    """How many jobs one worker fits into a time."""
+    low, high = 0, max(0, int((time - ends) / sort.work + 1e-9)) if sort.work > 0 else 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sort.cost(middle, trip, ends, inputs) <= time + 1e-9:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def lower_bound(instance: Instance, mode: str, caps: list[int] | None = None) -> float:
@@ -112,16 +158,15 @@ def _slowest(instance: Instance, stages: list[_Stage], mode: str) -> float:
     best = 0.0
     for j, below in enumerate(stages):
         trip = sum(x.forward + x.backward + 2 * instance.hop for x in stages[j + 1 :])
-        spans = [worker.spans(trip) for worker in below.busiest]
         from_the_top = 0.0 if staggered else sum(x.forward + instance.hop for x in stages[:j])
-        best = max(best, from_the_top + min(span for span, _ in spans) + below.closing)
-        last_input = min(last for _, last in spans)
+        around = -math.inf  # the most that a stage above needs before this one's first F and after its last I
         down = up = 0.0
         for above in reversed(stages[:j]):
             down += above.forward + instance.hop
             up += above.backward + instance.hop
-            span = (down if staggered else from_the_top) + last_input + up + above.weight
-            best = max(best, span + above.closing)
+            before = down if staggered else from_the_top
+            around = max(around, before + up + above.weight + above.closing)
+        best = max(best, below.least(trip, from_the_top + below.closing, around))
     return best
 
 
@@ -150,31 +195,28 @@ def stash_of_mode(instance: Instance, mode: str) -> list[int] | None:
 def _stage(
     instance: Instance, stage: int, live: Sequence[int], fused: bool, caps: list[int] | None
 ) -> _Stage:
-    sorts = _sorts(instance, stage, live)
+    sorts: dict[_Sort, int] = {}
     counts: Counter[float] = Counter()
-    for (forward, input_grad, weight, _, _), count in sorts.items():
-        counts[forward + input_grad + weight] += count
-    level = least_busiest(counts, instance.replicas * instance.microbatches)
-    busiest: dict[_Busiest, None] = {}
-    for forward, input_grad, weight, early, late in sorts:
+    for (forward, input_grad, weight, early, late), count in _sorts(instance, stage, live).items():
         if caps is not None:
             early, late = min(early, caps[stage]), min(late, caps[stage])
-        work = forward + input_grad + weight
-        busiest[
-            _Busiest(
-                forward=forward,
-                backward=input_grad + weight if fused else input_grad,
-                weight=0.0 if fused else weight,
-                jobs=max(1, math.ceil(level / work - 1e-9)) if work > 0 else 1,
-                early=max(1.0, early),
-                late=max(1.0, late),
-            )
-        ] = None
+        sort = _Sort(
+            forward=forward,
+            backward=input_grad + weight if fused else input_grad,
+            weight=0.0 if fused else weight,
+            early=max(1.0, early),
+            late=max(1.0, late),
+        )
+        sorts[sort] = sorts.get(sort, 0) + count
+        counts[sort.work] += count
+    jobs = instance.replicas * instance.microbatches
     return _Stage(
-        forward=min(x.forward for x in busiest),
-        backward=min(x.backward for x in busiest),
-        weight=min(x.weight for x in busiest),
-        busiest=tuple(busiest),
+        sorts=sorts,
+        jobs=jobs,
+        level=least_busiest(counts, jobs),
+        forward=min(x.forward for x in sorts),
+        backward=min(x.backward for x in sorts),
+        weight=min(x.weight for x in sorts),
         closing=instance.closing(stage),
     )
 
