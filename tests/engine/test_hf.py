@@ -318,3 +318,19 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(UserError, match=r"install it with pip install 'everstep\[hf\]'"):
         hf(LLAMA)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+def test_bf16_is_the_same_under_every_cut_and_near_fp32() -> None:
+    """XGLM makes its table of positions in the precision of the model, Llama its rotary one in fp32."""
+    xglm = transformers.XGLMConfig(
+        vocab_size=64, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48, layerdrop=0.0, dropout=0.0
+    )
+    for config in (LLAMA, xglm):
+        model = hf(config)
+        exact, _ = step_of(stages(model, 1, Masked(), seed=3))
+        losses, gradients = step_of(stages(model, 1, Masked(), seed=3, precision="bf16"))
+        again, found = step_of(stages(model, 2, Masked(), seed=3, precision="bf16"))
+        assert torch.allclose(losses, exact, rtol=1e-3)
+        assert torch.equal(losses, again)
+        assert all(torch.equal(found[key], gradients[key]) for key in gradients)

@@ -291,11 +291,13 @@ class Stage:
 
     def _loss(self, output: Value, targets: Value) -> tuple[Tensor, Tensor | float]:
         """The loss to differentiate, and what it counts."""
-        if self.model.loss not in (cross_entropy, token_loss):  # these two see to it themselves
+        loss = self.model.loss
+        if loss not in (cross_entropy, token_loss) and not getattr(loss, "any_precision", False):
             output = mapped(lambda t: t.float() if t.is_floating_point() else t, output)
-        made = self.model.loss(output, mapped(lambda t: devices.to_device(t, self.device), targets))
+        made = loss(output, mapped(lambda t: devices.to_device(t, self.device), targets))
         if isinstance(made, tuple | list):
-            return made[0], made[1]
+            weigh = getattr(loss, "weigh", None)  # on the host, where a loss can: a GPU is not waited for
+            return made[0], made[1] if weigh is None else weigh(targets)
         shapes = [tuple(tensor.shape) for tensor in tensors_in(targets)]
         if self._target_shapes is None:
             self._target_shapes = shapes

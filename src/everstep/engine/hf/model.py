@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from everstep.engine.boundary import Value, described
 from everstep.engine.hf import weights
 from everstep.engine.hf.anatomy import Anatomy, anatomy_of, with_stand_ins
+from everstep.engine.hf.loss import CausalLoss
 from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
 from everstep.engine.hf.stage import StageModel
 from everstep.engine.model import Model, ModelAssembly, Through, in_short
@@ -82,7 +83,7 @@ class Family:
         edges = tuple(group for group in (anatomy.before, anatomy.after) if len(group) > 1)
         return Model(
             layers={name: partial(self.layer, name) for name in anatomy.names},
-            loss=self.loss,
+            loss=CausalLoss(getattr(self.config, "router_aux_loss_coef", 0.0)),
             tied=tuple((first, second) for second, first in sorted(self._tied().items())),
             assembly=ModelAssembly(
                 join=self.join,
@@ -123,19 +124,10 @@ class Family:
         return module
 
     def join(self, layers: range, modules: list[nn.Module], device: torch.device) -> Through:
-        return StageModel(self.whole, self.anatomy, layers, modules, device)
-
-    def loss(self, output: Mapping[str, Tensor], targets: Value) -> tuple[Tensor, Tensor]:
-        """The sum over the tokens that count, and how many they are; a router's loss in proportion."""
-        logits, labels = output["logits"], targets
-        if isinstance(targets, Mapping):
-            logits, labels = logits[:, :-1], labels_of(targets)[:, 1:]
-        labels = labels.reshape(-1)
-        total = nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels, reduction="sum")
-        weight = (labels != -100).sum()
-        if "aux" in output:
-            total = total + self.config.router_aux_loss_coef * output["aux"] * weight
-        return total, weight
+        # Tables of the frame are made in the precision of the computation where the model makes them so.
+        dtype = next(p.dtype for module in modules for p in module.parameters() if p.is_floating_point())
+        whole = self.whole if dtype == torch.float32 else self._bare(dtype)
+        return StageModel(whole, self.anatomy, layers, modules, device)
 
     def check(self, inputs: Value, targets: Value) -> None:
         """The first batch: are its keys and tokens those of a language model?"""
@@ -163,14 +155,14 @@ class Family:
     def anatomy(self) -> Anatomy:
         return anatomy_of(self.whole)
 
-    def _bare(self) -> Any:
+    def _bare(self, dtype: torch.dtype = torch.float32) -> Any:
         auto = transformers().AutoModelForCausalLM
         dropped = [key for key in ("layerdrop", "layer_drop") if getattr(self.config, key, 0)]
         if dropped:
             raise UserError(f"{dropped[0]} is above 0, and layers that are left out at random cannot be cut.")
         try:
             with torch.device("meta"):
-                model = auto.from_config(self.config, dtype=torch.float32)
+                model = auto.from_config(self.config, dtype=dtype)
         except (ValueError, KeyError) as error:
             raise UserError(
                 f"{type(self.config).__name__} is no causal language model: {in_short(error)}."
@@ -229,15 +221,6 @@ class Family:
 
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
-
-def labels_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """A batch's labels; without them its tokens, padding left out."""
-    if "labels" in batch:
-        return batch["labels"]
-    mask = batch.get("attention_mask")
-    tokens = batch["input_ids"]
-    return tokens if mask is None else tokens.masked_fill(mask == 0, -100)
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:
