@@ -4,7 +4,7 @@ Three lifecycles, each with its table:
 
     sum       computing ──► contributed ──► own chunk summed ──► held (──► combined, at a tied stage)
                 ──► released, once sealed and final: the next step's sum takes its place
-    seal      open ──► sealed (every live peer holds the sum) ──► announced (to the other stages)
+    seal      open ──► sealed (every live peer holds the sum) ──► announced (to the other stages) ──► complete
     update    pending ──► final                 the norm of all stages was known
               pending ──► eager ──► valid ──► final       it was not, and turned out not to matter
                             └─────► invalid ──► waiting ──► final      it did: undone, and made again
@@ -37,6 +37,7 @@ class SealState(StrEnum):
     OPEN = "open"  # a peer may lack the sum
     SEALED = "sealed"  # every live peer of the stage holds the sum
     ANNOUNCED = "announced"  # the other stages and the coordinator know
+    COMPLETE = "complete"  # every stage has sealed the step, and the norm of all stages is known
 
 
 class UpdateState(StrEnum):
@@ -59,7 +60,8 @@ SUM: Mapping[SumState, frozenset[SumState]] = {  # HELD from anywhere: a peer gi
 SEAL: Mapping[SealState, frozenset[SealState]] = {
     SealState.OPEN: frozenset({SealState.SEALED}),
     SealState.SEALED: frozenset({SealState.ANNOUNCED}),
-    SealState.ANNOUNCED: frozenset(),
+    SealState.ANNOUNCED: frozenset({SealState.COMPLETE}),
+    SealState.COMPLETE: frozenset(),
 }
 UPDATE: Mapping[UpdateState, frozenset[UpdateState]] = {
     UpdateState.PENDING: frozenset({UpdateState.EAGER, UpdateState.FINAL, UpdateState.WAITING}),
@@ -166,6 +168,9 @@ class StepState:
 
     def announced(self) -> None:
         self._move_seal(SealState.ANNOUNCED)
+
+    def completed(self) -> None:
+        self._move_seal(SealState.COMPLETE)
 
     def updated(self, scale: float | None, *, eagerly: bool) -> None:
         self._move_update(UpdateState.EAGER if eagerly else UpdateState.FINAL)

@@ -49,22 +49,21 @@ class Updates:
             state.announced()
             self.news.announce(state, state.sum_of_squares)
         if state.seal is SealState.ANNOUNCED and (norm := self.norm(state)) is not None:
-            self.mail.drop_sent(state.step)  # every stage has sealed: no boundary tensor is needed again
-            if not self._validate(state, norm):
-                return False
-        return True
-
-    def _validate(self, state: StepState, norm: float) -> bool:
-        """An eager update was made as if the norm did not matter. False: it does."""
-        if state.update is UpdateState.EAGER:
-            if self.rules.scale(norm) == 1.0:
-                state.validated()
-                self.last_norm = norm
-            else:
-                state.invalidated()
-                attempt = self.mail.order.attempt(state.step + 1)
-                self.mail.commands.append(TellInvalid(state.step, norm, attempt))
+            state.completed()
+            self.mail.drop_sent(state.step)  # no boundary tensor of it is needed again
+            if state.update is UpdateState.EAGER:
+                self._validate(state, norm)
         return state.update is not UpdateState.INVALID
+
+    def _validate(self, state: StepState, norm: float) -> None:
+        """An eager update was made as if the norm did not matter. Does it?"""
+        if self.rules.scale(norm) == 1.0:
+            state.validated()
+            self.last_norm = norm
+        else:
+            state.invalidated()
+            attempt = self.mail.order.attempt(state.step + 1)
+            self.mail.commands.append(TellInvalid(state.step, norm, attempt))
 
     def next(self) -> WorkItem:
         """The update of the current step, or what it waits for."""
