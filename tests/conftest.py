@@ -1,6 +1,11 @@
 """Options of the test suite."""
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes depends on what else the machine does: it is no claim of ours.
+settings.register_profile("everstep", deadline=None)
+settings.load_profile("everstep")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
