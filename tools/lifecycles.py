@@ -35,6 +35,10 @@ TITLES: dict[str, tuple[str, str]] = {
         "A task",
         "The task as the coordinator sees it, from submission to its end.",
     ),
+    "core.words.incidents.INCIDENT": (
+        "An incident",
+        "From the first evidence to the end. An incident that does not stop training is never `planned`.",
+    ),
     "core.task.states.PHASE": (
         "A running task: its phase",
         "What the recovery of a task does. Every change of membership leads through `gathering`.",

@@ -21,10 +21,10 @@ INCIDENT: dict[str, Any] = {
     "opened_at": 1000.0,
     "closed_at": 1000.875,
     "evidence": [
-        {"at": 1000.0, "source": "exit", "text": "killed by SIGKILL"},
+        {"at": 1000.0, "source": "exit", "text": "killed by SIGKILL", "event": 41},
         {"at": 1000.004, "source": "log", "text": "its last line: [step 41] loss 2.71"},
     ],
-    "verdict": {"kind": "killed", "severity": 2, "because": '"killed by SIGKILL" is read as killed.'},
+    "verdict": {"kind": "killed", "severity": 2, "because": "the process was killed", "event": 41},
     "remedies": [
         {
             "at": 1000.006,
@@ -35,6 +35,18 @@ INCIDENT: dict[str, Any] = {
     ],
     "timeline": [{"at": 1000.010, "because": "Worker 0:0 takes its 2 microbatches."}],
 }
+
+
+CHAIN: list[dict[str, Any]] = [
+    {
+        "event": 41,
+        "at": 1000.0,
+        "text": "worker 1:0 of gpt exited: killed by SIGKILL",
+        "actions": [{"text": "start worker 1:0 of gpt on n3", "because": "it was lost"}],
+        "answers": {"text": "stop worker 1:0 of gpt on n3", "because": "it hung", "event": 40},
+    },
+    {"event": 40, "at": 999.9, "text": "worker 1:0 of gpt is overdue", "actions": [], "answers": None},
+]
 
 
 class Coordinator(http.server.BaseHTTPRequestHandler):
@@ -60,6 +72,7 @@ def address() -> Iterator[str]:
         "/v1/incidents/9": (500, b""),
         "/v1/incidents/10": (200, b'{"number": 10, "evidence": [{"at": "noon"}]}'),
         "/v1/incidents/11": (200, b'{"number": 11}'),
+        "/v1/events/41": (200, json.dumps({"chain": CHAIN}).encode()),
     }
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Coordinator)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -103,6 +116,17 @@ def test_an_incident_is_told_in_order_with_offsets(address: str, capfd: pytest.C
         ["+6", "ms", "remedy"],
         ["+10", "ms", "note"],
         ["+875", "ms", "closed"],
+    ]
+
+
+def test_an_event_is_explained_back_to_its_beginning(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = explain(capfd, "event:41", "--address", address, "--token", "secret")
+    assert code == 0
+    assert [line.strip() for line in out.splitlines()] == [
+        "event 41, at 1000.000 s: worker 1:0 of gpt exited: killed by SIGKILL",
+        "→ start worker 1:0 of gpt on n3: it was lost",
+        "it answers: stop worker 1:0 of gpt on n3 (it hung)",
+        "which follows from event 40, at 999.900 s: worker 1:0 of gpt is overdue",
     ]
 
 

@@ -245,6 +245,21 @@ def test_nonsense_from_a_person_is_refused_and_never_an_internal_error(
     assert status in (400, 404)
 
 
+def test_an_action_is_traced_back_to_its_event(address: str) -> None:
+    async def play() -> None:
+        async with agent(address, "a"):
+            pass
+
+    asyncio.run(play())
+    client = Client(address=address)
+    (joined,) = [n for n in client.get("/v1/news") if n["kind"] == "NodeChanged"]
+    found = client.get(f"/v1/events/{joined['event']}")
+    assert [link["text"] for link in found["chain"]] == ["node a joined"]
+    assert {"text": "node a is up", "because": "it joined"} in found["chain"][0]["actions"]
+    assert call(address, "/v1/events/99999")[0] == 404
+    assert call(address, "/v1/events/x")[0] == 400
+
+
 def test_the_viewers_line_tells_what_happens(address: str) -> None:
     async def play() -> None:
         async with aiohttp.ClientSession() as session, session.ws_connect(f"{address}/v1/watch") as line:

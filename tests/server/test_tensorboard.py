@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from everstep.core.words.incidents import Evidence, Incident, Remedy, Verdict
+from everstep.core.words.incidents import Evidence, Incident, IncidentState, Remedy, Verdict
 from everstep.core.words.ops import Worker
 from everstep.server.scalars import RunScalars
 from everstep.server.tfevents import crc32c
@@ -25,10 +25,11 @@ def incident() -> Incident:
         step=2,
         evidence_at=10.0,
         resumed_at=10.25,
+        state=IncidentState.CLOSED,
         evidence=[Evidence(at=10.0, source="exit", text="worker 0:1 is gone")],
         verdict=Verdict(at=10.0, kind="crash", severity=2, because="it was killed"),
         remedies=[
-            Remedy(at=10.0, what="restart the worker", because="first time", outcome="training goes on")
+            Remedy(at=10.0, what="restart the worker", because="first time", outcome="training resumed")
         ],
     )
 

@@ -27,7 +27,7 @@ SEEN_AT = {
     "reduce_sealed_too_early": 664,
     "reduce_sums_two_rounds": 11,
     "stale_epoch_accepted": 191,
-    "ledger_without_done_before": 504,
+    "ledger_without_done_before": 97,
     "joiner_admitted_a_step_early": 1,
     "ghosts_dropped": 291,
     "attempts_not_counted": 1,

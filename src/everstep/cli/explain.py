@@ -28,7 +28,10 @@ _STYLES = {Severity.SEV1: "bold red", Severity.SEV2: "yellow", Severity.SEV3: "g
 
 
 def explain_command(
-    what: Annotated[str, typer.Argument(help="The number of an incident, or `severities`.", metavar="WHAT")],
+    what: Annotated[
+        str,
+        typer.Argument(help="The number of an incident, `event:NUMBER`, or `severities`.", metavar="WHAT"),
+    ],
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
@@ -39,11 +42,16 @@ def explain_command(
         bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
     ] = False,
 ) -> None:
-    """Explain an incident: evidence, verdict and remedies, with time and reason.
+    """Explain an incident: evidence, verdict and remedies, with time, reason and the event behind each.
+
+    `event:NUMBER` shows an event of the recent past, what the coordinator did about it, and the chain of
+    causes behind it.
 
     [bold]Examples[/bold]
 
       everstep explain 7
+
+      everstep explain event:1234
 
       everstep explain severities
 
@@ -52,11 +60,17 @@ def explain_command(
     if what == "severities":
         document = severities_document()
         _emit(document) if as_json else _show_severities(with_patterns=patterns)
+    elif what.startswith("event:") and what.removeprefix("event:").isdecimal():
+        client = Client(address=address, token=token, ca=ca)
+        document = client.get(f"/v1/events/{what.removeprefix('event:')}")
+        _emit(document) if as_json else _show_chain(document)
     elif what.isdecimal():
         document = fetch_incident(int(what), Client(address=address, token=token, ca=ca))
         _emit(document) if as_json else _show_incident(document)
     else:
-        raise UserError(f"{what!r} cannot be explained; give the number of an incident, or severities.")
+        raise UserError(
+            f"{what!r} cannot be explained; give the number of an incident, event:NUMBER, or severities."
+        )
 
 
 def _emit(document: Mapping[str, Any]) -> None:
@@ -144,6 +158,7 @@ class IncidentMoment:
     at: float
     what: str  # evidence, verdict, remedy, outcome, note, closed
     text: str
+    event: int = 0  # its number; 0: not known
 
 
 _RANKS = {"evidence": 0, "verdict": 1, "remedy": 2, "note": 3, "closed": 4}
@@ -159,19 +174,30 @@ def _moments(document: Mapping[str, Any]) -> Iterator[IncidentMoment]:
     evidence = document.get("evidence") or []
     remedies = document.get("remedies") or []
     for seen in evidence:
-        yield IncidentMoment(at=seen["at"], what="evidence", text=f"{seen['source']}: {seen['text']}")
+        yield IncidentMoment(
+            at=seen["at"], what="evidence", text=f"{seen['source']}: {seen['text']}", event=_event(seen)
+        )
     if verdict := document.get("verdict"):
         text = f"{verdict['kind']}, {_severity(verdict['severity'])}: {verdict['because']}"
-        yield IncidentMoment(at=_verdict_at(document, verdict), what="verdict", text=text)
+        yield IncidentMoment(
+            at=_verdict_at(document, verdict), what="verdict", text=text, event=_event(verdict)
+        )
     for remedy in remedies:
         outcome = f" ({remedy['outcome']})" if remedy.get("outcome") else " (in progress)"
         yield IncidentMoment(
-            at=remedy["at"], what="remedy", text=f"{remedy['what']}{outcome}: {remedy['because']}"
+            at=remedy["at"],
+            what="remedy",
+            text=f"{remedy['what']}{outcome}: {remedy['because']}",
+            event=_event(remedy),
         )
     for note in document.get("timeline") or []:
         yield IncidentMoment(at=note["at"], what="note", text=note["because"])
     if document.get("closed_at") is not None:
         yield IncidentMoment(at=document["closed_at"], what="closed", text="the incident is closed")
+
+
+def _event(part: Mapping[str, Any]) -> int:
+    return int(part.get("event") or 0)
 
 
 def _verdict_at(document: Mapping[str, Any], verdict: Mapping[str, Any]) -> float:
@@ -201,9 +227,31 @@ def _show_incident(document: Mapping[str, Any]) -> None:
     table.add_column(justify="right", style="cyan", no_wrap=True)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
+    table.add_column(no_wrap=True, style="dim")
     for moment in moments:
-        table.add_row(_offset(moment.at - began), moment.what, Text(moment.text))
+        event = f"event:{moment.event}" if moment.event else ""
+        table.add_row(_offset(moment.at - began), moment.what, Text(moment.text), event)
     console.print(table)
+
+
+def _show_chain(document: Mapping[str, Any]) -> None:
+    """An event, what followed from it, and the events before it, one cause after the other."""
+    console = Console(highlight=False)
+    for place, link in enumerate(document["chain"]):
+        word = "" if place == 0 else "which follows from "
+        console.print(
+            Text(f"{word}event {link['event']}, {_clock(link['at'])}: {link['text']}", style="bold"),
+            soft_wrap=True,
+        )
+        if place == 0:
+            for action in link["actions"]:
+                console.print(Text(f"  → {action['text']}: {action['because']}"), soft_wrap=True)
+        if link["answers"] is not None:
+            answered = link["answers"]
+            console.print(
+                Text(f"  it answers: {answered['text']} ({answered['because']})", style="dim"),
+                soft_wrap=True,
+            )
 
 
 def _header(document: Mapping[str, Any]) -> Iterator[Text]:

@@ -97,6 +97,7 @@ class Api:
                 web.get("/v1/news", self._news),
                 web.get("/v1/outlook", self._outlook),
                 web.get("/v1/digest", self._digest),
+                web.get("/v1/events/{number}", self._event),
                 web.get("/v1/incidents", self._incidents),
                 web.get("/v1/incidents/{number}", self._incident),
                 web.post("/v1/tasks", self._submit),
@@ -183,6 +184,14 @@ class Api:
     async def _digest(self, request: web.Request) -> web.Response:
         """A hash of the whole state: two coordinators that have read the same journal agree on it."""
         return web.json_response({"digest": digest(self.record.machine), "journal": self.record.number})
+
+    async def _event(self, request: web.Request) -> web.Response:
+        """An event of the recent past, what followed from it, and the chain of causes behind it."""
+        text = request.match_info["number"]
+        chain = self.record.causes.chain(requests.whole(text, "event"))
+        if not chain:
+            return _refuse(404, f"event {text} is not known, or too long ago.")
+        return web.json_response({"chain": [views.link(self.record, link) for link in chain]})
 
     async def _incidents(self, request: web.Request) -> web.Response:
         """`?last=N`: only those."""

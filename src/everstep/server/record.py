@@ -15,6 +15,7 @@ from typing import Any
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.faults.detector import Heartbeats
 from everstep.core.words import cluster_messages as msg
+from everstep.drive.causes import Causes
 from everstep.drive.ports import HandledEvent
 from everstep.drive.step_rows import StepRows, begins_training, rows_document, rows_from
 from everstep.server import words
@@ -43,12 +44,14 @@ class ClusterRecord:
         self.listeners: set[Callable[[dict[str, Any]], None]] = set()
         self.handled_s: deque[float] = deque(maxlen=10_000)  # time to decide
         self.files = files
+        self.causes = Causes(of_event=words.event, of_action=words.decision)
 
     def begin(self, machine: Coordinator, hearts: Heartbeats, number: int, steps: Any) -> None:
         """Another state takes the place of this one. `steps`: the rows it comes with, from a snapshot."""
         self.machine, self.hearts, self.number = machine, hearts, number
         self.leads = False
         self.news.clear()
+        self.causes = Causes(of_event=words.event, of_action=words.decision)
         self.steps = {task: rows_from(document) for task, document in (steps or {}).items()}
 
     def lead(self) -> None:
@@ -69,6 +72,7 @@ class ClusterRecord:
 
     def handled(self, one: HandledEvent) -> None:
         self.number = one.number
+        self.causes.handled(one)
         at = one.at + self.ahead_s
         for action in one.actions:
             if begins_training(action):

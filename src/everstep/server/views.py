@@ -11,6 +11,7 @@ from everstep.core.cluster.task import Task
 from everstep.core.task.states import Absent, Copied, Copying, Entering, Member, Started, Starting
 from everstep.core.words.codec import encode
 from everstep.core.words.incidents import Incident
+from everstep.drive.causes import Link
 from everstep.server import findings
 from everstep.server.record import ClusterRecord
 
@@ -211,6 +212,7 @@ def incident(record: ClusterRecord, one: Incident) -> dict[str, Any]:
                 "at": at(e.at),
                 "source": e.source,
                 "text": e.text,
+                "event": e.event,
                 "clears": findings.ruled_out(e.text) is not None,
             }
             for e in one.evidence
@@ -222,12 +224,33 @@ def incident(record: ClusterRecord, one: Incident) -> dict[str, Any]:
             "kind": one.verdict.kind,
             "severity": f"SEV{one.verdict.severity}",
             "because": one.verdict.because,
+            "event": one.verdict.event,
         },
         "remedies": [
-            {"at": at(r.at), "what": r.what, "because": r.because, "outcome": r.outcome} for r in one.remedies
+            {
+                "at": at(r.at),
+                "what": r.what,
+                "because": r.because,
+                "outcome": r.outcome,
+                "event": r.event,
+            }
+            for r in one.remedies
         ],
         "finding": findings.picture(one),
         "timeline": [{"at": at(moment), "because": because} for moment, because in _timeline(one)],
+    }
+
+
+def link(record: ClusterRecord, one: Link) -> dict[str, Any]:
+    """An event and what followed from it. `answers`: the action it is an answer to."""
+    return {
+        "event": one.number,
+        "at": one.at + record.ahead_s,
+        "text": one.text,
+        "actions": [{"text": done.text, "because": done.because} for done in one.actions],
+        "answers": None
+        if one.answers is None
+        else {"text": one.answers.text, "because": one.answers.because, "event": one.answers.cause},
     }
 
 

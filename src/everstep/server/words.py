@@ -12,8 +12,10 @@ from typing import Any
 
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
 from everstep.core.words.ops import Kind
 
+MOST_TEXT = 300  # characters of an event
 NODE_STATES: Mapping[str, Mapping[str, Any]] = {
     NodeState.UP: {"mark": "✓", "colour": "--up", "good": True},
     NodeState.SILENT: {"mark": "?", "colour": "--silent"},
@@ -74,6 +76,47 @@ DECISIONS: Mapping[type, str] = {
     msg.Think: "task {task}: reschedule the rest of the step",
     msg.ChooseAssignment: "ask the planner to allocate the slots",
 }
+EVENTS: Mapping[type, str] = {
+    msg.NodeJoined: "node {node} joined",
+    msg.NodeFellSilent: "node {node} fell silent",
+    msg.NodeLeft: "node {node} left",
+    msg.DrainRequested: "an operator drains node {node}",
+    msg.ReadmitRequested: "node {node} is readmitted by {by}",
+    msg.TaskSubmitted: "task {task} is submitted",
+    msg.CancelRequested: "an operator cancels task {task}",
+    msg.PauseRequested: "an operator pauses task {task}",
+    msg.UnpauseRequested: "an operator resumes task {task}",
+    msg.ResizeRequested: "an operator resizes task {task} to {workers} workers",
+    msg.ReshapeRequested: "an operator changes the shape of task {task}",
+    msg.AssignmentChosen: "the planner allocates the slots",
+    msg.SlownessFound: "worker {worker} of {task} is slow",
+    msg.SlownessEnded: "worker {worker} of {task} is no longer slow",
+    msg.PolicySet: "the policy is set",
+    msg.TimePassed: "a waiting time is over",
+    msg.CheckpointFound: "the newest checkpoint of {task} is of step {step}",
+    msg.CheckpointUnusable: "the checkpoints of {task} cannot be used: {because}",
+    msg.PartWritten: "stage {stage} of {task} has written its state of step {step}",
+    msg.StateFetched: "worker {worker} of {task} has loaded the state of step {step}",
+    msg.OpOverdue: "worker {worker} of {task} is overdue in {doing}",
+    msg.WorkerMoved: "worker {worker} of {task} makes progress again",
+    msg.LinkMended: "worker {worker} of {task} has reopened its link to {peer}",
+    msg.SlowLinkFound: "the link between workers {worker} and {peer} of {task} is slow",
+    msg.SlowLinkEnded: "the link between workers {worker} and {peer} of {task} is no longer slow",
+    msg.TimesReported: "worker {worker} of {task} reports its times",
+    msg.KernelSpoke: "the kernel of node {node} says: {text}",
+    ev.WorkerStarted: "worker {worker} of {task} has started",
+    ev.WorkerExited: "worker {worker} of {task} exited: {reason}",
+    ev.WorkerRaised: "worker {worker} of {task} raised {error}",
+    ev.LedgerReported: "worker {worker} of {task} reports its ledger, epoch {epoch}",
+    ev.PlanComputed: "task {task} has a new schedule, epoch {epoch}",
+    ev.StepSealed: "stage {stage} of {task} has sealed step {step}",
+    ev.UpdateInvalidated: "worker {worker} of {task} must undo the update of step {step}",
+    ev.StateCopied: "worker {worker} of {task} has copied its state",
+    ev.WorkerResumed: "worker {worker} of {task} runs ops again, epoch {epoch}",
+    ev.ProfileChanged: "task {task}: {because}",
+    ev.CheckpointCommitted: "the checkpoint of step {step} of {task} is committed",
+    ev.RestoreFailed: "worker {worker} of {task} cannot load the state of step {step}",
+}
 TASK_COLUMNS = (  # heading, is it a number
     ("", False),
     ("task", False),
@@ -101,8 +144,21 @@ def decision(action: msg.ClusterAction) -> str:
         return ORDERS[type(order)].format(
             task=getattr(order, "task", ""), worker=getattr(order, "worker", ""), node=action.node
         )
+    if isinstance(action, msg.RecordRow):
+        return f"record step {action.record.step} of {action.task}"
     shown = {name: getattr(action, name, "") for name in ("node", "task", "state", "number")}
     return DECISIONS[type(action)].format(**shown)
+
+
+def event(one: msg.ClusterEvent) -> str:
+    """One event in plain words."""
+    inner: Any = one.report if isinstance(one, msg.FromNode) else one
+    task = getattr(inner, "task", "")
+    if isinstance(inner, msg.TaskEvent | msg.PlanAnswered):
+        inner = inner.event
+    known = {name: getattr(inner, name) for name in inner.__slots__}
+    shown = {"task": task, "node": getattr(one, "node", "")} | known
+    return EVENTS[type(inner)].format(**shown)[:MOST_TEXT]
 
 
 def script() -> str:

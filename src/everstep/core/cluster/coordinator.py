@@ -196,6 +196,7 @@ class Coordinator:
         """Take one event; say what follows from it."""
         self.events += 1
         moment = Moment(now, self.events)
+        self.log.event = self.events
         return self._handle(event, moment) + self._tasks.settle(moment)
 
     def _handle(self, event: ClusterEvent, now: Moment) -> Actions:

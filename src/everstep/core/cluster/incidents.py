@@ -40,20 +40,22 @@ class Incidents:
 
     def tell(self, incident: Incident, source: str, texts: Iterable[str], now: Moment) -> None:
         for text in texts:
-            incident.told(Evidence(at=now.at, source=source, text=text, event=now.event))
+            incident.add(Evidence(at=now.at, source=source, text=text, event=now.event))
 
     def judge(self, incident: Incident, judgement: Judgement, now: Moment) -> None:
-        incident.verdict = Verdict(
+        verdict = Verdict(
             at=now.at,
             kind=judgement.kind,
             severity=int(judgement.severity),
             because=judgement.because,
             event=now.event,
         )
+        incident.judge(verdict)
 
     def treat(self, incident: Incident, what: str, because: str, now: Moment) -> None:
-        incident.tried(Remedy(at=now.at, what=str(what), because=because, event=now.event))
+        incident.treat(Remedy(at=now.at, what=str(what), because=because, event=now.event))
 
     def close(self, incident: Incident, outcome: str, now: Moment, because: str = "") -> Actions:
         incident.close(now.at, outcome)
+        incident.belongs(now.event)
         return [IncidentClosed(number=incident.number, because=because or outcome, cause=now.event)]

@@ -16,7 +16,7 @@ from enum import StrEnum
 class NodeAdmin(StrEnum):
     UP = "up"  # may get workers
     DRAINING = "draining"  # gets no new workers, and loses those it has
-    ISOLATED = "isolated"  # kept out for a time after a grave fault
+    ISOLATED = "isolated"  # kept out for a time after a severe fault
     LEMON = "lemon"  # isolated too often: kept out until an operator readmits it
 
 

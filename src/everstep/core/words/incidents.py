@@ -1,18 +1,41 @@
-"""Incidents: from evidence to verdict to remedy to closed, with the time and the reason of each.
+"""Incidents: from evidence to verdict to remedy to closed, with time, reason and event of each.
 
-    evidence ──► verdict ──► remedy ──► (planned ──► first op of the new epoch) ──► closed
+    suspected ──► judged ──► treated ──► planned ──► closed
                     ▲           │
-                    └───────────┘  a remedy that fails is evidence for a graver verdict
+                    └───────────┘  a remedy that fails leads to a more severe one
 
-One log for the whole cluster; each task's recovery sees its own part of it. An incident of a task closes with
-the first op that runs again; one that never stopped training closes when its remedy has worked.
+One log for the whole cluster; each task's recovery sees its own part of it. An incident that stops training
+closes with the first op that runs again; any other closes when its remedy has worked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
+from everstep.core.words.lifecycle import move
 from everstep.core.words.ops import Worker
+
+MOST_EVENTS = 100  # of one incident
+
+
+class IncidentState(StrEnum):
+    SUSPECTED = "suspected"  # there is evidence
+    JUDGED = "judged"  # there is a verdict
+    TREATED = "treated"  # a remedy is under way
+    PLANNED = "planned"  # the rest of the step is planned: the first op of the new epoch closes it
+    CLOSED = "closed"  # training has resumed, or the remedy has worked
+
+
+_S = IncidentState
+INCIDENT: Mapping[IncidentState, frozenset[IncidentState]] = {
+    _S.SUSPECTED: frozenset({_S.JUDGED, _S.PLANNED, _S.CLOSED}),
+    _S.JUDGED: frozenset({_S.JUDGED, _S.TREATED, _S.PLANNED, _S.CLOSED}),
+    _S.TREATED: frozenset({_S.JUDGED, _S.TREATED, _S.PLANNED, _S.CLOSED}),
+    _S.PLANNED: frozenset({_S.PLANNED, _S.CLOSED}),
+    _S.CLOSED: frozenset(),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,31 +84,57 @@ class Incident:
     restored_where: str = ""  # memory or disk
     killed_at: float | None = None  # where the killer is known, as in a demo
     stops_training: bool = True
+    state: IncidentState = IncidentState.SUSPECTED
     evidence: list[Evidence] = field(default_factory=list)
     verdict: Verdict | None = None
     remedies: list[Remedy] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)  # the numbers of those that belong to it
 
     @property
     def closed(self) -> bool:
-        return self.resumed_at is not None
+        return self.state is IncidentState.CLOSED
 
-    def told(self, evidence: Evidence) -> None:
+    def add(self, evidence: Evidence) -> None:
         self.evidence.append(evidence)
+        self.belongs(evidence.event)
 
-    def tried(self, remedy: Remedy) -> None:
+    def judge(self, verdict: Verdict) -> None:
+        self._become(IncidentState.JUDGED)
+        self.verdict = verdict
+        self.belongs(verdict.event)
+
+    def treat(self, remedy: Remedy) -> None:
+        self._become(IncidentState.TREATED)
         if self.remedies and not self.remedies[-1].outcome:
             self.remedies[-1].outcome = "not enough"
         self.remedies.append(remedy)
+        self.belongs(remedy.event)
+
+    def plan(self, at: float, epoch: int) -> None:
+        """What it interrupted is planned anew."""
+        self._become(IncidentState.PLANNED)
+        self.planned_at = self.planned_at or at
+        self.epoch = epoch
 
     def close(self, at: float, outcome: str) -> None:
+        self._become(IncidentState.CLOSED)
         self.resumed_at = at
         if self.remedies and not self.remedies[-1].outcome:
             self.remedies[-1].outcome = outcome
+
+    def belongs(self, event: int) -> None:
+        """The event of this number is part of its history."""
+        if event and event not in self.events[-1:] and len(self.events) < MOST_EVENTS:
+            self.events.append(event)
+
+    def _become(self, state: IncidentState) -> None:
+        self.state = move(INCIDENT, self.state, state, f"incident {self.number}")
 
 
 class IncidentLog:
     def __init__(self) -> None:
         self.incidents: list[Incident] = []
+        self.event = 0  # the number of the event that is being handled
 
     def of_task(self, task: str) -> TaskIncidents:
         return TaskIncidents(self, task)
@@ -99,6 +148,7 @@ class IncidentLog:
             evidence_at=now,
             task=task,
         )
+        incident.belongs(self.event)
         self.incidents.append(incident)
         return incident
 
@@ -139,8 +189,8 @@ class TaskIncidents:
 
     def planned(self, now: float, epoch: int) -> None:
         for incident in self._stopping():
-            incident.planned_at = incident.planned_at or now
-            incident.epoch = epoch
+            incident.plan(now, epoch)
+            incident.belongs(self._log.event)
 
     def restoring(self, step: int, where: str) -> None:
         for incident in self._stopping():
@@ -155,7 +205,8 @@ class TaskIncidents:
         """The incidents that are over now."""
         closed = [incident for incident in self._stopping() if incident.planned_at is not None]
         for incident in closed:
-            incident.close(at, "training goes on")
+            incident.close(at, "training resumed")
+            incident.belongs(self._log.event)
         return closed
 
     def _stopping(self) -> list[Incident]:

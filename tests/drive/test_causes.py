@@ -1,0 +1,79 @@
+"""From any action back to the event that began it all."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.ops import Worker
+from everstep.drive import causes as module
+from everstep.drive.causes import Causes
+from everstep.drive.ports import HandledEvent
+from everstep.drive.step_rows import begins_training
+from everstep.server import words
+from tests.core.drama import Drama
+
+W00, W01 = Worker(0, 0), Worker(0, 1)
+
+
+class Told(Drama):
+    """A fake cluster whose causes are kept."""
+
+    def handled(self, one: HandledEvent) -> None:
+        self.__dict__.setdefault("causes", Causes(of_event=words.event, of_action=words.decision))
+        self.causes: Causes
+        self.causes.handled(one)
+        super().handled(one)
+
+
+def hang() -> Told:
+    drama = Told()
+    drama.submit()
+    drama.seal()
+    drama.overdue(W00, busy=False, doing="G[2 stage 0 0.0]", elapsed_s=1.1)
+    drama.overdue(W01, elapsed_s=2.0)
+    return drama
+
+
+def test_the_order_to_train_on_is_traced_back_to_the_report_of_the_hang() -> None:
+    drama = hang()
+    resumed = [a for a in drama.actions if begins_training(a)]
+    first = next(a for a in resumed if a.because.startswith("worker 0:1 is gone"))
+    texts = [link.text for link in drama.causes.chain(first.cause)]
+    assert texts == [
+        "task t has a new schedule, epoch 2",
+        "worker 1:1 of t reports its ledger, epoch 2",
+        "worker 0:1 of t exited: killed by SIGKILL",
+        "worker 0:1 of t is overdue in 1F0.0",
+    ]
+
+
+def test_an_incident_names_the_events_of_its_evidence_verdict_and_remedy() -> None:
+    drama = hang()
+    (incident,) = drama.coordinator.log.incidents
+    assert incident.verdict is not None
+    overdue, _, exited = (evidence.event for evidence in incident.evidence)
+    assert drama.causes.link(overdue).text == "worker 0:1 of t is overdue in 1F0.0"
+    assert drama.causes.link(exited).text == "worker 0:1 of t exited: killed by SIGKILL"
+    assert incident.verdict.event == incident.remedies[0].event == overdue
+    assert incident.events[0] == overdue
+    assert incident.events[-1] > exited
+
+
+def test_what_is_too_long_ago_is_not_known_and_little_is_kept(monkeypatch) -> None:
+    monkeypatch.setattr(module, "KEPT", 10)
+    drama = hang()
+    assert drama.causes.link(1) is None
+    assert drama.causes.chain(1) == []
+    last = drama.causes.link(drama.coordinator.events)
+    assert last is not None
+    assert last.number == drama.coordinator.events
+    assert len(drama.causes._asked) <= 10
+
+
+def test_every_event_has_its_words() -> None:
+    internal = {ev.PlacesGranted, ev.TrainingStalled, ev.StateKept, ev.CopiesLost, ev.StopRequested}
+    events = {*get_args(msg.ClusterEvent), *get_args(msg.NodeReport), *get_args(ev.Event)}
+    wrapped = {msg.FromNode, msg.TaskEvent, msg.PlanAnswered}
+    assert events - wrapped - internal == set(words.EVENTS)
