@@ -228,7 +228,7 @@ def test_a_node_whose_agent_never_runs_is_given_up(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     keeper = Keeper(settings(tmp_path, rank=1000), say=told.append)
     assert keeper.run() == 1
-    assert "ended 8 times" in told[-1]
+    assert "failed 8 times" in told[-1]
 
 
 def test_a_spare_leaves_when_its_job_does_not_run_any_more(tmp_path: Path, cluster: Cluster) -> None:
