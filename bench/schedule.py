@@ -2,6 +2,7 @@
 
     python bench/schedule.py optima     the 3 x 4 x 6 example against its proved optima
     python bench/schedule.py suite      gap over 48 instances, staggered and decoupled
+    python bench/schedule.py uneven     gap over 80 odd instances: slow workers, uneven stages, many dead
     python bench/schedule.py bounds     what CP-SAT proves where the gap is above 5 %
     python bench/schedule.py times      planning time, and its growth with the number of replicas
     python bench/schedule.py policies   against fault-free baselines, shrinking and redundancy
@@ -138,6 +139,100 @@ def suite(caps: str = "peak") -> list[Case]:
                 )
             )
     return cases
+
+
+SORTS = ("slow workers", "uneven stages", "many dead", "one live per stage")
+
+
+def uneven_suite() -> list[Case]:
+    """80 small and middling instances whose workers differ, 20 of each sort; one seed per instance."""
+    return [Case(SORTS[seed % 4], uneven_instance(seed)) for seed in range(80)]
+
+
+def uneven_instance(seed: int) -> Instance:
+    draw = random.Random(seed)
+    sort = SORTS[seed % 4]
+    shapes = (
+        (2, 2, 4), (3, 3, 4), (4, 2, 8), (4, 4, 8), (4, 8, 16),
+        (6, 3, 12), (8, 4, 16), (2, 8, 8), (8, 2, 24), (5, 5, 10),
+    )  # fmt: skip
+    stages, replicas, count = draw.choice(shapes)
+    spread = [
+        draw.uniform(0.5, 2.0) if sort == "uneven stages" or draw.random() < 0.3 else 1.0
+        for _ in range(stages)
+    ]
+    speed = [
+        [
+            draw.choice((1, 1, 1, 1.5, 2, 3, 4))
+            if sort == "slow workers"
+            else draw.choice((1.5, 2, 3))
+            if draw.random() < 0.1
+            else 1.0
+            for _ in range(stages)
+        ]
+        for _ in range(replicas)
+    ]
+
+    def grid(base: float) -> tuple[tuple[float, ...], ...]:
+        return tuple(
+            tuple(round(base * spread[s] * speed[k][s], 2) for s in range(stages)) for k in range(replicas)
+        )
+
+    dead = _deaths(sort, replicas, stages, draw)
+    cap = draw.choice((None, stages, int(1.5 * stages), 2 * stages))
+    return Instance(
+        replicas=replicas,
+        stages=stages,
+        microbatches=count,
+        forward=grid(10),
+        input_grad=grid(11),
+        weight_grad=grid(9),
+        hop=draw.choice((0.0, 1.0, 4.0)),
+        dead=frozenset(dead),
+        stash_cap=None if cap is None else same_cap(replicas=replicas, stages=stages, cap=cap),
+        reduce=tuple(draw.choice((0.0, 5.0)) for _ in range(stages)),
+    )
+
+
+def _deaths(sort: str, replicas: int, stages: int, draw: random.Random) -> set[Worker]:
+    dead: set[Worker] = set()
+    if sort == "one live per stage":
+        for s in range(stages):
+            keep = draw.randrange(replicas)
+            if draw.random() < 0.7:
+                dead |= {Worker(k, s) for k in range(replicas) if k != keep}
+    elif sort == "many dead":
+        for _ in range(int(stages * replicas * draw.choice((0.3, 0.5)))):
+            worker = Worker(draw.randrange(replicas), draw.randrange(stages))
+            if sum(w.stage == worker.stage for w in dead | {worker}) < replicas:
+                dead.add(worker)
+    elif draw.random() < 0.5:
+        dead.add(Worker(draw.randrange(replicas), draw.randrange(stages)))
+    return dead
+
+
+def run_uneven(args: argparse.Namespace, say: Say) -> list[Row]:
+    rows: list[Row] = []
+    for mode in ("staggered", "decoupled", "reroute"):
+        for number, case in enumerate(uneven_suite()):
+            began = time.process_time()
+            planned = plan(case.instance, mode, effort=args.effort)
+            spent = (time.process_time() - began) * 1e3
+            rows.append(
+                {"case": case.name, "number": number, "mode": mode, "gap": planned.gap, "cpu_ms": spent}
+            )
+    say("| mode | sort | instances | mean gap | worst | above 5 % | ms, middle | ms, longest |")
+    say("|---|---|---|---|---|---|---|---|")
+    for mode in ("staggered", "decoupled", "reroute"):
+        for sort in (*SORTS, "all"):
+            some = [r for r in rows if r["mode"] == mode and sort in (r["case"], "all")]
+            gaps, spent = [r["gap"] for r in some], [r["cpu_ms"] for r in some]
+            above = sum(gap > LOOSE for gap in gaps)
+            say(
+                f"| {mode} | {sort} | {len(some)} | {statistics.mean(gaps):.2%} | {max(gaps):.1%} | {above} "
+                f"| {statistics.median(spent):.0f} | {max(spent):.0f} |"
+            )
+    return rows
 
 
 def run_optima(args: argparse.Namespace, say: Say) -> list[Row]:
@@ -291,6 +386,7 @@ def main() -> None:
 COMMANDS = {
     "optima": run_optima,
     "suite": run_suite,
+    "uneven": run_uneven,
     "bounds": run_bounds,
     "times": run_times,
     "policies": run_policies,

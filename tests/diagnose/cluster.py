@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from everstep.diagnose import Dump, Group, Log, Record
-from everstep.diagnose.record import Progress
+from everstep.diagnose.record import GroupProgress
 
 
 @dataclass(frozen=True)
@@ -183,12 +183,12 @@ class Cluster:
             progress=self._progress(rank, host, device) if only_pending else {},
         )
 
-    def _progress(self, rank: int, host: int, device: int) -> dict[tuple[int, int], Progress]:
+    def _progress(self, rank: int, host: int, device: int) -> dict[tuple[int, int], GroupProgress]:
         """NCCL's counters: the number of the last operation of a group, be it a collective or a message."""
         numbers, found = self.numbered(rank), {}
         for at, call in enumerate(self.programs[rank][:host]):
-            before = found.get((rank, call.group), Progress())
-            found[rank, call.group] = Progress(
+            before = found.get((rank, call.group), GroupProgress())
+            found[rank, call.group] = GroupProgress(
                 enqueued=numbers[at], completed=numbers[at] if at < device else before.completed
             )
         return found

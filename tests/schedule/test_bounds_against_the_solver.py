@@ -11,7 +11,7 @@ from everstep.schedule import Instance, Worker, per_stage, polish
 from everstep.schedule.bounds import lower_bound
 from everstep.schedule.compact import compact
 from everstep.schedule.dispatch import HABITS, dispatch
-from everstep.schedule.schedule import FUSED_MODES, STAGGERED_MODES
+from everstep.schedule.modes import MODES
 from everstep.schedule.timing import run
 
 
@@ -47,10 +47,10 @@ def test_the_optimum_is_never_below_the_bound(seed: int) -> None:
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
     instance = small_step(seed)
     for mode in ("decoupled", "staggered", "reroute"):
-        problem = compact(instance, fused=mode in FUSED_MODES)
+        problem = compact(instance, fused=MODES[mode].fused)
         order = dispatch(problem, HABITS[0], 0.0)
         timing = run(problem, order, [0.0] * instance.stages)
-        model, _ = polish._model(cp_model, problem, order, timing, mode in STAGGERED_MODES, 0.0, 1.0)
+        model, _ = polish._model(cp_model, problem, order, timing, MODES[mode].staggered, 0.0, 1.0)
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = 2.0
         solver.parameters.num_workers = 2

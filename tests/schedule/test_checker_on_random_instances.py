@@ -82,13 +82,13 @@ def breaks(draw: st.DrawFn, instance: Instance) -> Instance:
 
 
 @settings(max_examples=150, deadline=None)
-@given(instances(), st.sampled_from(MODES))
+@given(instances(), st.sampled_from(tuple(MODES)))
 def test_every_plan_is_valid(instance: Instance, mode: str) -> None:
     assert violations(instance, plan(instance, mode)) == []
 
 
 @settings(max_examples=80, deadline=None)
-@given(instances(), st.sampled_from(MODES))
+@given(instances(), st.sampled_from(tuple(MODES)))
 def test_a_step_in_lockstep_is_valid_and_moves_only_the_homeless(instance: Instance, mode: str) -> None:
     """Whatever died, the workers of a stage being alike: no worker hosts more than one microbatch a slot."""
     alike = replace(
@@ -123,7 +123,7 @@ def test_what_runs_again_for_its_output_alone_is_ordered_too(instance: Instance,
 
 
 @settings(max_examples=30, deadline=None)
-@given(instances(), st.sampled_from(MODES))
+@given(instances(), st.sampled_from(tuple(MODES)))
 def test_planning_is_deterministic(instance: Instance, mode: str) -> None:
     one, two = plan(instance, mode), plan(instance, mode)
     assert one.schedule.text() == two.schedule.text()

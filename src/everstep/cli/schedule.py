@@ -25,6 +25,7 @@ from everstep.schedule import grid as worker_grid
 from everstep.schedule.bounds import relative_throughput
 from everstep.schedule.compare import compare
 from everstep.schedule.document import choice_document, document_of, instance_from
+from everstep.schedule.modes import REFERENCES
 from everstep.schedule.normalize import normalize
 from everstep.schedule.polish import polish as polish_plan
 
@@ -37,7 +38,6 @@ STYLES = {
     Kind.U: "white on magenta",
     None: "dim",
 }
-REFERENCES = ("1f1b", "zero-bubble")
 
 
 def schedule_command(
@@ -143,8 +143,8 @@ def _instance(
 ) -> Instance:
     if min(replicas, stages, microbatches) < 1:
         raise UserError("--replicas, --stages and --microbatches must be at least 1.")
-    if hop < 0:
-        raise UserError(f"--hop is {hop:g}; make it 0 or more.")
+    if not 0 <= hop < float("inf"):
+        raise UserError(f"--hop is {hop:g}; give a finite time of 0 or more.")
     each = _times(times)
     forward, input_grad, weight_grad = (
         uniform(replicas=replicas, stages=stages, value=each[letter]) for letter in "FIW"

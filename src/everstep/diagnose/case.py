@@ -25,8 +25,8 @@ from everstep.diagnose.record import (
     UNKNOWN,
     Dump,
     Group,
+    GroupProgress,
     Log,
-    Progress,
     concatenate,
 )
 
@@ -41,7 +41,7 @@ class Case:
     groups: list[Group]
     ranks: tuple[int, ...]  # who spoke
     world: tuple[int, ...]  # who exists
-    progress: dict[tuple[int, int], Progress] = field(default_factory=dict)
+    progress: dict[tuple[int, int], GroupProgress] = field(default_factory=dict)
     taken_ns: dict[int, int] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)

@@ -35,8 +35,8 @@ from everstep.diagnose.record import (
     UNKNOWN,
     Dump,
     Group,
+    GroupProgress,
     Log,
-    Progress,
     Record,
 )
 from everstep.errors import UserError
@@ -246,7 +246,7 @@ def _bytes(sizes: Any, dtypes: Any) -> int:
 
 def _progress(
     dump: Mapping[str, Any], entries: list[Mapping[str, Any]], index: dict[str, int], rank: int
-) -> dict[tuple[int, int], Progress]:
+) -> dict[tuple[int, int], GroupProgress]:
     status = {int(k): v for k, v in (dump.get("pg_status") or {}).items() if isinstance(v, Mapping)}
     names = {int(entry.get("pg_id", -1)): _group_of(entry)[0] for entry in entries}
     numbered = sorted(int(name) for name in index if name.isdigit())
@@ -259,7 +259,7 @@ def _progress(
     ):  # its counters mix messages in, and entries say it better
         return {}
     return {
-        (rank, index[names[pg]]): Progress(
+        (rank, index[names[pg]]): GroupProgress(
             enqueued=int(value.get("last_enqueued_collective", UNKNOWN)),
             completed=int(value.get("last_completed_collective", UNKNOWN)),
         )

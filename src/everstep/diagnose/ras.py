@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.diagnose.flight import Unusable
-from everstep.diagnose.record import Dump, Group, Log, Progress, Record
+from everstep.diagnose.record import Dump, Group, GroupProgress, Log, Record
 
 _KINDS = {
     "AllReduce": "all_reduce",
@@ -35,7 +35,7 @@ def read_ras(name: str, text: str, before: str | None = None) -> Dump:
     who = _who(now)
     groups: list[Group] = []
     records: list[Record] = []
-    progress: dict[tuple[int, int], Progress] = {}
+    progress: dict[tuple[int, int], GroupProgress] = {}
     silent: dict[int, str] = {}
     for comm in now["communicators"]:
         members = {int(rank["rank"]): who[_process(rank)] for rank in comm.get("ranks", [])}
@@ -55,7 +55,7 @@ def read_ras(name: str, text: str, before: str | None = None) -> Dump:
             groups.append(Group(name=f"{comm.get('hash', '?')} {kind}", members=ranks))
             stuck = not moved and (min(counts.values(), default=0) < most or set(silent) & set(ranks))
             for rank, count in counts.items():
-                progress[rank, group] = Progress(enqueued=count)
+                progress[rank, group] = GroupProgress(enqueued=count)
                 if most and count == most:
                     records.append(
                         Record(rank=rank, group=group, seq=most, kind=_KINDS.get(kind, kind), done=not stuck)

@@ -156,7 +156,7 @@ def most_by(key: Ints, values: Ints) -> tuple[Ints, Ints]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class GroupProgress:
     """How far a rank got in a group, by the library's own counters."""
 
     enqueued: int = UNKNOWN
@@ -172,7 +172,7 @@ class Dump:
     log: Log
     groups: list[Group]
     ranks: tuple[int, ...] = ()  # who speaks here, also with no record at all
-    progress: dict[tuple[int, int], Progress] = field(default_factory=dict)  # (rank, group)
+    progress: dict[tuple[int, int], GroupProgress] = field(default_factory=dict)  # (rank, group)
     taken_ns: dict[int, int] = field(default_factory=dict)  # when a rank's records were taken, by their clock
     hosts: dict[int, str] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)  # asked, no answer: how it failed to

@@ -13,6 +13,7 @@ from everstep.core.cluster.task import Task
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.diagnose.watch import Watch
+from everstep.schedule.modes import training_mode
 from everstep.schedule.task_scheduler import TaskScheduler
 
 
@@ -59,4 +60,4 @@ class Thinking:
 
 def mode_of(job: Any) -> str:
     stagger = (job or {}).get("optimizer", {}).get("stagger")
-    return "decoupled" if stagger == "never" else "staggered"
+    return training_mode(stagger=stagger != "never")

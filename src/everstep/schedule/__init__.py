@@ -2,8 +2,9 @@
 
 from everstep.core.words.ops import Kind, Microbatch, Op, Worker
 from everstep.schedule.instance import Done, Instance, per_stage, same_cap, uniform
+from everstep.schedule.modes import MODES, ScheduleMode
 from everstep.schedule.planner import plan
-from everstep.schedule.schedule import MODES, Planned, Schedule
+from everstep.schedule.schedule import Planned, Schedule
 
 __all__ = [
     "MODES",
@@ -14,6 +15,7 @@ __all__ = [
     "Op",
     "Planned",
     "Schedule",
+    "ScheduleMode",
     "Worker",
     "per_stage",
     "plan",

@@ -1,8 +1,7 @@
 """How fast a step can possibly be: lower bounds that every schedule obeys, whatever its hosts and order.
 
-For one stage s, take its busiest worker. It runs at least `jobs` microbatches, `work` seconds of ops. Below
-it lies a round trip R: from the end of an F to the earliest gradient for it. Its stash holds at most A
-microbatches. Then
+Take one worker of stage s that runs `jobs` microbatches, `work` seconds of ops. Below it lies a round trip R:
+from the end of an F to the earliest gradient for it. Its stash holds at most A microbatches. Then
 
     span    first F to last op >= work + idle, where idle = R - (A - 1) F: until the first gradient is back
             the worker can only run F, and only A of them.
@@ -13,11 +12,15 @@ microbatches. Then
 
     to_last_input   first F to the end of the last I. W may be left over, but no more than A of them.
 
-Where workers differ in speed, nobody knows who is the busiest: the bound is the least over all candidates,
-each with the jobs that would make it so. For two stages s <= j, the first F at j comes after one at s and the
-last I at j is followed by one at s, hence
+Both grow with `jobs`. For two stages s <= j, the first F at j comes after one at s and the last I at j is
+followed by one at s, hence
 
     span(s) >= F and hops down from s to j  +  to_last_input(j)  +  I and hops up  +  W(s)
+
+So in a step of length T every worker of stage j has two limits: its span, and its last I in time for all
+stages above. Each worker alone, with its own speed and stash, says how many microbatches it can run within
+both; the bound is the least T at which the workers of the stage together can run all of them. Rejected: the
+busiest worker alone, whichever it is (it forgets that the others have limits too).
 
 A staggered period is at least every span plus the stage's reduce and update. A makespan adds the way from
 stage 0. The simple bounds of the literature (work, or work plus idle) are the first line alone; with a
@@ -39,7 +42,7 @@ from everstep.core.words.ops import Worker
 from everstep.schedule.compact import UNLIMITED, stash_limit
 from everstep.schedule.hosts import least_busiest, work_time
 from everstep.schedule.instance import Instance
-from everstep.schedule.schedule import FUSED_MODES, STAGGERED_MODES
+from everstep.schedule.modes import MODES
 
 
 class _Sort(NamedTuple):
@@ -142,19 +145,19 @@ def stage_costs(instance: Instance, mode: str, most: int) -> list[list[float]]:
     for s in range(instance.stages):
         row = []
         for j in range(min(most + 1, instance.replicas)):
-            hit = _stage(instance, s, range(j, instance.replicas), mode in FUSED_MODES, caps)
+            hit = _stage(instance, s, range(j, instance.replicas), MODES[mode].fused, caps)
             row.append(_slowest(instance, [*healthy[:s], hit, *healthy[s + 1 :]], mode))
         costs.append(row + [math.inf] * (most + 1 - len(row)))
     return costs
 
 
 def _stages(instance: Instance, mode: str, caps: list[int] | None) -> list[_Stage]:
-    fused = mode in FUSED_MODES
+    fused = MODES[mode].fused
     return [_stage(instance, s, instance.live(s), fused, caps) for s in range(instance.stages)]
 
 
 def _slowest(instance: Instance, stages: list[_Stage], mode: str) -> float:
-    staggered = mode in STAGGERED_MODES
+    staggered = MODES[mode].staggered
     best = 0.0
     for j, below in enumerate(stages):
         trip = sum(x.forward + x.backward + 2 * instance.hop for x in stages[j + 1 :])
@@ -188,8 +191,8 @@ def steady_bound(instance: Instance, mode: str) -> float:
 
 
 def stash_of_mode(instance: Instance, mode: str) -> list[int] | None:
-    """1F1B holds `stages - s` microbatches at stage s; other modes hold what the instance allows."""
-    return [instance.stages - s for s in range(instance.stages)] if mode == "1f1b" else None
+    """A mode with a tight stash holds `stages - s` microbatches at stage s; others what fits."""
+    return [instance.stages - s for s in range(instance.stages)] if MODES[mode].tight_stash else None
 
 
 def _stage(

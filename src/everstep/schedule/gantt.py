@@ -17,7 +17,8 @@ from xml.sax.saxutils import escape
 from everstep.core.words.ops import Kind, Worker
 from everstep.errors import UserError
 from everstep.schedule.instance import Instance
-from everstep.schedule.schedule import STAGGERED_MODES, Planned
+from everstep.schedule.modes import MODES
+from everstep.schedule.schedule import Planned
 
 COLOURS = {
     Kind.F: "#8ecae6",
@@ -144,7 +145,7 @@ def _furniture(
     instance: Instance, planned: Planned, drawing: Picture, title: str, bottom: float, scale: float
 ) -> None:
     """Title, legend, axis, bound."""
-    staggered = planned.mode in STAGGERED_MODES
+    staggered = MODES[planned.mode].staggered
     distance = "the best possible" if planned.gap < 1e-9 else f"at most {planned.gap:.1%} above the best"
     measure = "period" if staggered else "makespan"
     heading = title or f"{planned.mode}: {measure} {planned.value:g}, {distance}"

@@ -25,8 +25,9 @@ Place = tuple[int, int, int]  # home replica, number, stage
 FEW_HELPERS_FROM_OPS = 8_000
 
 
-def choose_hosts(instance: Instance) -> dict[Place, int]:
-    """The replica that hosts each place which is not hosted at home."""
+def choose_hosts(instance: Instance, *, patience: float = 1.0) -> dict[Place, int]:
+    """The replica that hosts each place which is not hosted at home. `patience`: up to which share of the
+    busiest time of any stage a slow worker keeps its own microbatches."""
     if instance.done:
         return _hosts_of_the_rest(instance)
     quotas = [stage_quotas(instance, s) for s in range(instance.stages)]
@@ -34,9 +35,10 @@ def choose_hosts(instance: Instance) -> dict[Place, int]:
     few = 3 * instance.replicas * instance.stages * instance.microbatches > FEW_HELPERS_FROM_OPS
     broken = {worker.replica for worker in instance.dead}
     moved: dict[Place, int] = {}
-    for stage, (_, quota) in enumerate(quotas):
+    for stage, (level, quota) in enumerate(quotas):
         if len(quota) < instance.replicas or min(quota.values()) < instance.microbatches:
-            moved.update(_spread(instance, stage, quota, busiest, broken, few=few))
+            keep_up_to = max(level, patience * busiest)
+            moved.update(_spread(instance, stage, quota, keep_up_to, broken, few=few))
     return moved
 
 
@@ -49,6 +51,14 @@ def stage_quotas(instance: Instance, stage: int) -> tuple[float, dict[int, int]]
         return 0.0, dict.fromkeys(work, jobs)
     quota = {k: int(level / w + 1e-9) for k, w in work.items()}
     return max(n * work[k] for k, n in quota.items()), quota
+
+
+def is_uneven(instance: Instance) -> bool:
+    """Do live workers of one stage differ in speed?"""
+    for stage in range(instance.stages):
+        if len({work_time(instance, Worker(k, stage)) for k in instance.live(stage)}) > 1:
+            return True
+    return False
 
 
 def least_busiest(counts: Mapping[float, int], jobs: int) -> float:

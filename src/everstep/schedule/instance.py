@@ -63,6 +63,7 @@ class Instance:
         for name in ("reduce", "update", "held_forward", "held_weight", "boundary"):
             if len(getattr(self, name)) not in (0, self.stages):
                 raise UserError(f"{name} must be empty or give one number per stage ({self.stages}).")
+        self._check_numbers()
         for worker in self.dead:
             if not (0 <= worker.replica < self.replicas and 0 <= worker.stage < self.stages):
                 raise UserError(
@@ -72,6 +73,21 @@ class Instance:
             if not self.live(stage):
                 raise UserError(f"stage {stage} has no live worker; give it one, or restore a checkpoint.")
         self._check_memory()
+
+    def _check_numbers(self) -> None:
+        if not _is_a_time(self.hop):
+            raise UserError(f"hop is {self.hop:g}; make it a finite time of 0 or more.")
+        for name in ("forward", "input_grad", "weight_grad"):
+            grid: Grid = getattr(self, name)
+            for row in {id(row): row for row in grid}.values():  # replicas often share one
+                if not (min(row) >= 0.0 and sum(row) < float("inf")):
+                    stage = next(s for s, value in enumerate(row) if not _is_a_time(value))
+                    where = f"{name} of worker {grid.index(row)}:{stage}"
+                    raise UserError(f"{where} is {row[stage]:g}; make it a finite time of 0 or more.")
+        for name in ("reduce", "update", "held_forward", "held_weight", "boundary"):
+            for stage, value in enumerate(getattr(self, name)):
+                if not _is_a_time(value):
+                    raise UserError(f"{name} of stage {stage} is {value:g}; make it finite, 0 or more.")
 
     def _check_memory(self) -> None:
         if self.stash_cap is not None and min(self.stash_cap.values(), default=1) < 1:
@@ -136,6 +152,10 @@ class Instance:
     def fault_free(self) -> Instance:
         """The same step with everybody alive and nothing done: what references are measured on."""
         return replace(self, dead=frozenset(), done={})
+
+
+def _is_a_time(value: float) -> bool:
+    return 0.0 <= value < float("inf")
 
 
 def uniform(*, replicas: int, stages: int, value: float) -> Grid:

@@ -28,7 +28,7 @@ from everstep.core.words.ops import Microbatch, Op, Worker
 from everstep.schedule.compact import FUSED_KINDS, SPLIT_KINDS, Compact, compact, stash_limit
 from everstep.schedule.hosts import Place
 from everstep.schedule.instance import Instance
-from everstep.schedule.schedule import FUSED_MODES
+from everstep.schedule.modes import MODES
 from everstep.schedule.search import best_order
 from everstep.schedule.timing import Timing
 
@@ -88,7 +88,7 @@ def lockstep(
         memory=None,
         dead=frozenset(),
     )
-    pipeline = compact(one, fused=mode in FUSED_MODES, stash_cap=caps)
+    pipeline = compact(one, fused=MODES[mode].fused, stash_cap=caps)
     order, timing = best_order(pipeline, mode, bound, effort)
     slots = _slots(instance, num_slots)
     moved = _helpers(instance, slots, num_slots)

@@ -6,6 +6,7 @@
     fold       replicas that are alike become one                            compact.py
     dispatch   list scheduling, once for each of a few habits                dispatch.py, search.py
     time       the order's makespan, or its period when it repeats           timing.py
+    refine     where a gap is left and workers differ: other hosts           refine.py
 
 The number of habits tried depends on the size of the folded step, never on a clock: the same instance gives
 the same schedule on every machine, so every survivor could compute it for itself. Rejected: a time limit
@@ -22,13 +23,12 @@ from everstep.core.words.ops import Kind, Op, Worker
 from everstep.errors import UserError
 from everstep.schedule.bounds import lower_bound, stash_of_mode
 from everstep.schedule.compact import Compact, compact
-from everstep.schedule.hosts import Place
+from everstep.schedule.hosts import Place, is_uneven
 from everstep.schedule.instance import Instance
 from everstep.schedule.lockstep import Lockstep, lockstep
+from everstep.schedule.modes import MODES
+from everstep.schedule.refine import TRIAL, refine
 from everstep.schedule.schedule import (
-    FUSED_MODES,
-    MODES,
-    STAGGERED_MODES,
     LazyByWorker,
     Planned,
     Schedule,
@@ -40,14 +40,16 @@ from everstep.schedule.timing import Timing
 LOCKSTEP_SHARE = 4  # a fourth of the effort is lockstep's, which needs little; in a large step it is cheap
 LONG_SEARCH = 5  # times the effort: list scheduling of a step this large takes a fifth of a second
 NOT_WORTH_A_LONG_SEARCH = 0.02  # the gap it is not begun for
+WORTH_TRIALS_UNEVEN, WORTH_TRIALS = 0.01, 0.04  # the gap from which other hosts are tried
+REFINE_SHARE = 4  # times the effort: other hosts are tried only in small steps
+MOST_TRIALS = 80
 
 
 def plan(instance: Instance, mode: str = "reroute", *, effort: int = ONLINE_EFFORT) -> Planned:
     """Order the ops that are not done.
 
-    `1f1b` and `reroute` fuse the backward, the others split it; `staggered` and `zero-bubble` minimise the
-    period, the others the makespan. `1f1b` and `zero-bubble` are meant as references with nobody dead, but
-    any instance gets a valid schedule in any mode.
+    `modes.MODES` says what each mode minimises. References are meant for instances without failures, but any
+    instance gets a valid schedule in any mode.
     """
     if mode not in MODES:
         raise UserError(f"mode {mode!r} is not one of {', '.join(MODES)}.")
@@ -61,14 +63,27 @@ def plan(instance: Instance, mode: str = "reroute", *, effort: int = ONLINE_EFFO
         return answer_in_step(instance, mode, found, bound) if found else None
 
     def dispatched() -> Planned:
-        problem = compact(instance, fused=mode in FUSED_MODES, stash_cap=caps)
+        problem = compact(instance, fused=MODES[mode].fused, stash_cap=caps)
         order, timing = best_order(problem, mode, bound, effort - share)
         return answer(instance, mode, problem, order, timing, bound)
+
+    def refined(found: Planned) -> Planned:
+        """With other hosts, by trial, if that is worth it and affordable."""
+        limit = WORTH_TRIALS_UNEVEN if is_uneven(instance) else WORTH_TRIALS
+        if instance.done or found.gap <= limit or num_ops > effort:
+            return found
+        trials = MOST_TRIALS * (num_ops + TRIAL)
+        trial = refine(instance, mode, bound, caps, min(REFINE_SHARE * effort, trials))
+        if trial.value >= found.value - 1e-12:
+            return found
+        return answer(instance, mode, trial.problem, trial.order, trial.timing, bound)
 
     # The likelier one first: where it is good enough, the other need not be tried.
     if num_ops <= effort:
         first = dispatched()
         second = in_step(share) if first.gap > GOOD_ENOUGH else None
+        best = second if second is not None and second.value < first.value - 1e-12 else first
+        return refined(best)
     else:
         quick = in_step(effort)
         limit = NOT_WORTH_A_LONG_SEARCH if num_ops > LONG_SEARCH * effort else GOOD_ENOUGH
@@ -124,7 +139,7 @@ def _planned(
     planned = Planned(
         mode=mode,
         schedule=Schedule(LazyByWorker(instance.workers, all_ops_of)),
-        period=timing.period() if mode in STAGGERED_MODES else makespan,
+        period=timing.period() if MODES[mode].staggered else makespan,
         makespan=makespan,
         lower_bound=bound,
         starts=LazyByWorker(instance.workers, all_starts_of),

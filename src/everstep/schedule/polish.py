@@ -26,8 +26,9 @@ from everstep.schedule.bounds import lower_bound, stash_of_mode
 from everstep.schedule.compact import UNLIMITED, Compact, compact
 from everstep.schedule.instance import Instance
 from everstep.schedule.lockstep import lockstep
+from everstep.schedule.modes import MODES
 from everstep.schedule.planner import answer, answer_in_step
-from everstep.schedule.schedule import FUSED_MODES, STAGGERED_MODES, Planned
+from everstep.schedule.schedule import Planned
 from everstep.schedule.search import ONLINE_EFFORT, THOROUGH_EFFORT, best_order, time_order, value_of
 from everstep.schedule.timing import Timing
 
@@ -46,7 +47,7 @@ def polish(
     cp_model = _solver()
     caps = stash_of_mode(instance, mode)
     bound = lower_bound(instance, mode, caps)
-    whole = compact(instance, fused=mode in FUSED_MODES, stash_cap=caps)
+    whole = compact(instance, fused=MODES[mode].fused, stash_cap=caps)
     effort = THOROUGH_EFFORT if whole.num_ops() <= MOST_OPS else ONLINE_EFFORT
     order, timing = best_order(whole, mode, bound, effort)
     in_step = lockstep(instance, mode, bound, effort, caps) if instance.dead else None
@@ -82,7 +83,7 @@ def _improve(
     if value <= bound * (1 + 1e-9):
         return order, timing, bound
     tick = _tick(problem)
-    model, starts = _model(cp_model, problem, order, timing, mode in STAGGERED_MODES, bound / tick, tick)
+    model, starts = _model(cp_model, problem, order, timing, MODES[mode].staggered, bound / tick, tick)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from everstep.core.words.ops import Kind, Microbatch, Op, Worker
+from everstep.schedule.modes import MODES
 
 V = TypeVar("V")
 
@@ -100,7 +101,7 @@ class Planned:
     @property
     def value(self) -> float:
         """What the mode minimises."""
-        return self.period if self.mode in STAGGERED_MODES else self.makespan
+        return self.period if MODES[self.mode].staggered else self.makespan
 
     @property
     def gap(self) -> float:
@@ -112,11 +113,6 @@ class Planned:
         for worker, ops in self.schedule.ops.items():
             for op, start in zip(ops, self.starts[worker], strict=True):
                 yield Timed(worker, op, start, start + time(op.kind, worker))
-
-
-MODES = ("1f1b", "zero-bubble", "reroute", "decoupled", "staggered")
-FUSED_MODES = frozenset({"1f1b", "reroute"})
-STAGGERED_MODES = frozenset({"staggered", "zero-bubble"})
 
 
 def closing_ops(stage: int) -> tuple[Op, Op]:

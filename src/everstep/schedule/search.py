@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep.schedule.compact import Compact
 from everstep.schedule.dispatch import HABITS, dispatch
-from everstep.schedule.schedule import STAGGERED_MODES
+from everstep.schedule.modes import MODES
 from everstep.schedule.timing import Timing, run, steady
 
 ONLINE_EFFORT = 13_000  # ops dispatched, over all habits tried: about 40 ms
@@ -30,9 +30,9 @@ def best_order(problem: Compact, mode: str, bound: float, effort: int) -> tuple[
 
 def time_order(problem: Compact, order: list[list[int]], mode: str) -> Timing:
     first = run(problem, order, [0.0] * problem.stages)
-    return steady(problem, order, first) if mode in STAGGERED_MODES else first
+    return steady(problem, order, first) if MODES[mode].staggered else first
 
 
 def value_of(timing: Timing, mode: str) -> float:
     """What the mode minimises."""
-    return timing.period() if mode in STAGGERED_MODES else max(timing.ends)
+    return timing.period() if MODES[mode].staggered else max(timing.ends)

@@ -22,7 +22,8 @@ from heapq import heappop, heappush
 
 from everstep.core.words.ops import Kind, Op, Worker
 from everstep.schedule.instance import Instance
-from everstep.schedule.schedule import STAGGERED_MODES, Planned
+from everstep.schedule.modes import MODES
+from everstep.schedule.schedule import Planned
 
 FILLING, COUNTED, BEHIND = (
     3,
@@ -68,7 +69,7 @@ class _Run:
     def __init__(self, planned: Planned, alone: Instance, machines: Sequence[Machine]) -> None:
         self.lists = dict(planned.schedule.ops)
         self.alone = alone
-        self.barrier = planned.mode not in STAGGERED_MODES
+        self.barrier = not MODES[planned.mode].staggered
         self.peers = {s: [Worker(k, s) for k in alone.live(s)] for s in range(alone.stages)}
         self.machine_of = {w: _Machine(1.0) for w in self.lists}
         for machine in machines:
