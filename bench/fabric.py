@@ -303,7 +303,7 @@ def _bus_bound(topology: Topology, flows: list[Flow]) -> float:
 
 
 def run_large(args: argparse.Namespace) -> dict[str, Any]:
-    from everstep.fabric.simulate import Change, simulate
+    from everstep.fabric.simulate import FabricChange, simulate
 
     topology, task = sc.gpu_fabric(gpus=4096), sc.large_task(gpus=4096)
     flows = sc.flows_of_all([task])
@@ -319,7 +319,7 @@ def run_large(args: argparse.Namespace) -> dict[str, Any]:
     for name, found in routings.items():
         steps = [simulate(r, [task], num_steps=1).steps[0].seconds for r in found]
         table[name] = {"communication_s": statistics.mean(steps)}
-    loss = Change(at_s=0.0, condition={"l0p0>s0p0": 0.0, "s0p0>l0p0": 0.0})
+    loss = FabricChange(at_s=0.0, condition={"l0p0>s0p0": 0.0, "s0p0>l0p0": 0.0})
     broken = topology.with_condition(loss.condition)
     began = time.perf_counter()
     moved = reallocate(broken, planned, flows)

@@ -14,7 +14,7 @@ from everstep.checkpoint.places import UrlPlace
 from everstep.checkpoint.search import PAUSES_S, Newest, NoStart, newest_to_use
 from everstep.engine.job import Job
 from everstep.errors import UserError
-from everstep.node.checkpoints import Checkpoints
+from everstep.node.checkpoints import CheckpointDirectory
 from tests.attacks.test_universal import flip, rewrite
 from tests.checkpoint.states import all_of, same, save, tensors
 
@@ -192,6 +192,6 @@ def test_the_job_says_whether_to_start_over(root: Path) -> None:
         _truncate(root / f"step-{step:08d}")
     table = {"model": {"preset": "gpt-tiny"}, "checkpoint": {"folder": "."}, "base": str(root)}
     with pytest.raises(NoStart, match="start_over"):
-        Checkpoints(Job.from_dict(table)).newest()
+        CheckpointDirectory(Job.from_dict(table)).newest()
     table["checkpoint"] = {"folder": ".", "start_over": True}
-    assert Checkpoints(Job.from_dict(table)).newest() == Newest(0)
+    assert CheckpointDirectory(Job.from_dict(table)).newest() == Newest(0)

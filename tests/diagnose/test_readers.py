@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from everstep.diagnose import Unusable, analyse, join, read
+from everstep.diagnose import UnusableFileError, analyse, join, read
 from everstep.diagnose.ras import read_ras
 
 
@@ -37,7 +37,7 @@ class Attack:
 
 
 def test_a_pickle_that_would_run_code_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(Unusable, match="plain data only"):
+    with pytest.raises(UnusableFileError, match="plain data only"):
         read("rank_0", pickled(dump() | {"nccl_version": Attack()}))
     assert capsys.readouterr().out == ""
 
@@ -70,7 +70,7 @@ def test_versions(version: str) -> None:
     ],
 )
 def test_what_cannot_be_used_says_why(content: bytes, why: str) -> None:
-    with pytest.raises(Unusable, match=re.escape(why)):
+    with pytest.raises(UnusableFileError, match=re.escape(why)):
         read("rank_0", content)
 
 
@@ -89,7 +89,7 @@ def test_the_rank_is_in_the_name(name: str, rank: int) -> None:
 
 
 def test_a_name_that_contradicts_the_groups_is_refused() -> None:
-    with pytest.raises(Unusable, match="its groups do not"):
+    with pytest.raises(UnusableFileError, match="its groups do not"):
         read("rank_9", pickled(dump(entry(1))))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from everstep.cli.diagnose import _columns
-from everstep.diagnose import Analysis, Unusable, analyse, read
+from everstep.diagnose import Analysis, UnusableFileError, analyse, read
 from everstep.diagnose.flight import unpickle
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -85,7 +85,7 @@ def test_counters_that_are_gone_cost_confidence_not_the_verdict() -> None:
 @needs_data
 def test_a_truncated_dump_is_refused_by_name() -> None:
     content = next(iter(dumps(CASES[0]).values()))
-    with pytest.raises(Unusable, match="truncated"):
+    with pytest.raises(UnusableFileError, match="truncated"):
         read("_dump_3", content[: len(content) // 2])
 
 

@@ -193,7 +193,7 @@ def test_an_empty_stream_says_nothing() -> None:
 
 @pytest.mark.parametrize("content", [b"everring", b"everring" + bytes(8000)])
 def test_half_a_ring_is_refused(content: bytes) -> None:
-    from everstep.diagnose import Unusable
+    from everstep.diagnose import UnusableFileError
 
-    with pytest.raises(Unusable):
+    with pytest.raises(UnusableFileError):
         read("ring_rank_0", content)

@@ -7,7 +7,7 @@ from everstep.fabric import TrafficTask, allocate, clos, flows_of, reallocate
 from everstep.fabric import scenarios as sc
 from everstep.fabric.flows import double_tree, place, ring
 from everstep.fabric.policies import ecmp
-from everstep.fabric.simulate import Change, simulate
+from everstep.fabric.simulate import FabricChange, simulate
 
 TOPOLOGY = clos(name="two", nodes=2, port_gbps=80, nodes_per_leaf=1, spines=2, uplink_gbps=40)
 TASK = TrafficTask(
@@ -29,14 +29,14 @@ def test_a_step_is_its_compute_and_its_ring() -> None:
 def test_a_link_at_half_its_rate_makes_the_ring_take_twice_as_long_from_then_on() -> None:
     routing = allocate(TOPOLOGY, flows_of(TASK))
     used = TOPOLOGY.links[routing.path(0)[1]].name
-    outcome = simulate(routing, [TASK], num_steps=2, changes=[Change(at_s=0.2, condition={used: 0.5})])
+    outcome = simulate(routing, [TASK], num_steps=2, changes=[FabricChange(at_s=0.2, condition={used: 0.5})])
     assert outcome.step_seconds("t") == pytest.approx([0.1 + 0.1 + 0.2, 0.1 + 0.4])
 
 
 def test_a_dead_link_stops_a_task_for_as_long_as_nobody_notices() -> None:
     routing = allocate(TOPOLOGY, flows_of(TASK))
     used = TOPOLOGY.links[routing.path(0)[1]].name
-    change = [Change(at_s=0.2, condition={used: 0.0})]
+    change = [FabricChange(at_s=0.2, condition={used: 0.0})]
     stuck = simulate(routing, [TASK], num_steps=2, changes=change)
     assert (stuck.stalled, stuck.steps) == (("t",), ())
     healed = simulate(

@@ -128,7 +128,7 @@ def test_a_second_failure_starts_detection_anew_and_keeps_what_is_owed() -> None
 def test_confidence_is_students() -> None:
     """Three results 1, 2, 3: 4.303 / sqrt(3) = 2.484 by the table."""
     results = [
-        StudyResult(policy="p", accumulated_waf=x, healthy_waf=1.0, lost={}, availability=1.0, failures=0)
+        StudyResult(accumulated_waf=x, healthy_waf=1.0, lost={}, availability=1.0, failures=0)
         for x in (1.0, 2.0, 3.0)
     ]
     half = Summary("p", results).half_width(lambda r: r.accumulated_waf)

@@ -23,7 +23,7 @@ from everstep.checkpoint.index import Part, Refused
 from everstep.checkpoint.parts import CHUNK_BYTES, PlannedSlice, plan_whole, stored_of
 from everstep.checkpoint.places import place_of, root_of
 from everstep.checkpoint.ranges import Access
-from everstep.checkpoint.reader import Checkpoint, UnusableCheckpoint, open_in, unusable
+from everstep.checkpoint.reader import Checkpoint, UnusableCheckpointError, open_in, unusable
 from everstep.errors import InternalError, UserError
 from everstep.layout.box import Box
 
@@ -148,6 +148,6 @@ def newest_valid(root: str | Path) -> tuple[Checkpoint | None, list[str]]:
             found = open_step(root, name)
             found.verify()
             return found, refused
-        except UnusableCheckpoint as error:
+        except UnusableCheckpointError as error:
             refused.append(str(error))
     return None, refused

@@ -182,7 +182,7 @@ def write_at(number: int, data: memoryview, offset: int) -> None:
 
 
 def _start_flushing(number: int, offset: int, length: int) -> None:
-    """Let the disk begin while we go on: the flush at the end then has less left. A hint; failing is fine."""
+    """Let the disk begin early: the flush at the end then has less left. A hint; failing is fine."""
     if _libc is not None:
         _libc.sync_file_range(number, ctypes.c_int64(offset), ctypes.c_int64(length), 2)
 

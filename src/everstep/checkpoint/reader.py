@@ -49,7 +49,7 @@ MAX_HEADER_BYTES = 100 << 20
 _Row = tuple[str, list[int], int, int]  # dtype, shape, begin and end in the file
 
 
-class UnusableCheckpoint(UserError):
+class UnusableCheckpointError(UserError):
     """Why a checkpoint cannot be loaded. Only a corrupt one is known to be of no use."""
 
     def __init__(self, sentence: str, kind: Literal["corrupt", "unreadable", "unknown"]) -> None:
@@ -368,11 +368,15 @@ def failed_read(name: str, error: OSError) -> Refused:
     return kind(f"{name} cannot be read: {error}")
 
 
-def unusable(checkpoint: str, refused: Refused) -> UnusableCheckpoint:
+def unusable(checkpoint: str, refused: Refused) -> UnusableCheckpointError:
     match refused:
         case CannotRead():
-            return UnusableCheckpoint(f"checkpoint {checkpoint} cannot be read: {refused}.", "unreadable")
+            return UnusableCheckpointError(
+                f"checkpoint {checkpoint} cannot be read: {refused}.", "unreadable"
+            )
         case UnknownVersion():
-            return UnusableCheckpoint(f"checkpoint {checkpoint} is not understood: {refused}.", "unknown")
+            return UnusableCheckpointError(
+                f"checkpoint {checkpoint} is not understood: {refused}.", "unknown"
+            )
         case _:
-            return UnusableCheckpoint(f"checkpoint {checkpoint} is damaged: {refused}.", "corrupt")
+            return UnusableCheckpointError(f"checkpoint {checkpoint} is damaged: {refused}.", "corrupt")

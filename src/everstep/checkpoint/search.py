@@ -21,7 +21,7 @@ from pathlib import Path
 
 from everstep.checkpoint.index import Refused
 from everstep.checkpoint.places import Place, place_of
-from everstep.checkpoint.reader import UnusableCheckpoint, open_in, unusable
+from everstep.checkpoint.reader import UnusableCheckpointError, open_in, unusable
 from everstep.errors import EverstepError, UserError
 
 PAUSES_S = (0.1, 0.4, 1.6)  # between attempts to read
@@ -72,13 +72,13 @@ def _newest(place: Place, known: int, pass_over: bool, start_over: bool) -> Newe
         try:
             step = _verified_step(place, name)
             return Newest(_not_older(place, step, known, refused, start_over), tuple(refused))
-        except UnusableCheckpoint as error:
+        except UnusableCheckpointError as error:
             sentence = str(error).rstrip(".")
             if error.kind == "unknown" and not start_over:
                 because = f"{sentence}; use the Everstep that wrote it, or {START_OVER}"
                 raise NoStart(because, passing=False) from None
             if error.kind == "unreadable" and not pass_over:
-                raise NoStart(f"{sentence}; to go on without it, {START_OVER}", passing=True) from None
+                raise NoStart(f"{sentence}; to continue without it, {START_OVER}", passing=True) from None
             aside = place.put_aside(name, error.kind)
             refused.append(f"{sentence}; it is kept as {aside}.")
     aside_now = place.set_aside()
@@ -109,7 +109,7 @@ def _not_older(place: Place, step: int, known: int, refused: list[str], start_ov
     if step < known and not refused and not start_over:
         newest = f"its newest is of step {step}" if step else "it holds none"
         raise NoStart(
-            f"the checkpoint of step {known} is gone from {place}: {newest}; to go on so, {START_OVER}",
+            f"the checkpoint of step {known} is gone from {place}: {newest}; to continue, {START_OVER}",
             passing=True,
         )
     return step

@@ -63,7 +63,7 @@ def diagnose_command(
 
 
 def _analyse(path: Path, messages: Console) -> Analysis:
-    from everstep.diagnose import Unusable, analyse, read
+    from everstep.diagnose import UnusableFileError, analyse, read
     from everstep.diagnose.sources import PARQUET
 
     files = _files(path)
@@ -77,7 +77,7 @@ def _analyse(path: Path, messages: Console) -> Analysis:
                     tables[name] = _columns(content)
                 else:
                     parts.append(read(name, content, modified_ns=file.stat().st_mtime_ns))
-            except Unusable as why:
+            except UnusableFileError as why:
                 unusable.append((name, str(why)))
     analysis = analyse(parts, tables)
     analysis.diagnosis.unusable = unusable + analysis.diagnosis.unusable
@@ -99,28 +99,28 @@ def _files(path: Path) -> list[Path]:
 
 
 def _content(file: Path) -> bytes:
-    from everstep.diagnose import Unusable
+    from everstep.diagnose import UnusableFileError
 
     try:
         if file.stat().st_size > _MOST_BYTES:
-            raise Unusable("larger than 1 GiB")
+            raise UnusableFileError("larger than 1 GiB")
         return file.read_bytes()
     except OSError as error:
-        raise Unusable(f"it cannot be read: {error.strerror}") from None
+        raise UnusableFileError(f"it cannot be read: {error.strerror}") from None
 
 
 def _columns(content: bytes) -> dict[str, Any]:
-    from everstep.diagnose import Unusable
+    from everstep.diagnose import UnusableFileError
 
     try:
         from pyarrow import ArrowException, BufferReader
         from pyarrow.parquet import read_table
     except ImportError:
-        raise Unusable("parquet needs pyarrow: pip install 'everstep[parquet]'") from None
+        raise UnusableFileError("parquet needs pyarrow: pip install 'everstep[parquet]'") from None
     try:
         table = read_table(BufferReader(content))
     except (ArrowException, OSError) as error:
-        raise Unusable(f"truncated or not parquet ({str(error).splitlines()[0][:80]})") from None
+        raise UnusableFileError(f"truncated or not parquet ({str(error).splitlines()[0][:80]})") from None
     return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
 
 

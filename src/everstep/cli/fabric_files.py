@@ -134,12 +134,12 @@ def nodes_only(document: Mapping[str, Any]) -> Topology:
 
 
 def change_of(text: str, topology: Topology) -> Any:
-    from everstep.fabric.simulate import Change
+    from everstep.fabric.simulate import FabricChange
 
     what, at, when = text.rpartition("@")
     link, _, fraction = what.partition("=")
     try:
-        change = Change(at_s=float(when), condition={link: float(fraction or 0.0)})
+        change = FabricChange(at_s=float(when), condition={link: float(fraction or 0.0)})
     except ValueError:
         raise UserError(f"--fail {text!r} is not LINK@SECONDS or LINK=FRACTION@SECONDS.") from None
     if not at or link not in topology.index:

@@ -20,7 +20,7 @@ from rich.text import Text
 from everstep.core.words import actions as act
 from everstep.core.words.ops import Kind, Worker, parse_op
 from everstep.drive.step_rows import StepRow
-from everstep.engine.beacon import Reading
+from everstep.engine.beacon import BeaconReading
 from everstep.engine.job import Job
 from everstep.errors import UserError
 from everstep.launch.local.report import death, resume_line, times, tried
@@ -150,7 +150,7 @@ class LiveView:
             table.add_row("", Text(f"  and {hidden} workers more", style="dim"))
         return table
 
-    def _cell(self, worker: Worker, readings: Mapping[Worker, Reading | None]) -> Text:
+    def _cell(self, worker: Worker, readings: Mapping[Worker, BeaconReading | None]) -> Text:
         if worker not in readings:
             since, what = self._gone.get(worker, (time.monotonic(), "gone"))
             return Text(f"✗ {what}, {time.monotonic() - since:.1f} s", style="bold red")
@@ -184,7 +184,7 @@ def relative(a: float, b: float) -> float:
     return abs(a - b) / max(abs(a), abs(b), 1e-300) if a != b else 0.0
 
 
-def _doing(worker: Worker, reading: Reading) -> Text:
+def _doing(worker: Worker, reading: BeaconReading) -> Text:
     if not reading.busy:
         return Text({"Finished": "  done", "Paused": "  paused"}.get(reading.doing, "  waiting"), style="dim")
     try:

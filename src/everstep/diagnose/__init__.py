@@ -8,7 +8,7 @@
 
 from everstep.diagnose.case import Case, join
 from everstep.diagnose.finding import Diagnosis, Finding, Imbalance, Suspect, Syndrome, Where
-from everstep.diagnose.flight import Unusable
+from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.record import Dump, Group, Log, Record
 from everstep.diagnose.sources import read
 from everstep.diagnose.verdict import Analysis, analyse
@@ -25,7 +25,7 @@ __all__ = [
     "Record",
     "Suspect",
     "Syndrome",
-    "Unusable",
+    "UnusableFileError",
     "Where",
     "analyse",
     "join",

@@ -54,7 +54,7 @@ _KINDS = (  # the first word found in a profiling name
 _SPELLING = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 
 
-class Unusable(UserError):
+class UnusableFileError(UserError):
     """A file that cannot be used; the message says why, in a few words, without the file's name."""
 
 
@@ -62,21 +62,23 @@ class _Plain(pickle.Unpickler):
     """Dicts, lists, tuples, strings and numbers; nothing that could run."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise Unusable(f"its pickle asks for {module}.{name}; a Flight Recorder dump holds plain data only")
+        raise UnusableFileError(
+            f"its pickle asks for {module}.{name}; a Flight Recorder dump holds plain data only"
+        )
 
     def persistent_load(self, pid: Any) -> Any:
-        raise Unusable("its pickle refers to objects outside the file")
+        raise UnusableFileError("its pickle refers to objects outside the file")
 
 
 def unpickle(content: bytes) -> Any:
     if len(content) > _LARGEST:
-        raise Unusable(f"{len(content) >> 20} MiB is too large for a dump")
+        raise UnusableFileError(f"{len(content) >> 20} MiB is too large for a dump")
     try:
         return _Plain(io.BytesIO(content)).load()
-    except Unusable:
+    except UnusableFileError:
         raise
     except Exception as error:  # a torn pickle fails in any of a dozen ways
-        raise Unusable(f"truncated or not a pickle ({type(error).__name__})") from None
+        raise UnusableFileError(f"truncated or not a pickle ({type(error).__name__})") from None
 
 
 def read_pickle(name: str, content: bytes) -> Dump:
@@ -87,7 +89,7 @@ def read_json(name: str, text: str) -> Dump:
     try:
         return part_of(name, json.loads(text))
     except json.JSONDecodeError as error:
-        raise Unusable(f"truncated or not JSON ({error.msg}, line {error.lineno})") from None
+        raise UnusableFileError(f"truncated or not JSON ({error.msg}, line {error.lineno})") from None
 
 
 def is_dump(value: Any) -> bool:
@@ -101,10 +103,10 @@ def is_dump(value: Any) -> bool:
 def part_of(name: str, dump: Any) -> Dump:
     """One dump, whichever file format it came in."""
     if not is_dump(dump):
-        raise Unusable("no Flight Recorder dump: version, pg_config and entries are missing")
+        raise UnusableFileError("no Flight Recorder dump: version, pg_config and entries are missing")
     version = str(dump["version"])
     if not version.startswith("2."):
-        raise Unusable(f"Flight Recorder version {version} is not known here; 2.0 to 2.10 are")
+        raise UnusableFileError(f"Flight Recorder version {version} is not known here; 2.0 to 2.10 are")
     entries = [entry for entry in dump.get("entries") or [] if isinstance(entry, Mapping)]
     configured = _configured(dump.get("pg_config") or {})
     rank = rank_of(name, [members for members, _ in configured.values()])
@@ -124,7 +126,9 @@ def part_of(name: str, dump: Any) -> Dump:
         try:
             records.append(_record(entry, rank, index[group], groups[index[group]].members, place))
         except (TypeError, ValueError, KeyError, IndexError) as error:
-            raise Unusable(f"entry {place} is not understood ({type(error).__name__}: {error})") from None
+            raise UnusableFileError(
+                f"entry {place} is not understood ({type(error).__name__}: {error})"
+            ) from None
     return Dump(
         source=name,
         log=Log.of(records),
@@ -172,7 +176,7 @@ def rank_of(name: str, memberships: list[tuple[int, ...]]) -> int:
     if len(shared) == 1:
         return shared.pop()
     said = f"its name says rank {found[-1]}, its groups do not" if found else "its name holds no rank"
-    raise Unusable(f"{said}; name it like trace_rank_3")
+    raise UnusableFileError(f"{said}; name it like trace_rank_3")
 
 
 def _configured(config: Any) -> dict[str, tuple[tuple[int, ...], str]]:

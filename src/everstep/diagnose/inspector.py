@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from everstep.diagnose.flight import Unusable
+from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.record import UNKNOWN, Dump, Group, Log, Record
 
 _KINDS = {
@@ -35,7 +35,7 @@ def read_inspector(name: str, text: str) -> Dump:
         if isinstance(value, dict) and isinstance(value.get("header"), dict):
             rows.append(value)
     if not rows:
-        raise Unusable("no line of it is an NCCL Inspector record")
+        raise UnusableFileError("no line of it is an NCCL Inspector record")
     widest = max((row["header"] for row in rows), key=lambda header: int(header.get("n_ranks", 0)))
     rank = int(widest["rank"])
     index: dict[str, int] = {}

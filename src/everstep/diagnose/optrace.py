@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.diagnose.flight import Unusable
+from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.pace import Role
 
 NEEDED = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration")
@@ -22,11 +22,11 @@ NEEDED = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration")
 def roles_of_table(columns: Mapping[str, NDArray[Any]]) -> list[Role]:
     missing = [name for name in NEEDED if name not in columns]
     if missing:
-        raise Unusable(f"no table of operations: column {missing[0]} is missing")
+        raise UnusableFileError(f"no table of operations: column {missing[0]} is missing")
     kind = columns["optype"].astype(str)
     compute = np.char.endswith(kind, "compute")
     if not compute.any():
-        raise Unusable("its table holds no compute operations")
+        raise UnusableFileError("its table holds no compute operations")
     replica, stage, step = (columns[name].astype(np.int64) for name in ("dp_rank", "stage", "step"))
     begin, length = columns["start_ts"].astype(float), columns["duration"].astype(float)
     steps, row = np.unique(step, return_inverse=True)

@@ -19,7 +19,7 @@ from everstep.diagnose.case import Case
 from everstep.diagnose.finding import Finding
 from everstep.diagnose.record import COMPUTE, RECV, SEND, UNKNOWN
 from everstep.diagnose.verdict import Analysis
-from everstep.schedule.gantt import Box, Line, Picture, Word, png, svg
+from everstep.schedule.gantt import DrawnBox, Line, Picture, Word, png, svg
 
 __all__ = ["all_of", "png", "svg"]
 _RED, _INK, _PALE, _GREY = "#c1121f", "#22223b", "#6c757d", "#f1f3f5"
@@ -92,7 +92,7 @@ def _waiting(finding: Finding) -> Picture:
         guilty = rank in suspects
         fill = "#fbe9e7" if guilty else _GREY
         drawing.boxes.append(
-            Box(x, y, 110, 22, fill, _RED if guilty else "#adb5bd", 1.2, at_what.get(rank, ""))
+            DrawnBox(x, y, 110, 22, fill, _RED if guilty else "#adb5bd", 1.2, at_what.get(rank, ""))
         )
         drawing.words.append(
             Word(x + 55, y + 15, f"rank {rank}", 11, _RED if guilty else _INK, "middle", guilty)
@@ -120,7 +120,7 @@ def _timeline(case: Case, analysis: Analysis) -> Picture:
         y = _TOP + at * _ROW
         ink = _RED if rank in guilty else _PALE
         drawing.words.append(Word(_LEFT - 8, y + 12, f"rank {rank}", 10.5, ink, "end", rank in guilty))
-        drawing.boxes.append(Box(_LEFT, y, width - _LEFT - 20, _ROW - 3, _GREY, "none", 0.0))
+        drawing.boxes.append(DrawnBox(_LEFT, y, width - _LEFT - 20, _ROW - 3, _GREY, "none", 0.0))
         rows = np.flatnonzero(
             (log.rank == rank) & known & (np.maximum(log.ended_ns, log.enqueued_ns) >= begin)
         )
@@ -131,7 +131,7 @@ def _timeline(case: Case, analysis: Analysis) -> Picture:
             x = _LEFT + max(record.enqueued_ns - begin, 0) * scale
             colour = _RED if open_ else _COLOURS.get(record.kind, "#b8a9c9")
             tip = f"{record.kind} {record.seq} of {case.name(record.group)}"
-            box = Box(
+            box = DrawnBox(
                 x, y, max(_LEFT + (stop - begin) * scale - x, 1.0), _ROW - 3, colour, "#ffffff", 0.4, tip
             )
             drawing.boxes.append(box)
@@ -199,7 +199,7 @@ def _heat(
             tip = "" if empty else f"{name}, {columns[j]}: {value:.3g}"
             colour = _GREY if empty else _shade(heat)
             drawing.boxes.append(
-                Box(_LEFT + size * j, _TOP + size * i, size - 1, size - 1, colour, "none", 0.0, tip)
+                DrawnBox(_LEFT + size * j, _TOP + size * i, size - 1, size - 1, colour, "none", 0.0, tip)
             )
             if size > 20 and not empty:
                 ink = "#ffffff" if heat > 0.6 else _INK

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from everstep.diagnose.flight import Unusable
+from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.record import Dump, Log
 
 MARK = "everstep_pull"
@@ -43,6 +43,6 @@ def read_pull(name: str, text: str) -> Dump:
             if said.get("host"):
                 part.hosts[rank] = str(said["host"])
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise Unusable(f"a pull's answers that are not understood ({error})") from None
+        raise UnusableFileError(f"a pull's answers that are not understood ({error})") from None
     part.pulled = frozenset(part.taken_ns)
     return part

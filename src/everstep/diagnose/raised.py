@@ -15,7 +15,7 @@ import numpy as np
 
 from everstep.diagnose.case import Case
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
-from everstep.diagnose.flight import Unusable
+from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.record import UNKNOWN, Dump, Log
 
 _CONSEQUENCE = re.compile(
@@ -37,7 +37,7 @@ def read_error(name: str, value: dict[str, Any]) -> Dump:
         or re.findall(r"(\d+)", name)
     )
     if not found:
-        raise Unusable("an error file whose path holds no rank")
+        raise UnusableFileError("an error file whose path holds no rank")
     said = value["message"]
     more = said.get("extraInfo", {}) if isinstance(said, dict) else {}
     text = str(said.get("message", said) if isinstance(said, dict) else said)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.diagnose.flight import Unusable
+from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.record import Dump, Group, GroupProgress, Log, Record
 
 _KINDS = {
@@ -76,9 +76,9 @@ def _load(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError:
-        raise Unusable("truncated or not JSON") from None
+        raise UnusableFileError("truncated or not JSON") from None
     if not is_ras(value):
-        raise Unusable("no NCCL RAS status: communicators are missing")
+        raise UnusableFileError("no NCCL RAS status: communicators are missing")
     return dict(value)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.diagnose.flight import Unusable
+from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.record import UNKNOWN, Dump, Group, Log
 
 MAGIC = b"everring"
@@ -54,10 +54,10 @@ def size_of(capacity: int) -> int:
 
 def read_ring(name: str, content: bytes) -> Dump:
     if len(content) < SLOTS_AT or not content.startswith(MAGIC):
-        raise Unusable("no ring of records")
+        raise UnusableFileError("no ring of records")
     _, version, capacity, rank, ahead_ns, length = HEAD.unpack_from(content)
     if version != VERSION or len(content) < size_of(capacity):
-        raise Unusable(f"a ring of version {version}, or a truncated one")
+        raise UnusableFileError(f"a ring of version {version}, or a truncated one")
     try:
         names: dict[str, Any] = json.loads(content[NAMES_AT : NAMES_AT + length] or b"{}")
     except ValueError:

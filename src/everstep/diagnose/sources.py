@@ -13,16 +13,16 @@ from __future__ import annotations
 import json
 
 from everstep.diagnose import flight, inspector, pulled, raised, ras, ring
-from everstep.diagnose.flight import Unusable
+from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.record import Dump
 
 PARQUET = b"PAR1"
 
 
 def read(name: str, content: bytes, *, modified_ns: int | None = None) -> Dump:
-    """One file; raises `Unusable` with the reason."""
+    """One file; raises `UnusableFileError` with the reason."""
     if not content:
-        raise Unusable("it is empty")
+        raise UnusableFileError("it is empty")
     if content.startswith(ring.MAGIC):
         part = ring.read_ring(name, content)
     elif content[:1] == b"\x80":
@@ -39,16 +39,16 @@ def _read_text(name: str, content: bytes) -> Dump:
     try:
         text = content.decode()
     except UnicodeDecodeError:
-        raise Unusable("not a format known here: pickle, JSON, a ring or parquet") from None
+        raise UnusableFileError("not a format known here: pickle, JSON, a ring or parquet") from None
     stripped = text.lstrip()
     if inspector.is_inspector(stripped[: 1 << 16].split("\n", 1)[0]):
         return inspector.read_inspector(name, text)
     if not stripped.startswith(("{", "[")):
-        raise Unusable("not a format known here: pickle, JSON, a ring or parquet")
+        raise UnusableFileError("not a format known here: pickle, JSON, a ring or parquet")
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise Unusable(f"truncated or not JSON ({error})") from None
+        raise UnusableFileError(f"truncated or not JSON ({error})") from None
     if pulled.is_pull(value):
         return pulled.read_pull(name, text)
     if raised.is_error(value):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from everstep.diagnose.case import Case, join
 from everstep.diagnose.clocks import offsets_ns
 from everstep.diagnose.finding import Diagnosis, Finding, ranks_text
-from everstep.diagnose.flight import Unusable
+from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.hang import find_hangs, unrecorded_silence
 from everstep.diagnose.links import find_slow_links
 from everstep.diagnose.messages import DelayMatrix, pair_up
@@ -51,7 +51,7 @@ def analyse(
     for name, columns in (tables or {}).items():
         try:
             roles = roles_of_table(columns)
-        except Unusable as why:
+        except UnusableFileError as why:
             analysis.diagnosis.unusable.append((name, str(why)))
             continue
         findings, imbalances = find_slow(roles)

@@ -26,7 +26,7 @@ MOST_ACTIONS = 40  # of one event
 Name = tuple[Hashable, ...]
 
 
-class Done(NamedTuple):
+class CausedAction(NamedTuple):
     """An action in words, and the event it follows from."""
 
     text: str
@@ -35,14 +35,14 @@ class Done(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class CauseLink:
     """One event in words, what followed from it, and the action that it answers, if it is an answer."""
 
     number: int
     at: float
     text: str
-    actions: tuple[Done, ...]
-    answers: Done | None
+    actions: tuple[CausedAction, ...]
+    answers: CausedAction | None
 
 
 class Causes:
@@ -55,30 +55,30 @@ class Causes:
         of_action: Callable[[msg.ClusterAction], str],
     ) -> None:
         self._of_event, self._of_action = of_event, of_action
-        self._links: deque[Link] = deque(maxlen=KEPT)
-        self._asked: OrderedDict[Name, Done] = OrderedDict()
+        self._links: deque[CauseLink] = deque(maxlen=KEPT)
+        self._asked: OrderedDict[Name, CausedAction] = OrderedDict()
 
     def handled(self, one: HandledEvent) -> None:
         if one.event is None:
             return
         answers = next((self._asked[name] for name in answered_by(one.event) if name in self._asked), None)
-        done = [Done(self._of_action(a), a.because, a.cause) for a in one.actions[:MOST_ACTIONS]]
-        link = Link(one.number, one.at, self._of_event(one.event), tuple(dict.fromkeys(done)), answers)
+        done = [CausedAction(self._of_action(a), a.because, a.cause) for a in one.actions[:MOST_ACTIONS]]
+        link = CauseLink(one.number, one.at, self._of_event(one.event), tuple(dict.fromkeys(done)), answers)
         self._links.append(link)
         for action in one.actions:
             for name in asked_by(action):
-                self._asked[name] = Done(self._of_action(action), action.because, action.cause)
+                self._asked[name] = CausedAction(self._of_action(action), action.because, action.cause)
                 self._asked.move_to_end(name)
         while len(self._asked) > KEPT:
             self._asked.popitem(last=False)
 
-    def link(self, number: int) -> Link | None:
+    def link(self, number: int) -> CauseLink | None:
         place = number - self._links[0].number if self._links else -1
         return self._links[place] if 0 <= place < len(self._links) else None
 
-    def chain(self, number: int) -> list[Link]:
+    def chain(self, number: int) -> list[CauseLink]:
         """This event, then the event whose action it answers, and so on to the beginning."""
-        found: list[Link] = []
+        found: list[CauseLink] = []
         while (link := self.link(number)) is not None and len(found) < LONGEST:
             found.append(link)
             if link.answers is None or link.answers.cause >= number:

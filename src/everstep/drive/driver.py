@@ -26,7 +26,7 @@ E_contra = TypeVar("E_contra", contravariant=True)
 MOST_AT_ONCE = 512  # events in one batch
 
 
-class Machine(Protocol[E_contra, A]):
+class StateMachine(Protocol[E_contra, A]):
     def handle(self, event: E_contra, now: float) -> list[A]: ...
 
     def due_at(self) -> float | None:
@@ -62,7 +62,7 @@ class Handled(Generic[E, A]):
 class Driver(Generic[E, A]):
     def __init__(
         self,
-        machine: Machine[E, A],
+        machine: StateMachine[E, A],
         *,
         clock: Clock,
         store: Store[E],

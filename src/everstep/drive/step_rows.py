@@ -58,7 +58,7 @@ class StepRows:
         self.rows.extend(shifted)
 
     def begin(self, now: float) -> None:
-        """Workers are told to go on: the first step's time starts here."""
+        """Workers are ordered to continue: the first step's time starts here."""
         self.last_at = self.last_at or now
 
     def add(self, record: RecordStep, now: float) -> StepRow:

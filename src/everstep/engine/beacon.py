@@ -16,7 +16,7 @@ _LAYOUT = struct.Struct("<Q q q q i i ? 31s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class BeaconReading:
     """What a worker last wrote. Times are in nanoseconds of the machine's monotonic clock."""
 
     at_ns: int
@@ -46,13 +46,13 @@ class Beacon:
         )
         struct.pack_into("<Q", self._map, 0, self._sequence)
 
-    def read(self) -> Reading | None:
+    def read(self) -> BeaconReading | None:
         """None: nothing written yet, or torn for good (its writer died inside)."""
         for _ in range(5):
             sequence, at_ns, epoch, step, done, num_ops, busy, doing = _LAYOUT.unpack_from(self._map, 0)
             again = struct.unpack_from("<Q", self._map, 0)[0]
             if sequence and sequence % 2 == 0 and again == sequence:
-                return Reading(
+                return BeaconReading(
                     at_ns=at_ns,
                     epoch=epoch,
                     step=step,

@@ -62,7 +62,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory to receive into: pinned when it will go on to a GPU."""
+    """Host memory to receive into: pinned when it is bound for a GPU."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 

@@ -32,7 +32,7 @@ _RISE, _FALL = 2, 2  # bits per step: one wild step must not make the next one c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class SumGrid:
     """The arithmetic of one kind of sum, for a number of contributions."""
 
     first: int  # the limit of a tensor of which nothing is known
@@ -61,12 +61,12 @@ class Grid:
         return self.first if limit == NO_LIMIT else limit
 
 
-def grid(kind: StrictKind, contributions: int) -> Grid:
+def grid(kind: StrictKind, contributions: int) -> SumGrid:
     """So that the sum of this many contributions stays below 2**51 units, or 2**31."""
     bits = max(contributions - 1, 1).bit_length()
     if kind == "strict":
-        return Grid(first=2, headroom=5, span=12, depth=50 - bits)
-    return Grid(first=-2, headroom=2, span=6, depth=30 - bits)
+        return SumGrid(first=2, headroom=5, span=12, depth=50 - bits)
+    return SumGrid(first=-2, headroom=2, span=6, depth=30 - bits)
 
 
 def exponent(peak: float) -> int:
@@ -79,7 +79,7 @@ def exponent(peak: float) -> int:
 class Limits:
     """The limits of a stage's tensors, by step: of the step that is summed now, and of its neighbours."""
 
-    def __init__(self, names: Sequence[str], grid: Grid) -> None:
+    def __init__(self, names: Sequence[str], grid: SumGrid) -> None:
         self.names, self.grid = tuple(names), grid
         self._known: dict[int, tuple[int, ...]] = {}
 

@@ -136,7 +136,7 @@ class CheckpointSpec:
     folder: str  # or any URL that fsspec knows
     interval: int = 100  # steps
     keep: int = 3  # older ones are removed
-    start_over: bool = False  # go on without checkpoints that cannot be used, from step 1 if none can
+    start_over: bool = False  # continue without checkpoints that cannot be used, from step 1 if none can
 
     def __post_init__(self) -> None:
         at_least("checkpoint.interval", self.interval, 1)

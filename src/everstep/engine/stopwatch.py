@@ -24,7 +24,7 @@ _MOST_STEPS = 16
 _ALWAYS_TOLD = 3  # the first steps: the first schedule with measured times is made of them
 
 
-class Moment(NamedTuple):
+class ClockReading(NamedTuple):
     clock_ns: int
     cpu_ns: int
     waited_ns: int
@@ -62,10 +62,10 @@ class Stopwatch:
         self._step_at_ns = self._step_cpu_ns = 0
         self._told_at_ns = self._steps = 0
 
-    def moment(self) -> Moment:
-        return Moment(self._clock_ns(), self._cpu_ns(), self._waited_ns())
+    def moment(self) -> ClockReading:
+        return ClockReading(self._clock_ns(), self._cpu_ns(), self._waited_ns())
 
-    def op(self, kind: Kind, began: Moment, *, on_a_core: bool) -> tuple[int, int]:
+    def op(self, kind: Kind, began: ClockReading, *, on_a_core: bool) -> tuple[int, int]:
         """An op is over: when, and its own nanoseconds. Not `on_a_core`: this thread only starts the work."""
         now = self.moment()
         took = now.clock_ns - began.clock_ns

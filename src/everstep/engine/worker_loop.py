@@ -49,12 +49,12 @@ from everstep.engine.optimizer import Updater
 from everstep.engine.recorder import WorkerRecorder
 from everstep.engine.stage import Stage
 from everstep.engine.step_tensors import Payload, StepTensors
-from everstep.engine.stopwatch import Moment, Stopwatch
+from everstep.engine.stopwatch import ClockReading, Stopwatch
 from everstep.engine.transfers import ArrivingState, send_state
 from everstep.errors import PeerError
 
 InboxItem = frames.Incoming | WorkerOrder | LinkBroke | BaseException  # the last: the links failed
-Began = tuple[Moment, Any]  # and the device's event, where there is a device
+Began = tuple[ClockReading, Any]  # and the device's event, where there is a device
 Groups = list[dict[str, Any]]  # of an optimizer
 
 _BESIDE = "beside"  # in a message's facts: those that the worker state does not know of

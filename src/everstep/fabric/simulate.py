@@ -27,7 +27,7 @@ Reroute = Callable[[Topology, Routing], Routing]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class FabricChange:
     """From `at_s` on these links have this fraction of their capacity."""
 
     at_s: float
@@ -51,7 +51,7 @@ class FlowOutcome:
     steps: tuple[Step, ...]
     reroutes: tuple[tuple[float, str], ...]  # when, and why
     end_s: float
-    stalled: tuple[str, ...] = ()  # tasks that could not go on
+    stalled: tuple[str, ...] = ()  # tasks that could not continue
 
     def step_seconds(self, task: str) -> list[float]:
         return [step.seconds for step in self.steps if step.task == task]
@@ -72,7 +72,7 @@ def simulate(
     tasks: Sequence[TrafficTask],
     *,
     num_steps: int,
-    changes: Sequence[Change] = (),
+    changes: Sequence[FabricChange] = (),
     switches: Reroute | None = None,
     reroute: Reroute | None = None,
     notice_s: float = 0.0,
@@ -98,7 +98,7 @@ class _World:
         routing: Routing,
         tasks: Sequence[TrafficTask],
         num_steps: int,
-        changes: Sequence[Change],
+        changes: Sequence[FabricChange],
         answers: _Answers,
     ) -> None:
         self.now = 0.0

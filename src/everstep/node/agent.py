@@ -155,7 +155,7 @@ class Agent:
         return self._servers[key]
 
     def _do_beside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """In a thread: heartbeats and healing must go on meanwhile."""
+        """In a thread: heartbeats and healing must continue meanwhile."""
 
         async def run() -> None:
             try:

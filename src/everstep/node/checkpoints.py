@@ -11,7 +11,7 @@ from everstep.checkpoint.search import Newest, newest_to_use
 from everstep.engine.job import Job
 
 
-class Checkpoints:
+class CheckpointDirectory:
     def __init__(self, job: Job) -> None:
         self.job = job
 

@@ -2,7 +2,7 @@
 
 The kernel can stop a thread at `connect()` and ask a supervisor what to do (seccomp user notification).
 Ours looks at the target address, binds the very same socket to the source port that the plan wants, and
-lets the call go on. The library is not changed, not preloaded, not recompiled; no root, no compiler; it
+lets the call continue. The library is not changed, not preloaded, not recompiled; no root, no compiler; it
 sees a connect() that took a few milliseconds longer. Ways that were weighed and left:
 
     ip_local_port_range per namespace   confines, does not choose; needs root
@@ -86,7 +86,7 @@ class Interceptor:
             call, _, _, _, _, _, fd, address, length, *_ = _NOTIFICATION.unpack(buffer)
             try:
                 self._steer(fd, ctypes.string_at(address, min(length, 128)))
-            except Exception as error:  # whatever happens here, the library's connect must go on
+            except Exception as error:  # whatever happens here, the library's connect must continue
                 print(f"connect not steered: {error}", file=sys.stderr)
             with contextlib.suppress(OSError):
                 fcntl.ioctl(self._listener, _SEND, _ANSWER.pack(call, 0, 0, _CONTINUE))

@@ -27,7 +27,7 @@ class KernelLog:
         while True:
             try:
                 data = os.read(self.fd, _MAX_LINE)
-            except BrokenPipeError:  # lines were overwritten before we came: go on with the next
+            except BrokenPipeError:  # lines were overwritten before we read them: continue with the next
                 continue
             except OSError:
                 return

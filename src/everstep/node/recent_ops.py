@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from everstep.diagnose.flight import Unusable
+from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.ring import KINDS, read_ring
 
 STEPS = 3  # neighbours may be a step apart: the newest that all have is shown
@@ -17,7 +17,7 @@ def last_steps(beacon: Path) -> dict[str, list[list[int]]]:
     """By step, the start and end of each op in nanoseconds of the wall clock, in the order they were run."""
     try:
         log = read_ring("", beacon.with_name(f"{beacon.name}.ring").read_bytes()).log
-    except (OSError, Unusable):
+    except (OSError, UnusableFileError):
         return {}
     ops = log.kind == _COMPUTE
     if not ops.any():

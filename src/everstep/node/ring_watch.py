@@ -14,7 +14,7 @@ from pathlib import Path
 
 from everstep.core.words.cluster_messages import SlowLinkEnded, SlowLinkFound
 from everstep.core.words.ops import Worker
-from everstep.diagnose import Syndrome, Unusable, read
+from everstep.diagnose import Syndrome, UnusableFileError, read
 from everstep.diagnose.finding import Finding, Where
 from everstep.diagnose.stream import Stream
 
@@ -44,7 +44,7 @@ class RingWatch:
             try:
                 self._stream.feed(read(path.name, path.read_bytes()))
                 self._fed.add(worker)
-            except (OSError, Unusable):  # it is being born, or buried
+            except (OSError, UnusableFileError):  # it is being born, or buried
                 continue
         slow = [f for f in self._stream.verdicts() if f.syndrome is Syndrome.COMMUNICATION_SLOW]
         return self._news({link: finding for finding in slow for link in self._links(finding)})

@@ -25,11 +25,11 @@ from everstep.core.words import events as ev
 from everstep.core.words.agent_messages import PlantFaults
 from everstep.core.words.cluster_messages import Sender
 from everstep.core.words.ops import Worker
-from everstep.engine.beacon import Beacon, Reading
+from everstep.engine.beacon import Beacon, BeaconReading
 from everstep.engine.faults import parse_fault
 from everstep.engine.job import Job
 from everstep.errors import EverstepError
-from everstep.node.checkpoints import Checkpoints
+from everstep.node.checkpoints import CheckpointDirectory
 from everstep.node.fork_server import ForkedProcess, ForkServer, ForkServerDied, exit_reason
 from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.memory_store import MemoryStore
@@ -155,7 +155,7 @@ class WorkerProcesses:
         prefix = "" if job.log is not None else f"{task}-"
         return folder / f"{prefix}worker-{worker.replica}-{worker.stage}.log"
 
-    def readings(self, task: str) -> dict[Worker, Reading | None]:
+    def readings(self, task: str) -> dict[Worker, BeaconReading | None]:
         """What every live worker of a task is doing right now."""
         return {worker: p.beacon.read() for (name, worker), p in self.processes.items() if name == task}
 
@@ -222,10 +222,10 @@ class WorkerProcesses:
     def _work_on_disk(self, order: msg.FindCheckpoint | msg.CommitCheckpoint) -> msg.NodeReport:
         """Touches nothing of this class but a job, so any thread may do it."""
         if isinstance(order, msg.CommitCheckpoint):
-            Checkpoints(self.tasks[order.task].job).commit(order.step, list(order.parts))
+            CheckpointDirectory(self.tasks[order.task].job).commit(order.step, list(order.parts))
             return msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=order.step))
         try:
-            found = Checkpoints(Job.from_dict(order.job)).newest(order.known)
+            found = CheckpointDirectory(Job.from_dict(order.job)).newest(order.known)
         except NoStart as error:
             return _unusable(order, str(error), passing=error.passing)
         return msg.CheckpointFound(
@@ -267,7 +267,7 @@ class WorkerProcesses:
             lifeline = Lifeline(path.with_suffix(".life"), create=True)
             output = self.log_path(sender.task, sender.worker)
             child = server.spawn(self._spec(sender, path), output=output)
-        except Exception as error:  # whatever it is, the others on this node go on
+        except Exception as error:  # whatever it is, the others on this node continue
             self._not_forked(sender, error)
             return
         process = self._all[sender] = WorkerProcess(sender, child, server, beacon, lifeline)

@@ -1,6 +1,6 @@
 """The coordinator's state as a question to the planner, and its answer as an event.
 
-A running Everstep task can use any number of workers from one a stage up to its shape: places without a
+A running Everstep task can use any number of workers from one per stage up to its shape: places without a
 worker are worked around, and its batch and its losses stay what they are. So its curve is the relative
 throughput of its schedule with so many places empty, in units of one worker's work; what a worker does in
 FLOP/s is the same for all tasks here, as they share the machines.
@@ -26,7 +26,7 @@ from everstep.schedule.bounds import relative_throughput
 from everstep.schedule.instance import Instance, uniform
 
 TRANSITION_S = 2.0  # of a task of whose state nothing is known yet
-AGREE_S = 0.2  # to stop between two ops, tell ledgers and go on
+AGREE_S = 0.2  # to stop between two ops, report ledgers and resume
 PACE = 500e6  # bytes/s at which a worker takes over a state, until a move has been measured
 
 

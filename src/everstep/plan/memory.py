@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 RECOMPUTE = ("none", "selective", "full")
 USABLE = 0.92  # of a GPU's memory: the rest is the driver's, the library's and the allocator's
 WEIGHT, GRADIENT, OPTIMIZER = 2.0, 4.0, 12.0  # bytes a parameter
-STATE = WEIGHT + OPTIMIZER  # what a worker needs to go on: gradients are made anew
+STATE = WEIGHT + OPTIMIZER  # what a worker needs to continue: gradients are computed again
 
 
 def activation_per_token(model: ModelFigures, stack: Stack, *, shards: int, recompute: str) -> float:

@@ -282,7 +282,7 @@ class _Build:
         return kind, seconds
 
     def _stay(self) -> Layer:
-        """Stop; go on as today; go on around the dead."""
+        """Stop; continue as today; continue without the failed workers."""
         today = self.today
         rows = [(0, 0, 0.0, self._stop_s(), OptionKind.STOP)]
         if today.workers and not today.damaged and today.throughput > 0:

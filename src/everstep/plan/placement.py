@@ -88,7 +88,7 @@ def _num_new(old: Sequence[SlotPlace | None], new: Sequence[SlotPlace | None]) -
 
 
 def _keep_what_stays(cluster: Cluster, now: Assignment, name: str, choice: TaskOption) -> _Seat:
-    """Groups that go on in the same role; for another cut, the slots it may use again."""
+    """Groups that continue in the same role; for another cut, the slots it may use again."""
     old = now.of(name)
     live = [p if p is not None and cluster.is_usable(p) else None for p in old]
     shape = choice.shape or ParallelShape(choice.workers)

@@ -43,7 +43,7 @@ MOST_ROWS = 48
 
 
 @dataclass(slots=True)
-class Box:
+class DrawnBox:
     x: float
     y: float
     width: float
@@ -79,7 +79,7 @@ class Line:
 class Picture:
     width: float
     height: float
-    boxes: list[Box] = field(default_factory=list)
+    boxes: list[DrawnBox] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     words: list[Word] = field(default_factory=list)
 
@@ -94,7 +94,9 @@ def picture(instance: Instance, planned: Planned, *, title: str = "", most_rows:
     for worker, y in rows.items():
         drawing.words.append(Word(LEFT - 8, y + ROW * 0.7, str(worker), 10.5, PALE, "end"))
         dead = worker in instance.dead
-        drawing.boxes.append(Box(LEFT, y, span * scale, ROW - 2, "#fbe9e7" if dead else IDLE, "none", 0.0))
+        drawing.boxes.append(
+            DrawnBox(LEFT, y, span * scale, ROW - 2, "#fbe9e7" if dead else IDLE, "none", 0.0)
+        )
         if dead:
             middle = y + ROW / 2 - 1
             drawing.lines.append(Line(LEFT + 44, middle, LEFT + span * scale, middle, "#e5989b"))
@@ -105,7 +107,7 @@ def picture(instance: Instance, planned: Planned, *, title: str = "", most_rows:
         op, y = timed.op, rows[timed.worker]
         away = op.microbatch is not None and op.microbatch.home != timed.worker.replica
         width = (timed.end - timed.start) * scale
-        box = Box(
+        box = DrawnBox(
             LEFT + timed.start * scale,
             y,
             width,
@@ -158,14 +160,14 @@ def _furniture(
     x = LEFT
     used = {op.kind for ops in list(planned.schedule.ops.values())[:1] for op in ops}
     for kind in (k for k in Kind if k in used and (k not in (Kind.R, Kind.U) or instance.closing(0))):
-        drawing.boxes.append(Box(x, 62, 14, 14, COLOURS[kind]))
+        drawing.boxes.append(DrawnBox(x, 62, 14, 14, COLOURS[kind]))
         drawing.words.append(Word(x + 19, 73, NAMES[kind], 11.5))
         x += 32 + 6.6 * len(NAMES[kind])
-    for name, box in (("re-routed (home.number)", Box(x, 62, 14, 14, REROUTED[Kind.F], FRAME, 1.3)),):
+    for name, box in (("re-routed (home.number)", DrawnBox(x, 62, 14, 14, REROUTED[Kind.F], FRAME, 1.3)),):
         drawing.boxes.append(box)
         drawing.words.append(Word(x + 19, 73, name, 11.5))
         x += 32 + 6.6 * len(name)
-    drawing.boxes.append(Box(x, 62, 14, 14, IDLE, "#ced4da", 0.7))
+    drawing.boxes.append(DrawnBox(x, 62, 14, 14, IDLE, "#ced4da", 0.7))
     drawing.words.append(Word(x + 19, 73, "idle", 11.5))
     span = max(planned.makespan, planned.lower_bound)
     for tick in _ticks(span):

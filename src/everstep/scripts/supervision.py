@@ -14,7 +14,7 @@ evidence is acted on at once.
 
 A rank that sleeps may be waiting for one that is stuck. Nobody is called hung while anybody uses a CPU or
 writes output; a stopped rank (SIGSTOP) is named as soon as it is seen, and has `stopped_patience_s`
-to go on.
+to continue.
 
 Restarts are not free of charge: there are `max_restarts` of them; the first comes at once, the next ones wait
 longer and longer unless the life before was long. Three things are never tried again: what needs other

@@ -55,11 +55,11 @@ _Named = tuple[tuple[int, ...], str]
 
 def _diagnosed(records: Mapping[int, bytes]) -> _Named | None:
     """May name no rank and still give a reason."""
-    from everstep.diagnose import Syndrome, Unusable, analyse, read  # numpy takes a moment
+    from everstep.diagnose import Syndrome, UnusableFileError, analyse, read  # numpy takes a moment
 
     parts = []
     for rank, content in sorted(records.items()):
-        with contextlib.suppress(Unusable):
+        with contextlib.suppress(UnusableFileError):
             parts.append(read(f"collectives_rank_{rank}.json", content))
     try:
         findings = analyse(parts).diagnosis.incidents

@@ -11,7 +11,7 @@ from everstep.core.cluster.task import Task
 from everstep.core.task.states import Absent, Copied, Copying, Entering, Member, Started, Starting
 from everstep.core.words.codec import encode
 from everstep.core.words.incidents import Incident
-from everstep.drive.causes import Link
+from everstep.drive.causes import CauseLink
 from everstep.server import findings
 from everstep.server.record import ClusterRecord
 
@@ -241,7 +241,7 @@ def incident(record: ClusterRecord, one: Incident) -> dict[str, Any]:
     }
 
 
-def link(record: ClusterRecord, one: Link) -> dict[str, Any]:
+def link(record: ClusterRecord, one: CauseLink) -> dict[str, Any]:
     """An event and what followed from it. `answers`: the action it is an answer to."""
     return {
         "event": one.number,

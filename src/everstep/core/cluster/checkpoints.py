@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which one a task starts from, and when the parts of a new one are a whole."""
+"""Checkpoints on disk: which checkpoint a task starts from, and when the parts of a new one are a whole."""
 
 from __future__ import annotations
 

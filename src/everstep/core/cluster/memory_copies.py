@@ -80,7 +80,7 @@ class MemoryCopies:
     def resume(
         self, order: msg.NotifyWorker, task: Task, restore: int | None, because: str, now: Moment
     ) -> Actions:
-        """Send an order to go on, with what it must say about states."""
+        """Send an order to resume, with what it must say about states."""
         nodes, worker = self._roster.nodes, order.worker
         kept = task.copies.states.get(restore) if restore and restore == task.copies.newest else None
         own = task.seats[worker].node

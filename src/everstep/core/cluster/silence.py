@@ -1,7 +1,7 @@
 """When a silent node is given up.
 
-A node that falls silent is not dead yet: if the steps of its tasks go on, only the line to it is cut. It is
-given up when its workers' peers elsewhere wait for it too, or when for a long time no other node can speak
+A node that falls silent is not dead yet: if the steps of its tasks continue, only the line to it is cut. It
+is given up when its workers' peers elsewhere wait for it too, or when for a long time no other node can speak
 for it; whatever an operator or a remedy wants with it meanwhile (`node_states`).
 """
 

@@ -184,7 +184,7 @@ class Tasks:
         if task.state is TaskState.ENDING:
             was = task.ending
             if was is not None and was.state is TaskState.WAITING and ending.state in OVER:
-                task.ending = ending  # it was to go on in another shape
+                task.ending = ending  # it was to continue in another shape
             return []
         because = ending.because
         task.enter(TaskState.ENDING, because)

@@ -79,7 +79,7 @@ class Training:
             actions += self._slowness.ended(task, event.worker, "its process is gone", now)
         try:
             wishes = recovery.handle(event, now.at)
-        except InternalError as error:  # our bug, in one task: the others go on
+        except InternalError as error:  # our bug, in one task: the others continue
             self._later.endings.append(
                 (task, Ending(state=TaskState.FAILED, because=f"an internal error: {error}"))
             )

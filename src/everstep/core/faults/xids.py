@@ -2,7 +2,7 @@
 
 The catalogue names an immediate action for each number. It becomes a severity:
 
-    RESET_GPU, RESTART_BM, RESTART_VM, CHECK_MECHANICALS    SEV1   the node cannot go on as it is
+    RESET_GPU, RESTART_BM, RESTART_VM, CHECK_MECHANICALS    SEV1   the node cannot continue as it is
     RESTART_APP                                             SEV2   the program is to be restarted
     IGNORE                                                  SEV3   (43 and 45 end the program: SEV2)
 

@@ -98,7 +98,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """All a worker needs to go on: the rest of the broken steps, and the step that repeats after them."""
+    """All a worker needs to resume: the rest of the broken steps, and the step that repeats after them."""
 
     epoch: int
     attempts: tuple[tuple[int, int], ...]  # (from this step on, attempt), ascending
@@ -276,7 +276,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Between an interrupt and the order to go on."""
+    """Between an interrupt and the order to resume."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from everstep.core.words.shape import Shape
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.step_rows import begins_training
 from everstep.drive.thinking import Thinking
-from everstep.engine.beacon import Reading
+from everstep.engine.beacon import BeaconReading
 from everstep.engine.faults import PlantedFault
 from everstep.engine.job import Job
 from everstep.launch.local.outcome import Outcome, StepLog
@@ -164,7 +164,7 @@ class LocalTask:
         """The file with what a worker printed; kept where the job has a log folder."""
         return self.workers.log_path(TASK, worker)
 
-    def readings(self) -> dict[Worker, Reading | None]:
+    def readings(self) -> dict[Worker, BeaconReading | None]:
         """What every live worker is doing right now."""
         return self.workers.readings(TASK)
 

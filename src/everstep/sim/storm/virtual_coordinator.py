@@ -20,7 +20,7 @@ from everstep.core.task.states import RecoveryPolicy
 from everstep.core.words import actions as act
 from everstep.core.words import events as ev
 from everstep.core.words.shape import Shape
-from everstep.drive.driver import Driver, Handled, Machine
+from everstep.drive.driver import Driver, Handled, StateMachine
 from everstep.sim.agenda import Agenda
 from everstep.sim.storm.checkers import Checkers
 from everstep.sim.storm.disk import JournalDisk
@@ -31,7 +31,7 @@ A = TypeVar("A")
 E_contra = TypeVar("E_contra", contravariant=True)
 
 
-class Decider(Machine[E_contra, A], Protocol[E_contra, A]):
+class Decider(StateMachine[E_contra, A], Protocol[E_contra, A]):
     def validate(self) -> None: ...
 
 

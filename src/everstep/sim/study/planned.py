@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -32,7 +31,7 @@ LARGE_NODES = 256  # above this seats are given simply and only the next repair 
 class Means:
     """What a planned policy can do. Everstep has all of it; each can be taken away to see what it brings."""
 
-    reroute: bool = True  # go on around the dead, no state moved
+    reroute: bool = True  # continue without the failed workers, no state moved
     stagger: bool = True  # staggered optimizer and decoupled backward while re-routed
     mid_step: bool = True  # the broken step goes on; else it is run again
     repair_aware: bool = True  # plans know when a node will be back
@@ -40,12 +39,40 @@ class Means:
     fast_detection: bool = True  # progress of ops, not iteration times
 
 
-class PlannedPolicy(Policy):
-    """Whoever plans for the whole cluster at every severe failure and every return."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectionTimes:
+    """Seconds from a failure to its evidence, by detector; a hang is seen after some iterations."""
 
-    means: Means = Means()
-    seen_s: ClassVar[dict[Seen, float]] = {}
-    steps_to_see_a_hang: ClassVar[float] = 3.0
+    exception_s: float
+    exit_s: float
+    silence_s: float
+    hang_steps: float
+
+    def of(self, seen: Seen, step_s: float) -> float:
+        match seen:
+            case Seen.EXCEPTION:
+                return self.exception_s
+            case Seen.EXIT:
+                return self.exit_s
+            case Seen.SILENCE:
+                return self.silence_s
+            case Seen.STATISTICS:
+                return self.hang_steps * step_s
+
+
+# Agents see an exception in 0.3 s, an exit in 1.8 s, a lost node in 5.6 s [U]; what only shows in the time of
+# iterations after three of them.
+UNICRON_TIMES = DetectionTimes(exception_s=0.3, exit_s=1.8, silence_s=5.6, hang_steps=3.0)
+# Exits by pidfd and exceptions by hook in tens of milliseconds (bench/heal.py: 24 ms, 41 ms at the 95th
+# percentile; 0.1 s here), a lost node like Unicron, a hang by one op overdue, at most one iteration.
+EVERSTEP_TIMES = DetectionTimes(exception_s=0.1, exit_s=0.1, silence_s=5.6, hang_steps=1.0)
+
+
+class PlannedPolicy(Policy):
+    """A plan for the whole cluster at every severe failure and every return."""
+
+    def __init__(self, means: Means, times: DetectionTimes) -> None:
+        self.means, self.times = means, times
 
     def begin(self, life: Life) -> None:
         super().begin(life)
@@ -78,7 +105,7 @@ class PlannedPolicy(Policy):
         """A reconnect, or one process restarted."""
         if task.waiting:
             return
-        seen = self._seen(task, failure)
+        seen = self.times.of(failure.seen, task.step_s())
         if failure.severity == 3:
             task.stall(detection=seen, transition=RECONNECT_S)
             return
@@ -98,11 +125,6 @@ class PlannedPolicy(Policy):
         groups = task.shape.replicas if task.shape is not None else 1
         return task.step_s() * (1 / max(1, groups - 1) if self.means.mid_step else 0.5)
 
-    def _seen(self, task: StudyTask, failure: Failure) -> float:
-        if failure.seen is Seen.STATISTICS:
-            return self.steps_to_see_a_hang * task.step_s()
-        return self.seen_s[failure.seen]
-
     # -------------------------------------------------------------- planning
 
     def _plan(self, life: Life, hit: Sequence[StudyTask], failure: Failure | None) -> None:
@@ -119,7 +141,8 @@ class PlannedPolicy(Policy):
                 extra = (
                     0.0 if self.means.mid_step or choice.kind is not OptionKind.REROUTE else self._again(task)
                 )
-                task.stall(detection=self._seen(task, failure), transition=choice.transition_s, replay=extra)
+                seen = self.times.of(failure.seen, task.step_s())
+                task.stall(detection=seen, transition=choice.transition_s, replay=extra)
             elif changed and (was_running or choice.throughput > 0) and self._differs(before, task, choice):
                 task.pause(choice.transition_s)
             task.rate = choice.throughput
@@ -212,32 +235,20 @@ class PlannedPolicy(Policy):
         return [i for i, p in enumerate(self.now.of(task.name)) if p is None]
 
 
-class Unicron(PlannedPolicy):
-    """Detection by agents: 0.3 s for an exception, 1.8 s for an exit, 5.6 s for a lost node, three iterations
-    for what only shows in their time [U]; the broken step is resumed, a process is restarted in place, a
-    severe failure reconfigures the cluster by plan, in whole nodes.
+def unicron() -> PlannedPolicy:
+    """The broken step is resumed, a process is restarted in place, a severe failure reconfigures the cluster
+    by plan, in whole nodes.
     """
+    return PlannedPolicy(
+        Means(reroute=False, stagger=False, repair_aware=False, placement=False, fast_detection=False),
+        UNICRON_TIMES,
+    )
 
-    name = "unicron"
-    means = Means(reroute=False, stagger=False, repair_aware=False, placement=False, fast_detection=False)
-    seen_s: ClassVar = {Seen.EXCEPTION: 0.3, Seen.EXIT: 1.8, Seen.SILENCE: 5.6}
 
-
-class Everstep(PlannedPolicy):
-    """Exits by pidfd and exceptions by hook in tens of milliseconds (bench/heal.py: 24 ms, 41 ms at the 95th
-    percentile; 0.1 s here), a lost node like Unicron, a hang by one op overdue, at most one iteration; work
-    goes on around the dead at once, and moves only where the plan says that it pays.
-    """
-
-    name = "everstep"
-    seen_s: ClassVar = {Seen.EXCEPTION: 0.1, Seen.EXIT: 0.1, Seen.SILENCE: 5.6}
-    steps_to_see_a_hang: ClassVar = 1.0
-
-    def __init__(self, means: Means | None = None) -> None:
-        self.means = means or Means()
-        if not self.means.fast_detection:
-            self.seen_s = Unicron.seen_s  # type: ignore[misc]
-            self.steps_to_see_a_hang = Unicron.steps_to_see_a_hang  # type: ignore[misc]
+def everstep(means: Means | None = None) -> PlannedPolicy:
+    """Work continues around the dead at once, and moves only where the plan says that it pays."""
+    means = means or Means()
+    return PlannedPolicy(means, EVERSTEP_TIMES if means.fast_detection else UNICRON_TIMES)
 
 
 class Ideal(Policy):
@@ -246,8 +257,6 @@ class Ideal(Policy):
     Unreachable: each task's curve is replaced by its concave hull, so that any number of workers is as good
     as the mixtures of the good numbers, and the split over tasks is the best one at any time.
     """
-
-    name = "ideal"
 
     def begin(self, life: Life) -> None:
         super().begin(life)

@@ -27,7 +27,6 @@ STORAGE = 20e9  # bytes/s of the shared storage, as `plan.transition.Costs` has 
 class Policy(ABC):
     """Reacts to failures and returns by stalling tasks and setting their rates."""
 
-    name: ClassVar[str]
     overhead: ClassVar[float] = 0.0  # share of the healthy rate spent while nothing fails
     checkpoint_s: float | None = None  # of those that write one to shared storage and stand still meanwhile
 
@@ -89,16 +88,19 @@ class Megatron(Policy):
 
     30 min until the collective times out, 9 min to resubmit, 14 min to set up, half of a 30 min checkpoint
     interval to compute again: the 68 min of [U]. A node that dies visibly is seen in 5.7 s [U].
+    `in_memory`: with a checkpoint in the memory of other hosts at every step, one step is lost [G].
     """
 
-    name = "megatron"
     timeout_s = 30 * MINUTE_S
     visible_s = 5.7
     restart_s = (9 + 14) * MINUTE_S
     checkpoint_s = 30 * MINUTE_S
 
+    def __init__(self, *, in_memory: bool = False) -> None:
+        self.in_memory = in_memory
+
     def replay_s(self, task: StudyTask) -> float:
-        return 0.5 * self.checkpoint_s
+        return task.step_s() if self.in_memory else 0.5 * self.checkpoint_s
 
     def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         seen = self.visible_s if failure.seen is Seen.SILENCE else self.timeout_s
@@ -117,15 +119,6 @@ class Megatron(Policy):
             task.waiting = False
 
 
-class MegatronInMemory(Megatron):
-    """The same with a checkpoint in the memory of other hosts at every step: one step is lost [G]."""
-
-    name = "megatron+memory"
-
-    def replay_s(self, task: StudyTask) -> float:
-        return task.step_s()
-
-
 class Elastic(Policy):
     """torchrun with nnodes=min:max: all workers restart from the checkpoint with whoever is there.
 
@@ -134,7 +127,6 @@ class Elastic(Policy):
     gives (16k GPUs); half of a 30 min checkpoint interval is computed again, also when a node is added.
     """
 
-    name = "elastic"
     seen_s: ClassVar = {Seen.EXIT: 5.0, Seen.EXCEPTION: 5.0, Seen.SILENCE: 30.0, Seen.STATISTICS: 600.0}
     restart_s = 200.0
     checkpoint_s = 30 * MINUTE_S
@@ -161,7 +153,6 @@ class Varuna(Policy):
     five steps lost on average, restarts of 79 to 701 s by size, without loss when a node is added [O].
     """
 
-    name = "varuna"
     overhead = 120 / (120 + 10 * 186)
     seen_s = 180.0
     restart_s: ClassVar = {0.35e9: 78.7, 2.7e9: 515.0, 6.7e9: 701.0}
@@ -187,7 +178,6 @@ class Bamboo(Policy):
     beyond the 5 % it tolerates, so it re-forms at once.
     """
 
-    name = "bamboo"
     overhead = 1 - 1 / 1.3
     reform_s: ClassVar = {0.35e9: 100.0, 2.7e9: 230.0, 6.7e9: 450.0}
 
@@ -213,7 +203,6 @@ class Oobleck(Policy):
     A process that restarts leaves and returns: two reconfigurations.
     """
 
-    name = "oobleck"
     change_s: ClassVar = {0.35e9: 2.0, 2.7e9: 6.0, 6.7e9: 10.0}
 
     def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
@@ -244,7 +233,6 @@ class Recycle(Policy):
     scheduler's bound for the dead. No view beyond the task; where a stage has nobody left it waits.
     """
 
-    name = "recycle"
     change_s = 10.0
     restart_s = 60.0
 

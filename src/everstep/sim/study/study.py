@@ -16,12 +16,11 @@ from everstep.errors import UserError
 from everstep.plan import Assignment, Cluster, Curve, PlanNode, TaskSpec, assign
 from everstep.sim.study.failures import Failure, Trace
 from everstep.sim.study.life import Life, StudyTask, lost_by_kind
-from everstep.sim.study.planned import Everstep, Ideal, Means, PlannedPolicy, Unicron
+from everstep.sim.study.planned import Ideal, Means, PlannedPolicy, everstep, unicron
 from everstep.sim.study.policies import (
     Bamboo,
     Elastic,
     Megatron,
-    MegatronInMemory,
     Oobleck,
     Policy,
     Recycle,
@@ -29,32 +28,29 @@ from everstep.sim.study.policies import (
 )
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
-    p.name: p
-    for p in (
-        Megatron,
-        MegatronInMemory,
-        Elastic,
-        Varuna,
-        Bamboo,
-        Oobleck,
-        Recycle,
-        Unicron,
-        Everstep,
-        Ideal,
-    )
+    "megatron": Megatron,
+    "megatron+memory": lambda: Megatron(in_memory=True),
+    "elastic": Elastic,
+    "varuna": Varuna,
+    "bamboo": Bamboo,
+    "oobleck": Oobleck,
+    "recycle": Recycle,
+    "unicron": unicron,
+    "everstep": everstep,
+    "ideal": Ideal,
 }
 NO_MEANS = Means(
     reroute=False, stagger=False, mid_step=False, repair_aware=False, placement=False, fast_detection=False
 )
 ABLATIONS: Mapping[str, Callable[[], Policy]] = {
-    "everstep": Everstep,
-    "without re-routing": lambda: Everstep(Means(reroute=False)),
-    "without staggering": lambda: Everstep(Means(stagger=False)),
-    "without mid-step resume": lambda: Everstep(Means(mid_step=False)),
-    "without repair-aware plans": lambda: Everstep(Means(repair_aware=False)),
-    "without placement by slots": lambda: Everstep(Means(placement=False)),
-    "without fast detection": lambda: Everstep(Means(fast_detection=False)),
-    "without any of them": lambda: Everstep(NO_MEANS),
+    "everstep": everstep,
+    "without re-routing": lambda: everstep(Means(reroute=False)),
+    "without staggering": lambda: everstep(Means(stagger=False)),
+    "without mid-step resume": lambda: everstep(Means(mid_step=False)),
+    "without repair-aware plans": lambda: everstep(Means(repair_aware=False)),
+    "without placement by slots": lambda: everstep(Means(placement=False)),
+    "without fast detection": lambda: everstep(Means(fast_detection=False)),
+    "without any of them": lambda: everstep(NO_MEANS),
 }
 
 
@@ -78,7 +74,6 @@ class Setup:
 class StudyResult:
     """One policy's life under one trace. WAF is weighted FLOP/s; accumulated, weighted FLOPs."""
 
-    policy: str
     accumulated_waf: float
     healthy_waf: float  # if nothing had failed: WAF x time
     lost: Mapping[str, float]  # accumulated WAF lost, by kind
@@ -109,7 +104,6 @@ def run(policy: Policy, trace: Trace, life: Life, *, record: bool = False) -> St
     points.append((trace.horizon_s, _accumulated(life)))
     tasks = life.tasks
     return StudyResult(
-        policy=policy.name,
         accumulated_waf=float(_accumulated(life)),
         healthy_waf=healthy,
         lost=lost_by_kind(tasks),
