@@ -135,11 +135,15 @@ class Places:
         return [w for w, place in self.states.items() if isinstance(place, Copied) and self._is_fed(place)]
 
     def let_in(self, step: int) -> None:
-        """Every joiner that is ready enters at `step`."""
-        for worker in self.ready():
-            place = self.states[worker]
-            assert isinstance(place, Copied)
-            self.to(worker, Entering(place.incarnation, place.source, step))
+        """Every joiner that is ready enters at `step`, which no worker has begun. So does one that was let in
+        for a later step: the work on the steps between is lost or undone, and the plans from `step` on count
+        on every joiner that is let in.
+        """
+        for worker, place in self.joiners().items():
+            is_late = isinstance(place, Entering) and place.enter_at > step
+            if is_late or (isinstance(place, Copied) and self._is_fed(place)):
+                assert isinstance(place, Fed)
+                self.to(worker, Entering(place.incarnation, place.source, step))
 
     def settle_entering(self, ledgers: Mapping[Worker, Ledger]) -> dict[Worker, Ledger]:
         """The ledgers of members. An entering joiner is one as soon as it has the state it enters with; if

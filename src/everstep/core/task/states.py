@@ -91,7 +91,8 @@ PLACE: Mapping[type[Any], frozenset[type[Any]]] = {
     Started: frozenset({Copying, Member, Absent}),  # Member: everyone loads a kept state
     Copying: frozenset({Copied, Copying, Started, Absent}),  # Copying: the source died, another one is found
     Copied: frozenset({Entering, Copying, Started, Absent}),
-    Entering: frozenset({Member, Started, Absent}),  # Started: the source died before the last feed
+    # Started: the source died before the last feed; Entering: sooner, since steps between are lost or undone
+    Entering: frozenset({Member, Started, Entering, Absent}),
     Member: frozenset({Started, Absent}),  # Started: another stage is lost, so everyone loads a kept state
 }
 

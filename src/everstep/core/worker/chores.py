@@ -13,9 +13,9 @@ from everstep.core.worker.step_state import StepState
 def next_chore(steps: OpenSteps, feeder: Feeder, mail: Mailbox, rules: TaskRules) -> WorkItem | None:
     if not steps.is_trusted:
         return None
-    if (snapshot := feeder.next(steps.now.step - 1)) is not None:
-        return snapshot
     before = steps.before
+    if (before is None or before.is_sealed) and (snapshot := feeder.next(steps.now.step - 1)) is not None:
+        return snapshot
     return None if before is None else _save(before, mail, rules) or _store(before, mail, rules)
 
 

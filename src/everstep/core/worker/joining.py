@@ -6,6 +6,9 @@
     FEED of step 9                     ──────► ApplyFeed: after step 9; let in at step 10, it is a member
 
 Training continues meanwhile. A worker that loads a kept state is a member at once.
+
+A joiner is given the state after a step only once the step is sealed. It has the state and not the sum: if it
+entered while a peer still lacked the sum, and every holder died, no worker could give that peer the sum.
 """
 
 from __future__ import annotations

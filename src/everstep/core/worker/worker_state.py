@@ -194,7 +194,7 @@ class WorkerState:
                 return Wait(f"the undo of step {state.step}")
             if state.update is UpdateState.VALID:
                 return Commit(state.step)
-            if state.is_final:
+            if state.is_final and state.is_sealed:
                 self.feeder.feed(state)
         return next_chore(steps, self.feeder, self.mail, self.rules) or self._next_op()
 
