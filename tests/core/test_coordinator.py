@@ -16,36 +16,36 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
-from tests.core.drama import Drama
+from tests.core.fake_cluster import FakeCluster
 
 W00, W01, W10, W11 = Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)
 
 
-def running(**more: object) -> Drama:
-    drama = Drama(**more)  # type: ignore[arg-type]
-    drama.submit()
-    drama.seal()
-    return drama
+def running(**more: object) -> FakeCluster:
+    cluster = FakeCluster(**more)  # type: ignore[arg-type]
+    cluster.submit()
+    cluster.seal()
+    return cluster
 
 
-def node_of(drama: Drama, worker: Worker, task: str = "t") -> str:
-    return drama.coordinator.tasks[task].seats[worker].node
+def node_of(cluster: FakeCluster, worker: Worker, task: str = "t") -> str:
+    return cluster.coordinator.tasks[task].seats[worker].node
 
 
 def test_a_task_is_placed_so_that_no_node_holds_all_replicas_of_a_stage() -> None:
-    drama = running()
+    cluster = running()
     for stage in (0, 1):
-        assert node_of(drama, Worker(0, stage)) != node_of(drama, Worker(1, stage))
+        assert node_of(cluster, Worker(0, stage)) != node_of(cluster, Worker(1, stage))
 
 
 def test_a_dead_worker_comes_back_on_its_node_and_the_incident_closes() -> None:
-    drama = running()
-    node = node_of(drama, W01)
-    drama.exits(W01, "killed by SIGKILL")
-    task = drama.coordinator.tasks["t"]
+    cluster = running()
+    node = node_of(cluster, W01)
+    cluster.exits(W01, "killed by SIGKILL")
+    task = cluster.coordinator.tasks["t"]
     assert task.seats[W01].node == node
     assert task.seats[W01].incarnation == 2
-    (incident,) = drama.coordinator.log.incidents
+    (incident,) = cluster.coordinator.log.incidents
     assert incident.closed
     assert incident.verdict is not None
     assert incident.verdict.severity == 2
@@ -53,10 +53,10 @@ def test_a_dead_worker_comes_back_on_its_node_and_the_incident_closes() -> None:
 
 
 def test_a_grave_error_isolates_the_node_and_its_workers_move() -> None:
-    drama = running(nodes={"a": 2, "b": 2, "c": 2})
-    node = node_of(drama, W01)
-    drama.raises(W01, "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered")
-    coordinator = drama.coordinator
+    cluster = running(nodes={"a": 2, "b": 2, "c": 2})
+    node = node_of(cluster, W01)
+    cluster.raises(W01, "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered")
+    coordinator = cluster.coordinator
     assert coordinator.nodes[node].state is NodeState.ISOLATED
     seats = coordinator.tasks["t"].seats
     assert len(seats) == 4
@@ -65,130 +65,130 @@ def test_a_grave_error_isolates_the_node_and_its_workers_move() -> None:
 
 
 def test_without_another_node_a_grave_error_is_tried_in_place() -> None:
-    drama = running(nodes={"a": 4})
-    drama.raises(W01, "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered")
-    assert drama.coordinator.nodes["a"].state is NodeState.UP
-    assert drama.coordinator.tasks["t"].seats[W01].incarnation == 2
-    (incident,) = drama.coordinator.log.incidents
+    cluster = running(nodes={"a": 4})
+    cluster.raises(W01, "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered")
+    assert cluster.coordinator.nodes["a"].state is NodeState.UP
+    assert cluster.coordinator.tasks["t"].seats[W01].incarnation == 2
+    (incident,) = cluster.coordinator.log.incidents
     assert "no other node" in incident.remedies[0].because
 
 
 def test_restarts_that_do_not_help_escalate_to_isolation_and_back_off_before() -> None:
-    drama = running(nodes={"a": 2, "b": 2, "c": 2})
-    node = node_of(drama, W01)
-    drama.exits(W01, "killed by SIGSEGV")
-    drama.exits(W01, "killed by SIGSEGV")
-    assert drama.coordinator.tasks["t"].starts.waiting, "the second restart waits"
-    drama.wait(1.1)
-    assert (("t", W01)) in drama.actors
-    drama.exits(W01, "killed by SIGSEGV")
-    assert drama.coordinator.nodes[node].state is NodeState.ISOLATED
+    cluster = running(nodes={"a": 2, "b": 2, "c": 2})
+    node = node_of(cluster, W01)
+    cluster.exits(W01, "killed by SIGSEGV")
+    cluster.exits(W01, "killed by SIGSEGV")
+    assert cluster.coordinator.tasks["t"].starts.waiting, "the second restart waits"
+    cluster.wait(1.1)
+    assert (("t", W01)) in cluster.actors
+    cluster.exits(W01, "killed by SIGSEGV")
+    assert cluster.coordinator.nodes[node].state is NodeState.ISOLATED
 
 
 def test_old_failures_are_forgotten() -> None:
-    drama = running(nodes={"a": 2, "b": 2, "c": 2})
-    node = node_of(drama, W01)
+    cluster = running(nodes={"a": 2, "b": 2, "c": 2})
+    node = node_of(cluster, W01)
     for _ in range(5):
-        drama.exits(W01, "killed by SIGSEGV")
-        drama.wait(3601)
-    assert drama.coordinator.nodes[node].state is NodeState.UP
+        cluster.exits(W01, "killed by SIGSEGV")
+        cluster.wait(3601)
+    assert cluster.coordinator.nodes[node].state is NodeState.UP
 
 
 def test_a_node_isolated_twice_is_a_lemon_until_somebody_readmits_it() -> None:
-    drama = running(nodes={"a": 4, "b": 4})
+    cluster = running(nodes={"a": 4, "b": 4})
     ecc = "CUDA error: uncorrectable ECC error encountered"
     for _ in range(2):
-        worker = next(w for w, s in drama.coordinator.tasks["t"].seats.items() if s.node == "a")
-        drama.raises(worker, ecc + f" {drama.now}")
-        drama.wait(601)
-        if drama.coordinator.nodes["a"].state is NodeState.UP:
-            drama.hear(msg.DrainRequested(node="b"))
-            drama.hear(msg.ReadmitRequested(node="b", by="test"))
-    assert drama.coordinator.nodes["a"].state is NodeState.LEMON
-    drama.wait(100_000)
-    assert drama.coordinator.nodes["a"].state is NodeState.LEMON
-    drama.hear(msg.ReadmitRequested(node="a", by="a person"))
-    assert drama.coordinator.nodes["a"].state is NodeState.UP
+        worker = next(w for w, s in cluster.coordinator.tasks["t"].seats.items() if s.node == "a")
+        cluster.raises(worker, ecc + f" {cluster.now}")
+        cluster.wait(601)
+        if cluster.coordinator.nodes["a"].state is NodeState.UP:
+            cluster.hear(msg.DrainRequested(node="b"))
+            cluster.hear(msg.ReadmitRequested(node="b", by="test"))
+    assert cluster.coordinator.nodes["a"].state is NodeState.LEMON
+    cluster.wait(100_000)
+    assert cluster.coordinator.nodes["a"].state is NodeState.LEMON
+    cluster.hear(msg.ReadmitRequested(node="a", by="a person"))
+    assert cluster.coordinator.nodes["a"].state is NodeState.UP
 
 
 def test_a_silent_node_is_left_alone_while_training_goes_on() -> None:
-    drama = running()
-    drama.silence("b")
-    drama.wait(10)
-    assert drama.coordinator.nodes["b"].state is NodeState.SILENT
-    assert not drama.coordinator.log.incidents
-    drama.join("b")
-    assert drama.coordinator.nodes["b"].state is NodeState.UP
-    assert not drama.coordinator.log.incidents
-    assert len(drama.coordinator.tasks["t"].seats) == 4
+    cluster = running()
+    cluster.silence("b")
+    cluster.wait(10)
+    assert cluster.coordinator.nodes["b"].state is NodeState.SILENT
+    assert not cluster.coordinator.log.incidents
+    cluster.join("b")
+    assert cluster.coordinator.nodes["b"].state is NodeState.UP
+    assert not cluster.coordinator.log.incidents
+    assert len(cluster.coordinator.tasks["t"].seats) == 4
 
 
 def test_a_silent_node_whose_workers_peers_wait_is_given_up() -> None:
-    drama = running()
-    b = node_of(drama, W10)
-    elsewhere = next(w for w in (W00, W01) if node_of(drama, w) != b)
-    drama.silence(b)
-    drama.overdue(elsewhere, busy=False, doing="A[2 stage 1 1.0]", elapsed_s=1.0)
-    assert drama.coordinator.nodes[b].state is NodeState.GONE
-    assert all(incident.closed for incident in drama.coordinator.log.incidents)
-    assert drama.coordinator.log.incidents[0].node == b
-    drama.seal()
-    drama.join(b)  # it comes back: what ran there is ended, and its slots are used again
-    assert len(drama.coordinator.tasks["t"].seats) == 4
+    cluster = running()
+    b = node_of(cluster, W10)
+    elsewhere = next(w for w in (W00, W01) if node_of(cluster, w) != b)
+    cluster.silence(b)
+    cluster.overdue(elsewhere, busy=False, doing="A[2 stage 1 1.0]", elapsed_s=1.0)
+    assert cluster.coordinator.nodes[b].state is NodeState.GONE
+    assert all(incident.closed for incident in cluster.coordinator.log.incidents)
+    assert cluster.coordinator.log.incidents[0].node == b
+    cluster.seal()
+    cluster.join(b)  # it comes back: what ran there is ended, and its slots are used again
+    assert len(cluster.coordinator.tasks["t"].seats) == 4
 
 
 def test_a_silent_node_with_a_task_of_its_own_is_given_up_after_long() -> None:
-    drama = Drama(nodes={"a": 2})
-    drama.submit(shape=Shape(1, 2, 2))
-    drama.silence("a")
-    drama.wait(29)
-    assert drama.coordinator.nodes["a"].state is NodeState.SILENT
-    drama.wait(2)
-    assert drama.coordinator.nodes["a"].state is NodeState.GONE
+    cluster = FakeCluster(nodes={"a": 2})
+    cluster.submit(shape=Shape(1, 2, 2))
+    cluster.silence("a")
+    cluster.wait(29)
+    assert cluster.coordinator.nodes["a"].state is NodeState.SILENT
+    cluster.wait(2)
+    assert cluster.coordinator.nodes["a"].state is NodeState.GONE
 
 
 def test_a_node_that_dies_while_its_workers_start_is_given_up_though_nobody_waits_for_them() -> None:
-    drama = Drama()
-    drama.cut.add("b")
-    drama.submit()
-    drama.silence("b")
-    drama.wait(31)
-    assert drama.coordinator.nodes["b"].state is NodeState.GONE
-    drama.seal()
-    assert drama.coordinator.tasks["t"].recovery.recorded == 1
+    cluster = FakeCluster()
+    cluster.cut.add("b")
+    cluster.submit()
+    cluster.silence("b")
+    cluster.wait(31)
+    assert cluster.coordinator.nodes["b"].state is NodeState.GONE
+    cluster.seal()
+    assert cluster.coordinator.tasks["t"].recovery.recorded == 1
 
 
 def test_a_node_that_dies_while_ledgers_are_gathered_is_given_up_though_its_peers_stand_still() -> None:
-    drama = running()
-    b = node_of(drama, W10)
-    drama.cut.add(b)
-    drama.hear(msg.PlanAnswered(task="t", event=ev.ProfileChanged(because="a new schedule")))
-    drama.silence(b)
-    drama.wait(9.0)
-    assert drama.coordinator.nodes[b].state is NodeState.SILENT, "it may look for a coordinator that moved"
-    drama.wait(1.1)
-    assert drama.coordinator.nodes[b].state is NodeState.GONE
-    drama.seal()
-    assert drama.coordinator.tasks["t"].recovery.recorded == 2
+    cluster = running()
+    b = node_of(cluster, W10)
+    cluster.cut.add(b)
+    cluster.hear(msg.PlanAnswered(task="t", event=ev.ProfileChanged(because="a new schedule")))
+    cluster.silence(b)
+    cluster.wait(9.0)
+    assert cluster.coordinator.nodes[b].state is NodeState.SILENT, "it may look for a coordinator that moved"
+    cluster.wait(1.1)
+    assert cluster.coordinator.nodes[b].state is NodeState.GONE
+    cluster.seal()
+    assert cluster.coordinator.tasks["t"].recovery.recorded == 2
 
 
 def test_a_long_silence_that_others_speak_for_asks_for_no_time() -> None:
-    drama = running()
-    drama.silence("b")
-    drama.wait(100)
-    assert drama.coordinator.nodes["b"].state is NodeState.SILENT
-    assert drama.coordinator.due_at() is None
+    cluster = running()
+    cluster.silence("b")
+    cluster.wait(100)
+    assert cluster.coordinator.nodes["b"].state is NodeState.SILENT
+    assert cluster.coordinator.due_at() is None
 
 
 def test_a_hung_worker_is_ended_and_a_waiting_one_is_not_blamed() -> None:
-    drama = running()
+    cluster = running()
     for innocent in (W00, W10, W11):
-        drama.overdue(innocent, busy=False, doing="G[2 stage 0 0.0]", elapsed_s=30.0)
-    assert not drama.coordinator.log.incidents
-    drama.overdue(W01, elapsed_s=0.3)
-    assert not drama.coordinator.log.incidents, "three times its usual time is a suspicion, no more"
-    drama.overdue(W01, elapsed_s=2.0)
-    (incident,) = drama.coordinator.log.incidents
+        cluster.overdue(innocent, busy=False, doing="G[2 stage 0 0.0]", elapsed_s=30.0)
+    assert not cluster.coordinator.log.incidents
+    cluster.overdue(W01, elapsed_s=0.3)
+    assert not cluster.coordinator.log.incidents, "three times its usual time is a suspicion, no more"
+    cluster.overdue(W01, elapsed_s=2.0)
+    (incident,) = cluster.coordinator.log.incidents
     assert incident.workers == [W01]
     assert incident.closed
     assert incident.verdict is not None
@@ -197,166 +197,166 @@ def test_a_hung_worker_is_ended_and_a_waiting_one_is_not_blamed() -> None:
 
 
 def test_a_stopped_process_is_evidence_enough() -> None:
-    drama = running()
-    drama.overdue(W10, busy=False, stopped=True, elapsed_s=0.2)
-    (incident,) = drama.coordinator.log.incidents
+    cluster = running()
+    cluster.overdue(W10, busy=False, stopped=True, elapsed_s=0.2)
+    (incident,) = cluster.coordinator.log.incidents
     assert incident.workers == [W10]
     assert incident.closed
 
 
 def test_a_worker_that_moves_again_was_slow_not_hung() -> None:
-    drama = running()
-    drama.overdue(W01, elapsed_s=0.5)
-    drama.report("t", W01, msg.WorkerMoved(task="t", worker=W01, incarnation=1))
-    assert not drama.coordinator.tasks["t"].failures.overdue
-    assert not drama.coordinator.log.incidents
+    cluster = running()
+    cluster.overdue(W01, elapsed_s=0.5)
+    cluster.report("t", W01, msg.WorkerMoved(task="t", worker=W01, incarnation=1))
+    assert not cluster.coordinator.tasks["t"].failures.overdue
+    assert not cluster.coordinator.log.incidents
 
 
 def test_if_everybody_waits_what_was_lost_is_sent_again_and_nobody_is_ended() -> None:
-    drama = running()
+    cluster = running()
     for worker in (W00, W01, W10, W11):
-        drama.overdue(worker, busy=False, doing="A[2 stage 1 0.0]", elapsed_s=9.0, expected_s=0.5)
-    (incident,) = drama.coordinator.log.incidents
+        cluster.overdue(worker, busy=False, doing="A[2 stage 1 0.0]", elapsed_s=9.0, expected_s=0.5)
+    (incident,) = cluster.coordinator.log.incidents
     assert incident.closed
     assert incident.remedies[0].what == "retry in place"
-    assert all(seat.incarnation == 1 for seat in drama.coordinator.tasks["t"].seats.values())
+    assert all(seat.incarnation == 1 for seat in cluster.coordinator.tasks["t"].seats.values())
 
 
 def test_if_all_workers_wait_again_and_again_they_are_all_restarted_from_the_newest_state() -> None:
-    drama = Drama(shelf_port=7)
-    drama.submit()
-    drama.shelve(1)
-    drama.seal()
-    drama.seal()
+    cluster = FakeCluster(memory_port=7)
+    cluster.submit()
+    cluster.copy_to_memory(1)
+    cluster.seal()
+    cluster.seal()
     for _ in range(3):
         for worker in (W00, W01, W10, W11):
-            drama.overdue(worker, busy=False, doing="A[3 stage 1 0.0]", elapsed_s=9.0, expected_s=0.5)
-    *retried, restarted = drama.coordinator.log.incidents
+            cluster.overdue(worker, busy=False, doing="A[3 stage 1 0.0]", elapsed_s=9.0, expected_s=0.5)
+    *retried, restarted = cluster.coordinator.log.incidents
     assert [incident.remedies[0].what for incident in retried] == ["retry in place"] * 2
     (remedy,) = restarted.remedies
     assert remedy.what == "restart all workers of the task"
     assert remedy.because == "2 retries in place have not helped; no single worker is to blame"
     assert restarted.closed
     assert restarted.restored_from == 1
-    assert all(seat.incarnation == 2 for seat in drama.coordinator.tasks["t"].seats.values())
-    drama.seal()
-    assert drama.coordinator.tasks["t"].progress.recorded == 2, "step 2 is done again"
+    assert all(seat.incarnation == 2 for seat in cluster.coordinator.tasks["t"].seats.values())
+    cluster.seal()
+    assert cluster.coordinator.tasks["t"].progress.recorded == 2, "step 2 is done again"
 
 
 def test_a_mended_link_is_retried_in_place_until_it_breaks_too_often() -> None:
-    drama = running()
+    cluster = running()
     for _ in range(2):
-        drama.report("t", W00, msg.LinkMended(task="t", worker=W00, peer=W01))
-    assert drama.coordinator.tasks["t"].seats[W00].incarnation == 1
-    assert [i.verdict.severity for i in drama.coordinator.log.incidents if i.verdict] == [3, 3]
-    drama.report("t", W00, msg.LinkMended(task="t", worker=W00, peer=W01))
-    assert drama.coordinator.tasks["t"].seats[W00].incarnation == 2
-    assert all(incident.closed for incident in drama.coordinator.log.incidents)
+        cluster.report("t", W00, msg.LinkMended(task="t", worker=W00, peer=W01))
+    assert cluster.coordinator.tasks["t"].seats[W00].incarnation == 1
+    assert [i.verdict.severity for i in cluster.coordinator.log.incidents if i.verdict] == [3, 3]
+    cluster.report("t", W00, msg.LinkMended(task="t", worker=W00, peer=W01))
+    assert cluster.coordinator.tasks["t"].seats[W00].incarnation == 2
+    assert all(incident.closed for incident in cluster.coordinator.log.incidents)
 
 
 def test_a_line_of_the_kernel_isolates_the_node() -> None:
-    drama = running(nodes={"a": 2, "b": 2, "c": 2})
-    node = node_of(drama, W00)
+    cluster = running(nodes={"a": 2, "b": 2, "c": 2})
+    node = node_of(cluster, W00)
     text = "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."
-    drama.report("t", W00, msg.KernelSpoke(text=text))
-    assert drama.coordinator.nodes[node].state is NodeState.ISOLATED
-    assert len(drama.coordinator.tasks["t"].seats) == 4
+    cluster.report("t", W00, msg.KernelSpoke(text=text))
+    assert cluster.coordinator.nodes[node].state is NodeState.ISOLATED
+    assert len(cluster.coordinator.tasks["t"].seats) == 4
 
 
 def test_a_drained_node_loses_its_workers_without_an_incident() -> None:
-    drama = running(nodes={"a": 2, "b": 2, "c": 2})
-    node = node_of(drama, W00)
-    drama.hear(msg.DrainRequested(node=node))
-    assert drama.coordinator.nodes[node].state is NodeState.DRAINING
-    seats = drama.coordinator.tasks["t"].seats
+    cluster = running(nodes={"a": 2, "b": 2, "c": 2})
+    node = node_of(cluster, W00)
+    cluster.hear(msg.DrainRequested(node=node))
+    assert cluster.coordinator.nodes[node].state is NodeState.DRAINING
+    seats = cluster.coordinator.tasks["t"].seats
     assert len(seats) == 4
     assert all(seat.node != node for seat in seats.values())
-    assert not drama.coordinator.log.incidents
+    assert not cluster.coordinator.log.incidents
 
 
 def test_a_task_waits_for_slots_and_starts_with_one_worker_a_stage() -> None:
-    drama = Drama(nodes={"a": 1})
-    drama.submit()
-    assert drama.coordinator.tasks["t"].state is TaskState.WAITING
-    drama.join("b", slots=1)
-    assert drama.coordinator.tasks["t"].state is TaskState.RUNNING
-    drama.seal()
-    drama.join("c", slots=2)
-    assert len(drama.coordinator.tasks["t"].seats) == 4
-    drama.seal()
-    assert not drama.coordinator.log.incidents
+    cluster = FakeCluster(nodes={"a": 1})
+    cluster.submit()
+    assert cluster.coordinator.tasks["t"].state is TaskState.WAITING
+    cluster.join("b", slots=1)
+    assert cluster.coordinator.tasks["t"].state is TaskState.RUNNING
+    cluster.seal()
+    cluster.join("c", slots=2)
+    assert len(cluster.coordinator.tasks["t"].seats) == 4
+    cluster.seal()
+    assert not cluster.coordinator.log.incidents
 
 
 def test_a_task_runs_to_its_end_and_gives_its_slots_back() -> None:
-    drama = Drama()
-    drama.submit(steps=3)
+    cluster = FakeCluster()
+    cluster.submit(steps=3)
     for _ in range(3):
-        drama.seal()
-    assert drama.coordinator.tasks["t"].state is TaskState.FINISHED
-    assert len(drama.coordinator.roster.free()) == 4
+        cluster.seal()
+    assert cluster.coordinator.tasks["t"].state is TaskState.FINISHED
+    assert len(cluster.coordinator.roster.free()) == 4
 
 
 def test_the_next_task_gets_the_slots_of_the_one_before() -> None:
-    drama = Drama()
-    drama.submit(steps=2)
-    drama.submit("u", steps=2)
-    assert drama.coordinator.tasks["u"].state is TaskState.WAITING
-    drama.seal()
-    drama.seal()
-    assert drama.coordinator.tasks["u"].state is TaskState.RUNNING
+    cluster = FakeCluster()
+    cluster.submit(steps=2)
+    cluster.submit("u", steps=2)
+    assert cluster.coordinator.tasks["u"].state is TaskState.WAITING
+    cluster.seal()
+    cluster.seal()
+    assert cluster.coordinator.tasks["u"].state is TaskState.RUNNING
 
 
 def test_a_resized_task_keeps_a_worker_of_every_stage() -> None:
-    drama = running()
-    drama.hear(msg.ResizeRequested(task="t", workers=2))
-    seats = drama.coordinator.tasks["t"].seats
+    cluster = running()
+    cluster.hear(msg.ResizeRequested(task="t", workers=2))
+    seats = cluster.coordinator.tasks["t"].seats
     assert {w.stage for w in seats} == {0, 1}
     assert len(seats) == 2
-    drama.seal()
-    drama.hear(msg.ResizeRequested(task="t", workers=4))
-    assert len(drama.coordinator.tasks["t"].seats) == 4
-    assert not drama.coordinator.log.incidents
+    cluster.seal()
+    cluster.hear(msg.ResizeRequested(task="t", workers=4))
+    assert len(cluster.coordinator.tasks["t"].seats) == 4
+    assert not cluster.coordinator.log.incidents
 
 
 def test_a_paused_task_gives_its_slots_back_and_goes_on_from_its_checkpoint() -> None:
-    drama = Drama()
-    drama.submit(has_checkpoints=True)
-    drama.seal()
-    drama.hear(msg.PauseRequested(task="t"))
-    assert drama.coordinator.tasks["t"].state is TaskState.PAUSED
-    assert len(drama.coordinator.roster.free()) == 4
-    drama.hear(msg.UnpauseRequested(task="t"))
-    assert drama.coordinator.tasks["t"].state is TaskState.RUNNING
+    cluster = FakeCluster()
+    cluster.submit(has_checkpoints=True)
+    cluster.seal()
+    cluster.hear(msg.PauseRequested(task="t"))
+    assert cluster.coordinator.tasks["t"].state is TaskState.PAUSED
+    assert len(cluster.coordinator.roster.free()) == 4
+    cluster.hear(msg.UnpauseRequested(task="t"))
+    assert cluster.coordinator.tasks["t"].state is TaskState.RUNNING
 
 
 def test_a_checkpoint_is_committed_when_all_parts_lie_there_and_its_step_is_on_record() -> None:
-    drama = Drama()
-    drama.submit(has_checkpoints=True)
+    cluster = FakeCluster()
+    cluster.submit(has_checkpoints=True)
     for worker in (W00, W01):
         part = msg.PartWritten(task="t", step=1, stage=worker.stage, attempt=1, part={"file": str(worker)})
-        drama.report("t", worker, part)
-    commits = [a for a in drama.actions if isinstance(getattr(a, "order", None), msg.CommitCheckpoint)]
+        cluster.report("t", worker, part)
+    commits = [a for a in cluster.actions if isinstance(getattr(a, "order", None), msg.CommitCheckpoint)]
     assert not commits
-    drama.seal()
-    commits = [a for a in drama.actions if isinstance(getattr(a, "order", None), msg.CommitCheckpoint)]
+    cluster.seal()
+    commits = [a for a in cluster.actions if isinstance(getattr(a, "order", None), msg.CommitCheckpoint)]
     assert len(commits) == 1
-    recovery = drama.coordinator.tasks["t"].recovery
+    recovery = cluster.coordinator.tasks["t"].recovery
     assert recovery is not None
     assert recovery.checkpoint == 1
 
 
 def test_a_stage_s_part_is_whole_when_all_who_share_it_have_written() -> None:
-    drama = Drama()
-    drama.submit(has_checkpoints=True)
-    drama.seal()
+    cluster = FakeCluster()
+    cluster.submit(has_checkpoints=True)
+    cluster.seal()
 
     def commits() -> list:
-        orders = [getattr(a, "order", None) for a in drama.actions]
+        orders = [getattr(a, "order", None) for a in cluster.actions]
         return [order for order in orders if isinstance(order, msg.CommitCheckpoint)]
 
     def writes(worker: Worker, share: tuple[int, int]) -> None:
         part = {"file": f"{worker} {share}"}
-        drama.report(
+        cluster.report(
             "t",
             worker,
             msg.PartWritten(task="t", step=1, stage=worker.stage, attempt=1, part=part, share=share),
@@ -371,43 +371,43 @@ def test_a_stage_s_part_is_whole_when_all_who_share_it_have_written() -> None:
 
 
 def test_a_report_heard_twice_counts_once() -> None:
-    drama = running()
-    node = node_of(drama, W00)
-    number = drama.coordinator.nodes[node].heard
+    cluster = running()
+    node = node_of(cluster, W00)
+    number = cluster.coordinator.nodes[node].heard
     again = msg.FromNode(
         node=node,
         boot="1",
         number=number,
         report=msg.TaskEvent(task="t", event=ev.WorkerExited(worker=W00, incarnation=1, reason="?")),
     )
-    assert drama.coordinator.handle(again, drama.now) == []
+    assert cluster.coordinator.handle(again, cluster.now) == []
 
 
 def test_an_agent_started_anew_has_lost_its_workers() -> None:
-    drama = running()
-    drama.actors = {key: actor for key, actor in drama.actors.items() if actor.node != "a"}
-    drama.join("a", boot="2")
-    assert len(drama.coordinator.tasks["t"].seats) == 4
-    assert all(incident.closed for incident in drama.coordinator.log.incidents)
-    drama.seal()
+    cluster = running()
+    cluster.actors = {key: actor for key, actor in cluster.actors.items() if actor.node != "a"}
+    cluster.join("a", boot="2")
+    assert len(cluster.coordinator.tasks["t"].seats) == 4
+    assert all(incident.closed for incident in cluster.coordinator.log.incidents)
+    cluster.seal()
 
 
 def test_two_tasks_share_six_slots_and_the_heavier_one_keeps_its_workers_when_a_node_dies() -> None:
-    drama = Drama(nodes={"a": 2, "b": 2, "c": 2}, planned=True)
-    drama.submit("heavy", Shape(4, 1, 2), weight=2.0)
-    drama.submit("light", Shape(4, 1, 2), weight=1.0)
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2}, planned=True)
+    cluster.submit("heavy", Shape(4, 1, 2), weight=2.0)
+    cluster.submit("light", Shape(4, 1, 2), weight=1.0)
 
     def workers(name: str) -> int:
-        return len(drama.coordinator.tasks[name].seats)
+        return len(cluster.coordinator.tasks[name].seats)
 
     assert (workers("heavy"), workers("light")) == (4, 2)
-    node = next(seat.node for seat in drama.coordinator.tasks["heavy"].seats.values())
-    drama.actors = {key: actor for key, actor in drama.actors.items() if actor.node != node}
-    drama.hear(msg.NodeLeft(node=node))
+    node = next(seat.node for seat in cluster.coordinator.tasks["heavy"].seats.values())
+    cluster.actors = {key: actor for key, actor in cluster.actors.items() if actor.node != node}
+    cluster.hear(msg.NodeLeft(node=node))
     assert (workers("heavy"), workers("light")) == (3, 1)
-    drama.seal("heavy")
-    drama.seal("light")
-    drama.join(node, boot="2")
+    cluster.seal("heavy")
+    cluster.seal("light")
+    cluster.join(node, boot="2")
     assert (workers("heavy"), workers("light")) == (4, 2)
 
 
@@ -415,8 +415,8 @@ def test_two_tasks_share_six_slots_and_the_heavier_one_keeps_its_workers_when_a_
 def test_a_snapshot_at_any_moment_changes_nothing_that_follows(at: int) -> None:
     """The same life twice; in the second, the coordinator is frozen and thawed after `at` events."""
 
-    def life(swap_at: int | None) -> Drama:
-        drama = Drama(nodes={"a": 2, "b": 2, "c": 2})
+    def life(swap_at: int | None) -> FakeCluster:
+        cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
         handle, count = Coordinator.handle, 0
 
         def handled(event: msg.ClusterEvent, now: float) -> list[msg.ClusterAction]:
@@ -424,20 +424,20 @@ def test_a_snapshot_at_any_moment_changes_nothing_that_follows(at: int) -> None:
             count += 1
             if count == swap_at:
                 fresh = Coordinator()
-                thaw(fresh, json.loads(json.dumps(freeze(drama.coordinator))))
-                assert digest(fresh) == digest(drama.coordinator)
-                drama.coordinator = fresh
+                thaw(fresh, json.loads(json.dumps(freeze(cluster.coordinator))))
+                assert digest(fresh) == digest(cluster.coordinator)
+                cluster.coordinator = fresh
                 fresh.handle = handled  # type: ignore[method-assign]
-            return handle(drama.coordinator, event, now)
+            return handle(cluster.coordinator, event, now)
 
-        drama.coordinator.handle = handled  # type: ignore[method-assign]
-        drama.submit()
-        drama.seal()
-        drama.exits(W01, "killed by SIGKILL")
-        drama.raises(W10, "CUDA error: uncorrectable ECC error encountered")
-        drama.overdue(W00, stopped=True)
-        drama.seal()
-        return drama
+        cluster.coordinator.handle = handled  # type: ignore[method-assign]
+        cluster.submit()
+        cluster.seal()
+        cluster.exits(W01, "killed by SIGKILL")
+        cluster.raises(W10, "CUDA error: uncorrectable ECC error encountered")
+        cluster.overdue(W00, stopped=True)
+        cluster.seal()
+        return cluster
 
     assert life(at).transcript == life(None).transcript
 
@@ -446,14 +446,14 @@ def test_a_joiner_that_catches_up_while_another_is_planned_for_is_let_in_at_the_
     """Found on real processes: 1:1 told that it had copied between the survey and the plan, and was fed for
     ever.
     """
-    drama = running()
-    recovery = drama.coordinator.tasks["t"].recovery
+    cluster = running()
+    recovery = cluster.coordinator.tasks["t"].recovery
     assert recovery is not None
-    drama.exits(W01, "killed by SIGKILL")
+    cluster.exits(W01, "killed by SIGKILL")
     place = recovery.places[W01] = Copied(incarnation=2, source=W11)
-    drama.actors["t", W01].joining = True
-    drama.seal()
-    drama.seal()
+    cluster.actors["t", W01].joining = True
+    cluster.seal()
+    cluster.seal()
     assert place is not recovery.places[W01]
     assert isinstance(recovery.places[W01], Member)
 

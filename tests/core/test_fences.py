@@ -11,58 +11,58 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Worker
 from everstep.core.words.worker_messages import Ledger
-from tests.core.drama import Drama
+from tests.core.fake_cluster import FakeCluster
 
 W00, W01 = Worker(0, 0), Worker(0, 1)
 
 
-def restarted_elsewhere(at_step: int = 3) -> Drama:
+def restarted_elsewhere(at_step: int = 3) -> FakeCluster:
     """The whole task is on node a, which falls silent and is given up; the task starts again on b."""
-    drama = Drama(nodes={"a": 2})
-    drama.submit(shape=Shape(1, 2, 2), steps=99)
+    cluster = FakeCluster(nodes={"a": 2})
+    cluster.submit(shape=Shape(1, 2, 2), steps=99)
     for _ in range(at_step):
-        drama.seal()
-    drama.silence("a")
-    drama.join("b")
-    drama.wait(31.0)
-    assert drama.coordinator.nodes["a"].state is NodeState.GONE
-    task = drama.coordinator.tasks["t"]
+        cluster.seal()
+    cluster.silence("a")
+    cluster.join("b")
+    cluster.wait(31.0)
+    assert cluster.coordinator.nodes["a"].state is NodeState.GONE
+    task = cluster.coordinator.tasks["t"]
     assert {seat.node for seat in task.seats.values()} == {"b"}
-    drama.seal()
-    return drama
+    cluster.seal()
+    return cluster
 
 
 def sealed(step: int, stage: int, attempt: int) -> ev.StepSealed:
     return ev.StepSealed(step=step, stage=stage, attempt=attempt, microbatches=2, executed=6)
 
 
-def late(drama: Drama, report: msg.NodeReport, worker: Worker, incarnation: int = 1) -> None:
+def late(cluster: FakeCluster, report: msg.NodeReport, worker: Worker, incarnation: int = 1) -> None:
     """Node a is heard again, in its old boot."""
-    drama.numbers["a"] += 1
+    cluster.numbers["a"] += 1
     event = msg.FromNode(
         node="a",
         boot="1",
-        number=drama.numbers["a"],
+        number=cluster.numbers["a"],
         report=report,
         sender=msg.Sender("t", worker, incarnation),
     )
-    drama.hear(event)
+    cluster.hear(event)
 
 
 def test_steps_of_a_node_that_was_given_up_are_not_on_record_when_it_is_back() -> None:
-    drama = restarted_elsewhere()
-    recovery = drama.coordinator.tasks["t"].recovery
+    cluster = restarted_elsewhere()
+    recovery = cluster.coordinator.tasks["t"].recovery
     assert recovery is not None
     recorded, attempt = recovery.recorded, recovery.attempt_of(2)
-    drama.join("a")
+    cluster.join("a")
     for step in range(1, 56):
         for worker in (W00, W01):
             for of in (attempt - 1, attempt):
                 event = sealed(step, worker.stage, of)
-                late(drama, msg.TaskEvent(task="t", event=event), worker)
+                late(cluster, msg.TaskEvent(task="t", event=event), worker)
     assert recovery.recorded == recorded
-    assert drama.coordinator.tasks["t"].state is TaskState.RUNNING
-    drama.seal()
+    assert cluster.coordinator.tasks["t"].state is TaskState.RUNNING
+    cluster.seal()
     assert recovery.recorded == recorded + 1
 
 
@@ -81,7 +81,7 @@ LATE = [
 ]
 LATE_REPORTS = [
     msg.PartWritten(task="t", step=2, stage=0, attempt=2, part={}),
-    msg.PartWritten(task="t", step=2, stage=0, attempt=2, part={}, shelf="a"),
+    msg.PartWritten(task="t", step=2, stage=0, attempt=2, part={}, memory_of="a"),
     msg.StateFetched(task="t", worker=W00, step=2, bytes_here=1, bytes_elsewhere=1, seconds=1.0),
     msg.LinkMended(task="t", worker=W00, peer=W01),
     msg.WorkerMoved(task="t", worker=W00, incarnation=1),
@@ -104,51 +104,51 @@ LATE_REPORTS = [
 def test_no_report_of_a_process_that_was_given_up_changes_anything(report: msg.NodeReport) -> None:
     from everstep.core.cluster.snapshot import freeze
 
-    drama = restarted_elsewhere()
-    drama.join("a")
-    coordinator = drama.coordinator
+    cluster = restarted_elsewhere()
+    cluster.join("a")
+    coordinator = cluster.coordinator
 
     def state() -> dict[str, object]:
         frozen = freeze(coordinator)
         return {"tasks": frozen["tasks"], "incidents": frozen["incidents"]}
 
     before, heard = state(), coordinator.nodes["a"].heard
-    said = len(drama.actions)
-    late(drama, report, W00)
+    said = len(cluster.actions)
+    late(cluster, report, W00)
     assert coordinator.nodes["a"].heard == heard + 1, "it is heard, so that its agent need not say it again"
     assert state() == before
-    assert drama.actions[said:] == []
-    late(drama, report, W00, incarnation=2)  # the right number, from a node where it is not
+    assert cluster.actions[said:] == []
+    late(cluster, report, W00, incarnation=2)  # the right number, from a node where it is not
     assert state() == before
 
 
 def test_a_worker_speaks_for_itself_only() -> None:
-    drama = Drama(nodes={"a": 4})
-    drama.submit()
+    cluster = FakeCluster(nodes={"a": 4})
+    cluster.submit()
     exited = ev.WorkerExited(worker=W01, incarnation=1, reason="killed by SIGKILL")
-    drama._report("a", msg.TaskEvent(task="t", event=exited), ("t", W00, 1))
-    drama._report("a", msg.TaskEvent(task="t", event=exited), None)
-    assert drama.coordinator.tasks["t"].seats[W01].incarnation == 1
-    assert not drama.coordinator.log.incidents
+    cluster._report("a", msg.TaskEvent(task="t", event=exited), ("t", W00, 1))
+    cluster._report("a", msg.TaskEvent(task="t", event=exited), None)
+    assert cluster.coordinator.tasks["t"].seats[W01].incarnation == 1
+    assert not cluster.coordinator.log.incidents
 
 
 def test_seals_and_parts_of_a_step_that_was_taken_back_do_not_count() -> None:
     """A worker lives on through the loss of another stage: its words from before are of an old attempt."""
-    drama = Drama(nodes={"a": 1, "b": 1, "c": 1})
-    drama.submit(shape=Shape(1, 2, 2), steps=99)
-    task = drama.coordinator.tasks["t"]
+    cluster = FakeCluster(nodes={"a": 1, "b": 1, "c": 1})
+    cluster.submit(shape=Shape(1, 2, 2), steps=99)
+    task = cluster.coordinator.tasks["t"]
     assert task.recovery is not None
     for _ in range(3):
-        drama.seal()
+        cluster.seal()
     before = task.recovery.attempt_of(4)
-    drama.exits(W01, "killed by SIGKILL")
+    cluster.exits(W01, "killed by SIGKILL")
     assert task.recovery.recorded == 0
     assert task.seats[W00].incarnation == 1, "this one was not restarted"
-    drama.report("t", W00, msg.TaskEvent(task="t", event=sealed(4, 0, before)))
+    cluster.report("t", W00, msg.TaskEvent(task="t", event=sealed(4, 0, before)))
     part = msg.PartWritten(task="t", step=4, stage=0, attempt=before, part={"old": 1})
-    drama.report("t", W00, part)
+    cluster.report("t", W00, part)
     assert task.recovery._book.sealed == {}
     assert task.checkpoints.parts == {}
     now = task.recovery.attempt_of(4)
-    drama.report("t", W00, msg.PartWritten(task="t", step=4, stage=0, attempt=now, part={"new": 1}))
+    cluster.report("t", W00, msg.PartWritten(task="t", step=4, stage=0, attempt=now, part={"new": 1}))
     assert task.checkpoints.parts[4].attempt == now

@@ -14,7 +14,7 @@ import pytest
 from everstep.core.faults.severity import TABLE, ErrorKind
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import Worker
-from tests.core.drama import Drama
+from tests.core.fake_cluster import FakeCluster
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 W00, W01, W10, W11 = Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)
@@ -48,69 +48,69 @@ KERNEL = {  # what the kernel says, by kind
 }
 
 
-def running() -> Drama:
-    drama = Drama(nodes={"a": 2, "b": 2, "c": 2})
-    drama.submit()
-    drama.seal()
-    drama.transcript.clear()
-    return drama
+def running() -> FakeCluster:
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
+    cluster.submit()
+    cluster.seal()
+    cluster.transcript.clear()
+    return cluster
 
 
-def raised(error: str) -> Callable[[Drama], None]:
-    return lambda drama: drama.raises(W01, error)
+def raised(error: str) -> Callable[[FakeCluster], None]:
+    return lambda cluster: cluster.raises(W01, error)
 
 
-def ended(reason: str) -> Callable[[Drama], None]:
-    return lambda drama: drama.exits(W01, reason)
+def ended(reason: str) -> Callable[[FakeCluster], None]:
+    return lambda cluster: cluster.exits(W01, reason)
 
 
-def kernel(text: str) -> Callable[[Drama], None]:
-    return lambda drama: drama.report("t", W01, msg.KernelSpoke(text=text))
+def kernel(text: str) -> Callable[[FakeCluster], None]:
+    return lambda cluster: cluster.report("t", W01, msg.KernelSpoke(text=text))
 
 
-def crash_loop(drama: Drama) -> None:
+def crash_loop(cluster: FakeCluster) -> None:
     for _ in range(3):
-        drama.exits(W01, "killed by SIGSEGV")
-        drama.wait(1.5)
+        cluster.exits(W01, "killed by SIGSEGV")
+        cluster.wait(1.5)
 
 
-def hang(drama: Drama) -> None:
-    drama.overdue(W00, busy=False, doing="G[2 stage 0 0.0]", elapsed_s=1.1)
-    drama.overdue(W01, elapsed_s=2.0)
+def hang(cluster: FakeCluster) -> None:
+    cluster.overdue(W00, busy=False, doing="G[2 stage 0 0.0]", elapsed_s=1.1)
+    cluster.overdue(W01, elapsed_s=2.0)
 
 
-def stopped(drama: Drama) -> None:
-    drama.overdue(W01, stopped=True, elapsed_s=0.15)
+def stopped(cluster: FakeCluster) -> None:
+    cluster.overdue(W01, stopped=True, elapsed_s=0.15)
 
 
-def all_workers_wait(drama: Drama) -> None:
+def all_workers_wait(cluster: FakeCluster) -> None:
     for worker in (W00, W01, W10, W11):
-        drama.overdue(worker, busy=False, doing="A[2 stage 1 0.0]", elapsed_s=9.0, expected_s=0.5)
+        cluster.overdue(worker, busy=False, doing="A[2 stage 1 0.0]", elapsed_s=9.0, expected_s=0.5)
 
 
-def flapping_link(drama: Drama) -> None:
+def flapping_link(cluster: FakeCluster) -> None:
     for _ in range(3):
-        drama.report("t", W00, msg.LinkMended(task="t", worker=W00, peer=W01))
+        cluster.report("t", W00, msg.LinkMended(task="t", worker=W00, peer=W01))
 
 
-def node_dies(drama: Drama) -> None:
-    node = drama.coordinator.tasks["t"].seats[W10].node
-    drama.actors = {key: actor for key, actor in drama.actors.items() if actor.node != node}
-    drama.silence(node)
-    drama.overdue(W00, busy=False, doing="A[2 stage 1 1.0]", elapsed_s=1.2)
+def node_dies(cluster: FakeCluster) -> None:
+    node = cluster.coordinator.tasks["t"].seats[W10].node
+    cluster.actors = {key: actor for key, actor in cluster.actors.items() if actor.node != node}
+    cluster.silence(node)
+    cluster.overdue(W00, busy=False, doing="A[2 stage 1 1.0]", elapsed_s=1.2)
 
 
-def line_cut(drama: Drama) -> None:
-    drama.silence("b")
-    drama.wait(60)
-    drama.join("b")
+def line_cut(cluster: FakeCluster) -> None:
+    cluster.silence("b")
+    cluster.wait(60)
+    cluster.join("b")
 
 
-def node_drained(drama: Drama) -> None:
-    drama.hear(msg.DrainRequested(node="a"))
+def node_drained(cluster: FakeCluster) -> None:
+    cluster.hear(msg.DrainRequested(node="a"))
 
 
-SCENES: dict[str, Callable[[Drama], None]] = {
+SCENES: dict[str, Callable[[FakeCluster], None]] = {
     **{f"raised-{kind}": raised(text) for kind, text in RAISED.items()},
     **{f"ended-{kind}": ended(text) for kind, text in ENDED.items()},
     **{f"kernel-{kind}": kernel(text) for kind, text in KERNEL.items()},
@@ -127,25 +127,25 @@ SCENES: dict[str, Callable[[Drama], None]] = {
 
 @pytest.mark.parametrize("name", SCENES)
 def test_an_incident_runs_as_its_golden_transcript(name: str, request: pytest.FixtureRequest) -> None:
-    drama = running()
-    SCENES[name](drama)
-    text = "\n".join([*drama.transcript, "", *drama.story()]) + "\n"
+    cluster = running()
+    SCENES[name](cluster)
+    text = "\n".join([*cluster.transcript, "", *cluster.story()]) + "\n"
     path = GOLDEN / f"{name.replace(' ', '-').replace('/', '-')}.txt"
     if request.config.getoption("--rewrite"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert text == path.read_text(), f"{path.name} says otherwise; --rewrite if the change is meant"
-    assert all(incident.closed for incident in drama.coordinator.log.incidents)
+    assert all(incident.closed for incident in cluster.coordinator.log.incidents)
 
 
 @pytest.mark.parametrize(("kind", "text"), [*RAISED.items(), *ENDED.items(), *KERNEL.items()])
 def test_the_golden_texts_are_of_the_kind_they_claim(kind: ErrorKind, text: str) -> None:
-    drama = running()
+    cluster = running()
     source = "raised" if kind in RAISED else "ended" if kind in ENDED else "kernel"
-    SCENES[f"{source}-{kind}"](drama)
+    SCENES[f"{source}-{kind}"](cluster)
     if source == "kernel" and TABLE[kind] > 1:
-        assert not drama.coordinator.log.incidents, "what is not grave is no incident"
+        assert not cluster.coordinator.log.incidents, "what is not grave is no incident"
         return
-    verdict = drama.coordinator.log.incidents[0].verdict
+    verdict = cluster.coordinator.log.incidents[0].verdict
     assert verdict is not None
     assert verdict.kind == kind

@@ -8,92 +8,92 @@ from everstep.core.cluster.node_states import ADMIN, LIVENESS, NodeAdmin, NodeLi
 from everstep.core.cluster.roster import Node
 from everstep.core.words import cluster_messages as msg
 from everstep.errors import InternalError
-from tests.core.drama import Drama
+from tests.core.fake_cluster import FakeCluster
 
 LOST = "NVRM: GPU has fallen off the bus"
 OUT = {
-    "draining": lambda drama: drama.hear(msg.DrainRequested(node="a")),
-    "isolated": lambda drama: drama.hear(
+    "draining": lambda cluster: cluster.hear(msg.DrainRequested(node="a")),
+    "isolated": lambda cluster: cluster.hear(
         msg.FromNode(
             node="a", boot="1", number=99, report=msg.KernelSpoke(text="NVRM: GPU has fallen off the bus")
         )
     ),
-    "lemon": lambda drama: drama.coordinator.nodes["a"].set_admin(NodeAdmin.LEMON, "as a start", 0.0),
+    "lemon": lambda cluster: cluster.coordinator.nodes["a"].set_admin(NodeAdmin.LEMON, "as a start", 0.0),
 }
 
 
-def on_node_a() -> Drama:
+def on_node_a() -> FakeCluster:
     """One worker on a, which the others can live without, and room elsewhere."""
-    drama = Drama(nodes={"a": 1, "b": 4})
-    drama.submit()
-    drama.seal()
-    return drama
+    cluster = FakeCluster(nodes={"a": 1, "b": 4})
+    cluster.submit()
+    cluster.seal()
+    return cluster
 
 
 @pytest.mark.parametrize("admin", OUT)
 def test_a_node_that_dies_while_it_is_out_is_given_up(admin: str) -> None:
-    drama = on_node_a()
-    drama.cut.add("a")  # its death is not told
-    OUT[admin](drama)
-    node = drama.coordinator.nodes["a"]
+    cluster = on_node_a()
+    cluster.cut.add("a")  # its death is not told
+    OUT[admin](cluster)
+    node = cluster.coordinator.nodes["a"]
     assert node.admin == admin
-    seated = [w for w, seat in drama.coordinator.tasks["t"].seats.items() if seat.node == "a"]
+    seated = [w for w, seat in cluster.coordinator.tasks["t"].seats.items() if seat.node == "a"]
     assert seated, "its worker has not ended yet"
-    drama.silence("a")
-    peer = next(w for w, seat in drama.coordinator.tasks["t"].seats.items() if seat.node == "b")
-    drama.overdue(peer, busy=False)
+    cluster.silence("a")
+    peer = next(w for w, seat in cluster.coordinator.tasks["t"].seats.items() if seat.node == "b")
+    cluster.overdue(peer, busy=False)
     assert node.state is NodeState.GONE
     assert node.admin == admin
-    assert all(seat.node == "b" for seat in drama.coordinator.tasks["t"].seats.values())
-    step = drama.coordinator.tasks["t"].progress.recorded
-    drama.seal()
-    assert drama.coordinator.tasks["t"].progress.recorded == step + 1
-    drama.hear(msg.ReadmitRequested(node="a", by="an operator"))
+    assert all(seat.node == "b" for seat in cluster.coordinator.tasks["t"].seats.values())
+    step = cluster.coordinator.tasks["t"].progress.recorded
+    cluster.seal()
+    assert cluster.coordinator.tasks["t"].progress.recorded == step + 1
+    cluster.hear(msg.ReadmitRequested(node="a", by="an operator"))
     assert node.state is NodeState.GONE, "to be readmitted does not bring it back"
-    assert not any(seat.node == "a" for seat in drama.coordinator.tasks["t"].seats.values())
-    drama.join("a", slots=1, boot="2")
+    assert not any(seat.node == "a" for seat in cluster.coordinator.tasks["t"].seats.values())
+    cluster.join("a", slots=1, boot="2")
     assert node.state is NodeState.UP
 
 
 @pytest.mark.parametrize("boot", ["1", "2"])
 def test_an_operator_s_drain_lasts_through_silence_and_reboot(boot: str) -> None:
-    drama = on_node_a()
-    drama.hear(msg.DrainRequested(node="a"))
-    drama.silence("a")
-    assert drama.coordinator.nodes["a"].state is NodeState.SILENT
-    drama.wait(31.0)
-    drama.join("a", slots=1, boot=boot)
-    assert drama.coordinator.nodes["a"].state is NodeState.DRAINING
-    assert ("a", 0) not in drama.coordinator.roster.free()
-    drama.hear(msg.ReadmitRequested(node="a", by="an operator"))
-    assert drama.coordinator.nodes["a"].state is NodeState.UP
+    cluster = on_node_a()
+    cluster.hear(msg.DrainRequested(node="a"))
+    cluster.silence("a")
+    assert cluster.coordinator.nodes["a"].state is NodeState.SILENT
+    cluster.wait(31.0)
+    cluster.join("a", slots=1, boot=boot)
+    assert cluster.coordinator.nodes["a"].state is NodeState.DRAINING
+    assert ("a", 0) not in cluster.coordinator.roster.free()
+    cluster.hear(msg.ReadmitRequested(node="a", by="an operator"))
+    assert cluster.coordinator.nodes["a"].state is NodeState.UP
 
 
 def test_a_fault_does_not_undo_a_drain_when_its_isolation_is_over() -> None:
-    drama = on_node_a()
-    drama.cut.add("a")
-    drama.hear(msg.DrainRequested(node="a"))
-    drama.cut.discard("a")
-    worker = next(w for w, seat in drama.coordinator.tasks["t"].seats.items() if seat.node == "a")
-    drama.raises(worker, "CUDA error: uncorrectable ECC error encountered")
-    drama.wait(601.0)
-    assert drama.coordinator.nodes["a"].state is NodeState.DRAINING
+    cluster = on_node_a()
+    cluster.cut.add("a")
+    cluster.hear(msg.DrainRequested(node="a"))
+    cluster.cut.discard("a")
+    worker = next(w for w, seat in cluster.coordinator.tasks["t"].seats.items() if seat.node == "a")
+    cluster.raises(worker, "CUDA error: uncorrectable ECC error encountered")
+    cluster.wait(601.0)
+    assert cluster.coordinator.nodes["a"].state is NodeState.DRAINING
 
 
 def test_an_isolated_node_may_be_drained_and_then_stays_out() -> None:
-    drama = on_node_a()
-    OUT["isolated"](drama)
-    drama.hear(msg.DrainRequested(node="a"))
-    drama.wait(10_000.0)
-    assert drama.coordinator.nodes["a"].state is NodeState.DRAINING
+    cluster = on_node_a()
+    OUT["isolated"](cluster)
+    cluster.hear(msg.DrainRequested(node="a"))
+    cluster.wait(10_000.0)
+    assert cluster.coordinator.nodes["a"].state is NodeState.DRAINING
 
 
 def test_an_idle_node_that_dies_is_given_up_too() -> None:
-    drama = Drama(nodes={"a": 1})
-    drama.silence("a")
-    drama.wait(31.0)
-    assert drama.coordinator.nodes["a"].state is NodeState.GONE
-    assert drama.coordinator.due_at() is None
+    cluster = FakeCluster(nodes={"a": 1})
+    cluster.silence("a")
+    cluster.wait(31.0)
+    assert cluster.coordinator.nodes["a"].state is NodeState.GONE
+    assert cluster.coordinator.due_at() is None
 
 
 def test_only_transitions_of_the_tables_are_made() -> None:

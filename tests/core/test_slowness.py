@@ -11,20 +11,20 @@ from everstep.core.words.ops import Kind, Worker
 from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Ledger
 from everstep.schedule.task_scheduler import TaskScheduler
-from tests.core.drama import Drama
+from tests.core.fake_cluster import FakeCluster
 
 SLOW = Worker(1, 1)
 
 
-def running(shape: Shape | None = None) -> Drama:
-    drama = Drama()
-    drama.submit(shape=shape)
-    drama.seal()
-    return drama
+def running(shape: Shape | None = None) -> FakeCluster:
+    cluster = FakeCluster()
+    cluster.submit(shape=shape)
+    cluster.seal()
+    return cluster
 
 
-def slowed(drama: Drama, worker: Worker = SLOW, factor: float = 2.0, incarnation: int = 1) -> None:
-    drama.hear(
+def slowed(cluster: FakeCluster, worker: Worker = SLOW, factor: float = 2.0, incarnation: int = 1) -> None:
+    cluster.hear(
         msg.SlownessFound(
             task="t",
             worker=worker,
@@ -38,27 +38,27 @@ def slowed(drama: Drama, worker: Worker = SLOW, factor: float = 2.0, incarnation
     )
 
 
-def ended(drama: Drama, worker: Worker = SLOW) -> None:
-    drama.hear(msg.SlownessEnded(task="t", worker=worker, incarnation=1, because="it is fast again"))
+def ended(cluster: FakeCluster, worker: Worker = SLOW) -> None:
+    cluster.hear(msg.SlownessEnded(task="t", worker=worker, incarnation=1, because="it is fast again"))
 
 
-def epoch(drama: Drama) -> int:
-    recovery = drama.coordinator.tasks["t"].recovery
+def epoch(cluster: FakeCluster) -> int:
+    recovery = cluster.coordinator.tasks["t"].recovery
     assert recovery is not None
     assert isinstance(recovery.phase, Running)
     return recovery.epoch
 
 
-def one(drama: Drama) -> Incident:
-    (incident,) = drama.coordinator.log.incidents
+def one(cluster: FakeCluster) -> Incident:
+    (incident,) = cluster.coordinator.log.incidents
     return incident
 
 
 def test_a_slow_worker_is_an_open_incident_with_its_evidence_and_gets_less_work() -> None:
-    drama = running()
-    before = epoch(drama)
-    slowed(drama)
-    incident = one(drama)
+    cluster = running()
+    before = epoch(cluster)
+    slowed(cluster)
+    incident = one(cluster)
     assert not incident.closed
     assert not incident.stops_training
     assert incident.verdict is not None
@@ -66,90 +66,90 @@ def test_a_slow_worker_is_an_open_incident_with_its_evidence_and_gets_less_work(
     assert [e.text for e in incident.evidence] == ["its ops took twice the time", "ruled out: a link"]
     assert incident.remedies[-1].what == "give it less work"
     assert "microbatches" in incident.remedies[-1].outcome
-    assert epoch(drama) == before + 1
+    assert epoch(cluster) == before + 1
 
 
 def test_speed_again_closes_the_incident_and_brings_the_work_home() -> None:
-    drama = running()
-    slowed(drama)
-    before = epoch(drama)
-    ended(drama)
-    assert one(drama).closed
-    assert drama.coordinator.tasks["t"].speeds.planned == {}
-    assert epoch(drama) == before + 1
+    cluster = running()
+    slowed(cluster)
+    before = epoch(cluster)
+    ended(cluster)
+    assert one(cluster).closed
+    assert cluster.coordinator.tasks["t"].speeds.planned == {}
+    assert epoch(cluster) == before + 1
 
 
 def test_a_slow_workers_death_ends_its_slowness_and_is_an_incident_of_its_own() -> None:
-    drama = running()
-    slowed(drama)
-    drama.exits(SLOW, "killed by SIGKILL")
-    slow, death = drama.coordinator.log.incidents
+    cluster = running()
+    slowed(cluster)
+    cluster.exits(SLOW, "killed by SIGKILL")
+    slow, death = cluster.coordinator.log.incidents
     assert slow.closed
     assert death.what == "killed by SIGKILL"
-    assert drama.coordinator.tasks["t"].speeds.slow == {}
+    assert cluster.coordinator.tasks["t"].speeds.slow == {}
 
 
 def test_another_workers_death_does_not_become_part_of_a_slowness() -> None:
-    drama = running()
-    slowed(drama)
-    drama.exits(Worker(0, 0), "killed by SIGKILL")
-    slow, death = drama.coordinator.log.incidents
+    cluster = running()
+    slowed(cluster)
+    cluster.exits(Worker(0, 0), "killed by SIGKILL")
+    slow, death = cluster.coordinator.log.incidents
     assert not slow.closed
     assert slow.workers == [SLOW]
     assert death.workers == [Worker(0, 0)]
-    assert drama.coordinator.tasks["t"].speeds.planned == {SLOW: 2.0}
+    assert cluster.coordinator.tasks["t"].speeds.planned == {SLOW: 2.0}
 
 
 def test_the_only_worker_of_a_stage_is_told_slow_and_what_would_help() -> None:
-    drama = running(Shape(1, 2, 4))
-    before = epoch(drama)
-    slowed(drama, Worker(0, 1))
-    incident = one(drama)
+    cluster = running(Shape(1, 2, 4))
+    before = epoch(cluster)
+    slowed(cluster, Worker(0, 1))
+    incident = one(cluster)
     assert incident.verdict is not None
     assert "only one of stage 1" in incident.remedies[-1].because
     assert "drain" in incident.remedies[-1].because
-    assert epoch(drama) == before  # a new schedule would change nothing
-    ended(drama, Worker(0, 1))
+    assert epoch(cluster) == before  # a new schedule would change nothing
+    ended(cluster, Worker(0, 1))
     assert incident.closed
 
 
 def test_a_slow_link_is_told_and_takes_work_from_nobody() -> None:
-    drama = running()
-    before = epoch(drama)
+    cluster = running()
+    before = epoch(cluster)
     link = {"task": "t", "worker": Worker(0, 0), "peer": Worker(0, 1)}
     for _ in range(2):
-        drama.report("t", Worker(0, 0), msg.SlowLinkFound(**link, because="messages take long"))
-    incident = one(drama)
+        cluster.report("t", Worker(0, 0), msg.SlowLinkFound(**link, because="messages take long"))
+    incident = one(cluster)
     assert not incident.closed
     assert incident.verdict is not None
     assert incident.verdict.kind == "slow link"
-    assert epoch(drama) == before
-    assert drama.coordinator.tasks["t"].speeds.slow == {}
-    drama.report("t", Worker(0, 0), msg.SlowLinkEnded(**link, because="as before"))
+    assert epoch(cluster) == before
+    assert cluster.coordinator.tasks["t"].speeds.slow == {}
+    cluster.report("t", Worker(0, 0), msg.SlowLinkEnded(**link, because="as before"))
     assert incident.closed
 
 
 def test_a_verdict_on_an_earlier_process_counts_for_nothing() -> None:
-    drama = running()
-    drama.exits(SLOW, "killed by SIGKILL")
-    before = epoch(drama)
-    slowed(drama, incarnation=1)
-    assert epoch(drama) == before
-    assert drama.coordinator.tasks["t"].speeds.slow == {}
+    cluster = running()
+    cluster.exits(SLOW, "killed by SIGKILL")
+    before = epoch(cluster)
+    slowed(cluster, incarnation=1)
+    assert epoch(cluster) == before
+    assert cluster.coordinator.tasks["t"].speeds.slow == {}
 
 
 def test_a_slowness_found_while_a_death_is_planned_for_is_planned_for_next() -> None:
-    drama = running()
-    task = drama.coordinator.tasks["t"]
+    cluster = running()
+    task = cluster.coordinator.tasks["t"]
     exited = ev.WorkerExited(worker=Worker(0, 0), incarnation=1, reason="killed by SIGKILL")
     assert task.recovery is not None
     node = task.seats[Worker(0, 0)].node
-    drama.actors.pop(("t", Worker(0, 0)))
-    number = drama.coordinator.nodes[node].heard + 1
-    actions = drama.coordinator.handle(
+    cluster.actors.pop(("t", Worker(0, 0)))
+    number = cluster.coordinator.nodes[node].heard + 1
+    actions = cluster.coordinator.handle(
         msg.FromNode(
             node=node,
-            boot=drama.coordinator.nodes[node].boot,
+            boot=cluster.coordinator.nodes[node].boot,
             number=number,
             report=msg.TaskEvent(task="t", event=exited),
             sender=msg.Sender("t", Worker(0, 0), 1),
@@ -158,12 +158,12 @@ def test_a_slowness_found_while_a_death_is_planned_for_is_planned_for_next() -> 
     )
     for worker in (Worker(0, 1), Worker(1, 0), SLOW):
         ledger = ev.LedgerReported(worker=worker, epoch=task.recovery.epoch, ledger=Ledger(step=2))
-        actions = drama.coordinator.handle(msg.PlanAnswered(task="t", event=ledger), 1.0)
+        actions = cluster.coordinator.handle(msg.PlanAnswered(task="t", event=ledger), 1.0)
     (asked,) = [action for action in actions if isinstance(action, msg.Think)]
     assert asked.slow == {}
-    slowed(drama)
-    answer = drama.thinking.scheduler(task).answer(asked.question, asked.slow)
-    actions = drama.coordinator.handle(msg.PlanAnswered(task="t", event=answer), 1.0)
+    slowed(cluster)
+    answer = cluster.thinking.scheduler(task).answer(asked.question, asked.slow)
+    actions = cluster.coordinator.handle(msg.PlanAnswered(task="t", event=answer), 1.0)
     assert isinstance(task.recovery.phase, Gathering)  # for the schedule that knows
     assert task.speeds.slow == {SLOW: 2.0}
 

@@ -19,7 +19,7 @@ ME, PEER = Worker(0, 0), Worker(1, 0)
 SENDER = msg.Sender("t", ME, 3)
 OPS = tuple(map(parse_op, ["0F0.0", "0I0.0", "0W0.0", "0R", "0U"]))
 HERE, THERE = ("a", 1), ("b", 2)
-SHELF = msg.MemoryAddress("a", "host", 9)
+ADDRESS = msg.MemoryAddress("a", "host", 9)
 
 
 def control() -> WorkerControl:
@@ -64,11 +64,11 @@ def test_an_interrupt_is_answered_by_a_ledger() -> None:
 
 def test_an_order_to_resume_brings_the_addresses_and_the_directions() -> None:
     worker = control()
-    assert worker.handle(resume(1, restore=0, shelf=SHELF, leaves=False), 0.0) == [
+    assert worker.handle(resume(1, restore=0, copy_to=ADDRESS, copy_at_end=False), 0.0) == [
         KeepLinks(frozenset({HERE, THERE}))
     ]
     assert worker.book == {ME: HERE, PEER: THERE}
-    assert (worker.directions.shelf, worker.directions.leaves) == (SHELF, False)
+    assert (worker.directions.copy_to, worker.directions.copy_at_end) == (ADDRESS, False)
 
 
 def test_an_order_of_an_earlier_epoch_changes_nothing() -> None:
@@ -81,12 +81,12 @@ def test_an_order_of_an_earlier_epoch_changes_nothing() -> None:
 def test_a_state_is_loaded_from_where_the_order_to_load_it_said_though_another_order_came_before() -> None:
     """The interrupt was in the inbox before the load began; the next order has no load in it."""
     worker = control()
-    kept = ((SHELF, {"file": "part"}),)
-    worker.handle(resume(1, restore=2, kept=kept), 0.0)
+    kept = ((ADDRESS, {"file": "part"}),)
+    worker.handle(resume(1, restore=2, copies=kept), 0.0)
     worker.handle(interrupt(2), 0.0)
     worker.handle(resume(2), 0.0)
     assert worker.next() == Restore(2)
-    assert worker.directions.kept == kept
+    assert worker.directions.copies == kept
 
 
 def test_a_first_op_of_an_epoch_is_said_once() -> None:

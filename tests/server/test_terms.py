@@ -19,7 +19,7 @@ from everstep.server.journal import SqliteJournal
 from everstep.server.step_files import StepFiles
 from everstep.server.term import pack
 from harness.etcd import ABSENT, BINARY, Etcd
-from tests.core.drama import Drama
+from tests.core.fake_cluster import FakeCluster
 from tests.server.served import agent, served
 
 
@@ -90,15 +90,15 @@ def life(steps: int) -> list[tuple[float, msg.ClusterEvent]]:
     """The events of a task that has run so many steps."""
     events: list[tuple[float, msg.ClusterEvent]] = []
 
-    class Recorded(Drama):
+    class Recorded(FakeCluster):
         def handle(self, event: msg.ClusterEvent, now: float) -> list[msg.ClusterAction]:
             events.append((now, event))
             return super().handle(event, now)
 
-    drama = Recorded()
-    drama.submit(steps=steps + 1)
+    cluster = Recorded()
+    cluster.submit(steps=steps + 1)
     for _ in range(steps):
-        drama.seal()
+        cluster.seal()
     return events
 
 

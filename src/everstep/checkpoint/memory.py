@@ -1,9 +1,9 @@
-"""States in memory: the files of a checkpoint on the shelves of nodes, which are folders in RAM.
+"""States in memory: the files of a checkpoint in the memory stores of nodes, which are directories in RAM.
 
-    <shelf>/<task>/step-00000010/stage-1-0.safetensors      the state of stage 1, from replica 0
+    <store>/<task>/step-00000010/stage-1-0.safetensors      the state of stage 1, from replica 0
                                  stage-1-0.json             what is in it, and the hashes of its chunks
 
-A shelved part is a part like any other; what makes parts a checkpoint is that the coordinator says so. Of
+A copy in memory is a part like any other; what makes parts a checkpoint is that the coordinator says so. Of
 each it knows the name, the size and the hash of its description (`Label`), and no more: descriptions of large
 models are long. A reader is told the labels and where each part lies, on its own node (a file) or on another
 one (range requests), and reads of each what it needs.
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 4 << 20  # hashed as one: parts in memory are read whole or nearly so
 TIMEOUT_S = 10.0
 _RAM = Path("/dev/shm")
-_PREFIX = "everstep-shelf-"
+_PREFIX = "everstep-memory-"
 Label = dict[str, Any]  # JSON: name, bytes, told_bytes, xxh3
 
 
-def new_shelf() -> tuple[Path, int]:
+def new_directory() -> tuple[Path, int]:
     """An empty folder, in RAM where the system has such folders, and the lock that says it is in use.
 
-    Shelves whose owner died without a word are removed on the way: their locks are free.
+    Stores whose owner was killed are removed on the way: their locks are free.
     """
     root = _RAM if os.access(_RAM, os.W_OK) else Path(tempfile.gettempdir())
     for left in root.glob(f"{_PREFIX}*"):
@@ -70,23 +70,23 @@ def _locked(folder: Path) -> int:
     return number
 
 
-def folder_of(shelf: Path, task: str, step: int) -> Path:
-    return shelf / task / step_name(step)
+def folder_of(store: Path, task: str, step: int) -> Path:
+    return store / task / step_name(step)
 
 
-def put(shelf: Path, task: str, step: int, name: str, tensors: Mapping[str, Tensor]) -> Label:
-    """Write a part to this node's shelf; what a reader must be told."""
+def put(store: Path, task: str, step: int, name: str, tensors: Mapping[str, Tensor]) -> Label:
+    """Write a part to this node's store; returns what a reader needs to know."""
     stored = {key: parts.stored_of(key, tensor) for key, tensor in tensors.items()}
-    folder = folder_of(shelf, task, step)
+    folder = folder_of(store, task, step)
     part = parts.write_part(folder, name, parts.plan_whole(stored), chunk_bytes=CHUNK_BYTES)
     text = json.dumps(part, separators=(",", ":")).encode()
     (folder / f"{name}.json").write_bytes(text)
     return {"name": name, "bytes": part["bytes"], "told_bytes": len(text), "xxh3": digest(memoryview(text))}
 
 
-def drop(shelf: Path, task: str, before: int) -> None:
+def drop(store: Path, task: str, before: int) -> None:
     """Make room: what is older than this step goes."""
-    for path in (shelf / task).glob("step-*"):
+    for path in (store / task).glob("step-*"):
         match = STEP.fullmatch(path.name)
         if match and int(match[1]) < before:
             shutil.rmtree(path, ignore_errors=True)
@@ -94,7 +94,7 @@ def drop(shelf: Path, task: str, before: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Another node's shelf, as its agent serves it."""
+    """Another node's memory store, as its agent serves it."""
 
     host: str
     port: int
@@ -107,22 +107,24 @@ class Remote:
         return {"Authorization": f"Bearer {self.token}"}
 
 
-def send(shelf: Path, label: Label, remote: Remote, task: str, step: int) -> None:
-    """Copy a part from this node's shelf to another node's."""
+def send(store: Path, label: Label, remote: Remote, task: str, step: int) -> None:
+    """Copy a part from this node's store to another node's."""
     connection = remote.connect()
     try:
         for name in (f"{label['name']}.safetensors", f"{label['name']}.json"):
-            with (folder_of(shelf, task, step) / name).open("rb") as file:
+            with (folder_of(store, task, step) / name).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 headers = remote.headers() | {"Content-Length": str(size)}
                 connection.request("PUT", f"/{task}/{step}/{name}", body=file, headers=headers)
                 answer = connection.getresponse()
                 told = answer.read(1000).decode(errors="replace")
             if answer.status != 201:
-                raise OSError(f"the shelf at {remote.host}:{remote.port} answers {answer.status}: {told}")
+                raise OSError(
+                    f"the memory store at {remote.host}:{remote.port} answers {answer.status}: {told}"
+                )
     except http.client.HTTPException as error:
         raise OSError(
-            f"the shelf at {remote.host}:{remote.port} answers nothing of use: {error!r}"
+            f"the memory store at {remote.host}:{remote.port} answers nothing of use: {error!r}"
         ) from error
     finally:
         connection.close()
@@ -184,7 +186,7 @@ class MemoryPlace:
 
     task: str
     step: int
-    sources: Mapping[str, Path | Remote]  # by file: this node's shelf, or another's
+    sources: Mapping[str, Path | Remote]  # by file: this node's store, or another's
     sizes: Mapping[str, int]
     opened: dict[str, RangeFile] = field(default_factory=dict)
 
@@ -198,14 +200,14 @@ class MemoryPlace:
         return PeerFile(source, f"/{self.task}/{self.step}/{name}", self.sizes[name])
 
 
-def open_kept(task: str, step: int, kept: Sequence[tuple[Path | Remote, Label]]) -> Checkpoint:
+def open_copies(task: str, step: int, copies: Sequence[tuple[Path | Remote, Label]]) -> Checkpoint:
     """A step's state in memory, to be read like a checkpoint; every byte read is checked against its hash."""
     try:
-        told = [_described(task, step, source, label) for source, label in kept]
+        told = [_described(task, step, source, label) for source, label in copies]
         index = indexes.parse(indexes.text_of(step, told, {}, (), None).encode())
     except Refused as refused:
         raise UserError(f"the state of step {step} in memory is not whole: {refused}.") from refused
-    sources = {f"{label['name']}.safetensors": source for source, label in kept}
+    sources = {f"{label['name']}.safetensors": source for source, label in copies}
     place = MemoryPlace(task=task, step=step, sources=sources, sizes=index.files)
     return Checkpoint(place, step_name(step), index, "mmap")
 
@@ -228,7 +230,7 @@ def _described(task: str, step: int, source: Path | Remote, label: Label) -> Par
 
 
 def bytes_read(checkpoint: Checkpoint) -> tuple[int, int]:
-    """So far: from this node's shelf, and from others'."""
+    """So far: from this node's store, and from others'."""
     files = checkpoint._files.values()
     elsewhere = sum(file.bytes_read for file in files if isinstance(file, PeerFile))
     return checkpoint.bytes_read - elsewhere, elsewhere

@@ -41,7 +41,7 @@ class Program:
             stagger=job.optimizer.stagger,
             tied=self._tied_stages(),
             checkpoint_every=job.checkpoint.interval if job.checkpoint else 0,
-            shelve_every=job.memory_interval,
+            copy_every=job.memory_interval,
         )
 
     def build(

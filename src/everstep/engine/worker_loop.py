@@ -64,14 +64,16 @@ _BESIDE = "beside"  # in a message's facts: those that the worker state does not
 class Ports:
     """What the loop needs of the world outside: who hears its reports, where states are kept, a clock.
 
-    `save` and `shelve` are given live tensors and copy them before they return; `load` gives None if the
+    `save` and `copy_to_memory` get live tensors and copy them before they return; `load` gives None if the
     state is gone.
     """
 
     report: Callable[[WorkerReport], None]
     save: Callable[[int, int, tuple[int, int], Mapping[str, Tensor], Groups], None]  # step, attempt, share
     load: Callable[[int, list[str], StateDirections], Mapping[str, Tensor] | None]
-    shelve: Callable[[int, int, bool, Mapping[str, Tensor], StateDirections], None] = lambda *copy: None
+    copy_to_memory: Callable[[int, int, bool, Mapping[str, Tensor], StateDirections], None] = lambda *copy: (
+        None
+    )
     clock_ns: Callable[[], int] = time.monotonic_ns
 
 
@@ -221,7 +223,9 @@ class WorkerLoop:
                 return self.ports.save(task.state_step, task.attempt, share, state, groups)
             case msg.StoreCopy():
                 directions, state = self.control.directions, self.updater.state(task.state_step)
-                return self.ports.shelve(task.state_step, task.attempt, task.leaving, state, directions)
+                return self.ports.copy_to_memory(
+                    task.state_step, task.attempt, task.leaving, state, directions
+                )
 
     def _compute(self, task: msg.Compute) -> None:
         op = task.op

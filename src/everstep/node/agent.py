@@ -234,7 +234,7 @@ class Agent:
             "boot": self.boot,
             "slots": self.settings.slots,
             "host": self.settings.host,
-            "shelf_port": self._door.port,
+            "memory_port": self._door.port,
         }
         await line.send_str(json.dumps({"hello": hello, "done": self.state.done}))
         welcome = await line.receive_json(timeout=10.0)

@@ -1,4 +1,4 @@
-"""This node's shelf: memory in which states outlive the workers, and its door for other nodes.
+"""This node's memory store: states in it outlive the workers, and a server gives other nodes access.
 
 Only the workers of a task that was opened here may read or write, by a token made of the task's secret; only
 its own files, by plain names; and no more than half of the memory that is free. The server runs in a thread
@@ -29,15 +29,15 @@ _BLOCK = 1 << 20
 
 
 def token_of(secret: str) -> str:
-    """What the workers of a task show at a shelf's door. Their secret itself is not told to agents' doors."""
-    return hmac.new(bytes.fromhex(secret), b"everstep shelf", hashlib.sha256).hexdigest()
+    """What the workers of a task show to a memory server. The secret itself is not sent."""
+    return hmac.new(bytes.fromhex(secret), b"everstep memory", hashlib.sha256).hexdigest()
 
 
 class MemoryStore:
     """A folder in RAM; removed with its owner."""
 
     def __init__(self) -> None:
-        self.folder, self._lock = memory.new_shelf()
+        self.folder, self._lock = memory.new_directory()
         self._tokens: dict[str, str] = {}
 
     def open_task(self, task: str, secret: str) -> None:
@@ -55,13 +55,13 @@ class MemoryStore:
 
 
 class MemoryServer:
-    """Serves a shelf to other nodes: PUT and range GET of /<task>/<step>/<part>."""
+    """Serves a memory store to other nodes: PUT and range GET of /<task>/<step>/<part>."""
 
-    def __init__(self, shelf: MemoryStore, host: str) -> None:
-        self.shelf, self.host, self.port = shelf, host, 0
+    def __init__(self, store: MemoryStore, host: str) -> None:
+        self.store, self.host, self.port = store, host, 0
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shelf", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="memory-server", daemon=True)
 
     def open(self) -> None:
         self._thread.start()
@@ -94,11 +94,11 @@ class MemoryServer:
         """The file that is asked for, once the asker has shown the task's token."""
         task, step, part = (request.match_info[name] for name in ("task", "step", "part"))
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not _TASK.fullmatch(task) or not self.shelf.knows(task, token):
+        if not _TASK.fullmatch(task) or not self.store.knows(task, token):
             raise web.HTTPForbidden(text="this token opens nothing here")
         if not _PART.fullmatch(part) or not re.fullmatch(r"\d{1,18}", step):
             raise web.HTTPBadRequest(text="this is no name of a part")
-        return self.shelf.folder / task / step_name(int(step)) / part
+        return self.store.folder / task / step_name(int(step)) / part
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         path = self._path(request)

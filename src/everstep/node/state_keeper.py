@@ -1,4 +1,4 @@
-"""Where a worker's states go and come from: the checkpoint folder on disk, and the shelves in memory.
+"""Where a worker's states go and come from: the checkpoint folder on disk, and copies in the memory of nodes.
 
 Training stands still for one copy of the state, nothing else: hashing, writing and sending happen behind its
 back, one state after the other, and two at most wait (see `checkpoint.saver`).
@@ -27,9 +27,9 @@ Say = Callable[[WorkerReport], None]
 
 
 class States:
-    def __init__(self, me: Sender, job: Job, *, node: str, shelf: Path, secret: str, say: Say) -> None:
+    def __init__(self, me: Sender, job: Job, *, node: str, memory_root: Path, secret: str, say: Say) -> None:
         self._task, self._me, self._incarnation = me
-        self._job, self._node, self._shelf = job, node, shelf
+        self._job, self._node, self._memory_root = job, node, memory_root
         self._token = token_of(secret)
         self._say = say
         self._saver = AsyncSaver()
@@ -51,7 +51,7 @@ class States:
             write=lambda step, tensors: self._write_to_disk(step, attempt, share, tensors, groups),
         )
 
-    def shelve(
+    def copy_to_memory(
         self,
         step: int,
         attempt: int,
@@ -59,13 +59,13 @@ class States:
         state: Mapping[str, Tensor],
         directions: StateDirections,
     ) -> None:
-        """A copy in memory: on this node's shelf, and on another's unless this worker leaves anyway."""
-        if leaving and not directions.leaves:
+        """A copy in memory: on this node, and on another unless this worker ends anyway."""
+        if leaving and not directions.copy_at_end:
             return
         self._saver.save(
             step,
             state,
-            write=lambda step, tensors: self._write_to_shelves(step, attempt, tensors, directions, leaving),
+            write=lambda step, tensors: self._write_copies(step, attempt, tensors, directions, leaving),
         )
 
     def finish(self) -> None:
@@ -95,26 +95,32 @@ class States:
         attempt: int,
         part: Any,
         *,
-        shelf: str | None = None,
+        memory_of: str | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> PartWritten:
         stage = self._me.stage
         return PartWritten(
-            task=self._task, step=step, stage=stage, attempt=attempt, part=part, shelf=shelf, share=share
+            task=self._task,
+            step=step,
+            stage=stage,
+            attempt=attempt,
+            part=part,
+            memory_of=memory_of,
+            share=share,
         )
 
-    def _write_to_shelves(
+    def _write_copies(
         self, step: int, attempt: int, tensors: dict[str, Tensor], directions: StateDirections, leaving: bool
     ) -> None:
         name = f"stage-{self._me.stage}-{self._me.replica}"
         try:
-            label = memory.put(self._shelf, self._task, step, name, tensors)
-            self._say(self._written(step, attempt, label, shelf=self._node))
-            if leaving or directions.shelf is None or directions.shelf.node == self._node:
+            label = memory.put(self._memory_root, self._task, step, name, tensors)
+            self._say(self._written(step, attempt, label, memory_of=self._node))
+            if leaving or directions.copy_to is None or directions.copy_to.node == self._node:
                 return
-            node, host, port = directions.shelf
-            memory.send(self._shelf, label, memory.Remote(host, port, self._token), self._task, step)
-            self._say(self._written(step, attempt, label, shelf=node))
+            node, host, port = directions.copy_to
+            memory.send(self._memory_root, label, memory.Remote(host, port, self._token), self._task, step)
+            self._say(self._written(step, attempt, label, memory_of=node))
         except OSError as error:
             print(f"the copy of step {step} in memory is not whole: {error}", file=sys.stderr)
 
@@ -125,14 +131,14 @@ class States:
     ) -> Mapping[str, Tensor] | None:
         """The tensors of these parameters; None: the state was in memory and is gone."""
         wanted = set(names)
-        kept = directions.kept
-        if not kept:
+        copies = directions.copies
+        if not copies:
             checkpoint = folder.open_step(self._root, f"step-{step:08d}")
             return checkpoint.read([name for name in checkpoint.tensors if _parameter(name) in wanted])
         began = time.monotonic()
         try:
-            sources = [(self._source(*shelf), part) for shelf, part in kept]
-            checkpoint = memory.open_kept(self._task, step, sources)
+            sources = [(self._source(*address), part) for address, part in copies]
+            checkpoint = memory.open_copies(self._task, step, sources)
             found = checkpoint.read([name for name in checkpoint.tensors if _parameter(name) in wanted])
         except (UserError, OSError) as error:
             print(f"the state of step {step} in memory cannot be read: {error}", file=sys.stderr)
@@ -152,7 +158,7 @@ class States:
         return found
 
     def _source(self, node: str, host: str, port: int) -> Path | memory.Remote:
-        return self._shelf if node == self._node else memory.Remote(host, port, self._token)
+        return self._memory_root if node == self._node else memory.Remote(host, port, self._token)
 
     @property
     def _root(self) -> str | Path:

@@ -102,13 +102,15 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
     courier = Courier.of(links, identity, device, inbox.put)
     beacon = None if spec["beacon"] is None else Beacon(Path(spec["beacon"]))
     states = States(
-        sender, job, node=spec["node"], shelf=Path(spec["shelf"]), secret=spec["token"], say=line.say
+        sender, job, node=spec["node"], memory_root=Path(spec["memory"]), secret=spec["token"], say=line.say
     )
     control = WorkerControl(sender, WorkerState(me, program.rules(), incarnation=sender.incarnation))
     loop = WorkerLoop(
         control,
         lambda: program.build(me.stage, device=device, empty=courier.empty),
-        ports=Ports(report=line.say, save=states.save, load=states.load, shelve=states.shelve),
+        ports=Ports(
+            report=line.say, save=states.save, load=states.load, copy_to_memory=states.copy_to_memory
+        ),
         courier=courier,
         inbox=inbox,
         beacon=beacon,

@@ -296,7 +296,7 @@ class WorkerProcesses:
             "job": here.job.to_dict(),
             "node": self.node,
             "slot": self.machine.processes[sender].order.slot,
-            "shelf": str(self.memory.folder),
+            "memory": str(self.memory.folder),
         }
 
     def _knows(self, sender: Sender, pid: int) -> bool:

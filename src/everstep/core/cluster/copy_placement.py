@@ -1,9 +1,9 @@
 """Whose memory keeps whose state: the tier between a live replica and the disk.
 
-A shelf is memory of a node that outlives the workers on it. Every few steps one worker of each stage puts a
-copy of its state on the shelf of a node that has no worker of that stage, so that one node's loss never takes
-a stage's last replica and its copy together (GEMINI's placement, for pipelines). When a shape ends, its
-workers leave their states on the shelves of their own nodes, and the workers of the next shape take what they
+Each node has a memory store that outlives the workers on it. Every few steps one worker of each stage puts a
+copy of its state into the store of a node that has no worker of that stage, so that one node's loss never
+takes a stage's last replica and its copy together (GEMINI's placement, for pipelines). When a shape ends, its
+workers leave their states in the stores of their own nodes, and the workers of the next shape take what they
 need from there, each byte from the nearest copy.
 """
 
@@ -21,7 +21,7 @@ from everstep.core.words.ops import Worker
 MOST_KEPT = 3  # states of a task, where none of them is on two nodes
 
 
-def shelf_for(nodes: Mapping[str, Node], task: Task, worker: Worker) -> MemoryAddress:
+def memory_for(nodes: Mapping[str, Node], task: Task, worker: Worker) -> MemoryAddress:
     """Where this worker's copies go: the next node in the ring, one without its stage if there is one."""
     own = task.seats[worker].node
     ring = sorted(nodes)
@@ -29,14 +29,14 @@ def shelf_for(nodes: Mapping[str, Node], task: Task, worker: Worker) -> MemoryAd
     others = [
         nodes[name]
         for name in ring[here + 1 :] + ring[:here]
-        if nodes[name].state is NodeState.UP and nodes[name].shelf_port
+        if nodes[name].state is NodeState.UP and nodes[name].memory_port
     ]
     with_stage = {seat.node for w, seat in task.seats.items() if w.stage == worker.stage}
     apart = [node for node in others if node.name not in with_stage]
-    return (apart or others or [nodes[own]])[0].shelf
+    return (apart or others or [nodes[own]])[0].memory
 
 
-def leaves(task: Task, worker: Worker) -> bool:
+def copies_at_end(task: Task, worker: Worker) -> bool:
     """One worker of a stage on each node leaves its state behind."""
     node = task.seats[worker].node
     return worker == min(w for w, seat in task.seats.items() if w.stage == worker.stage and seat.node == node)
@@ -51,7 +51,7 @@ def whole_steps(task: Task) -> list[int]:
 
 def needed_from(nodes: Mapping[str, Node], task: Task) -> int:
     """States older than this are not needed: a newer one survives any node's loss, or there are enough."""
-    doors = sum(node.shelf_port > 0 and node.state is NodeState.UP for node in nodes.values())
+    doors = sum(node.memory_port > 0 and node.state is NodeState.UP for node in nodes.values())
     whole = whole_steps(task)
     safe = [
         step
@@ -69,5 +69,5 @@ def copies_for(
     for stage in range(kept.stages):
         holders = sorted(kept.copies[stage])
         node = own if own in holders else holders[(worker.replica + worker.stage) % len(holders)]
-        chosen.append((nodes[node].shelf, kept.copies[stage][node]))
+        chosen.append((nodes[node].memory, kept.copies[stage][node]))
     return tuple(chosen)

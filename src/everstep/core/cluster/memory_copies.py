@@ -20,7 +20,7 @@ KEPT_MOVES = 8  # of a task, for the planner and for the page
 
 
 class MemoryCopies:
-    """Changes `task.copies`, and `node.shelving`."""
+    """Changes `task.copies`, and `node.memory_open`."""
 
     def __init__(self, *, roster: Roster, orders: Orders) -> None:
         self._roster, self._orders = roster, orders
@@ -71,7 +71,7 @@ class MemoryCopies:
     def node_back(self, node: Node, now: Moment) -> Actions:
         """A node that was given up is back: what it kept is on no list any more."""
         actions: Actions = []
-        for name in sorted(node.opened | node.shelving):
+        for name in sorted(node.opened | node.memory_open):
             if name in self._roster.tasks:
                 order = msg.DropCopies(task=name, before=self._roster.tasks[name].steps + 1)
                 actions += self._orders.send(node.name, order, "its copies were given up with the node", now)
@@ -86,9 +86,9 @@ class MemoryCopies:
         own = task.seats[worker].node
         order = replace(
             order,
-            shelf=placement.shelf_for(nodes, task, worker),
-            leaves=placement.leaves(task, worker),
-            kept=() if kept is None else placement.copies_for(nodes, kept, worker, own),
+            copy_to=placement.memory_for(nodes, task, worker),
+            copy_at_end=placement.copies_at_end(task, worker),
+            copies=() if kept is None else placement.copies_for(nodes, kept, worker, own),
         )
         return self._open_memory(task, worker, now) + self._orders.send(own, order, because, now)
 
@@ -103,11 +103,11 @@ class MemoryCopies:
 
     def _open_memory(self, task: Task, worker: Worker, now: Moment) -> Actions:
         """The node that keeps this worker's copies must know the task."""
-        keeper = self._roster.nodes[placement.shelf_for(self._roster.nodes, task, worker).node]
+        keeper = self._roster.nodes[placement.memory_for(self._roster.nodes, task, worker).node]
         own = task.seats[worker].node
-        if keeper.name == own or task.name in keeper.shelving | keeper.opened:
+        if keeper.name == own or task.name in keeper.memory_open | keeper.opened:
             return []
-        keeper.shelving.add(task.name)
+        keeper.memory_open.add(task.name)
         order = msg.OpenMemory(task=task.name, secret=task.request.secret)
         because = f"{keeper.name} keeps copies of {task.name}'s state"
         return self._orders.send(keeper.name, order, because, now)

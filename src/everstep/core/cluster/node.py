@@ -27,9 +27,9 @@ class Node:
     sent: int = 0  # the last order to this boot
     pending: list[Dispatch] = field(default_factory=list)  # orders it may not have carried out
     opened: set[str] = field(default_factory=set)  # tasks it knows of
-    shelving: set[str] = field(default_factory=set)  # tasks whose copies it may keep
+    memory_open: set[str] = field(default_factory=set)  # tasks whose copies it may keep
     isolations: list[float] = field(default_factory=list)
-    shelf_port: int = 0
+    memory_port: int = 0
 
     @property
     def state(self) -> NodeState:
@@ -57,8 +57,8 @@ class Node:
         return self.liveness in (NodeLiveness.HEARD, NodeLiveness.SILENT)
 
     @property
-    def shelf(self) -> MemoryAddress:
-        return MemoryAddress(self.name, self.host, self.shelf_port)
+    def memory(self) -> MemoryAddress:
+        return MemoryAddress(self.name, self.host, self.memory_port)
 
     def set_admin(self, new: NodeAdmin, because: str, now: float) -> None:
         self.admin = move(ADMIN, self.admin, new, f"node {self.name}")

@@ -50,9 +50,9 @@ class Nodes:
             if node.reachable:
                 actions += self._lost(node, NodeLiveness.GONE, "its agent was started anew", now)
             node.boot, node.slots, node.host = event.boot, event.slots, event.host
-            node.shelf_port = event.shelf_port
+            node.memory_port = event.memory_port
             node.heard, node.sent, node.pending = 0, 0, []
-            node.opened, node.shelving = set(), set()
+            node.opened, node.memory_open = set(), set()
         if node is None:
             node = self._roster.nodes[event.node] = Node(
                 name=event.node,
@@ -61,7 +61,7 @@ class Nodes:
                 host=event.host,
                 admin_since=now.at,
                 liveness_since=now.at,
-                shelf_port=event.shelf_port,
+                memory_port=event.memory_port,
             )
         given_up = node.liveness is NodeLiveness.GONE
         if node.liveness is not NodeLiveness.HEARD:

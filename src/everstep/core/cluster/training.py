@@ -92,8 +92,8 @@ class Training:
 
     def part_written(self, task: Task, event: msg.PartWritten, now: Moment) -> Actions:
         """A part of a state is on disk, or a copy of it in a node's memory."""
-        if event.shelf is not None:
-            return self.count_copies(task, now) if self._copies.add(task, event, event.shelf) else []
+        if event.memory_of is not None:
+            return self.count_copies(task, now) if self._copies.add(task, event, event.memory_of) else []
         return [] if task.recovery is None else self._checkpoints.part_written(task, event, now)
 
     def count_copies(self, task: Task, now: Moment) -> Actions:

@@ -1,31 +1,113 @@
-"""The words between the coordinator and the world: what happens to nodes and tasks, what nodes are told.
+"""The messages of the coordinator: what happens to nodes and tasks, and what it decides.
 
-    person ──► TaskSubmitted, CancelRequested, DrainRequested …  ┐
-    agent  ──► FromNode(number, what its workers did)            ├──► Coordinator ──► Dispatch(number, order)
-    clock  ──► NodeFellSilent, TimePassed                        ┘              └──► Think, Record, TaskEnded
+    operator ──► TaskSubmitted, CancelRequested, DrainRequested …  ┐
+    agent    ──► FromNode(number, report)                          ├─► Coordinator ─► Dispatch(number, order)
+    clock    ──► NodeFellSilent, TimePassed                        ┘              └─► Think, TaskEnded …
 
 Both directions between a node and the coordinator are numbered, from 1 for each life of the agent (`boot`).
-Whoever hears a number again ignores it, and whoever comes back says up to where it has heard: so a crash or a
-cut between journal and wire neither loses nor doubles anything.
+A number that was received before is ignored, and after a reconnection each side says up to which number it
+has received: so a crash or a cut between journal and wire neither loses nor doubles anything. Reports of
+agents are in `node_reports`, orders to them in `node_orders`; both are exported here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from everstep.core.words.actions import (
-    ComputePlan,
-    CopyState,
-    InterruptWorkers,
-    RecordStep,
-    ResumeStep,
-    StopFeeding,
-)
+from everstep.core.words.actions import ComputePlan, RecordStep
 from everstep.core.words.events import Event
+from everstep.core.words.node_orders import (
+    CloseTask,
+    CommitCheckpoint,
+    DropCopies,
+    FindCheckpoint,
+    KeepOnly,
+    KillProcess,
+    MemoryAddress,
+    NotifyWorker,
+    OpenMemory,
+    OpenTask,
+    Order,
+    StartProcess,
+)
+from everstep.core.words.node_reports import (
+    CheckpointFound,
+    CheckpointUnusable,
+    KernelSpoke,
+    LinkMended,
+    NodeReport,
+    OpOverdue,
+    PartWritten,
+    Sender,
+    SlowLinkEnded,
+    SlowLinkFound,
+    StateFetched,
+    TaskEvent,
+    TimesReported,
+    WorkerMoved,
+)
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
+
+__all__ = [
+    "AssignmentChosen",
+    "CancelRequested",
+    "CheckpointFound",
+    "CheckpointUnusable",
+    "ChooseAssignment",
+    "CloseTask",
+    "ClusterAction",
+    "ClusterEvent",
+    "CommitCheckpoint",
+    "Dispatch",
+    "DrainRequested",
+    "DropCopies",
+    "FindCheckpoint",
+    "FromNode",
+    "IncidentClosed",
+    "KeepOnly",
+    "KernelSpoke",
+    "KillProcess",
+    "LinkMended",
+    "MemoryAddress",
+    "NodeChanged",
+    "NodeFellSilent",
+    "NodeJoined",
+    "NodeLeft",
+    "NodeReport",
+    "NotifyWorker",
+    "OpOverdue",
+    "OpenMemory",
+    "OpenTask",
+    "Order",
+    "PartWritten",
+    "Patience",
+    "PauseRequested",
+    "PlanAnswered",
+    "PolicySet",
+    "ReadmitRequested",
+    "RecordRow",
+    "ReshapeRequested",
+    "ResizeRequested",
+    "Sender",
+    "SlowLinkEnded",
+    "SlowLinkFound",
+    "SlownessEnded",
+    "SlownessFound",
+    "StartProcess",
+    "StateFetched",
+    "TaskEnded",
+    "TaskEvent",
+    "TaskReshaped",
+    "TaskSubmitted",
+    "Think",
+    "TimePassed",
+    "TimesReported",
+    "UnpauseRequested",
+    "WorkerMoved",
+]
 
 # ------------------------------------------------------------------ how patient to be
 
@@ -47,166 +129,6 @@ class Patience:
     awaited_silence_s: float = 10.0  # one that owes a ledger; an agent may be looking for us
     rejoin_after_steps: int = 0
     checkpoint_retries: int = 6  # of reading a task's checkpoints, with back-off; then the task fails
-
-
-# ------------------------------------------------------------------ what a node reports
-
-
-class Sender(NamedTuple):
-    """The process a report comes from; see `core.cluster.fences`."""
-
-    task: str
-    worker: Worker
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskEvent:
-    """Something happened to a task's worker, or its recovery has an answer."""
-
-    task: str
-    event: Event
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFound:
-    """The newest whole checkpoint of a task, 0 if there is none."""
-
-    task: str
-    step: int
-    refused: tuple[str, ...] = ()
-    search: int = 1  # the number of the search
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointUnusable:
-    """A task's checkpoints give no step to start from. `passing`: it may be otherwise later."""
-
-    task: str
-    because: str
-    passing: bool
-    search: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartWritten:
-    """One stage's part of a checkpoint lies in the folder, or on the shelf of a node: in its memory.
-
-    `part` is for the one who commits or loads it.
-    """
-
-    task: str
-    step: int
-    stage: int
-    attempt: int  # at this step
-    part: Any
-    shelf: str | None = None  # the node
-    share: tuple[int, int] = (0, 1)  # which of how many parts of the stage this is
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateFetched:
-    """A worker has loaded its state from memory: how much of it was on its own node, how much elsewhere."""
-
-    task: str
-    worker: Worker
-    step: int
-    bytes_here: int
-    bytes_elsewhere: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpOverdue:
-    """A worker's op takes longer than it should, as its agent sees it; see `core.faults.detector`."""
-
-    task: str
-    worker: Worker
-    incarnation: int
-    doing: str
-    busy: bool
-    stopped: bool  # the kernel says so
-    elapsed_s: float
-    expected_s: float
-    step: int
-    active_s: float = 0.0  # of that time its threads ran, or waited for a CPU
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerMoved:
-    """A worker that was overdue has gone on: it was slow, not hung."""
-
-    task: str
-    worker: Worker
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkMended:
-    """A connection between two live workers broke and was opened again."""
-
-    task: str
-    worker: Worker
-    peer: Worker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimesReported:
-    """How long ops take on a worker, in seconds by kind. For the scheduler, and for who looks for slowness.
-
-    `times` are smoothed; `ops` are those since the last telling: how many, and their own seconds together.
-    """
-
-    task: str
-    worker: Worker
-    times: Mapping[str, float]
-    incarnation: int = 0
-    step: int = 0
-    ops: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    seconds: float = 0.0  # since the last telling
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlowLinkFound:
-    """Messages between these two take longer than elsewhere, or than before, as their rings say."""
-
-    task: str
-    worker: Worker
-    peer: Worker
-    because: str
-    evidence: tuple[str, ...] = ()
-    ruled_out: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlowLinkEnded:
-    task: str
-    worker: Worker
-    peer: Worker
-    because: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelSpoke:
-    """A line of the kernel's log that names a device's fault."""
-
-    text: str
-
-
-NodeReport = (
-    TaskEvent
-    | SlowLinkFound
-    | SlowLinkEnded
-    | CheckpointFound
-    | CheckpointUnusable
-    | PartWritten
-    | StateFetched
-    | OpOverdue
-    | WorkerMoved
-    | LinkMended
-    | TimesReported
-    | KernelSpoke
-)
 
 
 # ------------------------------------------------------------------ what happens to the cluster
@@ -231,7 +153,7 @@ class NodeJoined:
     boot: str
     slots: int
     host: str
-    shelf_port: int = 0  # where other nodes reach its shelf; 0: nowhere
+    memory_port: int = 0  # where other nodes reach its memory store; 0: nowhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,119 +302,6 @@ ClusterEvent = (
     | SlownessEnded
     | PolicySet
     | TimePassed
-)
-
-
-# ------------------------------------------------------------------ what a node is told
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenTask:
-    """Workers of this task will come to this node: what they need to know."""
-
-    task: str
-    job: Any
-    secret: str
-    script: tuple[str, ...] = ()
-    faults: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartProcess:
-    task: str
-    worker: Worker
-    incarnation: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillProcess:
-    task: str
-    worker: Worker
-    incarnation: int
-
-
-class MemoryAddress(NamedTuple):
-    """The memory of a node, as other nodes reach it."""
-
-    node: str
-    host: str
-    port: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotifyWorker:
-    """Pass this on to a worker. `book`: where every worker of the task can be reached. `shelf`: where it
-    puts copies of its state; `leaves`: whether it leaves one behind when its shape ends, for a peer on its
-    node may do so; `kept`: the state it is to restore, where that is in memory.
-    """
-
-    task: str
-    worker: Worker
-    words: InterruptWorkers | ResumeStep | CopyState | StopFeeding
-    book: tuple[tuple[Worker, str, int], ...] = ()
-    shelf: MemoryAddress | None = None
-    leaves: bool = True
-    kept: tuple[tuple[MemoryAddress, Any], ...] = ()  # shelf, part
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenMemory:
-    """Workers of this task, on other nodes, will put copies of their states here."""
-
-    task: str
-    secret: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropCopies:
-    """States of this task older than this step are not needed any more."""
-
-    task: str
-    before: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseTask:
-    """End this task's workers: `gently` lets them finish the update and the checkpoint in hand."""
-
-    task: str
-    gently: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepOnly:
-    """End every worker that is not one of these: they were given up while this node was away."""
-
-    keep: tuple[tuple[str, Worker, int], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FindCheckpoint:
-    task: str
-    job: Any
-    known: int = 0  # a step that was committed: the newest cannot be older
-    search: int = 1  # to be said again in the answer: an answer to an earlier search does not count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitCheckpoint:
-    task: str
-    step: int
-    parts: tuple[Any, ...]
-
-
-Order = (
-    OpenTask
-    | StartProcess
-    | KillProcess
-    | NotifyWorker
-    | OpenMemory
-    | DropCopies
-    | CloseTask
-    | KeepOnly
-    | FindCheckpoint
-    | CommitCheckpoint
 )
 
 

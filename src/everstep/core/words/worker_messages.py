@@ -115,7 +115,9 @@ class Resume:
     rewind: int | None = None  # undo this step's eager update, and decide it anew
     shares: tuple[tuple[int, int, float], ...] = ()  # step, stage, its part of the norm: who knew may be dead
     restore: int | None = None  # load the state kept of this step (0: the initial state)
-    until: int | None = None  # the last step of this shape: after it the state is shelved, and that is all
+    until: int | None = (
+        None  # the last step of this shape: after it the state is copied to memory, and that is all
+    )
 
     def attempt(self, step: int) -> int:
         if len(self.attempts) == 1:

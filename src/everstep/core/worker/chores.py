@@ -35,7 +35,7 @@ def _store(before: StepState, mail: Mailbox, rules: TaskRules) -> WorkItem | Non
     worker after the last step of a shape.
     """
     leaving = before.step == mail.order.until
-    every = rules.shelve_every
+    every = rules.copy_every
     due = leaving or (every and before.step % every == 0 and mail.is_first_peer(before.step))
     if not due or before.is_stored:
         return None

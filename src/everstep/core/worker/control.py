@@ -55,9 +55,9 @@ class KeepLinks:
 class StateDirections:
     """What orders say about states: where copies go, whether one is left behind, where to load from."""
 
-    shelf: MemoryAddress | None = None
-    leaves: bool = True
-    kept: tuple[tuple[MemoryAddress, Any], ...] = ()  # shelf, part; empty: the state is on disk
+    copy_to: MemoryAddress | None = None
+    copy_at_end: bool = True
+    copies: tuple[tuple[MemoryAddress, Any], ...] = ()  # whose memory, part; empty: the state is on disk
 
 
 WorkerAction = SendReport | KeepLinks
@@ -118,8 +118,8 @@ class WorkerControl:
             return []
         self.book = {worker: (host, port) for worker, host, port in order.book}
         # Where to load from changes with an order to load only: an interrupt may have come before the load.
-        kept = self.directions.kept if resume.restore is None else order.kept
-        self.directions = StateDirections(shelf=order.shelf, leaves=order.leaves, kept=kept)
+        copies = self.directions.copies if resume.restore is None else order.copies
+        self.directions = StateDirections(copy_to=order.copy_to, copy_at_end=order.copy_at_end, copies=copies)
         addresses = frozenset(self.book.values())
         self.mending.keep(addresses)
         self.state.resume(resume)

@@ -17,7 +17,7 @@ class TaskRules:
     eager_below: float = 0.5  # auto: step eagerly while the last norm is below this share of the clip
     tied: tuple[int, int] | None = None  # the two stages that hold one tied tensor, lower first
     checkpoint_every: int = 0
-    shelve_every: int = 0  # steps between two copies of the state in memory that outlives the worker
+    copy_every: int = 0  # steps between two copies of the state in memory that outlives the worker
 
     @property
     def total_microbatches(self) -> int:

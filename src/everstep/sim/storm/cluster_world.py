@@ -457,13 +457,13 @@ class ClusterWorld(World):
     def _shelved(self, body: VirtualWorker, task: StoreCopy, state: VirtualState) -> None:
         body.shelving -= 1
         told = body.directions.get(body.walker.epoch)
-        if not body.alive or told is None or (task.leaving and not told.leaves):
+        if not body.alive or told is None or (task.leaving and not told.copy_at_end):
             return
         own = self.agents[body.node].name
         self._keep(body, own, task, state)
-        if told.shelf is not None and told.shelf.node != own and not task.leaving:
+        if told.copy_to is not None and told.copy_to.node != own and not task.leaving:
             delay = self.weather.spread(self.spec.weather.hop_us * 4)
-            self.agenda.after(delay, self._keep, body, told.shelf.node, task, state)
+            self.agenda.after(delay, self._keep, body, told.copy_to.node, task, state)
 
     def _keep(self, body: VirtualWorker, node: str, task: StoreCopy, state: VirtualState) -> None:
         step = task.state_step
@@ -471,7 +471,7 @@ class ClusterWorld(World):
             self.shelf.put(node, step, body.me.stage, state)
             stage = body.me.stage
             part = msg.PartWritten(
-                task=TASK, step=step, stage=stage, attempt=task.attempt, part=stage, shelf=node
+                task=TASK, step=step, stage=stage, attempt=task.attempt, part=stage, memory_of=node
             )
             self._tell(self.agents[body.node], part, (body.me, body.incarnation))
 
@@ -567,7 +567,7 @@ class ClusterWorld(World):
 
 def agent_joined(agent: VirtualAgent) -> Any:
     return msg.NodeJoined(
-        node=agent.name, boot=agent.boot_name, slots=agent.slots, host=agent.name, shelf_port=1
+        node=agent.name, boot=agent.boot_name, slots=agent.slots, host=agent.name, memory_port=1
     )
 
 

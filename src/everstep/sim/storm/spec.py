@@ -66,7 +66,7 @@ class Spec:
             f"weather op {w.op_us} us, hop {w.hop_us}, order {w.order_us}, plan {w.plan_us}, "
             f"sync {w.sync_us}, start {w.start_us}, exit {w.exit_us}, silence {w.silence_us}, "
             f"save {w.save_us}",
-            *([f"states in memory every {r.shelve_every} steps"] if r.shelve_every else []),
+            *([f"states in memory every {r.copy_every} steps"] if r.copy_every else []),
             *(f"another shape at {at_us / 1e3:g} ms" for at_us in self.moves),
             *(f"fault {i}: {fault}" for i, fault in enumerate(self.faults)),
         ]
@@ -100,7 +100,7 @@ def draw_spec(seed: int) -> Spec:
 def with_moves(spec: Spec) -> Spec:
     """The same storm for a task that keeps states in memory and is asked for other shapes."""
     draw = Draw(spec.seed, "moves")
-    rules = replace(spec.rules, shelve_every=draw.choice((0, 1, 1, 2)))
+    rules = replace(spec.rules, copy_every=draw.choice((0, 1, 1, 2)))
     duration = run_time_us(spec)
     return replace(spec, rules=rules, moves=tuple(draw.below(duration) for _ in range(draw.between(1, 3))))
 

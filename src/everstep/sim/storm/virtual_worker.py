@@ -139,9 +139,9 @@ class VirtualWorker:
 
     def _restore(self, task: msg.Restore) -> bool:
         told = self.directions.get(self.walker.epoch)
-        if told is not None and told.kept:
+        if told is not None and told.copies:
             assert self.shelf is not None
-            shelf = told.kept[self.me.stage][0]
+            shelf = told.copies[self.me.stage][0]
             state = self.shelf.get(shelf.node, task.state_step, self.me.stage)
             if state is None:
                 return False

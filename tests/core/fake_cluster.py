@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.copy_placement import shelf_for
+from everstep.core.cluster.copy_placement import memory_for
 from everstep.core.words import actions as act
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
@@ -31,16 +31,16 @@ class Actor:
     joining: bool = True
 
 
-class Drama:
+class FakeCluster:
     def __init__(
         self,
         *,
         nodes: dict[str, int] | None = None,
         patience: msg.Patience | None = None,
         planned: bool = False,
-        shelf_port: int = 0,
+        memory_port: int = 0,
     ) -> None:
-        self.shelf_port = shelf_port
+        self.memory_port = memory_port
         self.coordinator = Coordinator(patience=patience, planned=planned)
         self.now = 0.001
         self.transcript: list[str] = []
@@ -68,7 +68,7 @@ class Drama:
     def join(self, node: str, slots: int = 2, boot: str = "1") -> None:
         self.cut.discard(node)
         self.numbers[node] = 0 if boot != "1" else self.numbers.get(node, 0)
-        self.hear(msg.NodeJoined(node=node, boot=boot, slots=slots, host=node, shelf_port=self.shelf_port))
+        self.hear(msg.NodeJoined(node=node, boot=boot, slots=slots, host=node, memory_port=self.memory_port))
 
     def submit(self, name: str = "t", shape: Shape | None = None, steps: int = 9, **more: Any) -> None:
         shape = shape or Shape(2, 2, 2)
@@ -100,16 +100,16 @@ class Drama:
             if of == name and not actor.joining:
                 actor.step = step + 1
 
-    def shelve(self, step: int, *, away: bool = True, name: str = "t") -> None:
+    def copy_to_memory(self, step: int, *, away: bool = True, name: str = "t") -> None:
         """The first worker of every stage keeps its state on its node, and on another one if `away`."""
         task = self.coordinator.tasks[name]
         for stage in range(task.shape.stages):
             worker = min(w for w in task.seats if w.stage == stage)
-            for node in (task.seats[worker].node, shelf_for(self.coordinator.nodes, task, worker).node):
+            for node in (task.seats[worker].node, memory_for(self.coordinator.nodes, task, worker).node):
                 part = {"file": f"{worker}", "on": node}
                 attempt = task.recovery.attempt_of(step) if task.recovery is not None else 0
                 told = msg.PartWritten(
-                    task=name, step=step, stage=stage, attempt=attempt, part=part, shelf=node
+                    task=name, step=step, stage=stage, attempt=attempt, part=part, memory_of=node
                 )
                 self.report(name, worker, told)
                 if not away:

@@ -1,4 +1,4 @@
-"""A node's shelf: parts go over real sockets, and only the task's own workers get in."""
+"""A node's memory store: parts go over real sockets, and only the task's own workers get in."""
 
 import http.client
 import subprocess
@@ -18,13 +18,13 @@ SECRET = "ab" * 32
 
 @pytest.fixture
 def door() -> Iterator[MemoryServer]:
-    shelf = MemoryStore()
-    shelf.open_task("t", SECRET)
-    opened = MemoryServer(shelf, "127.0.0.1")
+    store = MemoryStore()
+    store.open_task("t", SECRET)
+    opened = MemoryServer(store, "127.0.0.1")
     opened.open()
     yield opened
     opened.close()
-    shelf.close()
+    store.close()
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ def ask(door: MemoryServer, method: str, path: str, token: str = token_of(SECRET
     return status
 
 
-def test_a_state_of_two_stages_is_read_from_this_shelf_and_from_another(
+def test_a_state_of_two_stages_is_read_from_this_node_and_from_another(
     door: MemoryServer, here: Path
 ) -> None:
     first = memory.put(here, "t", 8, "stage-0-0", state(0))
     second = memory.put(here, "t", 8, "stage-1-0", state(1))
     memory.send(here, second, remote(door), "t", 8)
     (memory.folder_of(here, "t", 8) / "stage-1-0.safetensors").unlink()
-    kept = memory.open_kept("t", 8, [(here, first), (remote(door), second)])
+    kept = memory.open_copies("t", 8, [(here, first), (remote(door), second)])
     wanted = {**state(0), **state(1)}
     assert {name: t.tolist() for name, t in kept.read().items()} == {n: t.tolist() for n, t in wanted.items()}
     assert memory.bytes_read(kept) == (2 * 300 * 70 * 4, 2 * 300 * 70 * 4)
@@ -68,21 +68,21 @@ def test_a_state_that_is_gone_or_damaged_is_refused(door: MemoryServer, here: Pa
     part = memory.put(here, "t", 8, "stage-0-0", state(0))
     path = memory.folder_of(here, "t", 8) / "stage-0-0.safetensors"
     memory.send(here, part, remote(door), "t", 8)
-    kept = memory.open_kept("t", 8, [(remote(door), part)])
-    door.shelf.drop("t", 9)
+    kept = memory.open_copies("t", 8, [(remote(door), part)])
+    door.store.drop("t", 9)
     with pytest.raises(UserError, match="cannot be read"):
         kept.read()
     with pytest.raises(UserError, match=r"stage-0-0\.json cannot be read"):
-        memory.open_kept("t", 8, [(remote(door), part)])
+        memory.open_copies("t", 8, [(remote(door), part)])
     with pytest.raises(UserError, match="is not what was written"):
-        memory.open_kept("t", 8, [(here, part | {"xxh3": "0" * 16})])
+        memory.open_copies("t", 8, [(here, part | {"xxh3": "0" * 16})])
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(UserError, match="fails its checksum"):
-        memory.open_kept("t", 8, [(here, part)]).read()
+        memory.open_copies("t", 8, [(here, part)]).read()
     with pytest.raises(UserError, match="not whole"):
-        memory.open_kept("t", 8, [(here, part), (here, part)])
+        memory.open_copies("t", 8, [(here, part), (here, part)])
 
 
 def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_is_not(door: MemoryServer) -> None:
@@ -95,7 +95,7 @@ def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_is_not(door: 
     assert left.is_dir()
     MemoryStore().close()
     assert not left.exists()
-    assert door.shelf.folder.is_dir()
+    assert door.store.folder.is_dir()
 
 
 def test_older_states_make_room(door: MemoryServer, here: Path) -> None:
@@ -129,4 +129,4 @@ def test_more_than_the_memory_that_is_free_is_refused_before_it_is_sent(door: Me
     path = "/t/8/stage-0-0.safetensors"
     assert ask(door, "PUT", path, headers={"Content-Length": str(1 << 60)}) == 413
     assert ask(door, "PUT", path, body=iter([b"no", b"length"]), encode_chunked=True) == 413
-    assert not list(door.shelf.folder.rglob("*.safetensors"))
+    assert not list(door.store.folder.rglob("*.safetensors"))

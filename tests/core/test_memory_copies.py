@@ -1,0 +1,225 @@
+"""States in nodes' memory: where copies go, which are dropped, and how a task takes another shape by them."""
+
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.copy_placement import copies_at_end, copies_for, memory_for
+from everstep.core.cluster.snapshot import digest, freeze, thaw
+from everstep.core.cluster.task import TaskState
+from everstep.core.words import actions as act
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
+from everstep.plan.ask import AGREE_S, PACE, TRANSITION_S, transition_s
+from tests.core.fake_cluster import FakeCluster
+
+
+def told(cluster: FakeCluster, kind: type) -> list:
+    return [a.order for a in cluster.actions if isinstance(a, msg.Dispatch) and isinstance(a.order, kind)]
+
+
+def resumes(cluster: FakeCluster) -> list[msg.NotifyWorker]:
+    return [order for order in told(cluster, msg.NotifyWorker) if isinstance(order.words, act.ResumeStep)]
+
+
+def four_nodes(**more: object) -> FakeCluster:
+    cluster = FakeCluster(nodes=dict.fromkeys("abcd", 1), memory_port=7, **more)
+    cluster.submit()
+    return cluster
+
+
+def test_a_copy_goes_to_a_node_without_a_worker_of_its_stage() -> None:
+    cluster = four_nodes()
+    task = cluster.coordinator.tasks["t"]
+    for worker in task.seats:
+        node = memory_for(cluster.coordinator.nodes, task, worker).node
+        assert all(w.stage != worker.stage for w, seat in task.seats.items() if seat.node == node)
+
+
+def test_alone_on_a_node_without_a_door_a_copy_stays_where_it_is() -> None:
+    cluster = FakeCluster(nodes={"a": 4})
+    cluster.submit()
+    task = cluster.coordinator.tasks["t"]
+    assert {memory_for(cluster.coordinator.nodes, task, w).node for w in task.seats} == {"a"}
+    assert [w for w in task.seats if copies_at_end(task, w)] == [
+        Worker(0, 0),
+        Worker(0, 1),
+    ]  # one a stage and node
+
+
+def test_a_state_counts_when_every_stage_has_a_copy_and_its_step_is_on_record() -> None:
+    cluster = four_nodes()
+    task = cluster.coordinator.tasks["t"]
+    cluster.copy_to_memory(1)
+    assert task.copies.newest is None
+    cluster.seal()
+    assert task.copies.newest == 1
+    assert task.recovery is not None
+    assert task.recovery.kept == 1
+
+
+def test_an_older_state_is_dropped_only_when_a_newer_one_is_on_two_nodes() -> None:
+    cluster = four_nodes()
+    task = cluster.coordinator.tasks["t"]
+    cluster.copy_to_memory(1)
+    cluster.seal()
+    cluster.copy_to_memory(2, away=False)
+    cluster.seal()
+    assert sorted(task.copies.states) == [1, 2]
+    cluster.copy_to_memory(2)
+    assert sorted(task.copies.states) == [2]
+    assert {order.before for order in told(cluster, msg.DropCopies)} == {2}
+
+
+def test_states_on_one_node_only_do_not_pile_up() -> None:
+    cluster = four_nodes()
+    for step in range(1, 8):
+        cluster.copy_to_memory(step, away=False)
+        cluster.seal()
+    assert sorted(cluster.coordinator.tasks["t"].copies.states) == [5, 6, 7]
+
+
+def test_a_lost_stage_comes_back_from_memory_and_says_so() -> None:
+    cluster = FakeCluster(nodes=dict.fromkeys("abc", 1), memory_port=7)
+    cluster.submit(shape=Shape(1, 2, 2))
+    for step in (1, 2):
+        cluster.copy_to_memory(step)
+        cluster.seal()
+    cluster.exits(Worker(0, 1), "killed by SIGKILL")
+    last = resumes(cluster)[-2:]
+    assert {order.words.order.restore for order in last} == {2}
+    assert all(len(order.copies) == 2 for order in last)  # a copy of each stage
+    assert cluster.coordinator.log.incidents[-1].restored_where == "the memory of nodes"
+
+
+def test_with_the_node_that_kept_it_the_state_is_gone_and_the_disk_is_next() -> None:
+    cluster = FakeCluster(nodes=dict.fromkeys("ab", 1), memory_port=7)
+    cluster.submit(shape=Shape(1, 2, 2), has_checkpoints=True)
+    cluster.seal()
+    cluster.copy_to_memory(1, away=False)
+    task = cluster.coordinator.tasks["t"]
+    assert task.copies.newest == 1
+    cluster.join("c", 1)
+    cluster.hear(msg.NodeLeft(node=task.seats[Worker(0, 1)].node))
+    assert task.copies.newest is None
+    assert resumes(cluster)[-1].words.order.restore == 0
+    assert resumes(cluster)[-1].copies == ()
+
+
+def test_a_state_that_cannot_be_read_is_not_asked_for_again() -> None:
+    cluster = FakeCluster(nodes=dict.fromkeys("abc", 1), memory_port=7)
+    cluster.submit(shape=Shape(1, 2, 2))
+    cluster.copy_to_memory(1)
+    cluster.seal()
+    cluster.exits(Worker(0, 1), "killed by SIGKILL")
+    task = cluster.coordinator.tasks["t"]
+    assert task.recovery is not None
+    assert task.recovery.recorded == 1
+    failed = ev.RestoreFailed(worker=Worker(0, 0), incarnation=1, step=1)
+    cluster.report("t", Worker(0, 0), msg.TaskEvent(task="t", event=failed))
+    assert resumes(cluster)[-1].words.order.restore == 0
+
+
+def test_a_task_takes_another_shape_after_the_step_somebody_is_in() -> None:
+    cluster = four_nodes()
+    cluster.seal()
+    cluster.hear(msg.ReshapeRequested(task="t", job={"job": "other"}, shape=Shape(1, 4, 4)))
+    task = cluster.coordinator.tasks["t"]
+    assert resumes(cluster)[-1].words.order.until == 2
+    cluster.copy_to_memory(2, away=False)
+    cluster.seal()
+    assert task.state is TaskState.RUNNING
+    assert task.shape == Shape(1, 4, 4)
+    assert task.job == {"job": "other"}
+    assert {order.words.order.restore for order in resumes(cluster)[-4:]} == {2}
+    assert not cluster.coordinator.log.incidents
+    for _ in range(7):
+        cluster.seal()
+    assert task.state is TaskState.FINISHED
+    assert task.copies.states == {}
+
+
+def test_new_workers_sit_where_most_of_their_state_is() -> None:
+    cluster = four_nodes()
+    before = {w: seat.node for w, seat in cluster.coordinator.tasks["t"].seats.items()}
+    cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 4, 4)))
+    task = cluster.coordinator.tasks["t"]
+    for worker in task.seats:
+        part = {"file": str(worker)}
+        copied = msg.PartWritten(
+            task="t", step=1, stage=worker.stage, attempt=1, part=part, memory_of=before[worker]
+        )
+        cluster.report("t", worker, copied)
+    cluster.seal()
+    after = {w: seat.node for w, seat in task.seats.items()}
+    for worker, node in after.items():
+        assert node in {before[w] for w in before if w.stage == worker.stage // 2}
+
+
+def test_a_worker_that_dies_while_its_shape_ends_delays_it_and_no_more() -> None:
+    cluster = four_nodes()
+    cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 2, 4)))
+    cluster.exits(Worker(1, 0), "killed by SIGKILL")
+    assert {order.words.order.until for order in resumes(cluster)[-3:]} == {1}
+    cluster.copy_to_memory(1, away=False)
+    cluster.seal()
+    assert cluster.coordinator.tasks["t"].shape == Shape(1, 2, 4)
+
+
+def test_a_task_cancelled_while_it_changes_its_shape_is_cancelled() -> None:
+    cluster = four_nodes()
+    cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 2, 4)))
+    task = cluster.coordinator.tasks["t"]
+    late = task.seats[Worker(1, 1)].node
+    cluster.cut.add(late)  # its worker's exit is not heard yet
+    cluster.copy_to_memory(1, away=False)
+    cluster.seal()
+    assert task.state is TaskState.ENDING
+    cluster.hear(msg.CancelRequested(task="t"))
+    cluster.hear(msg.NodeLeft(node=late))
+    assert task.state is TaskState.CANCELLED
+
+
+def test_readers_of_a_state_are_spread_over_its_holders() -> None:
+    cluster = four_nodes()
+    task = cluster.coordinator.tasks["t"]
+    cluster.copy_to_memory(1)
+    kept = task.copies.states[1]
+    chosen = {w: copies_for(cluster.coordinator.nodes, kept, w, "nowhere") for w in task.seats}
+    of_stage_0 = {copies[0][0].node for copies in chosen.values()}
+    assert len(of_stage_0) == 2
+    for worker, seat in task.seats.items():
+        for address, part in copies_for(cluster.coordinator.nodes, kept, worker, seat.node):
+            assert part["on"] == address.node
+
+
+def test_a_snapshot_keeps_what_is_in_memory_and_what_is_to_come() -> None:
+    cluster = four_nodes()
+    cluster.copy_to_memory(1)
+    cluster.seal()
+    cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 4, 4)))
+    again = Coordinator()
+    thaw(again, freeze(cluster.coordinator))
+    assert digest(again) == digest(cluster.coordinator)
+    assert again.tasks["t"].copies.states == cluster.coordinator.tasks["t"].copies.states
+    assert again.tasks["t"].next_shape == cluster.coordinator.tasks["t"].next_shape
+
+
+def test_what_a_change_costs_follows_from_the_bytes_that_move_and_the_pace_of_the_last_move() -> None:
+    cluster = four_nodes()
+    task = cluster.coordinator.tasks["t"]
+    assert transition_s(task) == TRANSITION_S
+    for stage, size in enumerate((10**9, 3 * 10**9)):
+        worker = Worker(0, stage)
+        part = {"file": "x", "bytes": size}
+        node = task.seats[worker].node
+        cluster.report(
+            "t", worker, msg.PartWritten(task="t", step=1, stage=stage, attempt=1, part=part, memory_of=node)
+        )
+    cluster.seal()
+    assert transition_s(task) == AGREE_S + 3 * 10**9 / PACE
+    for worker in (Worker(0, 0), Worker(0, 1)):
+        moved = msg.StateFetched(
+            task="t", worker=worker, step=1, bytes_here=0, bytes_elsewhere=10**9, seconds=1.0
+        )
+        cluster.report("t", worker, moved)
+    assert transition_s(task) == AGREE_S + 3.0
