@@ -9,7 +9,7 @@ import pytest
 
 from everstep.cli.main import run as everstep
 from everstep.errors import UserError
-from everstep.sim.study import sources
+from everstep.sim.study import readers, sources
 from everstep.sim.study.failures import CAUSES, Failure, Seen, Trace
 from everstep.sim.study.life import StudyTask
 from everstep.sim.study.request import Request, from_document
@@ -46,23 +46,9 @@ def test_the_llama_3_table_has_419_interruptions_and_one_in_three_hours() -> Non
     assert 54 * 24 / len(trace.failures) == pytest.approx(3.09, rel=0.12)
 
 
-def test_a_spot_file_becomes_a_pool_of_places() -> None:
-    trace = sources.spot("0,add,a\n0,add,b\n1000,remove,a\n2000,add,c\n3000,add,d\n")
-    assert trace.nodes == 3
-    assert [(f.at_s, f.node) for f in trace.failures] == [(1.0, 0)]
-    assert trace.joins == ((2.0, 0), (3.0, 2))
-    assert trace.absent == (2,)
-
-
-def test_counts_of_available_nodes_become_losses_and_joins() -> None:
-    trace = sources.available(json.dumps({"metadata": {"gap_seconds": 10}, "data": [2, 3, 1]}))
-    assert (trace.nodes, trace.absent, trace.joins) == (3, (2,), ((10.0, 2),))
-    assert [(f.at_s, f.node) for f in trace.failures] == [(20.0, 1), (20.0, 2)]
-
-
 @pytest.mark.skipif(not DATA.exists(), reason="the shared traces are not here")
 def test_real_traces_are_read_whole() -> None:
-    spot = sources.spot((DATA / "p3-trace.csv").read_text())
+    spot = readers.read((DATA / "p3-trace.csv").read_text(), name="p3")
     assert len(spot.failures) == 167
     assert spot.nodes == 32
     text = gzip.decompress((DATA / "titan-gpu-lifetimes.csv.gz").read_bytes()).decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from itertools import pairwise
@@ -139,12 +140,16 @@ def change_of(text: str, topology: Topology) -> Any:
     what, at, when = text.rpartition("@")
     link, _, fraction = what.partition("=")
     try:
-        change = FabricChange(at_s=float(when), condition={link: float(fraction or 0.0)})
+        seconds, left = float(when), float(fraction or 0.0)
     except ValueError:
         raise UserError(f"--fail {text!r} is not LINK@SECONDS or LINK=FRACTION@SECONDS.") from None
     if not at or link not in topology.index:
         raise UserError(f"--fail {text!r}: {link!r} is not a link of {topology.name}, such as l0>s0.")
-    return change
+    if not 0 <= left <= 1:
+        raise UserError(f"--fail {text!r}: {left:g} of its capacity is left; give a fraction from 0 to 1.")
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise UserError(f"--fail {text!r}: the link fails at {seconds:g} s; give a time of 0 or more.")
+    return FabricChange(at_s=seconds, condition={link: left})
 
 
 def write_text(path: Path, content: str) -> None:

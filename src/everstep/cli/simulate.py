@@ -22,7 +22,10 @@ def simulate_command(
     study: Annotated[Path | None, typer.Argument(help="Study file (TOML); options override it.")] = None,
     trace: Annotated[
         str,
-        typer.Option(help="trace-a, trace-b, llama3, poisson, or a file: spot CSV, Titan CSV, spot JSON."),
+        typer.Option(
+            help="trace-a, trace-b, llama3, poisson, or a file: spot events, counts of nodes, Slurm's "
+            "sacct or sacctmgr events, Titan; see docs/simulator.md."
+        ),
     ] = "",
     policies: Annotated[str, typer.Option(help="Policies, comma-separated, or all.")] = "",
     nodes: Annotated[int | None, typer.Option(help="Number of nodes.")] = None,
@@ -113,7 +116,7 @@ def _request(study: Path | None, flags: dict[str, Any]) -> Request:
             raise UserError(f"{study} is not TOML: {error}.") from None
     request = replace(request, **flags)
     path = Path(request.trace)
-    if path.suffix in (".csv", ".gz", ".json", ".txt"):
+    if path.suffix in (".csv", ".gz", ".json", ".txt", ".log") or path.is_file():
         if study is not None and "trace" not in flags:
             path = study.parent / path
         request = replace(request, text=_read(path), trace=path.name)

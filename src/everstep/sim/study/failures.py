@@ -70,6 +70,7 @@ class Trace:
     failures: tuple[Failure, ...]
     joins: tuple[tuple[float, int], ...] = ()  # (time, node)
     absent: tuple[int, ...] = ()  # nodes that are not there at the start
+    spot: bool = False  # single-GPU instances that a market gives and takes
 
     @property
     def per_1000_node_days(self) -> float:

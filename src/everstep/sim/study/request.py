@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from everstep.errors import UserError
-from everstep.sim.study import sources
+from everstep.sim.study import readers, sources
 from everstep.sim.study.failures import DAY_S, Trace
 from everstep.sim.study.policies import Elastic, Megatron, Policy
 from everstep.sim.study.setting import DEFAULT_MIX, Asked, build, of_mix, parse_task
@@ -70,22 +70,33 @@ class Request:
         return self._from_text(self.text)
 
     def _from_text(self, text: str) -> list[Trace]:
-        if text.lstrip().startswith("{"):
-            return [sources.available(text, name=self.trace)]
-        if text.startswith("SN,"):
-            return [
-                sources.titan(
-                    text,
-                    nodes=self.nodes or 128,
-                    gpus_per_node=self.slots or 8,
-                    days=self.days or 90.0,
-                    repair_h=self.repair_hours or (4.0, 72.0),
-                    first_location=seed * (self.nodes or 128) * (self.slots or 8),
-                    seed=seed,
-                )
-                for seed in range(self.seeds)
-            ]
-        return [sources.spot(text, name=self.trace)]
+        if readers.TITAN.fits(text):
+            return [self._titan(text, seed) for seed in range(self.seeds)]
+        found = [readers.read(text, name=self.trace, seed=seed) for seed in range(self.seeds)]
+        found = [self._widened(trace) for trace in found]
+        return found if any(trace != found[0] for trace in found) else found[:1]
+
+    def _widened(self, trace: Trace) -> Trace:
+        """With nodes that never failed, where a file names only those that did."""
+        if self.nodes is None or trace.spot:
+            return trace
+        if self.nodes < trace.nodes:
+            raise UserError(
+                f"nodes is {self.nodes}, but {trace.name} names {trace.nodes}; give at least those."
+            )
+        return replace(trace, nodes=self.nodes)
+
+    def _titan(self, text: str, seed: int) -> Trace:
+        nodes, slots = self.nodes or 128, self.slots or 8
+        return sources.titan(
+            text,
+            nodes=nodes,
+            gpus_per_node=slots,
+            days=self.days or 90.0,
+            repair_h=self.repair_hours or (4.0, 72.0),
+            first_location=seed * nodes * slots,
+            seed=seed,
+        )
 
     def _poisson(self, seed: int) -> Trace:
         nodes = self.nodes or 16
@@ -114,7 +125,7 @@ class Request:
 
     def setup(self, trace: Trace) -> Setup:
         """If nothing is said: six tasks on A800 nodes, Llama-3 on its own cluster, one task on spot GPUs."""
-        alone = bool(trace.joins) or self.trace == "llama3"
+        alone = trace.spot or self.trace == "llama3"
         asked: Sequence[Asked]
         if self.tasks:
             asked = [parse_task(text) for text in self.tasks]
@@ -126,7 +137,7 @@ class Request:
         return build(
             asked,
             nodes=trace.nodes,
-            slots=self.slots or (1 if trace.joins else 8),
+            slots=self.slots or (1 if trace.spot else 8),
             gpu_name=self.gpu or ("H100" if llama else "A800"),
             stack_name=self.stack or ("llama3" if llama else "megatron-2022"),
             spares=self.spares,

@@ -4,9 +4,9 @@
     trace-b    7 days, 26 severe and 80 other: about twenty times as often                      (Unicron)
     poisson    any published rate, per 1,000 node-days
     llama3     the interruptions of 54 days of Llama-3 405B on 16,384 GPUs, by their table
-    spot       adds and removes of spot instances, `ms,add|remove,node`                         (Bamboo)
     titan      GPU lifetimes of Titan: a window in time, consecutive locations mapped onto nodes
-    available  counts of available nodes at fixed intervals                                     (SkyPilot)
+
+Spot markets and Slurm are read by `readers.py`.
 
 The counts and durations of trace-a and trace-b are as we recall them from the paper, whose traces were not
 released; when and where the failures fall is drawn from the seed. How long a repair takes in trace-b is
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -28,7 +27,6 @@ from everstep.sim.study.failures import (
     CAUSES,
     DAY_S,
     HOUR_S,
-    LOST,
     Cause,
     Failure,
     Seen,
@@ -145,90 +143,6 @@ def llama3(seed: int, *, nodes: int = LLAMA3_NODES, days: float = LLAMA3_DAYS) -
     )
 
 
-def spot(text: str, *, name: str = "spot") -> Trace:
-    """Bamboo's form. A removed instance comes back only if the file says so."""
-    numbers: dict[str, int] = {}
-    failures, joins, first = [], [], set()
-    last_s = 0.0
-    for line, row in enumerate(csv.reader(io.StringIO(text)), 1):
-        if not row:
-            continue
-        if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].strip().isdigit():
-            raise UserError(f"{name}: line {line} is not of the form 1200,add,node7.")
-        at, node = int(row[0]) / 1e3, numbers.setdefault(row[2], len(numbers))
-        last_s = max(last_s, at)
-        if row[1] == "remove":
-            failures.append(_taken(at, node))
-        elif at == 0:
-            first.add(node)
-        else:
-            joins.append((at, node))
-    if not numbers:
-        raise UserError(f"{name} holds no event; give lines such as 1200,add,node7.")
-    return _onto_slots(name, last_s, failures, joins, first)
-
-
-def _onto_slots(
-    name: str, horizon: float, failures: list[Failure], joins: list[tuple[float, int]], first: set[int]
-) -> Trace:
-    """Instances come and go under ever new names; what a policy sees is a pool of as many places as ever ran
-    at once.
-    """
-    free: list[int] = list(range(len(first) - 1, -1, -1))
-    seat: dict[int, int] = {node: free.pop() for node in sorted(first)}
-    places = len(first)
-    lost, come = [], []
-    order = [(f.at_s, 0, f.node) for f in failures] + [(at, 1, node) for at, node in joins]
-    for at, kind, node in sorted(order):
-        if kind == 0 and node in seat:
-            place = seat.pop(node)
-            free.append(place)
-            lost.append(_taken(at, place))
-        elif kind == 1 and node not in seat:
-            if not free:
-                free.append(places)
-                places += 1
-            seat[node] = free.pop()
-            come.append((at, seat[node]))
-    return Trace(
-        name=name,
-        horizon_s=horizon,
-        nodes=places,
-        failures=tuple(lost),
-        joins=tuple(come),
-        absent=tuple(range(len(first), places)),
-    )
-
-
-def available(text: str, *, name: str = "available") -> Trace:
-    """SkyPilot's form: {"metadata": {"gap_seconds": 195}, "data": [16, 15, ...]}."""
-    try:
-        document = json.loads(text)
-        gap, counts = float(document["metadata"]["gap_seconds"]), [int(x) for x in document["data"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{name} is not a spot-availability file: it needs metadata.gap_seconds and data, "
-            f"a list of counts ({type(error).__name__})."
-        ) from None
-    if not counts or max(counts) < 1:
-        raise UserError(f"{name}: data holds no time at which a node was available.")
-    failures, joins = [], []
-    now = counts[0]
-    for i, count in enumerate(counts):
-        at = i * gap
-        failures += [_taken(at, node) for node in range(count, now)]
-        joins += [(at, node) for node in range(now, count)]
-        now = count
-    return Trace(
-        name=name,
-        horizon_s=len(counts) * gap,
-        nodes=max(counts),
-        failures=tuple(failures),
-        joins=tuple(joins),
-        absent=tuple(range(counts[0], max(counts))),
-    )
-
-
 def titan(
     text: str,
     *,
@@ -273,10 +187,6 @@ def titan(
 
 
 SYNTHETIC: Mapping[str, Callable[[int], Trace]] = {"trace-a": trace_a, "trace-b": trace_b, "llama3": llama3}
-
-
-def _taken(at_s: float, node: int) -> Failure:
-    return Failure(at_s=at_s, node=node, severity=1, seen=LOST.seen, cause="taken away", repair_s=math.inf)
 
 
 def _gap(draw: Draw, rate: float) -> float:

@@ -161,6 +161,8 @@ def _accumulated(life: Life) -> float:
 def first_life(setup: Setup, trace: Trace) -> Life:
     """The allocation everybody starts from: the plan's, in whole nodes, spares left out."""
     present = [n for n in range(trace.nodes) if n not in set(trace.absent)]
+    if not present:
+        raise UserError(f"{trace.name} has no node at its start; cut it to begin with one that is there.")
     if setup.spares >= len(present):
         raise UserError(
             f"spares is {setup.spares}, but only {len(present)} nodes are there; keep some to work."
