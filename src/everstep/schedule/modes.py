@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleMode:
+    """What a schedule of this mode may do, and what it is judged by."""
+
     fused: bool  # B = I + W is one op
     staggered: bool  # no barrier between steps: what is minimised is the period, else the makespan
     reference: bool = False  # to compare with, without failures
