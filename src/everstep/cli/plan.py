@@ -26,11 +26,12 @@ everstep plan cluster.toml\n
 everstep plan cluster.toml --what-if "lose node-3"\n
 everstep plan cluster.toml --what-if "lose node-3 for 2h" --json\n
 everstep plan cluster.toml --next\n
+everstep plan --memory job.toml\n
 """
 
 
 def plan_command(
-    file: Annotated[Path, typer.Argument(help="Cluster and tasks as TOML; see docs/planner.md.")],
+    file: Annotated[Path, typer.Argument(help="Cluster and tasks as TOML, or a job; see docs/planner.md.")],
     what_if: Annotated[
         str | None,
         typer.Option(help='Event to plan for: "lose node-3", "join node-9", "finish gpt", "submit gpt".'),
@@ -38,11 +39,19 @@ def plan_command(
     next_events: Annotated[
         bool, typer.Option("--next", help="Show the plan for every possible next event.")
     ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="FILE is a job: show what its workers keep in memory.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
     ] = False,
 ) -> None:
     """Plan which task gets which workers, and whether the move pays off."""
+    if memory:
+        from everstep.cli.memory import show_memory
+
+        show_memory(file, as_json)
+        return
     from everstep.plan.answer import assign
     from everstep.plan.document import document_of, world_from
     from everstep.plan.events import after

@@ -162,6 +162,7 @@ class Job:
     seed: int = 0  # of weights, data and dropout
     device: str = "cpu"  # or "cuda"
     threads: int = 1  # of each worker
+    memory_gib: float | None = None  # that each worker may use; None: its device's, shared evenly
     transport: Literal["auto", "tcp", "shm"] = "auto"  # auto: memory of a shared GPU, else tcp
     memory_interval: int = 0  # steps between copies of the state in the memory of nodes; 0: none
     log: str | None = None  # folder of the step log
@@ -172,6 +173,8 @@ class Job:
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
         at_least("memory_interval", self.memory_interval, 0)
+        if self.memory_gib is not None:
+            positive("memory_gib", self.memory_gib)
         at_most("steps", self.steps, 10**9)
         at_most("threads", self.threads, 1024)
         at_most("replicas * stages", self.replicas * self.stages, MOST_WORKERS)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from everstep.engine.model import Slot
 from everstep.engine.stage import Stage
 from everstep.errors import UserError
+from everstep.schedule.footprint import BUCKET
 
 Named = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
@@ -38,8 +39,6 @@ Rate = Callable[[int], float]  # step -> multiplier of every group's learning ra
 ELEMENTWISE = frozenset(
     {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
-BUCKET = 16 << 20  # elements
-
 _SCALARS: dict[str, tuple[type, torch.dtype]] = {"int": (int, torch.int64), "float": (float, torch.float64)}
 
 

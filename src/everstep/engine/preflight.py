@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from everstep.engine import device
 from everstep.engine.boundary import Value, advice, described, mapped, take_apart, tensors_in
 from everstep.engine.data import Dataset, split
+from everstep.engine.fitting import memory_here, refuse_what_does_not_fit
 from everstep.engine.job import Job
 from everstep.engine.linear import largest_in_one, share_in_two
 from everstep.engine.model import (
@@ -67,10 +68,11 @@ def preflight(
     if parameters == 0:
         raise UserError("the model has no parameter to train; is everything frozen?")
     data = data or data_of(job)
-    batch = _batch(job, data)
+    batch = batch_of(job, data)
     model.assembly.check(*batch)
     if model.assembly.join is one_after_the_other:
         _run(job, model, batch)
+    refuse_what_does_not_fit(job, model, batch, memory_here(job))
     ours = optimizer is None and job.optimizer.build is None
     optimizer = optimizer or optimizer_of(job)
     if not ours:
@@ -101,7 +103,8 @@ def _notes(built: dict[str, nn.Module]) -> tuple[str, ...]:
     )
 
 
-def _batch(job: Job, data: Dataset) -> tuple[Value, Value]:
+def batch_of(job: Job, data: Dataset) -> tuple[Value, Value]:
+    """The first microbatch, once the data has been tried."""
     first, again = _ask(data, 1, 0), _ask(data, 1, 0)
     if not _alike(first, again, lambda a, b: a.shape == b.shape and torch.equal(a, b)):
         raise UserError(

@@ -29,6 +29,7 @@ from torch import Tensor
 from everstep.engine import device as devices
 from everstep.engine import grids
 from everstep.engine.model import Slot
+from everstep.schedule.footprint import CHUNK
 
 Accumulate = Literal["strict", "strict32", "fp64", "fp32"]
 Product = Callable[[], Tensor]  # makes a contribution; the same bits whenever it is called
@@ -333,7 +334,7 @@ def virtual_chunks(size: int, replicas: int, align: int = 64) -> list[slice]:
     The sum of squares of a stretch is one number, however many stretches its owner has; so the norm's bits do
     not depend on the membership either.
     """
-    count = replicas * -(-16 // replicas)
+    count = replicas * max(2, -(-size // (replicas * CHUNK)))
     blocks = -(-size // align)
     edges = [min(size, align * (blocks * i // count)) for i in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]

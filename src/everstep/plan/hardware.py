@@ -36,6 +36,7 @@ class Stack:
     fused_attention: bool = False  # no score matrix is written to memory
     most_shards: int = 16
     zero_1: bool = False  # optimizer state split over the replicas
+    gradient: float = 4.0  # bytes per parameter
     reduce_exposed: float = 0.324  # part of the gradient reduce that no compute hides
     shards_exposed: float = 1.0  # part of the tensor-parallel traffic that no compute hides
     matmul_efficiency: float = 0.744  # of peak, for matrices without end

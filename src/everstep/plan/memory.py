@@ -1,7 +1,8 @@
 """Bytes a GPU must hold: weights, gradients, optimizer, and the activations of the microbatches in flight.
 
-Per parameter: 2 (bf16 weight) + 4 (gradient summed in fp32) + 12 (fp32 master and Adam's two moments); with
-ZeRO-1 the 12 are split over the replicas. Per token and layer, in units of hidden bytes, activations take
+Per parameter: 2 (bf16 weight) + 4 (gradient summed in fp32; our engine: `schedule.footprint`) + 12 (fp32
+master and Adam's two moments); with ZeRO-1 the 12 are split over the replicas. Per token and layer, in units
+of hidden bytes, activations take
 
     34 + 5 a s / h     everything kept          (a heads, s tokens; the second term is the score matrix,
     34                 scores not kept           recomputed, or never written by a fused kernel)
@@ -18,11 +19,11 @@ import numpy.typing as npt
 
 from everstep.plan.hardware import Gpu, Stack
 from everstep.plan.models import ModelFigures
+from everstep.schedule.footprint import ADAM, MASTERS, USABLE, WEIGHTS, stash_cap
 
 Floats = npt.NDArray[np.float64]
 RECOMPUTE = ("none", "selective", "full")
-USABLE = 0.92  # of a GPU's memory: the rest is the driver's, the library's and the allocator's
-WEIGHT, GRADIENT, OPTIMIZER = 2.0, 4.0, 12.0  # bytes a parameter
+WEIGHT, OPTIMIZER = WEIGHTS["bf16"], MASTERS + ADAM  # bytes per parameter
 STATE = WEIGHT + OPTIMIZER  # what a worker needs to continue: gradients are computed again
 
 
@@ -44,7 +45,7 @@ def in_flight(stack: Stack, *, stages: int, chunks: int) -> float:
         return 1.0
     match stack.schedule:
         case "staggered":
-            return 2.0 * stages - 1.0
+            return float(stash_cap(stages))
         case "interleaved":
             return stages * (1.0 + (stages - 1) / (stages * chunks)) if chunks > 1 else float(stages)
         case _:
@@ -68,7 +69,7 @@ def needed(
     embedding = model.vocab * model.hidden * (2 if stages == 1 and not model.tied else 1)
     parameters = (layers * model.layer_parameters + embedding) / shards
     copies = replicas * context if stack.zero_1 else np.ones_like(replicas)
-    held = parameters * (WEIGHT + GRADIENT + OPTIMIZER / copies)
+    held = parameters * (WEIGHT + stack.gradient + OPTIMIZER / copies)
     tokens = microbatch * model.sequence / context
     per_layer = tokens * activation_per_token(model, stack, shards=shards, recompute=recompute)
     flying = layers * per_layer * in_flight(stack, stages=stages, chunks=chunks)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from everstep.errors import UserError
 from everstep.plan.hardware import Stack
+from everstep.schedule.footprint import REDUCED, SUMS
 
 MEGATRON_2021 = Stack(name="megatron-2021", schedule="interleaved", most_chunks=2)
 MEGATRON_2022 = replace(MEGATRON_2021, name="megatron-2022", most_chunks=3, sequence_parallel=True)
@@ -18,7 +19,12 @@ MEGATRON = replace(MEGATRON_2022, name="megatron", fused_attention=True)
 MEGATRON_ZERO_1 = replace(MEGATRON, name="megatron-zero1", zero_1=True)
 LLAMA3 = replace(MEGATRON_ZERO_1, name="llama3", most_chunks=8)
 EVERSTEP = Stack(
-    name="everstep", schedule="staggered", fused_attention=True, most_shards=1, matmul_efficiency=0.6
+    name="everstep",
+    schedule="staggered",
+    fused_attention=True,
+    most_shards=1,
+    gradient=SUMS["strict"] + REDUCED,
+    matmul_efficiency=0.6,
 )
 STACKS = {
     stack.name: stack for stack in (MEGATRON, MEGATRON_ZERO_1, MEGATRON_2021, MEGATRON_2022, LLAMA3, EVERSTEP)

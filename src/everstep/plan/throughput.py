@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from everstep.plan import memory
 from everstep.plan.hardware import Gpu, Stack
 from everstep.plan.memory import Floats
 from everstep.plan.models import ModelFigures
 from everstep.plan.shape import ParallelShape
+from everstep.schedule.footprint import REDUCED
 
 WHOLE_TRAFFIC, SPLIT_TRAFFIC, SCORE_TRAFFIC = 11.0, 16.0, 6.0  # bf16 elements moved, forward, a token
 UPDATE_BYTES = 30.0  # read and written per parameter by the optimizer
@@ -121,7 +121,7 @@ def step_time(
     hop = np.where(cut.stages > 1, hop_bytes / wire, 0.0)
     per_gpu = (model.layers / cut.stages * model.layer_parameters + model.vocab * model.hidden) / cut.shards
     copies = replicas * cut.context
-    reduce = 2 * (copies - 1) / copies * per_gpu * memory.GRADIENT / wire * stack.reduce_exposed
+    reduce = 2 * (copies - 1) / copies * per_gpu * REDUCED / wire * stack.reduce_exposed
     shared = copies if stack.zero_1 else np.ones_like(copies)
     update = per_gpu * UPDATE_BYTES / gpu.memory_bandwidth / shared
     idle = bubble_microbatches(stack.schedule, cut.stages, cut.chunks)

@@ -21,10 +21,12 @@ from statistics import fmean, median_low
 from everstep.core.words.ops import Kind, Worker
 from everstep.core.words.shape import Shape
 from everstep.schedule import Instance
+from everstep.schedule.stash import StashRoom
 
 WORK = (Kind.F, Kind.I, Kind.W)
 DRIFT = 0.3  # a stage's share of the work has changed if it is off by this much
 _OLD, _NEW = 0.7, 0.3  # how own times are smoothed
+HELD_FORWARD, HELD_WEIGHT, ROOM = "held.F", "held.W", "room"  # bytes, told with the times
 
 
 class Profile:
@@ -39,6 +41,7 @@ class Profile:
         self._busy: dict[Worker, Mapping[Kind, float]] = {}
         self._step_busy: dict[Worker, float] = {}
         self._slow: Mapping[Worker, float] = {}
+        self.rooms: dict[Worker, StashRoom] = {}  # what workers have measured of their memory
         self._planned: list[float] | None = (
             None  # stages' shares of the work, as the schedule in force has it
         )
@@ -53,6 +56,8 @@ class Profile:
             if count:
                 kind, each = Kind(name), seconds / count
                 own[kind] = each if kind not in own else _OLD * own[kind] + _NEW * each
+        if (held := max(told.get(HELD_FORWARD, 0.0), told.get(HELD_WEIGHT, 0.0))) > 0:
+            self.rooms[worker] = StashRoom(held, told.get(ROOM))
         busy = {kind: told[f"{kind}.cpu"] for kind in Kind if f"{kind}.cpu" in told}
         if all(kind in busy for kind in WORK):
             self._busy[worker] = busy

@@ -22,6 +22,7 @@ from everstep.schedule.planner import plan
 from everstep.schedule.profile import Profile
 from everstep.schedule.schedule import Planned
 from everstep.schedule.sharing import shared_period
+from everstep.schedule.stash import capped
 
 FIRST_LOOK = 3  # steps after which the schedule is made again, with measured times
 LEAST_STEPS = 20  # between two schedules for the sake of stages' shares
@@ -50,7 +51,8 @@ class TaskScheduler:
         if self._plans is None or known != self._slow or self.profile.drift() is not None:
             self._slow = known
             planner = partial(plan_with_speeds, slow=frozenset(known)) if known else plan
-            self._plans = PlanCache(self.profile.instance(known), planner=planner)
+            healthy = capped(self.profile.instance(known), self._mode, planner, self.profile.rooms)
+            self._plans = PlanCache(healthy, planner=planner)
         self._gone, self._all_ready = question.dead, False
         return answer(question, self._plans, self._mode)
 

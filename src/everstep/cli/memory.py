@@ -1,0 +1,90 @@
+"""`everstep plan --memory job.toml`: what a worker of each stage will keep in memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show_memory(file: Path, as_json: bool) -> None:
+    from everstep.engine.figures import layer_figures, settings_of
+    from everstep.engine.fitting import fit, fits, memory_here
+    from everstep.engine.job import load_job
+    from everstep.engine.preflight import batch_of
+    from everstep.engine.resolve import data_of, model_of
+    from everstep.schedule import footprint
+
+    job = load_job(file)
+    model = model_of(job)
+    memory = memory_here(job)
+    layers = layer_figures(model, batch_of(job, data_of(job)), job.precision)
+    found = fit(job, model, layers, memory)
+    document: dict[str, Any] = {
+        "per_parameter": footprint.per_parameter(settings_of(job)),
+        "worker_bytes": memory.worker,
+        "machine_bytes": memory.machine,
+        "fits": fits(job, found, memory),
+        "stages": [
+            {
+                "stage": one.stage,
+                "parameters": one.figures.parameters,
+                "stash_cap": one.stash,
+                "bytes_per_stash": one.figures.held,
+                "items": {item.name: {"device": item.device, "host": item.host} for item in one.items},
+                "total": one.total,
+            }
+            for one in found
+        ],
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(document) + "\n")
+    else:
+        _show(document)
+
+
+def _show(document: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    stages = document["stages"]
+    table = Table("item", "bytes per parameter")
+    for name, each in document["per_parameter"].items():
+        table.add_row(name, f"{each:g}")
+    console.print(table)
+    kept = list(document["per_parameter"])
+    others = [name for name in stages[0]["items"] if name not in kept]
+    table = Table("stage", "parameters", "from step to step", *others, "together", "held at once")
+    for one in stages:
+        items = one["items"]
+        table.add_row(
+            str(one["stage"]),
+            f"{one['parameters'] / 1e6:,.1f} M",
+            _size(sum(items[name]["device"] for name in kept)),
+            *(_both(items[name]) for name in others),
+            _size(one["total"]),
+            f"{one['stash_cap']} microbatches",
+        )
+    console.print(table)
+    each = sum(document["per_parameter"].values())
+    console.print(f"{each:g} bytes per parameter stay from step to step", soft_wrap=True)
+    if document["worker_bytes"] is not None:
+        console.print(f"a worker has {_size(document['worker_bytes'])}", soft_wrap=True)
+    elif document["machine_bytes"] is not None:
+        console.print(f"this machine has {_size(document['machine_bytes'])} for all workers", soft_wrap=True)
+    else:
+        console.print("how much memory a worker has is not known here; set memory_gib", soft_wrap=True)
+    console.print("the job fits" if document["fits"] else "the job does not fit")
+
+
+def _both(item: dict[str, float]) -> str:
+    return f"{_size(item['host'])} on the host" if item["host"] else _size(item["device"])
+
+
+def _size(size: float) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size:.0f} B"

@@ -1,0 +1,128 @@
+"""What a worker of our engine keeps in memory, item by item: the one place that counts bytes.
+
+The engine asks how much is left for stashes, the scheduler how many microbatches a worker may hold, the
+planner whether a shape fits, the preflight whether a job is refused. `bench/memory.py` compares the count
+with what a process really uses.
+
+    per parameter          fp32     bf16
+    master weights            4        4
+    working weights         0, 4       2     fp32: the masters themselves, until a stage updates eagerly
+    optimizer state           8        8     of Adam
+    gradient sums          4, 8     4, 8     of this worker's own microbatches; see docs/strict-sums.md
+    reduced gradient          4        4     of the stage
+    undo                      0        0     an eager update is computed twice instead
+
+Per microbatch a stage holds its stash: from F to I what autograd saves, from I to W the inputs and output
+gradients of the Linears. `stash_cap` says how many at once: twice as many as there are stages, whatever the
+number of microbatches. With this cap no schedule that we have measured takes 1 % longer (docs/schedules.md).
+Boundary tensors are kept until the step is sealed everywhere: one step of them, and they do grow with the
+number of microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SUMS = {"strict": 8.0, "strict32": 4.0, "fp64": 8.0, "fp32": 4.0}  # bytes per parameter
+WEIGHTS = {"fp32": 4.0, "bf16": 2.0}
+MASTERS = REDUCED = PRODUCT = 4.0
+ADAM = 8.0
+BUCKET = 16 << 20  # parameters that are updated at once where a step needs scratch
+CHUNK = 4 << 20  # elements of the reduce that are summed at once
+USABLE = 0.92  # of a device's memory: the rest is the driver's, the libraries' and the allocator's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What of a job decides how many bytes a parameter takes."""
+
+    precision: str = "bf16"
+    accumulate: str = "strict"
+    eager: bool = False  # may a stage update before the norm of all stages is known?
+    clip: bool = True
+    optimizer: float = ADAM  # bytes per parameter of its state
+    elementwise: bool = True  # else its step needs scratch for the whole stage
+    replicas: int = 1
+    through_host: bool = False  # what peers send is received in host memory: a GPU without shared memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFigures:
+    """What one stage is made of."""
+
+    parameters: int
+    largest: int  # parameters of its largest tensor
+    held_forward: float = 0.0  # bytes of one microbatch from F to I
+    held_weight: float = 0.0  # from I to W
+    inside: float = 0.0  # bytes that come and go inside an op
+    sent: float = 0.0  # boundary tensors that one microbatch leaves in the outbox
+
+    @property
+    def held(self) -> float:
+        """The most that one microbatch holds."""
+        return max(self.held_forward, self.held_weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    name: str
+    device: float  # bytes
+    host: float = 0.0  # on a GPU's machine; a CPU worker has one memory, and everything is in `device`
+
+
+def per_parameter(settings: Settings) -> dict[str, float]:
+    """Bytes that stay from step to step."""
+    separate = settings.precision != "fp32" or settings.eager
+    return {
+        "master weights": MASTERS,
+        "working weights": WEIGHTS[settings.precision] if separate else 0.0,
+        "optimizer state": settings.optimizer,
+        "gradient sums": SUMS[settings.accumulate],
+        "reduced gradient": REDUCED,
+    }
+
+
+def scratch(stage: StageFigures, settings: Settings) -> float:
+    """The most that one op needs besides: a product before it is summed, a bucket of the update, a chunk."""
+    fused = settings.accumulate == "fp32"
+    product = 0.0 if fused else PRODUCT * stage.largest
+    bucket = min(stage.parameters, max(BUCKET, stage.largest) if settings.elementwise else stage.parameters)
+    clipped = 4.0 * bucket if settings.clip else 0.0
+    preview = (MASTERS + settings.optimizer) * bucket if settings.eager else 0.0
+    chunk = 16.0 * min(stage.parameters, CHUNK)
+    return max(product, clipped, preview, chunk)
+
+
+def received(stage: StageFigures, settings: Settings) -> float:
+    """Parts and sums of peers, until they are added up and put together."""
+    share = (settings.replicas - 1) / settings.replicas
+    return share * stage.parameters * (SUMS[settings.accumulate] + REDUCED)
+
+
+def items(stage: StageFigures, settings: Settings, *, stash: int, hosted: int) -> list[Item]:
+    """All that a worker holds at once at the worst. `hosted`: microbatches it runs in a step."""
+    found = [Item(name, each * stage.parameters) for name, each in per_parameter(settings).items()]
+    arriving, outbox = received(stage, settings), stage.sent * hosted
+    found.append(Item("stashes", stage.held * min(stash, hosted)))
+    found.append(Item("inside an op", max(scratch(stage, settings), stage.inside)))
+    host = settings.through_host
+    found.append(Item("arriving in the reduce", 0.0 if host else arriving, arriving if host else 0.0))
+    found.append(Item("outbox", 0.0 if host else outbox, outbox if host else 0.0))
+    return found
+
+
+def total(found: Sequence[Item]) -> float:
+    """Bytes on the device."""
+    return sum(item.device for item in found)
+
+
+def stash_cap(stages: int) -> int:
+    """Microbatches a worker may hold from F to W, where memory allows."""
+    return 2 * stages
+
+
+def room_for(stage: StageFigures, settings: Settings, memory: float, *, hosted: int) -> int:
+    """How many stashes fit into this much memory beside everything else; 0 or less: none."""
+    rest = memory - total(items(stage, settings, stash=0, hosted=hosted))
+    return int(rest // stage.held) if stage.held else hosted
