@@ -18,6 +18,7 @@ from everstep.engine.boundary import Value
 from everstep.engine.figures import LayerFigures, layer_figures, settings_of, stage_figures
 from everstep.engine.job import Job
 from everstep.engine.model import Model, partition
+from everstep.engine.stage import Stage
 from everstep.errors import UserError
 from everstep.schedule import footprint
 from everstep.schedule.footprint import Item, StageFigures
@@ -59,6 +60,21 @@ def memory_here(job: Job) -> Memory:
         return Memory()
     total = torch.cuda.get_device_properties(0).total_memory
     return Memory(worker=footprint.USABLE * total / math.ceil(workers / torch.cuda.device_count()))
+
+
+def room(job: Job, stage: Stage) -> float | None:
+    """Bytes that a running worker has for stashes; None: it is not known, or does not matter."""
+    if stage.device.type == "cuda":
+        total = torch.cuda.get_device_properties(stage.device).total_memory
+        limit = footprint.USABLE * total if job.memory_gib is None else job.memory_gib * GIB
+        return max(0.0, limit - (torch.cuda.memory_allocated(stage.device) - stage.stash_bytes()))
+    if job.memory_gib is None:
+        return None
+    settings = settings_of(job)
+    largest = max((slot.size for slot in stage.slots.values()), default=0)
+    figures = StageFigures(parameters=stage.size, largest=largest)
+    static = footprint.total(footprint.items(figures, settings, stash=0, hosted=0))
+    return max(0.0, job.memory_gib * GIB - static)
 
 
 def fits(job: Job, found: Sequence[StageFit], memory: Memory) -> bool:

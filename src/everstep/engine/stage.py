@@ -115,7 +115,7 @@ class Stage:
         self._losses: dict[tuple[int, int], Tensor] = {}
         self._weights: dict[tuple[int, int], float] = {}
         self._target_shapes: list[tuple[int, ...]] | None = None  # of a loss without weights
-        self._forward_bytes = -1  # not measured yet
+        self._forward_bytes = self._weight_bytes = -1  # not measured yet
         self._kept: list[Tensor] = []
 
     # The ops.
@@ -163,6 +163,8 @@ class Stage:
             if parameter.grad is not None:
                 stash.others.append((parameter, parameter.grad))
                 parameter.grad = None
+        if self._weight_bytes < 0:
+            self._weight_bytes = self._held_for_weights(stash)
         inputs, stash.inputs = stash.inputs, {}
         if self.is_first:
             return None
@@ -263,14 +265,19 @@ class Stage:
         """Memory held for microbatches under way: exact after I, after F as measured on the first forward."""
         total = 0
         for stash in self._stashes.values():
-            if stash.open:
-                total += max(self._forward_bytes, 0)
-            else:
-                queued = (t for entry in stash.queue for t in entry if isinstance(t, Tensor))
-                total += self._bytes([*queued, *(grad for _, grad in stash.others)])
+            total += max(self._forward_bytes, 0) if stash.open else self._held_for_weights(stash)
         return total
 
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """What a microbatch held from F to I and from I to W, when it was first measured."""
+        return max(self._forward_bytes, 0), max(self._weight_bytes, 0)
+
     # How.
+
+    def _held_for_weights(self, stash: Stash) -> int:
+        queued = (t for entry in stash.queue for t in entry if isinstance(t, Tensor))
+        return self._bytes([*queued, *(grad for _, grad in stash.others)])
 
     def _fed(self, inputs: Value) -> Value:
         """A batch as the first layer gets it: on the device, numbers in the precision of the layers."""

@@ -26,14 +26,32 @@ import torch
 from torch import Tensor
 
 from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import AssembleSum, CombineTied, Parcel, ParcelKind, SumChunk
+from everstep.core.words.worker_messages import (
+    AssembleSum,
+    CombineTied,
+    Parcel,
+    ParcelKind,
+    Send,
+    SumChunk,
+)
 from everstep.engine import device as devices
+from everstep.engine import frames
 from everstep.engine.boundary import Boundary, Gradients
 from everstep.engine.optimizer import Updater
 from everstep.engine.stage import Stage
 from everstep.engine.sums import SumPart, owned, peaks_of, virtual_chunks
 
 Borrowed = Callable[[Tensor], bool]  # is any of this tensor's memory queued for sending?
+
+
+_BESIDE = "beside"  # among a message's facts: those that the worker state does not know of
+
+
+def parted(facts: Any) -> tuple[Any, Any]:
+    """A message's facts: for the worker state, and those beside them."""
+    if isinstance(facts, dict) and _BESIDE in facts:
+        return facts["value"], facts[_BESIDE]
+    return facts, None
 
 
 class SharedTensors(Protocol):
@@ -102,6 +120,26 @@ class StepTensors:
                 return self.payloads[parcel]
             case _:
                 return Payload(())
+
+    def contents(self, command: Send, members: tuple[int, ...]) -> tuple[Any, tuple[Tensor, ...]]:
+        """The small facts and the tensors that go with a parcel."""
+        if command.parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
+            boundary = self.boundaries[command.parcel]
+            return boundary.facts, boundary.tensors
+        payload = self.outgoing(command.parcel, members)
+        facts = frames.facts_of(command.value)
+        if payload.facts is not None:
+            facts = {"value": facts, _BESIDE: payload.facts}
+        return facts, payload.tensors
+
+    def received(self, parcel: Parcel, facts: Any, tensors: tuple[Tensor, ...], beside: Any) -> None:
+        """A parcel that is wanted. `beside`: facts that the worker state does not know of."""
+        if parcel.what is ParcelKind.ACTIVATION:
+            self.boundaries[parcel] = Boundary.arrived(tensors, facts)
+        elif parcel.what is ParcelKind.GRADIENT:
+            self.boundaries[parcel] = Gradients.arrived(tensors, facts)
+        elif tensors:
+            self.payloads[parcel] = Payload(tensors, beside)
 
     # -------------------------------------------------------------- the reduce
 

@@ -15,9 +15,7 @@ import queue
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from torch import Tensor
 
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.actions import InterruptWorkers
-from everstep.core.words.agent_messages import SAVING, PlantFaults, WorkerOrder, WorkerReport
+from everstep.core.words.agent_messages import SAVING, PlantFaults, WorkerOrder
 from everstep.core.words.cluster_messages import NotifyWorker, TimePassed, TimesReported
 from everstep.core.words.ops import Kind, Microbatch, Worker
 from everstep.core.words.worker_messages import ParcelKind
@@ -34,47 +32,27 @@ from everstep.core.worker.control import (
     LinkBroke,
     SendReport,
     ShellAction,
-    StateDirections,
     WorkerAction,
     WorkerControl,
 )
 from everstep.engine import device as devices
-from everstep.engine import frames
+from everstep.engine import frames, step_tensors
 from everstep.engine.beacon import Beacon
 from everstep.engine.boundary import Boundary, Gradients
 from everstep.engine.courier import Courier
 from everstep.engine.faults import PlantedFault, parse_fault
 from everstep.engine.links import Address
+from everstep.engine.op_times import Began, OpTimes
 from everstep.engine.optimizer import Updater
+from everstep.engine.ports import Ports
 from everstep.engine.recorder import WorkerRecorder
 from everstep.engine.stage import Stage
-from everstep.engine.step_tensors import Payload, StepTensors
-from everstep.engine.stopwatch import ClockReading, Stopwatch
+from everstep.engine.step_tensors import StepTensors
 from everstep.engine.transfers import ArrivingState, send_state
 from everstep.errors import PeerError
+from everstep.schedule.profile import HELD_FORWARD, HELD_WEIGHT, ROOM
 
 InboxItem = frames.Incoming | WorkerOrder | LinkBroke | BaseException  # the last: the links failed
-Began = tuple[ClockReading, Any]  # and the device's event, where there is a device
-Groups = list[dict[str, Any]]  # of an optimizer
-
-_BESIDE = "beside"  # in a message's facts: those that the worker state does not know of
-
-
-@dataclass(slots=True, kw_only=True)
-class Ports:
-    """What the loop needs of the world outside: who hears its reports, where states are kept, a clock.
-
-    `save` and `copy_to_memory` get live tensors and copy them before they return; `load` gives None if the
-    state is gone.
-    """
-
-    report: Callable[[WorkerReport], None]
-    save: Callable[[int, int, tuple[int, int], Mapping[str, Tensor], Groups], None]  # step, attempt, share
-    load: Callable[[int, list[str], StateDirections], Mapping[str, Tensor] | None]
-    copy_to_memory: Callable[[int, int, bool, Mapping[str, Tensor], StateDirections], None] = lambda *copy: (
-        None
-    )
-    clock_ns: Callable[[], int] = time.monotonic_ns
 
 
 class WorkerLoop:
@@ -108,7 +86,7 @@ class WorkerLoop:
         )
         self._arriving = ArrivingState(self.state.take_state)
         self._touched = False  # has the initial state been changed?
-        self.stopwatch = Stopwatch(clock_ns=ports.clock_ns)
+        self.times = OpTimes(clock_ns=ports.clock_ns, completions=courier.completions, recorder=recorder)
 
     # -------------------------------------------------------------- the loop
 
@@ -174,18 +152,9 @@ class WorkerLoop:
         except PeerError as error:  # its owner died before it was opened: as if it had not come
             print(f"{parcel} was lost: {error}", file=sys.stderr, flush=True)
             return
-        if isinstance(facts, dict) and _BESIDE in facts:
-            facts, beside = facts["value"], facts[_BESIDE]
-        else:
-            beside = None
-        if not self.state.arrived(parcel, frames.value_of(parcel.what, facts)):
-            return
-        if parcel.what is ParcelKind.ACTIVATION:
-            self.tensors.boundaries[parcel] = Boundary.arrived(tensors, facts)
-        elif parcel.what is ParcelKind.GRADIENT:
-            self.tensors.boundaries[parcel] = Gradients.arrived(tensors, facts)
-        elif tensors:
-            self.tensors.payloads[parcel] = Payload(tensors, beside)
+        facts, beside = step_tensors.parted(facts)
+        if self.state.arrived(parcel, frames.value_of(parcel.what, facts)):
+            self.tensors.received(parcel, facts, tensors, beside)
 
     # -------------------------------------------------------------- tasks
 
@@ -233,7 +202,7 @@ class WorkerLoop:
         assert microbatch is not None
         self._show(busy=True, doing=str(op))
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
-        began = self._begin()
+        began = self.times.begin()
         number = self._number(microbatch)
         given: Any = None if task.input is None else self.tensors.boundaries[task.input]
         output: Boundary | Gradients | None = None
@@ -266,7 +235,7 @@ class WorkerLoop:
         return {microbatch: self.stage.weight(step, self._number(microbatch)) for microbatch in done}
 
     def _sum_chunk(self, task: msg.SumChunk) -> tuple[float, ...]:
-        began = self._begin()
+        began = self.times.begin()
         self._maybe_die(task.step, "R", "during")
         squares = self.tensors.sum_chunk(task)
         self._time(Kind.R, began)
@@ -278,7 +247,7 @@ class WorkerLoop:
         return squares
 
     def _update(self, task: msg.Update) -> None:
-        began = self._begin()
+        began = self.times.begin()
         self._show(busy=True, doing=f"{self.me.stage}U")
         self._maybe_die(task.step, "U", "before")
         if task.keep:
@@ -288,7 +257,8 @@ class WorkerLoop:
             self._apply(task.step, self.tensors.sum_of(task.step), task.scale)
         self.tensors.updated(task.step)
         self._time(Kind.U, began)
-        if (told := self.stopwatch.step(task.step)) is not None:
+        if (told := self.times.stopwatch.step(task.step)) is not None:
+            told["times"] |= self._memory()
             name, worker, incarnation = self.control.sender
             times = TimesReported(task=name, worker=worker, incarnation=incarnation, **told)
             self.ports.report(times)
@@ -364,25 +334,13 @@ class WorkerLoop:
         address = self.control.book.get(Worker(command.replica, command.stage))
         if address is not None:
             parcel = command.parcel
-            facts, tensors = self._contents(command)
+            facts, tensors = self.tensors.contents(command, self.state.mail.peers(parcel.step))
             self._post(Address(*address), command, facts, tensors)
             if self.recorder is not None and tensors:
                 sent = sum(tensor.nbytes for tensor in tensors)
                 self.recorder.sent(parcel, command.replica, command.stage, sent)
             if parcel.what is ParcelKind.PART:
                 self._maybe_die(parcel.step, "R", "sending")
-
-    def _contents(self, command: msg.Send) -> tuple[Any, tuple[Tensor, ...]]:
-        """The small facts and the tensors that go with a parcel."""
-        if command.parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
-            boundary = self.tensors.boundaries[command.parcel]
-            return boundary.facts, boundary.tensors
-        parcel = command.parcel
-        payload = self.tensors.outgoing(parcel, self.state.mail.peers(parcel.step))
-        facts = frames.facts_of(command.value)
-        if payload.facts is not None:
-            facts = {"value": facts, _BESIDE: payload.facts}
-        return facts, payload.tensors
 
     def _post(self, address: Address, command: msg.Send, facts: Any, tensors: tuple[Tensor, ...]) -> None:
         parcel = command.parcel
@@ -401,34 +359,17 @@ class WorkerLoop:
         """Its number in the whole step, whoever runs it."""
         return microbatch.home * self.rules.microbatches + microbatch.number
 
-    def _begin(self) -> Began:
-        completions = self.courier.completions
-        return self.stopwatch.moment(), None if completions is None else completions.op_begins()
-
     def _time(self, kind: Kind, began: Began) -> None:
-        """An op is over, except for what a planted fault adds to it. On a device it is launched, not over."""
-        started, event = began
-        took_s = (self.ports.clock_ns() - started.clock_ns) / 1e9
-        if event is not None:
-            took_s = self.stopwatch.times.get(str(kind), 0.0)
-        for fault in self.faults:
-            if fault.slows(self.state.now.step):
-                time.sleep((fault.factor - 1) * took_s)
-        if event is not None:
-            self._time_of_device(kind, event)
-            return
-        ended_ns, own_ns = self.stopwatch.op(kind, started, on_a_core=True)
-        if self.recorder is not None:
-            self.recorder.op(self.state.now.step, started.clock_ns, ended_ns, own_ns)
+        step = self.state.now.step
+        slower = [fault.factor for fault in self.faults if fault.slows(step)]
+        self.times.end(kind, began, step, slower=slower)
 
-    def _time_of_device(self, kind: Kind, event: Any) -> None:
-        completions = self.courier.completions
-        assert completions is not None
-        completions.op_launched(kind, self.state.now.step, event)
-        for op in completions.finished_ops():
-            self.stopwatch.device_op(op.kind, op.ended_ns - op.started_ns)
-            if self.recorder is not None:
-                self.recorder.op(op.step, op.started_ns, op.ended_ns, op.ended_ns - op.started_ns)
+    def _memory(self) -> dict[str, float]:
+        """What a stash takes and how much there is for stashes, in bytes, for the scheduler."""
+        forward, weight = self.stage.held_bytes
+        told = {HELD_FORWARD: float(forward), HELD_WEIGHT: float(weight)}
+        room = self.ports.room(self.stage)
+        return told if room is None else told | {ROOM: room}
 
     def _show(self, *, busy: bool, doing: str) -> None:
         now = self.state.now

@@ -9,6 +9,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from everstep.engine import regions
 from everstep.engine.beacon import Beacon
 from everstep.engine.courier import Courier, identity_of
 from everstep.engine.faults import parse_fault
+from everstep.engine.fitting import room
 from everstep.engine.frames import Incoming
 from everstep.engine.job import Job
 from everstep.engine.links import Links
+from everstep.engine.ports import Ports
 from everstep.engine.program import Program
 from everstep.engine.recorder import WorkerRecorder
-from everstep.engine.worker_loop import InboxItem, Ports, WorkerLoop
+from everstep.engine.worker_loop import InboxItem, WorkerLoop
 from everstep.node import slot_devices
 from everstep.node.lifeline import Lifeline
 from everstep.node.state_keeper import States
@@ -109,7 +112,11 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
         control,
         lambda: program.build(me.stage, device=device, empty=courier.empty),
         ports=Ports(
-            report=line.say, save=states.save, load=states.load, copy_to_memory=states.copy_to_memory
+            report=line.say,
+            save=states.save,
+            load=states.load,
+            copy_to_memory=states.copy_to_memory,
+            room=partial(room, job),
         ),
         courier=courier,
         inbox=inbox,

@@ -1,0 +1,195 @@
+"""The memory model: what it says of stashes is what a stage holds, and a job that cannot fit is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pipeline import CPU, stages
+
+from everstep.cli import main
+from everstep.engine import fitting
+from everstep.engine.data import Synthetic
+from everstep.engine.figures import layer_figures, settings_of, stage_figures
+from everstep.engine.fitting import GIB, Memory, fit, fits, refuse_what_does_not_fit, room
+from everstep.engine.gpt import gpt
+from everstep.engine.job import Job, ModelSpec, OptimizerSpec
+from everstep.engine.model import Model, partition
+from everstep.engine.optimizer import Updater
+from everstep.errors import UserError
+from everstep.schedule import footprint
+from everstep.schedule.footprint import Settings, per_parameter
+
+DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
+SMALL = {"vocab": 64, "width": 32, "heads": 4, "hidden": 48, "depth": 4}
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_stashes_found_on_the_meta_device_are_those_of_a_stage(
+    precision: str, recompute: bool, count: int
+) -> None:
+    model = gpt(**SMALL)
+    layers = layer_figures(model, DATA.batch(1, 0), precision)
+    pipeline = stages(model, count, DATA, precision=precision, recompute=recompute)
+    x = grad = None
+    held = []
+    for stage in pipeline:
+        x = stage.forward(1, 0, x)
+        held.append(stage.stash_bytes())
+    for stage in reversed(pipeline):
+        grad = stage.input_grad(1, 0, grad)
+    for stage, forward in zip(pipeline, held, strict=True):
+        figures = stage_figures(layers, stage.layers, recompute=recompute)
+        assert figures.held_forward == pytest.approx(forward, rel=0.05)
+        assert figures.held_weight == pytest.approx(stage.stash_bytes(), rel=0.02)
+        assert stage.held_bytes == (forward, stage.stash_bytes())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulate", ["strict", "strict32", "fp64", "fp32"])
+def test_bytes_per_parameter_are_those_of_the_tensors_that_stay(precision: str, accumulate: str) -> None:
+    stage = stages(gpt(**SMALL), 1, DATA, precision=precision, accumulate=accumulate)[0]
+    updater = Updater(stage)
+    mean = torch.randn(stage.size)
+    updater.preview(0, mean)
+    updater.commit(0, mean)
+    optimizer = sum(t.nbytes for n, t in updater.state().items() if n.startswith("optimizer/") and t.ndim)
+    kept = [stage.masters, stage.working, stage.sums.flat, mean]
+    told = per_parameter(Settings(precision=precision, accumulate=accumulate, eager=True))
+    assert sum(t.nbytes for t in kept) / stage.size == sum(told.values()) - told["optimizer state"]
+    assert optimizer / sum(slot.size for slot in stage.slots.values()) == told["optimizer state"]
+
+
+def test_with_sums_of_four_bytes_a_parameter_takes_no_more_than_26() -> None:
+    for eager in (False, True):
+        settings = Settings(precision="bf16", accumulate="strict32", eager=eager)
+        assert sum(per_parameter(settings).values()) == 22
+
+
+def job(**changes) -> Job:
+    return replace(Job(model=ModelSpec(preset="gpt-tiny"), replicas=2, stages=2, microbatches=8), **changes)
+
+
+def checked(job_: Job) -> tuple[Model, tuple]:
+    return gpt(**SMALL), DATA.batch(1, 0)
+
+
+def test_stash_and_peak_do_not_grow_with_microbatches_except_for_the_outbox() -> None:
+    model, batch = checked(job())
+    layers = layer_figures(model, batch, "fp32")
+    found = [
+        {item.name: item.device for item in fit(job(microbatches=m), model, layers, Memory())[0].items}
+        for m in (8, 64)
+    ]
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == {"outbox"}
+
+
+def limit_between(one: Job, other: Job, model: Model, layers: list) -> Memory:
+    totals = [max(stage.total for stage in fit(j, model, layers, Memory(worker=1.0))) for j in (one, other)]
+    assert totals[0] > totals[1]
+    return Memory(worker=sum(totals) / 2)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "words"),
+    [
+        (job(), {"accumulate": "strict32"}, 'set accumulate = "strict32"'),
+        (
+            job(accumulate="fp32"),
+            {"optimizer": OptimizerSpec(stagger="never")},
+            'set optimizer.stagger = "never"',
+        ),
+        (
+            job(accumulate="fp32", optimizer=OptimizerSpec(stagger="never")),
+            {"recompute": True},
+            "set recompute = true",
+        ),
+        (
+            job(accumulate="fp32", optimizer=OptimizerSpec(stagger="never"), recompute=True),
+            {"stages": 3},
+            "set stages = 3",
+        ),
+    ],
+)
+def test_a_job_that_does_not_fit_is_refused_with_the_smallest_change_that_makes_it_fit(
+    base: Job, change: dict, words: str
+) -> None:
+    base = replace(base, data=replace(base.data, rows=1))
+    better = replace(base, **change)
+    model, batch = checked(base)
+    layers = layer_figures(model, batch, "fp32")
+    memory = limit_between(base, better, model, layers)
+    with pytest.raises(UserError, match=words) as refused:
+        refuse_what_does_not_fit(base, model, batch, memory)
+    assert "a worker of stage" in str(refused.value)
+    assert fits(better, fit(better, model, layers, memory), memory)
+    refuse_what_does_not_fit(better, model, batch, memory)
+
+
+def test_where_nothing_helps_the_sentence_says_so() -> None:
+    model, batch = checked(job())
+    with pytest.raises(UserError, match="use devices with more memory, or a smaller model"):
+        refuse_what_does_not_fit(job(), model, batch, Memory(worker=1000.0))
+    with pytest.raises(UserError, match=r"all workers .* this machine has"):
+        refuse_what_does_not_fit(job(), model, batch, Memory(machine=1000.0))
+    refuse_what_does_not_fit(job(), model, batch, Memory())
+
+
+def test_tight_memory_lowers_the_stash_cap_before_a_job_is_refused() -> None:
+    model, batch = checked(job())
+    layers = layer_figures(model, batch, "fp32")
+    plenty = fit(job(), model, layers, Memory())[0]
+    assert plenty.stash == footprint.stash_cap(2)
+    tight = fit(job(), model, layers, Memory(worker=plenty.total - plenty.figures.held))[0]
+    assert tight.stash == plenty.stash - 1
+    assert tight.total <= plenty.total - plenty.figures.held
+
+
+def test_a_running_worker_knows_its_room() -> None:
+    stage = stages(gpt(**SMALL), 1, DATA)[0]
+    assert room(job(), stage) is None
+    wide, narrow = (room(job(memory_gib=gib), stage) for gib in (1.0, 0.5))
+    assert wide is not None
+    assert narrow is not None
+    assert wide - narrow == pytest.approx(0.5 * GIB)
+    assert settings_of(job()).eager
+
+
+def test_a_model_that_cannot_be_run_on_the_meta_device_is_judged_by_its_parameters() -> None:
+    class Odd(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * float(x.sum().item())
+
+    model = Model(layers=[lambda: Odd(4, 4), lambda: torch.nn.Linear(4, 2)])
+    layers = layer_figures(model, (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)), "fp32")
+    assert [layer.parameters for layer in layers] == [20, 10]
+    assert stage_figures(layers, partition(model, 1)[0], recompute=False).held == 0
+
+
+def test_the_command_shows_what_fits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('stages = 2\nmemory_gib = 1.0\n[model]\npreset = "gpt-tiny"\n')
+    assert main.run(["plan", "--memory", str(file), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["fits"] is True
+    assert [one["stage"] for one in found["stages"]] == [0, 1]
+    assert found["worker_bytes"] == GIB
+    total = sum(item["device"] for item in found["stages"][0]["items"].values())
+    assert total == pytest.approx(found["stages"][0]["total"])
+    assert main.run(["plan", "--memory", str(file)]) == 0
+    shown = capfd.readouterr().out
+    assert "master weights" in shown
+    assert "the job fits" in shown
+
+
+def test_training_refuses_what_does_not_fit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('memory_gib = 0.001\n[model]\npreset = "gpt-tiny"\n')
+    assert main.run(["train", str(file)]) == 2
+    assert "the job does not fit" in capfd.readouterr().err
+    assert fitting.GIB == 2**30
+    assert CPU.type == "cpu"
