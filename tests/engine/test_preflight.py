@@ -90,6 +90,7 @@ def test_a_good_job_comes_back_as_things() -> None:
             model=ModelSpec(preset="gpt-7b", options={"dropout": 0.1}),
             stages=8,
             precision="bf16",
+            memory_gib=80.0,  # more than this machine may have
             data=DataSpec(kind="synthetic", rows=1),
         )
     )

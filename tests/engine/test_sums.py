@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.engine import grids
+from everstep.engine import grids, kernels
 from everstep.engine.model import Slot
 from everstep.engine.sums import GradientSums, owned, peaks_of, virtual_chunks
 
@@ -83,6 +83,23 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int64), b.view(torch.int64))
 
 
+def imitated(
+    total: torch.Tensor, x: torch.Tensor, offset: torch.Tensor, peak: torch.Tensor, sign: int = 1
+) -> None:
+    """What the GPU's kernel computes, with torch."""
+    placed = x.double() + offset
+    units = placed.view(torch.int64) - offset.view(torch.int64)
+    total.add_(units.to(total.dtype), alpha=sign)
+    bits = x.float().view(torch.int32) & 0x7FFFFFFF
+    peak.copy_(torch.maximum(peak, bits.max()))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "usable", lambda device, dtype: True)
+    monkeypatch.setattr(kernels, "add_units", imitated)
+
+
 def try_orders(kind: str, late: bool, times: int) -> None:
     rng = random.Random(f"{kind} {late}")
     for _ in range(10):
@@ -96,6 +113,31 @@ def try_orders(kind: str, late: bool, times: int) -> None:
 @pytest.mark.parametrize(("kind", "late"), KINDS)
 def test_any_order_and_any_grouping_gives_the_same_bits(kind: str, late: bool) -> None:
     try_orders(kind, late, 60)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kind", ["strict", "strict32"])
+def test_with_the_kernel_of_a_gpu_too(kind: str) -> None:
+    rng = random.Random(kind)
+    for _ in range(3):
+        contributions = drawn(rng)
+        with_kernel = [regrouped(rng, kind, True, contributions) for _ in range(5)]
+        made = added(sums(kind, True), contributions)
+        assert made._has_kernel
+        assert made.num_promoted > 0
+        for one in with_kernel:
+            assert same_bits(one, with_kernel[0])
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kind", ["strict", "strict32"])
+def test_the_kernel_of_a_gpu_gives_the_sums_of_the_reference(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contributions = drawn(random.Random(7))
+    found = added(sums(kind, True), contributions).values()
+    monkeypatch.setattr(kernels, "usable", lambda device, dtype: False)
+    assert same_bits(found, added(sums(kind, True), contributions).values())
 
 
 @pytest.mark.slow

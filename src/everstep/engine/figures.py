@@ -73,7 +73,7 @@ def stage_figures(layers: list[LayerFigures], part: range, *, recompute: bool) -
         largest=max(layer.largest for layer in here),
         held_forward=held + entering,
         held_weight=sum(layer.held_weight for layer in here),
-        inside=whole + (0.0 if recompute else max(layer.output for layer in here)),
+        inside=whole * (1.0 if recompute else 0.5),  # gradients inside a layer, half of what it saved
         sent=(0.0 if last else here[-1].output) + back,
     )
 

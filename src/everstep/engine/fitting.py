@@ -73,8 +73,8 @@ def room(job: Job, stage: Stage) -> float | None:
     settings = settings_of(job)
     largest = max((slot.size for slot in stage.slots.values()), default=0)
     figures = StageFigures(parameters=stage.size, largest=largest)
-    static = footprint.total(footprint.items(figures, settings, stash=0, hosted=0))
-    return max(0.0, job.memory_gib * GIB - static)
+    always = sum(footprint.per_parameter(settings).values()) * figures.parameters
+    return max(0.0, job.memory_gib * GIB - always - footprint.PRODUCT * figures.largest)
 
 
 def fits(job: Job, found: Sequence[StageFit], memory: Memory) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 from everstep.core.words.ops import Kind
 from everstep.engine.completions import Completions
 from everstep.engine.recorder import WorkerRecorder
-from everstep.engine.stopwatch import Moment, Stopwatch
+from everstep.engine.stopwatch import ClockReading, Stopwatch
 
-Began = tuple[Moment, Any]  # and the device's event, where there is a device
+Began = tuple[ClockReading, Any]  # and the device's event, where there is a device
 
 
 class OpTimes:

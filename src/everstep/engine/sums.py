@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from everstep.engine import device as devices
-from everstep.engine import grids
+from everstep.engine import grids, kernels
 from everstep.engine.model import Slot
 from everstep.schedule.footprint import CHUNK
 
@@ -127,6 +127,7 @@ class GradientSums:
         self.grid = grids.grid("strict32" if kind == "strict32" else "strict", contributions)
         dtype = self._units.dtype if self._units else _PLAIN[kind]
         self.flat = self._empty((size,), dtype=dtype)
+        self._has_kernel = self._is_late and self._units is not None and kernels.usable(device, dtype)
         self.step: int | None = None
         self.begin(None, (grids.NO_LIMIT,) * len(self.slots))
 
@@ -148,6 +149,10 @@ class GradientSums:
         self._promoted: dict[tuple[int, int], Tensor] = {}
         self._late: _Late | None = None
         self._adding: list[tuple[int, Product, Tensor]] = []
+        if self._has_kernel:
+            offsets = [_OFFSET * 2.0 ** self._unit(index, 0) for index in range(len(self.slots))]
+            self._offsets = torch.tensor(offsets, dtype=torch.float64).to(self.device, non_blocking=True)
+            self._peak_bits = torch.zeros(len(self.slots), dtype=torch.int32, device=self.device)
         self.flat.zero_()
         if self._units is not None and self._units.offset and self.slots:
             views = [self._view(index) for index in range(len(self.slots))]
@@ -166,19 +171,32 @@ class GradientSums:
         if not contribution.numel():
             return
         if self._is_late:
-            peak = torch.linalg.vector_norm(contribution, math.inf, dtype=torch.float32)
-            self._adding.append((index, product, peak))
-            self._units.add(self._view(index), contribution, self._unit(index, 0), 1)
+            self._adding.append((index, product, self._add_late(index, contribution)))
             return
         peak = grids.exponent(max(float(contribution.max()), -float(contribution.min())))
         self._place(index, peak, contribution)
+
+    def _add_late(self, index: int, contribution: Tensor, sign: int = 1) -> Tensor:
+        """To the sum of level 0, whatever it is; its peak, on the device."""
+        assert self._units is not None
+        if self._has_kernel:
+            here = slice(index, index + 1)
+            bits = self._peak_bits[here] if sign > 0 else torch.zeros_like(self._peak_bits[here])
+            kernels.add_units(self._view(index), contribution.contiguous(), self._offsets[here], bits, sign)
+            peak: Tensor = bits.view(torch.float32)
+            return peak
+        self._units.add(self._view(index), contribution, self._unit(index, 0), sign)
+        largest: Tensor = torch.linalg.vector_norm(contribution, math.inf, dtype=torch.float32)
+        return largest.reshape(1)
 
     def added(self) -> None:
         """All contributions of a microbatch are in. On a GPU, now those of the one before are checked."""
         adding, self._adding = self._adding, []
         self.settle()
         if adding:
-            peaks, ready = devices.on_its_way(torch.stack([peak for _, _, peak in adding]))
+            peaks, ready = devices.on_its_way(torch.cat([peak for _, _, peak in adding]))
+            if self._has_kernel:
+                self._peak_bits = torch.zeros_like(self._peak_bits)
             self._late = _Late([(index, product) for index, product, _ in adding], peaks, ready)
 
     def settle(self) -> None:
@@ -194,7 +212,7 @@ class GradientSums:
                 self.peaks[index] = max(self.peaks[index], peak)
                 continue
             contribution = product().reshape(-1)
-            self._units.add(self._view(index), contribution, self._unit(index, 0), -1)
+            self._add_late(index, contribution, -1)
             self._place(index, peak, contribution)
 
     def _fits(self, index: int, peak: int) -> bool:

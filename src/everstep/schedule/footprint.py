@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 SUMS = {"strict": 8.0, "strict32": 4.0, "fp64": 8.0, "fp32": 4.0}  # bytes per parameter
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0}
@@ -64,9 +65,16 @@ class StageFigures:
         return max(self.held_forward, self.held_weight)
 
 
+class When(StrEnum):
+    ALWAYS = "always"
+    OPS = "while microbatches are computed"
+    CLOSING = "in the reduce and the update"  # then no microbatch is held
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     name: str
+    when: When
     device: float  # bytes
     host: float = 0.0  # on a GPU's machine; a CPU worker has one memory, and everything is in `device`
 
@@ -84,14 +92,12 @@ def per_parameter(settings: Settings) -> dict[str, float]:
 
 
 def scratch(stage: StageFigures, settings: Settings) -> float:
-    """The most that one op needs besides: a product before it is summed, a bucket of the update, a chunk."""
-    fused = settings.accumulate == "fp32"
-    product = 0.0 if fused else PRODUCT * stage.largest
+    """The most that the reduce or the update needs besides: a chunk of sums, a bucket of parameters."""
     bucket = min(stage.parameters, max(BUCKET, stage.largest) if settings.elementwise else stage.parameters)
     clipped = 4.0 * bucket if settings.clip else 0.0
     preview = (MASTERS + settings.optimizer) * bucket if settings.eager else 0.0
     chunk = 16.0 * min(stage.parameters, CHUNK)
-    return max(product, clipped, preview, chunk)
+    return max(clipped, preview, chunk)
 
 
 def received(stage: StageFigures, settings: Settings) -> float:
@@ -101,20 +107,27 @@ def received(stage: StageFigures, settings: Settings) -> float:
 
 
 def items(stage: StageFigures, settings: Settings, *, stash: int, hosted: int) -> list[Item]:
-    """All that a worker holds at once at the worst. `hosted`: microbatches it runs in a step."""
-    found = [Item(name, each * stage.parameters) for name, each in per_parameter(settings).items()]
-    arriving, outbox = received(stage, settings), stage.sent * hosted
-    found.append(Item("stashes", stage.held * min(stash, hosted)))
-    found.append(Item("inside an op", max(scratch(stage, settings), stage.inside)))
+    """All that a worker holds at the worst. `hosted`: microbatches it runs in a step."""
+    found = [
+        Item(name, When.ALWAYS, each * stage.parameters) for name, each in per_parameter(settings).items()
+    ]
     host = settings.through_host
-    found.append(Item("arriving in the reduce", 0.0 if host else arriving, arriving if host else 0.0))
-    found.append(Item("outbox", 0.0 if host else outbox, outbox if host else 0.0))
-    return found
+    outbox, arriving = stage.sent * hosted, received(stage, settings)
+    product = 0.0 if settings.accumulate == "fp32" else PRODUCT * stage.largest  # before it is added
+    return [
+        *found,
+        Item("outbox", When.ALWAYS, 0.0 if host else outbox, outbox if host else 0.0),
+        Item("stashes", When.OPS, stage.held * min(stash, hosted)),
+        Item("inside an op", When.OPS, max(product, stage.inside)),
+        Item("arriving in the reduce", When.CLOSING, 0.0 if host else arriving, arriving if host else 0.0),
+        Item("scratch of the update", When.CLOSING, scratch(stage, settings)),
+    ]
 
 
 def total(found: Sequence[Item]) -> float:
-    """Bytes on the device."""
-    return sum(item.device for item in found)
+    """Bytes on the device, at the worst moment of a step."""
+    of = {when: sum(item.device for item in found if item.when is when) for when in When}
+    return of[When.ALWAYS] + max(of[When.OPS], of[When.CLOSING])
 
 
 def stash_cap(stages: int) -> int:
@@ -124,5 +137,6 @@ def stash_cap(stages: int) -> int:
 
 def room_for(stage: StageFigures, settings: Settings, memory: float, *, hosted: int) -> int:
     """How many stashes fit into this much memory beside everything else; 0 or less: none."""
-    rest = memory - total(items(stage, settings, stash=0, hosted=hosted))
+    others = items(stage, settings, stash=0, hosted=hosted)
+    rest = memory - sum(item.device for item in others if item.when is not When.CLOSING)
     return int(rest // stage.held) if stage.held else hosted

@@ -1,0 +1,186 @@
+"""The memory model against what a process really uses.
+
+    python bench/memory.py                        CPU: every kind of sum; peak stash by microbatches
+    python bench/memory.py --device cuda --preset gpt-1b --rows 1
+    python bench/memory.py --json
+
+Each row is one worker alone in a fresh process (`harness.one_worker`), with the ops of its real schedule. On
+a GPU the bytes are torch's own count (`memory_allocated`, `max_memory_allocated`); on a CPU they are the
+process's resident memory, less what it had before the worker was built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
+KINDS = ("strict", "strict32", "fp64", "fp32")
+GIB = 2.0**30
+
+
+def job_of(given: dict[str, Any]) -> Any:
+    from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
+
+    return Job(
+        model=ModelSpec(preset=given["preset"], options=given.get("options", {})),
+        data=DataSpec(kind="synthetic", rows=given["rows"], sequence=given["sequence"]),
+        optimizer=OptimizerSpec(stagger="auto" if given["eager"] else "never", clip=1e-6),
+        precision=given["precision"],
+        accumulate=given["accumulate"],
+        replicas=given["replicas"],
+        stages=given["stages"],
+        microbatches=given["microbatches"],
+        device=given["device"],
+    )
+
+
+def child(given: dict[str, Any]) -> dict[str, Any]:
+    """In a fresh process: build, train three steps, compare."""
+    import torch
+
+    from everstep.engine.figures import layer_figures, settings_of, stage_figures
+    from everstep.engine.model import partition
+    from everstep.engine.program import Program
+    from everstep.schedule import footprint
+    from harness.one_worker import OneWorker
+
+    torch.set_num_threads(1)
+    job = job_of(given)
+    cuda = job.device != "cpu"
+    warm = replace(job, model=replace(job.model, preset="gpt-tiny", options={}), stages=1, microbatches=1)
+    OneWorker(replace(warm, data=replace(warm.data, rows=1, sequence=8)), 0).step(1)  # libraries, pools
+    before = _resident()
+    worker = OneWorker(job, given["stage"], cap=given["cap"])
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    for step in range(1, 4):
+        if cuda and step == 3:
+            torch.cuda.reset_peak_memory_stats()
+        worker.step(step, eager=given["eager"])
+    if cuda:
+        torch.cuda.synchronize()
+        stays, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    else:
+        stays, peak = _resident() - before, _most_resident() - before
+    program = Program.of(job)
+    layers = layer_figures(program.model, program.data.batch(1, 0), job.precision)
+    part = partition(program.model, job.stages)[given["stage"]]
+    figures = stage_figures(layers, part, recompute=job.recompute)
+    settings = replace(settings_of(job), eager=given["eager"])
+    items = footprint.items(figures, settings, stash=worker.peak_stash, hosted=job.microbatches)
+    kept = sum(footprint.per_parameter(settings).values())
+    boundaries = figures.sent * job.microbatches  # the last step's are dropped when the next begins
+    return {
+        **given,
+        "parameters": worker.stage.size,
+        "model_per_parameter": kept,
+        "measured_per_parameter": (stays - boundaries) / worker.stage.size,
+        "model_peak": footprint.total(items),
+        "measured_peak": peak,
+        "peak_stash": worker.peak_stash,
+        "bytes_per_stash": figures.held,
+        "measured_stash": max(worker.stage.held_bytes),
+    }
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _most_resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    base = {
+        "preset": args.preset,
+        "options": {},
+        "rows": args.rows,
+        "sequence": args.sequence,
+        "precision": args.precision or ("fp32" if args.device == "cpu" else "bf16"),
+        "replicas": 1,
+        "stages": 1,
+        "stage": 0,
+        "microbatches": 2,
+        "device": args.device,
+        "cap": None,
+        "eager": False,
+    }
+    asked = [{**base, "accumulate": kind, "eager": eager} for kind in KINDS for eager in (False, True)]
+    asked += [{**base, "accumulate": "strict", "replicas": 2}]
+    piped = {**base, "accumulate": "strict32", "stages": 4}
+    for microbatches in args.microbatches:
+        asked += [{**piped, "microbatches": microbatches, "cap": cap} for cap in (None, 0)]
+    found = []
+    for given in asked:
+        environment = {**os.environ, "MIMALLOC_PURGE_DELAY": "0"}
+        done = subprocess.run(
+            [sys.executable, __file__, "--child", json.dumps(given)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=600,
+        )
+        if done.returncode:
+            raise SystemExit(f"{given}: {done.stderr[-2000:]}")
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+        print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return found
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    print(
+        f"{'sums':9} {'eager':5} {'R':>2} {'S':>2} {'M':>3} {'cap':>5} | {'bytes/parameter':>15} "
+        f"{'measured':>9} | {'stash':>5} {'MiB each':>9} {'measured':>9} | "
+        f"{'peak GiB':>9} {'measured':>9} {'off':>6}"
+    )
+    for row in found:
+        off = row["model_peak"] / row["measured_peak"] - 1
+        print(
+            f"{row['accumulate']:9} {'yes' if row['eager'] else 'no':5} {row['replicas']:2} "
+            f"{row['stages']:2} {row['microbatches']:3} {'none' if row['cap'] == 0 else 'usual':>5} | "
+            f"{row['model_per_parameter']:15.2f} {row['measured_per_parameter']:9.2f} | "
+            f"{row['peak_stash']:5} {row['bytes_per_stash'] / 2**20:9.2f} "
+            f"{row['measured_stash'] / 2**20:9.2f} | "
+            f"{row['model_peak'] / GIB:9.3f} {row['measured_peak'] / GIB:9.3f} {off:+6.1%}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="gpt-125m")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", choices=["fp32", "bf16"])
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--microbatches", type=int, nargs="*", default=[8, 16, 32])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(child(json.loads(args.child))))
+        return 0
+    found = rows(args)
+    if args.json:
+        print(json.dumps({"rows": found}))
+    else:
+        show(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
