@@ -26,7 +26,7 @@ Plan = Callable[[Instance, str], Planned]
 
 @dataclass(frozen=True, slots=True)
 class StashRoom:
-    """What a worker has told: bytes of one microbatch, and bytes it has for all of them."""
+    """What a worker has reported: bytes of one microbatch, and bytes it has for all of them."""
 
     held: float
     room: float | None = None  # None: no limit
@@ -38,7 +38,7 @@ class StashRoom:
 
 
 def capped(instance: Instance, mode: str, plan: Plan, rooms: Mapping[Worker, StashRoom]) -> Instance:
-    """The instance, nobody dead, with the least cap that does not make its step longer."""
+    """The instance without deaths, with the least cap that does not make its step longer."""
     usual = stash_cap(instance.stages)
     bound = lower_bound(instance, mode)
     limits = {s: _least(rooms, s) for s in range(instance.stages)}
