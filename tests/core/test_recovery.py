@@ -130,6 +130,28 @@ def test_a_place_goes_from_absent_to_member_through_every_state() -> None:
     assert seen[1:] == [Copying(2, W11, 1), Copied(2, W11), Entering(2, W11, 4), Member(2, 4)]
 
 
+def test_a_joiner_enters_earlier_when_the_worker_that_was_furthest_has_died() -> None:
+    """Else steps are planned with a worker that enters only after them, and nothing runs its ops there."""
+    task = Task(replicas=3)
+    ahead = Worker(2, 0)
+    rest = [w for w in task.recovery.shape.workers() if w not in (W01, ahead)]
+    task.exit(W01)
+    for worker in (*rest, ahead):
+        task.report(worker)
+    task.plan()
+    task.start(W01)
+    task.copied(W01)
+    for worker in rest:
+        task.report(worker, 2)
+    task.report(ahead, 3)
+    assert task.recovery.places[W01] == Entering(2, W11, 4)
+    task.exit(ahead)
+    for worker in rest:
+        task.report(worker, 2)
+    task.report(W01, 2, joining=True)
+    assert task.recovery.places[W01] == Entering(2, W11, 3)
+
+
 def test_a_stage_whose_restarts_are_used_up_fails_the_task_while_another_stage_lives() -> None:
     """Was an assertion that ended the coordinator: only the death of all stages at once was a sentence."""
     task = Task(replicas=1, max_restarts=0)
