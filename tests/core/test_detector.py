@@ -117,9 +117,9 @@ def overdue(worker: Worker, *, busy: bool, elapsed_s: float, stopped: bool = Fal
 
 def test_a_hang_needs_somebody_who_waits() -> None:
     alone = {W: overdue(W, busy=True, elapsed_s=5.0)}
-    assert locate(alone, members=2, limits=LIMITS) is None
+    assert locate(alone, members=(W, V), limits=LIMITS) is None
     both = alone | {V: overdue(V, busy=False, elapsed_s=1.0)}
-    found = locate(both, members=2, limits=LIMITS)
+    found = locate(both, members=(W, V), limits=LIMITS)
     assert isinstance(found, Hung)
     assert found.worker == W
     assert found.waiting == (V,)
@@ -127,25 +127,33 @@ def test_a_hang_needs_somebody_who_waits() -> None:
 
 def test_a_slow_op_is_no_hang() -> None:
     both = {W: overdue(W, busy=True, elapsed_s=0.9), V: overdue(V, busy=False, elapsed_s=1.0)}
-    assert locate(both, members=2, limits=LIMITS) is None
+    assert locate(both, members=(W, V), limits=LIMITS) is None
 
 
 def test_a_process_that_stood_in_line_for_a_cpu_is_starved_not_hung() -> None:
     starved = replace(overdue(W, busy=True, elapsed_s=5.0), active_s=4.9)
     both = {W: starved, V: overdue(V, busy=False, elapsed_s=5.0)}
-    assert locate(both, members=2, limits=LIMITS) is None
+    assert locate(both, members=(W, V), limits=LIMITS) is None
     for_long = {W: replace(starved, elapsed_s=20.0, active_s=19.0), V: overdue(V, busy=False, elapsed_s=20.0)}
-    assert isinstance(locate(for_long, members=2, limits=LIMITS), Hung)
+    assert isinstance(locate(for_long, members=(W, V), limits=LIMITS), Hung)
 
 
 def test_of_a_stopped_and_a_slow_worker_the_stopped_one_is_it() -> None:
     both = {W: overdue(W, busy=True, elapsed_s=9.0), X: overdue(X, busy=False, elapsed_s=0.2, stopped=True)}
-    found = locate(both, members=3, limits=LIMITS)
+    found = locate(both, members=(W, V, X), limits=LIMITS)
     assert isinstance(found, Hung)
     assert found.worker == X
 
 
 def test_if_everybody_waits_nobody_is_it() -> None:
     all_wait = {w: overdue(w, busy=False, elapsed_s=4.0) for w in (W, V, X)}
-    assert isinstance(locate(all_wait, members=3, limits=LIMITS), Stalled)
-    assert locate(all_wait, members=4, limits=LIMITS) is None
+    assert isinstance(locate(all_wait, members=(W, V, X), limits=LIMITS), Stalled)
+    assert locate(all_wait, members=(W, V, X, Worker(3, 3)), limits=LIMITS) is None
+
+
+def test_a_worker_that_joins_does_not_hide_that_all_members_wait() -> None:
+    """It waits for a state, for as long as that takes, and no member waits for it."""
+    all_wait = {w: overdue(w, busy=False, elapsed_s=4.0) for w in (W, V)}
+    assert isinstance(locate(all_wait, members=(W, V), limits=LIMITS), Stalled)
+    with_joiner = all_wait | {X: overdue(X, busy=False, elapsed_s=0.3)}
+    assert isinstance(locate(with_joiner, members=(W, V), limits=LIMITS), Stalled)

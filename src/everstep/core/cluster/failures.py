@@ -17,6 +17,7 @@ from everstep.core.cluster.training import Training
 from everstep.core.faults import detector, remedies
 from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, judge, known
+from everstep.core.task.states import Member
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.incidents import Incident
@@ -95,7 +96,9 @@ class Failures:
             return []
         task.failures.overdue[report.worker] = report
         actions = self._nodes.confirm_silence(now)
-        found = detector.locate(task.failures.overdue, members=len(task.seats), limits=self._policy.limits)
+        places = task.recovery.places if task.recovery is not None else {}
+        members = [worker for worker, place in places.items() if isinstance(place, Member)]
+        found = detector.locate(task.failures.overdue, members=members, limits=self._policy.limits)
         match found:
             case detector.Hung():
                 return actions + self._hung(task, found, now)

@@ -31,7 +31,7 @@ blind for five minutes; an op of the same job lasts a second or two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from everstep.core.words.cluster_messages import OpOverdue, WorkerMoved
@@ -225,9 +225,11 @@ class Stalled:
 
 
 def locate(
-    overdue: Mapping[Worker, OpOverdue], *, members: int, limits: DetectorLimits
+    overdue: Mapping[Worker, OpOverdue], *, members: Collection[Worker], limits: DetectorLimits
 ) -> Hung | Stalled | None:
-    """What the overdue reports of one task add up to. `members`: how many workers it has now."""
+    """What the overdue reports of one task add up to. `members`: the workers that train. A joiner waits for
+    a state, so how long it waits says nothing about them.
+    """
     waiting = tuple(sorted(w for w, report in overdue.items() if not report.busy and not report.stopped))
     stopped = [report for report in overdue.values() if report.stopped]
     if stopped:
@@ -254,9 +256,11 @@ def locate(
             f"(usual {_duration(worst.expected_s)}){_and_waiting(waiting)}",
             waiting=waiting,
         )
-    patience = max((_stall_after(report, limits) for report in overdue.values()), default=0.0)
-    if len(waiting) >= members > 0 and min(r.elapsed_s for r in overdue.values()) >= patience:
-        return Stalled(because=f"all {members} workers wait and none is busy: a message between them is lost")
+    theirs = [report for worker, report in overdue.items() if worker in members]
+    patience = max((_stall_after(report, limits) for report in theirs), default=0.0)
+    if theirs and len(theirs) == len(members) and min(r.elapsed_s for r in theirs) >= patience:
+        because = f"all {len(members)} workers wait and none is busy: a message between them is lost"
+        return Stalled(because=because)
     return None
 
 
