@@ -27,7 +27,7 @@ from everstep.core.faults.detector import DetectorLimits, Glance
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.actions import InterruptWorkers
-from everstep.core.words.agent_messages import SAVING, EndWorker
+from everstep.core.words.agent_messages import SAVING, EndWorker, OrderTaken
 from everstep.core.words.ops import Worker
 
 LIMITS = AgentLimits(finish_s=5.0, save_s=60.0, leave_s=20.0, kill_s=30.0)
@@ -272,6 +272,31 @@ def test_no_more_is_said_of_a_process_that_was_killed(node: Node) -> None:
     node.give(msg.KillProcess(task="t", worker=A, incarnation=1))
     later = Glance(moment=1, step=1, busy=True, doing="0F0.0", age_s=5_000.0)
     assert node.happens(ag.Glanced(sender(), later)) == []
+
+
+def test_an_order_that_a_waiting_worker_does_not_take_is_reported(node: Node) -> None:
+    """It hangs inside its loop: its beacon alone cannot tell that from waiting."""
+    node.up(A)
+    words = InterruptWorkers(workers=(A,), epoch=2, because="so")
+
+    def look(age_s: float) -> list[ag.AgentAction]:
+        glance = Glance(moment=1, step=1, busy=False, doing="Paused", age_s=age_s)
+        return node.happens(ag.Glanced(sender(), glance))
+
+    look(0.0)
+    node.give(msg.NotifyWorker(task="t", worker=A, words=words))
+    node.now += 4.0
+    assert look(4.0) == []
+    node.now += 2.0
+    assert look(1.0) == [], "it was busy until a second ago"
+    assert look(6.0) == [], "the agent may not have read yet that the order was taken"
+    (found,) = look(6.0)
+    assert isinstance(found, ag.SendToCoordinator)
+    assert isinstance(found.report, msg.OpOverdue)
+    assert found.report.unanswered_s == 6.0
+    assert node.happens(ag.ProcessSpoke(sender(), OrderTaken())) == []
+    node.now += 60.0
+    assert look(66.0) == look(66.0) == []
 
 
 def test_the_kernel_is_asked_only_about_beacons_that_stand_still(node: Node) -> None:

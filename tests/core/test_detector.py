@@ -157,3 +157,12 @@ def test_a_worker_that_joins_does_not_hide_that_all_members_wait() -> None:
     assert isinstance(locate(all_wait, members=(W, V), limits=LIMITS), Stalled)
     with_joiner = all_wait | {X: overdue(X, busy=False, elapsed_s=0.3)}
     assert isinstance(locate(with_joiner, members=(W, V), limits=LIMITS), Stalled)
+
+
+def test_a_worker_that_only_waits_and_takes_no_order_is_hung() -> None:
+    waits = {w: overdue(w, busy=False, elapsed_s=1.0) for w in (W, V)}
+    assert locate(waits, members=(W, V), limits=LIMITS) is None
+    found = locate({**waits, V: replace(waits[V], unanswered_s=6.0)}, members=(W, V), limits=LIMITS)
+    assert isinstance(found, Hung)
+    assert found.worker == V
+    assert "has not taken an order for 6.00 s" in found.because

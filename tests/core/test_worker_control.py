@@ -7,7 +7,7 @@ from typing import Any
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.actions import CopyState, InterruptWorkers, ResumeStep
-from everstep.core.words.agent_messages import EndWorker
+from everstep.core.words.agent_messages import EndWorker, OrderTaken
 from everstep.core.words.ops import Worker, parse_op
 from everstep.core.words.worker_messages import Finished, Ledger, Members, Paused, Restore, Resume, Wait
 from everstep.core.worker.control import KeepLinks, LinkBroke, SendReport, WorkerControl, raised
@@ -58,15 +58,15 @@ def event_in(action: Any) -> ev.Event:
 
 
 def test_an_interrupt_is_answered_by_a_ledger() -> None:
-    (action,) = control().handle(interrupt(2), 0.0)
+    taken, action = control().handle(interrupt(2), 0.0)
+    assert taken == SendReport(OrderTaken())
     assert event_in(action) == ev.LedgerReported(worker=ME, epoch=2, ledger=Ledger(step=1, joining=True))
 
 
 def test_an_order_to_resume_brings_the_addresses_and_the_directions() -> None:
     worker = control()
-    assert worker.handle(resume(1, restore=0, copy_to=ADDRESS, copy_at_end=False), 0.0) == [
-        KeepLinks(frozenset({HERE, THERE}))
-    ]
+    found = worker.handle(resume(1, restore=0, copy_to=ADDRESS, copy_at_end=False), 0.0)
+    assert found == [SendReport(OrderTaken()), KeepLinks(frozenset({HERE, THERE}))]
     assert worker.book == {ME: HERE, PEER: THERE}
     assert (worker.directions.copy_to, worker.directions.copy_at_end) == (ADDRESS, False)
 
@@ -74,7 +74,7 @@ def test_an_order_to_resume_brings_the_addresses_and_the_directions() -> None:
 def test_an_order_of_an_earlier_epoch_changes_nothing() -> None:
     worker = control()
     worker.handle(interrupt(5), 0.0)
-    assert worker.handle(resume(4, restore=0), 0.0) == []
+    assert worker.handle(resume(4, restore=0), 0.0) == [SendReport(OrderTaken())]
     assert worker.book == {}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from everstep.core.words.cluster_messages import Sender, StartProcess
@@ -52,6 +52,7 @@ class Process:
     deadline: float | None = None
     closed_at: float = 0.0
     gently: bool = False  # while ending: asked to finish, not yet told to leave
+    unanswered: list[float] = field(default_factory=list)  # when the orders were sent that it has not taken yet
     raised: str = ""  # why it will end, in its own words
     doing: str = ""  # what its beacon showed last
 

@@ -43,7 +43,7 @@ from everstep.core.agent.process import ProcessState as _S
 from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
-from everstep.core.words.agent_messages import SAVING, EndWorker
+from everstep.core.words.agent_messages import SAVING, EndWorker, OrderTaken
 from everstep.core.words.cluster_messages import Sender, StartProcess
 from everstep.core.words.text import clipped
 
@@ -128,7 +128,7 @@ class NodeProcesses:
             case msg.KillProcess():
                 return self._kill_ordered(order, now)
             case msg.NotifyWorker():
-                return [PassOn(p.sender, order) for p in self._of(order.task, order.worker) if _alive(p)]
+                return self._pass_on(order, now)
             case msg.CloseTask():
                 return self._close(order, now)
             case msg.KeepOnly():
@@ -173,6 +173,14 @@ class NodeProcesses:
             return []  # as soon as it is
         process.deadline = now + self.limits.kill_s
         return [Kill(process.sender)]
+
+    def _pass_on(self, order: msg.NotifyWorker, now: float) -> Actions:
+        actions: Actions = []
+        for process in self.processes.values():
+            if process.sender[:2] == (order.task, order.worker) and _alive(process):
+                process.unanswered.append(now)
+                actions.append(PassOn(process.sender, order))
+        return actions
 
     def _close(self, order: msg.CloseTask, now: float) -> Actions:
         actions = self._drop([w for w in self.waiting.values() if w.task == order.task])
@@ -238,6 +246,9 @@ class NodeProcesses:
         match event.report:
             case msg.TaskEvent(event=ev.WorkerRaised(error=error)):
                 process.raised = f"raised {error}"
+            case OrderTaken():
+                del process.unanswered[:1]
+                return []
             case msg.TimesReported(times=times):
                 self.progress.expects(process.sender.task, process.sender.worker, times)
         return [SendToCoordinator(event.report, event.sender)]
@@ -322,11 +333,9 @@ class NodeProcesses:
             stopped=event.stopped,
             now=now,
             active_s=event.active_s,
+            unanswered_s=now - process.unanswered[0] if process.unanswered else 0.0,
         )
         return [] if found is None else [SendToCoordinator(found, event.sender)]
-
-    def _of(self, task: str, worker: object) -> list[Process]:
-        return [p for p in self.processes.values() if p.sender[:2] == (task, worker)]
 
 
 def _alive(process: Process) -> bool:

@@ -12,6 +12,7 @@ second. What an op should take comes from the worker's own reports. A worker can
               or stood in line for a CPU, it is slow or starved rather than hung, and gets ten times as long
     stopped   its beacon stands still and the kernel says the process is stopped: evidence
     waiting   for somebody else, for longer than a usual step: never blamed, but a witness
+    deaf      its beacon shows that it waits, and yet it takes no order: evidence
 
                      look: beacon moved ┌─────────┐
               ┌────────────────────────►│ working │◄──────────── moved again: WorkerMoved
@@ -96,6 +97,7 @@ class DetectorLimits:
     stall_factor: float = 5.0  # of a usual step: everybody waits
     stall_floor_s: float = 3.0
     first_op_s: float = 120.0  # before an op's usual time is known
+    deaf_s: float = 5.0  # a worker that waits takes an order within milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,7 @@ class ProgressWatch:
         stopped: bool,
         now: float,
         active_s: float = 0.0,
+        unanswered_s: float = 0.0,
     ) -> OpOverdue | WorkerMoved | None:
         seen = self._of(task, worker)
         moved = glance.moment != seen.moment
@@ -147,10 +150,14 @@ class ProgressWatch:
         seen.moment = glance.moment
         if moved and not stopped:
             was, seen.reported_s, seen.still, seen.told_stopped = seen.reported_s > 0, 0.0, 0, False
+            seen.told_deaf_s, seen.deaf_looks = 0.0, 0
             return WorkerMoved(task=task, worker=worker, incarnation=incarnation) if was else None
         seen.still += 1
         limit, expected = self._limit(seen, glance)
         news = stopped and seen.still >= 2 and not seen.told_stopped
+        deaf_s = seen.deaf_for(0.0 if glance.busy else min(unanswered_s, glance.age_s), self.limits)
+        if deaf_s > 2 * seen.told_deaf_s:
+            seen.told_deaf_s, news = deaf_s, True
         longer = glance.age_s > limit and glance.age_s >= 2 * seen.reported_s  # told again at twice the time
         if not news and not longer:
             return None
@@ -166,6 +173,7 @@ class ProgressWatch:
             expected_s=expected,
             step=glance.step,
             active_s=active_s,
+            unanswered_s=deaf_s,
         )
 
     def _limit(self, seen: _Seen, glance: Glance) -> tuple[float, float]:
@@ -192,6 +200,8 @@ class _Seen:
     still: int = 0  # looks in a row without a change
     reported_s: float = 0.0
     told_stopped: bool = False
+    told_deaf_s: float = 0.0
+    deaf_looks: int = 0  # in a row
     step: int = 0
     step_at: float = 0.0
     step_s: float | None = None  # a usual step, smoothed
@@ -202,6 +212,13 @@ class _Seen:
             self.step_s = took if self.step_s is None else 0.7 * self.step_s + 0.3 * took
         if glance.step != self.step:
             self.step, self.step_at = glance.step, now
+
+    def deaf_for(self, unanswered_s: float, limits: DetectorLimits) -> float:
+        """Two looks in a row: after a pause of the agent itself, its first look can come before it has read
+        that the order was taken.
+        """
+        self.deaf_looks = self.deaf_looks + 1 if unanswered_s > limits.deaf_s else 0
+        return unanswered_s if self.deaf_looks >= 2 else 0.0
 
 
 def _kind(doing: str) -> str:
@@ -239,6 +256,15 @@ def locate(
             because=f"the process of worker {worst.worker} is stopped, {_duration(worst.elapsed_s)} in "
             f"{worst.doing}{_and_waiting(waiting)}",
             waiting=waiting,
+        )
+    deaf = [report for report in overdue.values() if report.unanswered_s > limits.deaf_s]
+    if deaf:
+        worst = max(deaf, key=lambda report: report.unanswered_s)
+        return Hung(
+            worker=worst.worker,
+            because=f"worker {worst.worker} has not taken an order for {worst.unanswered_s:.2f} s, "
+            f"though it only waits for {worst.doing}",
+            waiting=tuple(worker for worker in waiting if worker != worst.worker),
         )
     busy = [report for report in overdue.values() if report.busy]
     if busy:

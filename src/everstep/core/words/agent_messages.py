@@ -21,7 +21,7 @@ from everstep.core.words.cluster_messages import (
 )
 from everstep.core.words.ops import Worker
 
-PROTOCOL = 2  # raised when a message changes in a way that an older program would misread
+PROTOCOL = 3  # raised when a message changes in a way that an older program would misread
 SAVING = "saving"  # what a beacon shows of a worker that has left its loop and writes its last states
 
 
@@ -36,7 +36,14 @@ class WorkerHello:
     protocol: int = PROTOCOL
 
 
-WorkerReport = TaskEvent | PartWritten | StateFetched | TimesReported | LinkMended
+@dataclass(frozen=True, slots=True)
+class OrderTaken:
+    """The worker has taken one more of the coordinator's orders. For the agent only: a worker that waits and
+    yet takes no order is hung.
+    """
+
+
+WorkerReport = OrderTaken | TaskEvent | PartWritten | StateFetched | TimesReported | LinkMended
 FromWorker = WorkerHello | WorkerReport
 
 

@@ -88,6 +88,7 @@ class OpOverdue:
     expected_s: float
     step: int
     active_s: float = 0.0  # of that time its threads ran, or waited for a CPU
+    unanswered_s: float = 0.0  # it only waits, and for so long it has not taken an order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, assert_never
 from everstep.core.words import events as ev
 from everstep.core.words import worker_messages as wrk
 from everstep.core.words.actions import CopyState, InterruptWorkers, ResumeStep, StopFeeding
-from everstep.core.words.agent_messages import EndWorker, WorkerReport
+from everstep.core.words.agent_messages import EndWorker, OrderTaken, WorkerReport
 from everstep.core.words.cluster_messages import (
     LinkMended,
     MemoryAddress,
@@ -81,7 +81,7 @@ class WorkerControl:
     def handle(self, event: ControlEvent, now: float) -> list[WorkerAction]:
         match event:
             case NotifyWorker():
-                return self._obey(event)
+                return [SendReport(OrderTaken()), *self._obey(event)]
             case EndWorker(gently=gently):
                 self._finishing = True
                 self.over = self.over or not gently
