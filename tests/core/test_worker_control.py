@@ -10,7 +10,7 @@ from everstep.core.words.actions import CopyState, InterruptWorkers, ResumeStep
 from everstep.core.words.agent_messages import EndWorker, OrderTaken
 from everstep.core.words.ops import Worker, parse_op
 from everstep.core.words.worker_messages import Finished, Ledger, Members, Paused, Restore, Resume, Wait
-from everstep.core.worker.control import KeepLinks, LinkBroke, SendReport, WorkerControl, raised
+from everstep.core.worker.control import KeepLinks, LinkBroke, LinkOpened, SendReport, WorkerControl, raised
 from everstep.core.worker.mending import LinkMending, MendLimits
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState
@@ -148,10 +148,21 @@ def test_a_broken_link_is_mended_after_a_wait_and_said_only_once_it_has_held() -
     worker.handle(LinkBroke(THERE), 10.0)
     assert worker.due_at() == 11.0
     assert worker.handle(msg.TimePassed(), 11.0) == []
-    assert worker.due_at() == 12.0
-    (said,) = worker.handle(msg.TimePassed(), 12.0)
+    assert worker.due_at() is None, "silence proves nothing: the peer's machine may have no power"
+    worker.handle(LinkOpened(THERE), 11.5)
+    assert worker.due_at() == 12.5
+    (said,) = worker.handle(msg.TimePassed(), 12.5)
     assert said == SendReport(msg.LinkMended(task="t", worker=ME, peer=PEER))
     assert worker.due_at() is None
+
+
+def test_a_link_that_another_message_opened_is_mended_too() -> None:
+    links = LinkMending(MendLimits(after_s=1.0, most_s=4.0))
+    links.broke(THERE, 10.0)
+    links.opened(THERE, 10.2)
+    assert links.due(11.0) == ([THERE], []), "what was lost is sent again all the same"
+    assert links.due_at() == 12.0
+    assert links.due(12.0) == ([], [THERE])
 
 
 def test_each_break_waits_longer_and_nothing_is_said_while_it_breaks_again() -> None:
@@ -164,6 +175,7 @@ def test_each_break_waits_longer_and_nothing_is_said_while_it_breaks_again() -> 
         assert due is not None
         waits.append(due - now)
         assert links.due(due) == ([THERE], [])
+        links.opened(THERE, due)
         now = due + 0.5
     assert waits == [1.0, 4.0, 4.0, 4.0, 4.0]
     assert links.due(now + 1.0) == ([], [THERE])

@@ -101,11 +101,13 @@ class End:
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.opened: queue.SimpleQueue = queue.SimpleQueue()
         self.links = Links(
             token=TOKEN,
             host="127.0.0.1",
             deliver=lambda f: self.inbox.put(("frame", f)),
             broken=lambda a: self.inbox.put(("broken", a)),
+            opened=self.opened.put,
             failed=lambda e: self.inbox.put(("failed", e)),
             empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
         )
@@ -144,6 +146,18 @@ def test_a_peer_that_is_gone_is_reported_and_the_others_go_on(ends: tuple[End, E
     assert here.inbox.get(timeout=20) == ("broken", third.links.address)
     here.links.send(there.links.address, "A", name(2), None, torch.ones(3))
     assert there.inbox.get(timeout=20)[1].parcel == name(2)
+
+
+def test_a_connection_counts_as_open_when_the_peer_has_answered(ends: tuple[End, End]) -> None:
+    """A listener's kernel accepts a connection though its process does nothing any more."""
+    here, there = ends
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        here.links.send(Address(*silent.getsockname()), "A", name(1), None, torch.ones(3))
+        line, _ = silent.accept()
+        here.links.send(there.links.address, "A", name(2), None, torch.ones(3))
+        assert here.opened.get(timeout=20) == there.links.address
+        line.close()
+    assert here.opened.empty()
 
 
 def test_nobody_listens_at_an_address_is_reported_too(ends: tuple[End, End]) -> None:

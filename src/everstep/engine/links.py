@@ -83,6 +83,7 @@ class Links:
         host: str,
         deliver: Callable[[frames.Incoming], None],
         broken: Callable[[Address], None],
+        opened: Callable[[Address], None] = lambda address: None,
         failed: Callable[[BaseException], None],
         empty: Any,
         source_port: Callable[[str, int], int | None] | None = None,
@@ -90,6 +91,7 @@ class Links:
     ) -> None:
         self._token, self._identity = token, identity
         self._deliver, self._broken, self._failed, self._empty = deliver, broken, failed, empty
+        self._opened = opened
         self._source_port = source_port
         self._selector = selectors.DefaultSelector()
         self._listener = socket.create_server((host, 0), backlog=128)
@@ -315,6 +317,7 @@ class Links:
         if proof is not None:
             link.identity, link.handshake, link.connected = link.handshake.identity, None, True
             link.queue.appendleft(memoryview(proof))
+            self._opened(link.address)
 
     def _drop(self, link: _Outgoing) -> None:
         if link.registered:

@@ -30,6 +30,7 @@ from everstep.core.words.worker_messages import ParcelKind
 from everstep.core.worker.control import (
     KeepLinks,
     LinkBroke,
+    LinkOpened,
     SendReport,
     ShellAction,
     WorkerAction,
@@ -52,7 +53,8 @@ from everstep.engine.transfers import ArrivingState, send_state
 from everstep.errors import PeerError
 from everstep.schedule.profile import HELD_FORWARD, HELD_WEIGHT, ROOM
 
-InboxItem = frames.Incoming | WorkerOrder | LinkBroke | BaseException  # the last: the links failed
+# the last: the links failed
+InboxItem = frames.Incoming | WorkerOrder | LinkBroke | LinkOpened | BaseException
 
 
 class WorkerLoop:

@@ -19,7 +19,7 @@ from everstep.core.words.agent_messages import EndWorker, WorkerHello, WorkerOrd
 from everstep.core.words.cluster_messages import Sender
 from everstep.core.words.framing import Unpacker, pack
 from everstep.core.words.ops import parse_worker
-from everstep.core.worker.control import LinkBroke, WorkerControl, raised
+from everstep.core.worker.control import LinkBroke, LinkOpened, WorkerControl, raised
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
 from everstep.engine import regions
@@ -97,6 +97,7 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
         host=spec["host"],
         deliver=deliver,
         broken=lambda address: inbox.put(LinkBroke(address)),
+        opened=lambda address: inbox.put(LinkOpened(address)),
         failed=inbox.put,
         empty=lambda shape, dtype: devices.host_empty(shape, dtype, device),
         source_port=None if steering is None else steering.ports,

@@ -52,7 +52,9 @@ class Process:
     deadline: float | None = None
     closed_at: float = 0.0
     gently: bool = False  # while ending: asked to finish, not yet told to leave
-    unanswered: list[float] = field(default_factory=list)  # when the orders were sent that it has not taken yet
+    unanswered: list[float] = field(
+        default_factory=list
+    )  # when the orders were sent that it has not taken yet
     raised: str = ""  # why it will end, in its own words
     doing: str = ""  # what its beacon showed last
 

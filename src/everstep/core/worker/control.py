@@ -36,7 +36,14 @@ class LinkBroke:
     address: PeerAddress
 
 
-ControlEvent = NotifyWorker | EndWorker | LinkBroke | TimePassed
+@dataclass(frozen=True, slots=True)
+class LinkOpened:
+    """The peer at this address has answered on a new connection."""
+
+    address: PeerAddress
+
+
+ControlEvent = NotifyWorker | EndWorker | LinkBroke | LinkOpened | TimePassed
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,9 @@ class WorkerControl:
                 return []
             case LinkBroke(address=address):
                 self.mending.broke(address, now)
+                return []
+            case LinkOpened(address=address):
+                self.mending.opened(address, now)
                 return []
             case TimePassed():
                 return self._mend(now)

@@ -1,11 +1,12 @@
 """Connections to live peers that broke: when to send again what may be lost, and when that has worked.
 
-    broke ──► wait, longer after each break ──► send again ──► held for a while ──► mended, and said
-                          ▲                         │
-                          └───────── broke ─────────┘
+    broke ──► wait, longer after each break ──► send again ──► opened ──► held for a while ──► mended
+                          ▲                         │             │
+                          └───────── broke ─────────┴─────────────┘
 
 One attempt at a time per address. The other end may be dead, and then every attempt breaks again: without the
-wait two survivors of a death would open thousands of connections, and say so each time.
+wait two survivors of a death would open thousands of connections, and say so each time. Silence proves
+nothing either: to a machine without power a connection neither opens nor breaks for a long time.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class MendLimits:
 @dataclass(slots=True)
 class _Broken:
     breaks: int  # since the connection last held
-    send_at: float | None  # None: sent again, and it holds so far
-    held_at: float = 0.0
+    send_at: float | None  # None: sent again, if there was anything to send
+    is_open: bool = False  # the peer has answered on a new connection
+    held_at: float | None = None  # when that will have held long enough
 
 
 class LinkMending:
@@ -37,24 +39,35 @@ class LinkMending:
     def broke(self, address: PeerAddress, now: float) -> None:
         found = self._broken.setdefault(address, _Broken(0, None))
         found.breaks += 1
+        found.is_open, found.held_at = False, None
         if found.send_at is None:
             wait_s = self.limits.after_s * 2 ** min(found.breaks - 1, 30)
             found.send_at = now + min(wait_s, self.limits.most_s)
 
+    def opened(self, address: PeerAddress, now: float) -> None:
+        """The peer has answered on a new connection."""
+        found = self._broken.get(address)
+        if found is not None:
+            found.is_open = True
+            if found.send_at is None:
+                found.held_at = now + self.limits.after_s
+
     def due_at(self) -> float | None:
         """When `due` has something to say next."""
         times = (b.held_at if b.send_at is None else b.send_at for b in self._broken.values())
-        return min(times, default=None)
+        return min((time for time in times if time is not None), default=None)
 
     def due(self, now: float) -> tuple[list[PeerAddress], list[PeerAddress]]:
         """The addresses to send to again now, and those whose connections have held since."""
         send, held = [], []
         for address, found in list(self._broken.items()):
-            if found.send_at is None and found.held_at <= now:
+            if found.held_at is not None and found.held_at <= now:
                 del self._broken[address]
                 held.append(address)
             elif found.send_at is not None and found.send_at <= now:
-                found.send_at, found.held_at = None, now + self.limits.after_s
+                found.send_at = None
+                if found.is_open:  # some other message has opened it meanwhile
+                    found.held_at = now + self.limits.after_s
                 send.append(address)
         return send, held
 
