@@ -10,8 +10,7 @@ The worker state decides in names; here the names have tensors:
 Ownership. A send does not copy: the links *borrow* a tensor until the kernel has its last byte, which can be
 many steps later when a large state is queued before it.
 
-1. A tensor that is borrowed is never written to.
-2. A buffer that is wanted for writing while it is borrowed is left to its borrower, and a new one is used.
+1., 2. As `core.worker.buffers` says.
 3. Boundaries and payloads are never written to, by anyone.
 4. A sum does not change between its assembly and the seal: until then any part of it may be sent again. What
    an update needs beyond it (a tied pair inside the stage) is computed by the update, not stored in the sum.
@@ -34,6 +33,7 @@ from everstep.core.words.worker_messages import (
     Send,
     SumChunk,
 )
+from everstep.core.worker.buffers import Buffers
 from everstep.engine import device as devices
 from everstep.engine import frames
 from everstep.engine.boundary import Boundary, Gradients
@@ -86,15 +86,18 @@ class StepTensors:
         self.boundaries: dict[Parcel, Boundary | Gradients] = {}  # activations and gradients, in and out
         self.payloads: dict[Parcel, Payload] = {}  # everything else that was received, and tied halves
         self._chunks = virtual_chunks(stage.size, replicas)
-        self._borrowed = borrowed
+        self._buffers = Buffers(
+            borrowed=borrowed,
+            new=lambda: shared.empty((self.stage.size,), dtype=torch.float32),
+            copy=torch.clone,
+        )
         self._sums: dict[int, Tensor] = {}
         self._peaks: dict[int, list[int]] = {}  # of the same steps: the next step's limits follow from them
-        self._spare_sums: list[Tensor] = []
 
     def rebuilt(self, stage: Stage, updater: Updater) -> None:
         """The initial state is back, in new buffers."""
         self.stage, self.updater = stage, updater
-        self._spare_sums.clear()
+        self._buffers.clear()
 
     # -------------------------------------------------------------- payloads
 
@@ -177,9 +180,7 @@ class StepTensors:
         """
         self.outgoing(task.other._replace(stage=self.me.stage), ())
         (other,) = self._on_device(self.payloads[task.other].tensors)
-        mean = self._sums[task.step]
-        if self._borrowed(mean):
-            mean = self._sums[task.step] = mean.clone()
+        mean = self._sums[task.step] = self._buffers.writable(self._sums[task.step])
         own = self.stage.tied_part(mean)
         lower_first = (own, other) if self.me.stage < task.other.stage else (other, own)
         self.stage.set_tied_part(mean, lower_first[0] + lower_first[1])
@@ -206,14 +207,12 @@ class StepTensors:
         return self._on_device(tensors)[0]
 
     def release_sum(self, step: int) -> None:
-        released = self._sums.pop(step)
+        self._buffers.give_back(self._sums.pop(step))
         self._peaks.pop(step, None)
-        if not self._borrowed(released):
-            self._spare_sums.append(released)
 
     def discard(self, from_step: int | None, keep: Iterable[Parcel]) -> None:
         """Of this step and later ones; None: of all steps, and every payload that is not in `keep`."""
-        if self._borrowed(self.stage.sums.flat):
+        if self._buffers.is_borrowed(self.stage.sums.flat):
             self.stage.sums.restart(leave_buffer=True)
         self.stage.discard(from_step)
         for table in (self._sums, self._peaks):
@@ -230,15 +229,11 @@ class StepTensors:
 
     def _begin(self, step: int) -> None:
         sums, limits = self.stage.sums, self.stage.limits.at(step)
-        sums.begin(step, limits, leave_buffer=self._borrowed(sums.flat))
+        sums.begin(step, limits, leave_buffer=self._buffers.is_borrowed(sums.flat))
 
     def _sum(self, step: int) -> Tensor:
         if step not in self._sums:
-            self._sums[step] = (
-                self._spare_sums.pop()
-                if self._spare_sums
-                else self._shared.empty((self.stage.size,), dtype=torch.float32)
-            )
+            self._sums[step] = self._buffers.take()
         return self._sums[step]
 
     def _stretch(self, members: tuple[int, ...], owner: int) -> slice:
