@@ -28,10 +28,20 @@ class Cluster:
     """Everything it starts, it ends. Files lie under `folder`."""
 
     def __init__(
-        self, folder: Path, *, etcd: Sequence[str] = (), token: str = "harness", eager: bool = False
+        self,
+        folder: Path,
+        *,
+        etcd: Sequence[str] = (),
+        token: str = "harness",
+        eager: bool = False,
+        token_file: bool = False,
     ) -> None:
-        """`eager`: no node is suspected, however often its workers are killed."""
+        """`eager`: no node is suspected, however often its workers are killed. `token_file`: the token is
+        given by a file, so that it can be changed.
+        """
         self.folder, self.etcd, self.token, self.eager = folder, etcd, token, eager
+        self.token_file = folder / "token" if token_file else None
+        self.set_token(token)
         self.coordinators: dict[str, subprocess.Popen[bytes]] = {}
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.addresses: dict[str, str] = {}
@@ -40,6 +50,17 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def set_token(self, token: str) -> None:
+        self.token = token
+        if self.token_file is not None:
+            draft = self.token_file.with_suffix(".new")
+            draft.touch(mode=0o600)
+            draft.write_text(token)
+            draft.replace(self.token_file)
+
+    def close(self) -> None:
         everyone = [*self.agents.values(), *self.coordinators.values()]
         for process in everyone:
             if process.poll() is None:
@@ -61,6 +82,7 @@ class Cluster:
         command = [*EVERSTEP, "coordinator", "--port", str(port), "--json", "--name", name]
         if self.eager:
             command += ["--restarts-per-node", "1000000"]
+        command += self._token_option()
         command += ["--state", str(self.folder / f"state-{'shared' if self.etcd else name}")]
         if self.etcd:
             command += ["--etcd", ",".join(self.etcd)]
@@ -84,6 +106,7 @@ class Cluster:
     def start_agent(self, node: str, *, slots: int, through: str | None = None) -> None:
         coordinators = through or ",".join(self.addresses.values())
         command = [*EVERSTEP, "agent", "--node", node, "--slots", str(slots), "--coordinator", coordinators]
+        command += self._token_option()
         log = (self.folder / f"agent-{node}.log").open("ab")
         self.agents[node] = subprocess.Popen(
             command, stdout=log, stderr=log, env=self._environment(), start_new_session=True
@@ -100,7 +123,11 @@ class Cluster:
                 os.kill(pid, number)
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, "OMP_NUM_THREADS": "1"} | ({"EVERSTEP_TOKEN": self.token} if self.token else {})
+        given = {"EVERSTEP_TOKEN": self.token} if self.token and self.token_file is None else {}
+        return {**os.environ, "OMP_NUM_THREADS": "1"} | given
+
+    def _token_option(self) -> list[str]:
+        return [] if self.token_file is None else ["--token-file", str(self.token_file)]
 
     # -------------------------------------------------------------- asking
 

@@ -48,6 +48,7 @@ class FakeCluster:
         self.thinking = Thinking()
         self.numbers: dict[str, int] = {}
         self.done: dict[str, int] = {}
+        self.commits = True  # off: commits are not answered
         self.cut: set[str] = set()  # nodes that are not heard
         self.lost: list[msg.Dispatch] = []  # what was sent to them
         self.actions: list[msg.ClusterAction] = []
@@ -240,7 +241,7 @@ class FakeCluster:
                         self._ends(name, worker, "killed by SIGKILL")
             case msg.FindCheckpoint():
                 self._later(node, msg.CheckpointFound(task=order.task, step=0, search=order.search))
-            case msg.CommitCheckpoint():
+            case msg.CommitCheckpoint() if self.commits:
                 committed = ev.CheckpointCommitted(step=order.step)
                 self._later(node, msg.TaskEvent(task=order.task, event=committed))
 

@@ -181,6 +181,16 @@ def test_a_worker_that_writes_its_last_state_is_left_alone_for_longer(node: Node
     assert node.wait(5.0) == [ag.PassOn(sender(), EndWorker(gently=False))]
 
 
+def test_a_worker_that_goes_on_writing_its_last_state_is_never_ended(node: Node) -> None:
+    """A large state on a slow disk takes longer than any limit; only one that writes nothing is ended."""
+    node.up(A)
+    node.give(msg.CloseTask(task="t", gently=True))
+    for moment in range(1, 60):
+        glance = Glance(moment=moment, step=9, busy=True, doing=SAVING, age_s=0.0)
+        node.happens(ag.Glanced(sender(), glance))
+        assert node.wait(5.0) == []
+
+
 def test_a_worker_closed_before_it_called_hears_of_it_when_it_does(node: Node) -> None:
     node.give(start(A, 1))
     node.happens(ag.ProcessSpawned(sender()))

@@ -14,13 +14,14 @@ sentence. No pickle. `root` may be any fsspec URL; see `places`. The format is d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everstep.checkpoint import index as indexes
 from everstep.checkpoint.index import Part, Refused
-from everstep.checkpoint.parts import CHUNK_BYTES, PlannedSlice, plan_whole, stored_of
+from everstep.checkpoint.parts import CHUNK_BYTES, PlannedSlice, Progress, plan_whole, stored_of
 from everstep.checkpoint.places import place_of, root_of
 from everstep.checkpoint.ranges import Access
 from everstep.checkpoint.reader import Checkpoint, UnusableCheckpointError, open_in, unusable
@@ -46,10 +47,17 @@ __all__ = [
 # Writing.
 
 
-def write_part(root: str | Path, step: int, name: str, tensors: Mapping[str, Tensor]) -> Part:
+def write_part(
+    root: str | Path,
+    step: int,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    progress: Progress = lambda count: None,
+) -> Part:
     """Write whole tensors to part `name` of a step, flushed to disk; what to tell `commit`."""
     stored = {key: stored_of(key, tensor) for key, tensor in tensors.items()}
-    return place_of(root).write_part(step, name, plan_whole(stored))
+    return place_of(root).write_part(step, name, plan_whole(stored), progress=progress)
 
 
 def write_slices(
@@ -89,7 +97,8 @@ def commit(
     if keep is not None:
         done = [number for number, _ in place.complete() if number <= step]
         for number in doomed(done, keep, keep_every):
-            place.remove(f"step-{number:08d}")
+            with contextlib.suppress(OSError):  # the new one is committed, whatever becomes of old ones
+                place.remove(f"step-{number:08d}")
     return name
 
 
@@ -111,6 +120,13 @@ def prune(root: str | Path, *, keep: int, keep_every: int = 0, dry_run: bool = F
     for step in () if dry_run else gone:
         place.remove(f"step-{step:08d}")
     return gone
+
+
+def discard(root: str | Path, step: int, keep: Collection[int] = ()) -> None:
+    """Remove the parts of a step that will not be complete, and of older ones except `keep`."""
+    place = place_of(root)
+    place.discard(step)
+    place.clean(before=step, keep=keep)
 
 
 def clean(root: str | Path) -> list[Path]:

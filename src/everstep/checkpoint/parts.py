@@ -6,6 +6,7 @@ read, hash while it is in the cache, pwrite. Memory is one block a thread, whate
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -76,10 +77,16 @@ def write_part(
         raise InternalError(f"a chunk of {chunk_bytes} bytes does not divide a block of {BLOCK_BYTES}.")
     folder.mkdir(parents=True, exist_ok=True)
     head, places, total = header(slices)
-    with open(folder / file, "wb", buffering=0) as out:
-        hashes = write_file(out, head, slices, places, threads, chunk_bytes, progress)
-        out.truncate(total)  # a tail of empty tensors writes nothing
-        os.fsync(out.fileno())
+    try:
+        with open(folder / file, "wb", buffering=0) as out:
+            hashes = write_file(out, head, slices, places, threads, chunk_bytes, progress)
+            out.truncate(total)  # a tail of empty tensors writes nothing
+            os.fsync(out.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            (folder / file).unlink()  # a full disk must not stay full
+            folder.rmdir()  # unless others write there
+        raise
     return describe(file, slices, places, hashes, total, chunk_bytes)
 
 

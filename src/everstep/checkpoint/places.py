@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from everstep.checkpoint.ranges import Access, LocalFile, RangeFile, UrlFile
 from everstep.errors import InternalError, UserError
 
 STEP = re.compile(r"step-(\d{8,18})")
+PARTIAL = re.compile(r"step-(\d{8,18})(?:\.old)?\.partial")
 _SET_ASIDE = re.compile(r"step-\d{8,18}\.(corrupt|unreadable|unknown)(-\d+)?")
 _RENAME_EXCHANGE = 2
 
@@ -73,12 +74,18 @@ class Place(Protocol):
     def remove(self, folder: str) -> None:
         """Gone at once for readers, whatever happens half-way."""
 
-    def clean(self) -> list[Path]:
-        """Remove what a crash left half written. Not while a checkpoint is being written."""
+    def clean(self, *, before: int | None = None, keep: Collection[int] = ()) -> list[Path]:
+        """Remove what a crash left half written: of steps below `before` (None: of all), and not of `keep`.
+        Nothing complete, and not while one of these checkpoints is being written.
+        """
 
 
 def _steps(folders: list[str]) -> list[tuple[int, str]]:
     return sorted((int(match[1]), name) for name in folders if (match := STEP.fullmatch(name)) is not None)
+
+
+def _is_left(step: int, before: int | None, keep: Collection[int]) -> bool:
+    return step not in keep and (before is None or step < before)
 
 
 def _aside(folders: list[str]) -> list[str]:
@@ -184,8 +191,13 @@ class LocalPlace:
         os.rename(self.root / folder, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
-    def clean(self) -> list[Path]:
-        left = [path for path in sorted(self.root.glob("step-*.partial")) if not path.is_symlink()]
+    def clean(self, *, before: int | None = None, keep: Collection[int] = ()) -> list[Path]:
+        found = [(PARTIAL.fullmatch(path.name), path) for path in sorted(self.root.glob("step-*.partial"))]
+        left = [
+            path
+            for match, path in found
+            if match is not None and not path.is_symlink() and _is_left(int(match[1]), before, keep)
+        ]
         for path in left:
             shutil.rmtree(path, ignore_errors=True)
         return left
@@ -302,8 +314,9 @@ class UrlPlace:
             self._fs.rm_file(f"{self._path}/{folder}/index.json")
         self._fs.rm(f"{self._path}/{folder}", recursive=True)
 
-    def clean(self) -> list[Path]:
-        left = [name for name in self._folders() if STEP.fullmatch(name) and not self._has_index(name)]
+    def clean(self, *, before: int | None = None, keep: Collection[int] = ()) -> list[Path]:
+        steps = [(step, name) for step, name in _steps(self._folders()) if _is_left(step, before, keep)]
+        left = [name for _, name in steps if not self._has_index(name)]
         for name in left:
             self._fs.rm(f"{self._path}/{name}", recursive=True)
         return [Path(self._path, name) for name in left]

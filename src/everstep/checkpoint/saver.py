@@ -120,10 +120,15 @@ class AsyncSaver:
         if self._newest is not None:
             self._newest.hold_stream()
 
-    def finish(self) -> None:
-        """Until everything is on disk."""
+    def finish(self, within_s: float | None = None) -> bool:
+        """Until everything is written, or this time is over. Is it?"""
         while self._pending:
-            self._pending.pop(0)[1].exception()
+            try:
+                self._pending[0][1].exception(within_s)
+            except TimeoutError:
+                return False
+            self._pending.pop(0)
+        return True
 
     def _run(
         self,

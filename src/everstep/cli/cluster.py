@@ -289,7 +289,17 @@ def _nodes(nodes: Any) -> Table:
 
 def _tasks(tasks: Any) -> Table:
     table = Table(
-        "task", "state", "workers", "step", "", "loss", "s/step", "because", box=None, pad_edge=False
+        "task",
+        "state",
+        "workers",
+        "step",
+        "",
+        "protected",
+        "loss",
+        "s/step",
+        "because",
+        box=None,
+        pad_edge=False,
     )
     for task in tasks:
         table.add_row(
@@ -298,11 +308,18 @@ def _tasks(tasks: Any) -> Table:
             f"{task['workers']}/{task['places']}",
             f"{task['step']}/{task['steps']}",
             ProgressBar(total=task["steps"], completed=task["step"], width=16),
+            _protected(task["saved"]),
             "-" if task["loss"] is None else f"{task['loss']:.5f}",
             "-" if not task["step_seconds"] else f"{task['step_seconds']:.3f}",
             task["because"],
         )
     return table
+
+
+def _protected(saved: Any) -> Text:
+    """The newest saved step; red while saves fail."""
+    text = f"step {saved['protected']}" if saved["protected"] else "-"
+    return Text(f"{text} (save failed)", style="red") if saved["failing"] else Text(text)
 
 
 def _state(state: str) -> Text:

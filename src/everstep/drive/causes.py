@@ -131,6 +131,8 @@ def answered_by(event: msg.ClusterEvent) -> Iterator[Name]:
             yield "assignment", version
         case msg.FromNode(report=msg.CheckpointFound() | msg.CheckpointUnusable() as report):
             yield "search", report.task, report.search
+        case msg.FromNode(report=msg.SaveFailed(task=task, step=step), sender=None):
+            yield "commit", task, step
         case msg.FromNode(node=node, report=msg.TaskEvent(task=task, event=inner)):
             yield from _answered_by_worker(node, task, inner)
 

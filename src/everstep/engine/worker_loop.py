@@ -101,7 +101,7 @@ class WorkerLoop:
             task = self.control.next()
             self._carry_out(self.control.take_actions())
             if self.control.may_leave(task):
-                self._show(busy=True, doing=SAVING)  # what its saver has in hand is written after this
+                self.show_saving()  # what its saver has in hand is written after this
                 return
             if isinstance(task, msg.Wait | msg.Paused | msg.Finished):
                 self._show(
@@ -188,11 +188,13 @@ class WorkerLoop:
             case msg.Restore():
                 return self._restore(task.state_step)
             case msg.SaveCheckpoint():
+                self._show(busy=True, doing=SAVING)  # it may wait for the disk: no op's time is billed
                 share = task.index, task.count
                 groups = self.updater.groups(task.state_step)
                 state = self.updater.state(task.state_step)
                 return self.ports.save(task.state_step, task.attempt, share, state, groups)
             case msg.StoreCopy():
+                self._show(busy=True, doing=SAVING)
                 directions, state = self.control.directions, self.updater.state(task.state_step)
                 return self.ports.copy_to_memory(
                     task.state_step, task.attempt, task.leaving, state, directions
@@ -372,6 +374,10 @@ class WorkerLoop:
         told = {HELD_FORWARD: float(forward), HELD_WEIGHT: float(weight)}
         room = self.ports.room(self.stage)
         return told if room is None else told | {ROOM: room}
+
+    def show_saving(self) -> None:
+        """It has left its loop, and its last states are being written."""
+        self._show(busy=True, doing=SAVING)
 
     def _show(self, *, busy: bool, doing: str) -> None:
         now = self.state.now

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, assert_never
 
 from everstep.checkpoint import folder
-from everstep.checkpoint.search import Newest, newest_to_use
+from everstep.checkpoint.places import place_of
+from everstep.checkpoint.search import Newest, NoStart, newest_to_use
+from everstep.core.agent.messages import DiskOrder
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.text import clipped
 from everstep.engine.job import Job
 
 
@@ -31,6 +37,13 @@ class CheckpointDirectory:
         groups = merged(group for part in told for group in part.get("groups", ()))
         parts = [{key: value for key, value in part.items() if key != "groups"} for part in told]
         folder.commit(root, step, parts, self._meta(step), spec.keep, groups=groups)
+        place_of(root).clean(before=step)  # what is not whole by now never will be
+
+    def discard(self, step: int, keep: Collection[int] = ()) -> None:
+        """This step will not be a checkpoint: what was written of it makes room."""
+        spec = self.job.checkpoint
+        if spec is not None:
+            folder.discard(folder.root_of(self.job.base, spec.folder), step, keep)
 
     def _meta(self, step: int) -> dict[str, Any]:
         """What a run needs besides tensors. Data and random draws are functions of (seed, step, microbatch),
@@ -62,3 +75,62 @@ def merged(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         key = json.dumps(numbers, sort_keys=True)
         found.setdefault(key, {"params": [], **numbers})["params"].extend(group["params"])
     return list(found.values())
+
+
+# What an agent is ordered to do on disk.
+
+
+def work_on_disk(order: DiskOrder, job: Job | None) -> msg.NodeReport | None:
+    """Carry out an order; its answer, if it has one. `job`: None if the task is not known here."""
+    match order:
+        case msg.FindCheckpoint():
+            return _found(order)
+        case msg.CommitCheckpoint():
+            return _committed(order, job)
+        case msg.DiscardPartial():
+            if job is not None:
+                CheckpointDirectory(job).discard(order.step, order.keep)
+            return None
+        case _:
+            assert_never(order)
+
+
+def failure(order: DiskOrder, error: Exception) -> msg.NodeReport | None:
+    """What is answered if an order could not be carried out at all."""
+    match order:
+        case msg.FindCheckpoint():
+            because = f"its checkpoints cannot be looked at: {type(error).__name__}: {error}"
+            return _unusable(order, because, passing=True)
+        case msg.CommitCheckpoint():
+            return _not_saved(order, f"{type(error).__name__}: {error}")
+        case _:
+            return None
+
+
+def _found(order: msg.FindCheckpoint) -> msg.NodeReport:
+    try:
+        found = CheckpointDirectory(Job.from_dict(order.job)).newest(order.known)
+    except NoStart as error:
+        return _unusable(order, str(error), passing=error.passing)
+    return msg.CheckpointFound(task=order.task, step=found.step, refused=found.refused, search=order.search)
+
+
+def _committed(order: msg.CommitCheckpoint, job: Job | None) -> msg.NodeReport:
+    if job is None:
+        return _not_saved(order, "the agent was started anew and does not know the task")
+    checkpoints = CheckpointDirectory(job)
+    try:
+        checkpoints.commit(order.step, list(order.parts))
+    except Exception as error:  # a full disk, a store that is away: what was written makes room
+        with contextlib.suppress(Exception):
+            checkpoints.discard(order.step)
+        return _not_saved(order, f"{type(error).__name__}: {error}")
+    return msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=order.step))
+
+
+def _not_saved(order: msg.CommitCheckpoint, because: str) -> msg.SaveFailed:
+    return msg.SaveFailed(task=order.task, step=order.step, attempt=order.attempt, because=clipped(because))
+
+
+def _unusable(order: msg.FindCheckpoint, because: str, *, passing: bool) -> msg.CheckpointUnusable:
+    return msg.CheckpointUnusable(task=order.task, because=because, passing=passing, search=order.search)

@@ -6,6 +6,7 @@ back, one state after the other, and two at most wait (see `checkpoint.saver`).
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +18,14 @@ from torch import Tensor
 from everstep.checkpoint import folder, memory
 from everstep.checkpoint.saver import AsyncSaver, share_of
 from everstep.core.words.agent_messages import WorkerReport
-from everstep.core.words.cluster_messages import PartWritten, Sender, StateFetched
+from everstep.core.words.cluster_messages import PartWritten, SaveFailed, Sender, StateFetched
+from everstep.core.words.text import clipped
 from everstep.core.worker.control import StateDirections
 from everstep.engine.job import Job
 from everstep.errors import UserError
 from everstep.node.memory_store import token_of
 
+LOOK_S = 1.0
 Say = Callable[[WorkerReport], None]
 
 
@@ -33,6 +36,7 @@ class States:
         self._token = token_of(secret)
         self._say = say
         self._saver = AsyncSaver()
+        self._written_bytes = 0
 
     # -------------------------------------------------------------- out
 
@@ -68,8 +72,13 @@ class States:
             write=lambda step, tensors: self._write_copies(step, attempt, tensors, directions, leaving),
         )
 
-    def finish(self) -> None:
-        self._saver.finish()
+    def finish(self, alive: Callable[[], None] = lambda: None) -> None:
+        """Until everything is written. `alive` is called as long as bytes are: a slow disk is no hang."""
+        seen = self._written_bytes
+        while not self._saver.finish(LOOK_S):
+            if self._written_bytes != seen:
+                seen = self._written_bytes
+                alive()
 
     def _write_to_disk(
         self,
@@ -82,9 +91,9 @@ class States:
         # By its incarnation: a process that was given up may still write, and not over another's file.
         name = f"stage-{self._me.stage}-{share[0] + 1}-of-{share[1]}-i{self._incarnation}"
         try:
-            part = folder.write_part(self._root, step, name, tensors)
-        except OSError as error:
-            print(f"checkpoint of step {step} not written: {error}", file=sys.stderr)
+            part = folder.write_part(self._root, step, name, tensors, progress=self._progressed)
+        except Exception as error:  # whatever a disk or a store can say: training goes on
+            self._not_saved(step, attempt, f"{type(error).__name__}: {error}")
             return
         part = part if share[0] else part | {"groups": groups}  # peers have the same: one says it
         self._say(self._written(step, attempt, part, share=share))
@@ -113,6 +122,7 @@ class States:
         self, step: int, attempt: int, tensors: dict[str, Tensor], directions: StateDirections, leaving: bool
     ) -> None:
         name = f"stage-{self._me.stage}-{self._me.replica}"
+        node: str | None = None
         try:
             label = memory.put(self._memory_root, self._task, step, name, tensors)
             self._say(self._written(step, attempt, label, memory_of=self._node))
@@ -122,7 +132,21 @@ class States:
             memory.send(self._memory_root, label, memory.Remote(host, port, self._token), self._task, step)
             self._say(self._written(step, attempt, label, memory_of=node))
         except OSError as error:
-            print(f"the copy of step {step} in memory is not whole: {error}", file=sys.stderr)
+            if node is None:
+                self._not_saved(step, attempt, f"{type(error).__name__}: {error}", memory_of=self._node)
+            else:  # that node may be dying: an incident of its own, if it is
+                print(f"no copy of step {step} on node {node}: {error}", file=sys.stderr, flush=True)
+
+    def _not_saved(self, step: int, attempt: int, because: str, memory_of: str | None = None) -> None:
+        print(f"the state of step {step} is not saved: {because}", file=sys.stderr, flush=True)
+        failed = SaveFailed(
+            task=self._task, step=step, attempt=attempt, because=clipped(because), memory_of=memory_of
+        )
+        with contextlib.suppress(OSError):  # the agent is gone too
+            self._say(failed)
+
+    def _progressed(self, num_bytes: int) -> None:
+        self._written_bytes += num_bytes
 
     # -------------------------------------------------------------- in
 

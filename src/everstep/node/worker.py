@@ -131,7 +131,7 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
     line.listen(inbox)
     line.say(control.started(links.address).report)
     loop.run()
-    states.finish()
+    states.finish(loop.show_saving)
     courier.stop()
     if flows is not None:
         flows.stop()

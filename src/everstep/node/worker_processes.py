@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint.search import NoStart
 from everstep.core.agent import messages as ag
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.faults.detector import Glance
 from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
 from everstep.core.words.agent_messages import PlantFaults
 from everstep.core.words.cluster_messages import Sender
 from everstep.core.words.ops import Worker
@@ -29,7 +27,7 @@ from everstep.engine.beacon import Beacon, BeaconReading
 from everstep.engine.faults import parse_fault
 from everstep.engine.job import Job
 from everstep.errors import EverstepError
-from everstep.node.checkpoints import CheckpointDirectory
+from everstep.node.checkpoints import failure, work_on_disk
 from everstep.node.fork_server import ForkedProcess, ForkServer, ForkServerDied, exit_reason
 from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.memory_store import MemoryStore
@@ -219,25 +217,15 @@ class WorkerProcesses:
             self.tasks[order.task] = TaskHere(job, order.secret, order.script, order.faults)
         self.memory.open_task(order.task, order.secret)
 
-    def _work_on_disk(self, order: msg.FindCheckpoint | msg.CommitCheckpoint) -> msg.NodeReport:
+    def _work_on_disk(self, order: ag.DiskOrder) -> msg.NodeReport | None:
         """Touches nothing of this class but a job, so any thread may do it."""
-        if isinstance(order, msg.CommitCheckpoint):
-            CheckpointDirectory(self.tasks[order.task].job).commit(order.step, list(order.parts))
-            return msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=order.step))
-        try:
-            found = CheckpointDirectory(Job.from_dict(order.job)).newest(order.known)
-        except NoStart as error:
-            return _unusable(order, str(error), passing=error.passing)
-        return msg.CheckpointFound(
-            task=order.task, step=found.step, refused=found.refused, search=order.search
-        )
+        here = self.tasks.get(order.task)
+        return work_on_disk(order, None if here is None else here.job)
 
-    def _worked(self, order: msg.FindCheckpoint | msg.CommitCheckpoint, found: Any) -> None:
-        if not isinstance(found, Exception):
-            self.report(found, None)
-        elif isinstance(order, msg.FindCheckpoint):
-            because = f"its checkpoints cannot be looked at: {type(found).__name__}: {found}"
-            self.report(_unusable(order, because, passing=True), None)
+    def _worked(self, order: ag.DiskOrder, found: Any) -> None:
+        answer = failure(order, found) if isinstance(found, Exception) else found
+        if answer is not None:
+            self.report(answer, None)
 
     # -------------------------------------------------------------- starts
 
@@ -373,10 +361,6 @@ class WorkerProcesses:
         for news in self._rings[task].look(rings, now):
             if news.worker in there:
                 self.report(news, there[news.worker].sender)
-
-
-def _unusable(order: msg.FindCheckpoint, because: str, *, passing: bool) -> msg.CheckpointUnusable:
-    return msg.CheckpointUnusable(task=order.task, because=because, passing=passing, search=order.search)
 
 
 def _kill(process: WorkerProcess) -> None:

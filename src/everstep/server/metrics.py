@@ -87,6 +87,10 @@ class ClusterMetrics(Collector):
         running = gauge("running", "1 if the task is training; 0 if it waits, is paused or has ended.")
         epoch = gauge("epoch", "Changes of membership or schedule.")
         issued = gauge("microbatches_issued", "Microbatches of the completed steps.")
+        protected = gauge("protected_step", "Newest step whose state is saved, on disk or in memory.")
+        not_saved = CounterMetricFamily(
+            "everstep_task_failed_saves", "States that could not be saved.", labels=["task"]
+        )
         committed = gauge(
             "microbatches_committed",
             "Microbatches committed exactly once; any difference from issued is a bug.",
@@ -99,6 +103,8 @@ class ClusterMetrics(Collector):
             places.add_metric(name, row["places"])
             running.add_metric(name, int(task.state is TaskState.RUNNING))
             epoch.add_metric(name, row["epoch"])
+            protected.add_metric(name, row["saved"]["protected"])
+            not_saved.add_metric(name, row["saved"]["failed"])
             issued.add_metric(name, row["microbatches"]["issued"])
             committed.add_metric(name, row["microbatches"]["committed"])
             if row["step_seconds"] is not None:
@@ -106,6 +112,7 @@ class ClusterMetrics(Collector):
             if row["loss"] is not None:
                 loss.add_metric(name, row["loss"])
         yield from (step, wanted, seconds, loss, workers, places, running, epoch, issued, committed)
+        yield from (protected, not_saved)
 
     def _incidents(self) -> Iterator[Metric]:
         total = CounterMetricFamily(

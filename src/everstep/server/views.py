@@ -137,6 +137,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "steps": task.steps,
         "epoch": recovery.epoch if recovery is not None else 0,
         "phase": type(recovery.phase).__name__.lower() if recovery is not None else None,
+        "saved": saved_row(task),
         "loss": None if last is None else finite(last.loss),
         "step_seconds": None if last is None else round(last.seconds, 6),
         "microbatches": {
@@ -145,6 +146,15 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
             else (recovery.recorded - steps.first + 1) * total,
             "committed": 0 if steps is None else steps.committed,
         },
+    }
+
+
+def saved_row(task: Task) -> dict[str, Any]:
+    """Up to where a task is protected: what it would keep if all its workers were lost now."""
+    return {
+        "protected": task.protected,
+        "failed": task.checkpoints.num_failed,
+        "failing": task.checkpoints.failing,
     }
 
 

@@ -67,6 +67,7 @@ ORDERS: Mapping[type, str] = {
     msg.KeepOnly: "reconcile the workers on {node}",
     msg.FindCheckpoint: "search checkpoints of {task} on {node}",
     msg.CommitCheckpoint: "commit a checkpoint of {task} on {node}",
+    msg.DiscardPartial: "remove an incomplete checkpoint of {task} on {node}",
 }
 DECISIONS: Mapping[type, str] = {
     msg.NodeChanged: "node {node} is {state}",
@@ -96,6 +97,7 @@ EVENTS: Mapping[type, str] = {
     msg.CheckpointFound: "the newest checkpoint of {task} is of step {step}",
     msg.CheckpointUnusable: "the checkpoints of {task} cannot be used: {because}",
     msg.PartWritten: "stage {stage} of {task} has written its state of step {step}",
+    msg.SaveFailed: "the state of {task} after step {step} was not saved: {because}",
     msg.StateFetched: "worker {worker} of {task} has loaded the state of step {step}",
     msg.OpOverdue: "worker {worker} of {task} is overdue in {doing}",
     msg.WorkerMoved: "worker {worker} of {task} makes progress again",

@@ -8,6 +8,7 @@ from everstep.core.faults.detector import Glance
 from everstep.core.words.agent_messages import WorkerOrder, WorkerReport
 from everstep.core.words.cluster_messages import (
     CommitCheckpoint,
+    DiscardPartial,
     DropCopies,
     FindCheckpoint,
     NodeReport,
@@ -18,6 +19,8 @@ from everstep.core.words.cluster_messages import (
     StartProcess,
     TimePassed,
 )
+
+DiskOrder = FindCheckpoint | CommitCheckpoint | DiscardPartial
 
 # ------------------------------------------------------------------ events
 
@@ -154,7 +157,7 @@ class UseMemory:
 class WorkOnDisk:
     """May take long, so beside the loop; what it answers is reported."""
 
-    order: FindCheckpoint | CommitCheckpoint
+    order: DiskOrder
 
 
 AgentAction = Spawn | Kill | PassOn | SendToCoordinator | UseMemory | WorkOnDisk

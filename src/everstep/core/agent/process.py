@@ -14,7 +14,7 @@ class AgentLimits:
     """How long to wait for what, in seconds."""
 
     finish_s: float = 5.0  # for a worker asked to finish, before it is told to leave
-    save_s: float = 600.0  # the same, while it writes its last state
+    save_s: float = 600.0  # the same, while it writes its last state and no byte is written
     leave_s: float = 20.0  # for a worker told to leave, before it is killed
     kill_s: float = 30.0  # for a killed process to go, before it is given up as stuck
     spawn_tries: int = 3  # of one start, each with a new fork server
@@ -57,6 +57,9 @@ class Process:
     )  # when the orders were sent that it has not taken yet
     raised: str = ""  # why it will end, in its own words
     doing: str = ""  # what its beacon showed last
+    moment: int = 0  # and when it wrote that
+    moved_at: float = 0.0  # when that last changed
+    may_save: bool = False  # its end may wait until its state is written
 
     @property
     def sender(self) -> Sender:

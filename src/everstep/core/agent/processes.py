@@ -133,7 +133,7 @@ class NodeProcesses:
                 return self._close(order, now)
             case msg.KeepOnly():
                 return self._keep_only(order, now)
-            case msg.FindCheckpoint() | msg.CommitCheckpoint():
+            case msg.FindCheckpoint() | msg.CommitCheckpoint() | msg.DiscardPartial():
                 return [WorkOnDisk(order)]
             case _:
                 assert_never(order)
@@ -190,7 +190,7 @@ class NodeProcesses:
             elif process.state is _S.RUNNING or (
                 process.state is _S.ENDING and process.gently and not order.gently
             ):
-                process.closed_at = now
+                process.closed_at, process.may_save = now, order.gently
                 actions += self._end(process, now, gently=order.gently)
         return actions
 
@@ -294,12 +294,11 @@ class NodeProcesses:
             return []
         if process.state is _S.KILLED:
             return self._give_up(process)
-        if not process.gently:
-            return self._kill(process, now)
-        if process.doing == SAVING and now < process.closed_at + self.limits.save_s:
+        since = max(process.closed_at, process.moved_at)
+        if process.may_save and process.doing == SAVING and now < since + self.limits.save_s:
             process.deadline = now + self.limits.finish_s
             return []
-        return self._end(process, now, gently=False)
+        return self._end(process, now, gently=False) if process.gently else self._kill(process, now)
 
     def _give_up(self, process: Process) -> Actions:
         """A process in uninterruptible sleep ends when the kernel lets it; nobody can hurry it."""
@@ -323,6 +322,8 @@ class NodeProcesses:
         if process is None or not _alive(process):
             return []
         process.doing = event.glance.doing
+        if process.moment != event.glance.moment:
+            process.moment, process.moved_at = event.glance.moment, now
         if process.state is _S.ENDING:
             return []  # nobody waits for it any more, and its deadline is set
         found = self.progress.look(

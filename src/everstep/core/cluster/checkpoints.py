@@ -1,19 +1,40 @@
-"""Checkpoints on disk: which checkpoint a task starts from, and when the parts of a new one are a whole."""
+"""Checkpoints on disk: which one a task starts from, when the parts of a new one are a whole, and what
+follows when one cannot be saved.
+
+    part written by every stage ──► CommitCheckpoint ──► committed
+    a part, or the commit, fails ──► DiscardPartial, an incident; training goes on
+                                     closed by the next state that is saved
+
+A task that ends waits for the commit that is under way: "finished" means that its last state is saved, or
+that an incident says why it is not.
+"""
 
 from __future__ import annotations
 
+from everstep.core.cluster.followups import FollowUps
+from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.task import Task, WrittenParts
+from everstep.core.faults.severity import ErrorKind, judge, known
 from everstep.core.words import cluster_messages as msg
+from everstep.core.words.incidents import Incident
 from everstep.core.words.moment import Moment
+
+NOT_SAVED = "its checkpoint cannot be saved"  # what an incident says
+NOT_COPIED = "its state cannot be copied to memory"
+MOST_BROKEN = 64  # steps whose late parts are still recognised
 
 
 class Checkpoints:
     """Changes `task.checkpoints`, and nothing else of a task."""
 
-    def __init__(self, *, orders: Orders, policy: CoordinatorPolicy) -> None:
-        self._orders, self._policy = orders, policy
+    def __init__(
+        self, *, orders: Orders, incidents: Incidents, policy: CoordinatorPolicy, later: FollowUps
+    ) -> None:
+        self._orders, self._incidents, self._policy, self._later = orders, incidents, policy, later
+
+    # -------------------------------------------------------------- where to start
 
     def look(self, task: Task, because: str, now: Moment) -> Actions:
         """Each time on another node, where there are several: one may see what another does not."""
@@ -34,25 +55,110 @@ class Checkpoints:
         known.search_at = now.at + wait_s
         return wait_s
 
-    def part_written(self, task: Task, event: msg.PartWritten, now: Moment) -> Actions:
-        parts = task.checkpoints.parts
-        if event.step not in parts or parts[event.step].attempt != event.attempt:
-            parts[event.step] = WrittenParts(event.attempt)
-        parts[event.step].add(event.stage, event.share, event.part)
+    # -------------------------------------------------------------- saving
+
+    def part_written(self, task: Task, event: msg.PartWritten, node: str, now: Moment) -> Actions:
+        known = task.checkpoints
+        if known.broken.get(event.step) == event.attempt:  # a peer failed: this part is of no use
+            return self._discard(task, event.step, node, now)
+        if event.step not in known.parts or known.parts[event.step].attempt != event.attempt:
+            known.parts[event.step] = WrittenParts(event.attempt)
+        known.parts[event.step].add(event.stage, event.share, event.part)
         return self.commit(task, now)
 
     def commit(self, task: Task, now: Moment) -> Actions:
         """A checkpoint counts once all its parts are there and its step is on record."""
         actions: Actions = []
-        recorded = task.recovery.recorded if task.recovery is not None else 0
-        written = task.checkpoints.parts
+        written, recorded = task.checkpoints.parts, _recorded(task)
         for step in sorted(step for step in written if step <= recorded):
             parts = written[step].whole(task.shape.stages)
             seats = [seat for seat in task.seats.values() if seat.incarnation]
             if parts is not None and seats:
+                attempt = written[step].attempt
                 for older in [s for s in written if s <= step]:
                     del written[older]  # what is not whole by now never will be
-                order = msg.CommitCheckpoint(task=task.name, step=step, parts=parts)
+                order = msg.CommitCheckpoint(task=task.name, step=step, parts=parts, attempt=attempt)
                 because = f"every stage has written its part of step {step}"
+                task.checkpoints.committing[step] = seats[0].node
                 actions += self._orders.send(seats[0].node, order, because, now)
         return actions
+
+    def committed(self, task: Task, step: int, now: Moment) -> Actions:
+        """It is a checkpoint now; unless the task went back behind it while it was committed."""
+        known = task.checkpoints
+        known.committing.pop(step, None)
+        self._later.vacated.append(task)
+        if step > _recorded(task):
+            return []
+        known.newest, known.failing = max(known.newest, step), ""
+        for old in [s for s in known.broken if s <= step]:
+            del known.broken[old]
+        return self._over(task, NOT_SAVED, f"the checkpoint of step {step} is saved", now)
+
+    def copied(self, task: Task, step: int, now: Moment) -> Actions:
+        """A whole copy of this step is in the memory of nodes."""
+        return self._over(task, NOT_COPIED, f"a copy of the state of step {step} is in memory", now)
+
+    # -------------------------------------------------------------- what could not be saved
+
+    def failed(self, task: Task, report: msg.SaveFailed, node: str, now: Moment) -> Actions:
+        """Training goes on; what was written makes room, and the next save may succeed."""
+        known = task.checkpoints
+        known.num_failed += 1
+        self._tell(task, report, now)
+        if report.memory_of is not None:
+            return []
+        known.failing = report.because
+        known.committing.pop(report.step, None)
+        known.parts.pop(report.step, None)
+        known.broken[report.step] = report.attempt
+        while len(known.broken) > MOST_BROKEN:
+            del known.broken[min(known.broken)]
+        self._later.vacated.append(task)
+        return self._discard(task, report.step, node, now)
+
+    def node_lost(self, task: Task, node: str, now: Moment) -> None:
+        """The commits it had in hand have no answer."""
+        for step in [s for s, where in task.checkpoints.committing.items() if where == node]:
+            because = f"node {node} was lost while it committed the checkpoint of step {step}"
+            del task.checkpoints.committing[step]
+            task.checkpoints.num_failed += 1
+            task.checkpoints.failing = because
+            self._tell(task, msg.SaveFailed(task=task.name, step=step, attempt=0, because=because), now)
+            self._later.vacated.append(task)
+
+    def _discard(self, task: Task, step: int, node: str, now: Moment) -> Actions:
+        known = task.checkpoints
+        order = msg.DiscardPartial(task=task.name, step=step, keep=(*known.parts, *known.committing))
+        return self._orders.send(node, order, f"the checkpoint of step {step} will not be complete", now)
+
+    def _tell(self, task: Task, report: msg.SaveFailed, now: Moment) -> None:
+        """One incident for a disk that stays full, however many saves fail."""
+        what = NOT_SAVED if report.memory_of is None else NOT_COPIED
+        incident = self._open_one(task, what)
+        if incident is None:
+            incident = self._incidents.new(task=task, what=what, now=now, step=report.step)
+            incident.stops_training = False
+        where = "disk" if report.memory_of is None else f"the memory of node {report.memory_of}"
+        text = f"step {report.step}, {where}: {report.because}"
+        if len(incident.evidence) < MOST_BROKEN:
+            self._incidents.tell(incident, "exception", (text,), now)
+        if incident.verdict is None:
+            found = judge("exception", report.because)
+            guessed = found.kind is ErrorKind.USER_CODE  # it is not the user's code that saves
+            verdict = known(ErrorKind.OTHER, report.because) if guessed else found
+            self._incidents.judge(incident, verdict, now)
+            because = f"training continues; protected up to step {task.protected}"
+            self._incidents.treat(incident, "remove the incomplete files, save again later", because, now)
+
+    def _over(self, task: Task, what: str, outcome: str, now: Moment) -> Actions:
+        incident = self._open_one(task, what)
+        return [] if incident is None else self._incidents.close(incident, outcome, now)
+
+    def _open_one(self, task: Task, what: str) -> Incident | None:
+        return next((i for i in self._incidents.open_ones(task.name) if i.what == what), None)
+
+
+def _recorded(task: Task) -> int:
+    """The last step on record; of a task that went back, the last that still counts."""
+    return task.recovery.recorded if task.recovery is not None else task.progress.recorded

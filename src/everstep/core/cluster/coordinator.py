@@ -57,6 +57,7 @@ TaskReport = (
     | msg.CheckpointFound
     | msg.CheckpointUnusable
     | msg.PartWritten
+    | msg.SaveFailed
     | msg.StateFetched
     | msg.OpOverdue
     | msg.WorkerMoved
@@ -93,7 +94,9 @@ class Coordinator:
         later: FollowUps,
     ) -> None:
         """Each part gets those it asks or tells, and no others."""
-        checkpoints = Checkpoints(orders=orders, policy=policy)
+        self._checkpoints = checkpoints = Checkpoints(
+            orders=orders, incidents=incidents, policy=policy, later=later
+        )
         self._slowness = slowness = Slowness(roster=roster, incidents=incidents, policy=policy)
         self._copies = copies = MemoryCopies(roster=roster, orders=orders)
         self._training = training = Training(
@@ -293,9 +296,9 @@ class Coordinator:
         if isinstance(report, msg.KernelSpoke):
             return self._failures.kernel_spoke(node, report.text, now)
         task = self.tasks.get(report.task)
-        return [] if task is None else self._handle_task_report(task, report, now)
+        return [] if task is None else self._handle_task_report(task, report, event.node, now)
 
-    def _handle_task_report(self, task: Task, report: TaskReport, now: Moment) -> Actions:
+    def _handle_task_report(self, task: Task, report: TaskReport, node: str, now: Moment) -> Actions:
         match report:
             case msg.TaskEvent():
                 return self._handle_worker_event(task, report.event, now)
@@ -304,7 +307,9 @@ class Coordinator:
             case msg.CheckpointUnusable():
                 return self._tasks.checkpoint_unusable(task, report, now)
             case msg.PartWritten():
-                return self._training.part_written(task, report, now)
+                return self._training.part_written(task, report, node, now)
+            case msg.SaveFailed():
+                return self._checkpoints.failed(task, report, node, now)
             case msg.StateFetched():
                 self._copies.fetched(task, report)
                 return []
@@ -329,6 +334,9 @@ class Coordinator:
         match event:
             case ev.WorkerStarted():
                 task.seats[event.worker].address = event.address
+            case ev.CheckpointCommitted():
+                saved = self._checkpoints.committed(task, event.step, now)
+                return saved + self._training.inform(task, event, now)
             case ev.WorkerRaised():
                 return self._failures.raised(task, event, now)
             case ev.WorkerExited():

@@ -39,6 +39,8 @@ def refused(node: str, report: msg.NodeReport, sender: msg.Sender | None, tasks:
     if isinstance(report, _OF_AGENTS):
         return ""
     event = report.event if isinstance(report, msg.TaskEvent) else None
+    if isinstance(report, msg.SaveFailed) and sender is None:  # of an agent that could not commit
+        return ""
     if isinstance(event, ev.CheckpointCommitted):  # of an agent; recovery knows which steps are on record
         return ""
     if event is not None and not isinstance(event, _OF_WORKERS):
@@ -51,16 +53,18 @@ def refused(node: str, report: msg.NodeReport, sender: msg.Sender | None, tasks:
         return f"incarnation {sender.incarnation} of worker {sender.worker} on {node} was given up"
     if not _is_about(sender, report if event is None else event):
         return f"worker {sender.worker} speaks of another"
-    if isinstance(report, msg.PartWritten) and not is_of_this_attempt(task, report):
+    if isinstance(report, msg.PartWritten | msg.SaveFailed) and not is_of_this_attempt(task, report):
         return f"step {report.step} was taken back since"
     return ""
 
 
-def is_of_this_attempt(task: Task, part: msg.PartWritten) -> bool:
+def is_of_this_attempt(task: Task, part: msg.PartWritten | msg.SaveFailed) -> bool:
     return task.recovery is None or part.attempt == task.recovery.attempt_of(part.step)
 
 
 def _is_about(sender: msg.Sender, said: object) -> bool:
+    if isinstance(said, msg.SaveFailed):
+        return True
     if isinstance(said, ev.StepSealed | msg.PartWritten):
         return said.stage == sender.worker.stage
     incarnation = getattr(said, "incarnation", sender.incarnation)

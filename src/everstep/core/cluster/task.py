@@ -139,6 +139,10 @@ class CheckpointProgress:
     failed_searches: int = 0  # in a row
     search_at: float | None = None  # when it is looked for again
     parts: dict[int, WrittenParts] = field(default_factory=dict)  # by step
+    committing: dict[int, str] = field(default_factory=dict)  # step -> the node that commits it
+    broken: dict[int, int] = field(default_factory=dict)  # step -> its attempt that will not be complete
+    num_failed: int = 0  # saves, in all
+    failing: str = ""  # why the last save failed; empty: it did not
 
 
 @dataclass(slots=True)
@@ -227,6 +231,12 @@ class Task:
     def next_step(self) -> int:
         """The first step that is not on record, 0 before training has begun."""
         return self.recovery.recorded + 1 if self.recovery is not None else 0
+
+    @property
+    def protected(self) -> int:
+        """The newest step whose state outlives all its workers: on disk, or in the memory of nodes."""
+        on_disk = self.recovery.checkpoint if self.recovery is not None else 0
+        return max(on_disk, self.checkpoints.newest, self.copies.newest or 0)
 
     def enter(self, state: TaskState, because: str) -> None:
         """The only way to change its state."""

@@ -143,6 +143,11 @@ class Tasks:
             task.enter(TaskState.WAITING, task.because)
             task.checkpoints.search_at = None
 
+    def commits_lost(self, node: str, now: Moment) -> None:
+        """A node is gone: the checkpoints it was committing have no answer."""
+        for task in self._roster.tasks.values():
+            self._checkpoints.node_lost(task, node, now)
+
     def time_passed(self, task: Task, now: Moment) -> Actions:
         actions = self._training.start_due(task, now)
         again_at = task.checkpoints.search_at
@@ -198,20 +203,37 @@ class Tasks:
             actions += self._orders.send(node, order, because, now)
         for worker in [w for w, seat in task.seats.items() if seat.incarnation == 0]:
             del task.seats[worker]
+        actions += self._close_incidents(task, because, now)
+        return actions + self._ended_if_empty(task, now)
+
+    def _close_incidents(self, task: Task, because: str, now: Moment) -> Actions:
+        actions: Actions = []
         for incident in self._incidents.open_ones(task.name):
             actions += self._incidents.close(incident, f"the task ended: {because}", now)
-        return actions + self._ended_if_empty(task, now)
+        return actions
+
+    def _unsaved(self, task: Task) -> str:
+        """What a finished task says of a last state that is on no disk."""
+        if not task.request.has_checkpoints or task.checkpoints.newest >= task.steps:
+            return ""
+        why = task.checkpoints.failing or "its last part was not written"
+        return f"; its last state is not saved ({why}), protected up to step {task.checkpoints.newest}"
 
     def _ended_if_empty(self, task: Task, now: Moment) -> Actions:
         if task.state is not TaskState.ENDING or task.ending is None or task.seats:
             return []
+        if task.checkpoints.committing:
+            return []  # its last state is not saved yet
         ending, task.ending = task.ending, None
-        task.enter(ending.state, ending.because)
+        unsaved = self._unsaved(task) if ending.state is TaskState.FINISHED else ""
+        task.enter(ending.state, ending.because + unsaved)
+        closing = self._close_incidents(task, ending.because, now)
         self._later.slots_changed(f"task {task.name} is {ending.state}")
         if ending.state is TaskState.WAITING:
-            return self._take_shape(task, now)
+            return closing + self._take_shape(task, now)
         actions: Actions = [
-            msg.TaskEnded(task=task.name, state=ending.state, because=ending.because, cause=now.event)
+            *closing,
+            msg.TaskEnded(task=task.name, state=ending.state, because=task.because, cause=now.event),
         ]
         return actions + (self._copies.drop(task, None, now) if ending.state in OVER else [])
 

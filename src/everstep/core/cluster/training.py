@@ -90,11 +90,11 @@ class Training:
             actions += self.inform(task, ev.ProfileChanged(because=because), now)
         return actions
 
-    def part_written(self, task: Task, event: msg.PartWritten, now: Moment) -> Actions:
+    def part_written(self, task: Task, event: msg.PartWritten, node: str, now: Moment) -> Actions:
         """A part of a state is on disk, or a copy of it in a node's memory."""
         if event.memory_of is not None:
             return self.count_copies(task, now) if self._copies.add(task, event, event.memory_of) else []
-        return [] if task.recovery is None else self._checkpoints.part_written(task, event, now)
+        return self._checkpoints.part_written(task, event, node, now)
 
     def count_copies(self, task: Task, now: Moment) -> Actions:
         """Which state in memory is the newest whole one may have changed: recovery must know."""
@@ -102,6 +102,8 @@ class Training:
         actions = self._copies.count(task, now)
         if task.copies.newest == before:
             return actions
+        if task.copies.newest is not None:
+            actions += self._checkpoints.copied(task, task.copies.newest, now)
         return actions + self.inform(task, ev.StateKept(step=task.copies.newest), now)
 
     def start_due(self, task: Task, now: Moment) -> Actions:
@@ -117,7 +119,8 @@ class Training:
         progress.question = None
         task.starts.waiting.clear()
         if resumes and recovery is not None:
-            progress.lived, task.checkpoints.newest = recovery.lived(), recovery.checkpoint
+            progress.lived, progress.recorded = recovery.lived(), recovery.recorded
+            task.checkpoints.newest = recovery.checkpoint
             progress.recovery = None
 
     def unfinished(self) -> Actions:

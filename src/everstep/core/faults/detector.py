@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from everstep.core.words.agent_messages import SAVING
 from everstep.core.words.cluster_messages import OpOverdue, WorkerMoved
 from everstep.core.words.ops import Worker
 
@@ -111,7 +112,7 @@ class Glance:
     age_s: float  # since it last wrote
 
 
-IDLE = ("Paused", "a snapshot of a peer's state")  # told to wait: nobody's fault
+IDLE = ("Paused", "a snapshot of a peer's state")  # told to wait: no worker is at fault
 
 
 class ProgressWatch:
@@ -179,7 +180,7 @@ class ProgressWatch:
     def _limit(self, seen: _Seen, glance: Glance) -> tuple[float, float]:
         """(overdue after, expected), in seconds."""
         limits = self.limits
-        if glance.doing in IDLE:
+        if glance.doing in IDLE or glance.doing == SAVING:  # a slow disk is no hang
             return float("inf"), 0.0
         if not glance.busy:
             step = seen.step_s if seen.step_s is not None else limits.first_op_s

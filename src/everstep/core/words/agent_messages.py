@@ -15,6 +15,7 @@ from everstep.core.words.cluster_messages import (
     LinkMended,
     NotifyWorker,
     PartWritten,
+    SaveFailed,
     StateFetched,
     TaskEvent,
     TimesReported,
@@ -22,7 +23,7 @@ from everstep.core.words.cluster_messages import (
 from everstep.core.words.ops import Worker
 
 PROTOCOL = 3  # raised when a message changes in a way that an older program would misread
-SAVING = "saving"  # what a beacon shows of a worker that has left its loop and writes its last states
+SAVING = "saving"  # what a beacon shows of a worker that hands over or writes a state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class OrderTaken:
     """
 
 
-WorkerReport = OrderTaken | TaskEvent | PartWritten | StateFetched | TimesReported | LinkMended
+WorkerReport = OrderTaken | TaskEvent | PartWritten | SaveFailed | StateFetched | TimesReported | LinkMended
 FromWorker = WorkerHello | WorkerReport
 
 

@@ -105,6 +105,16 @@ class CommitCheckpoint:
     task: str
     step: int
     parts: tuple[Any, ...]
+    attempt: int = 0  # to be said again if it fails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardPartial:
+    """Remove what was written of a checkpoint that will not be complete. `keep`: steps being written."""
+
+    task: str
+    step: int
+    keep: tuple[int, ...] = ()
 
 
 Order = (
@@ -118,4 +128,5 @@ Order = (
     | KeepOnly
     | FindCheckpoint
     | CommitCheckpoint
+    | DiscardPartial
 )

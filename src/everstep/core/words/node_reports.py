@@ -63,6 +63,17 @@ class PartWritten:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """A state was not saved: a worker could not write its part, or an agent could not commit the whole."""
+
+    task: str
+    step: int
+    attempt: int  # at this step
+    because: str
+    memory_of: str | None = None  # the node whose memory was to keep it; None: on disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateFetched:
     """A worker has loaded its state from memory: how much of it was on its own node, how much elsewhere."""
 
@@ -159,6 +170,7 @@ NodeReport = (
     | CheckpointFound
     | CheckpointUnusable
     | PartWritten
+    | SaveFailed
     | StateFetched
     | OpOverdue
     | WorkerMoved

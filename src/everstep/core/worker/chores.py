@@ -20,8 +20,11 @@ def next_chore(steps: OpenSteps, feeder: Feeder, mail: Mailbox, rules: TaskRules
 
 
 def _save(before: StepState, mail: Mailbox, rules: TaskRules) -> WorkItem | None:
-    """This worker's share of the checkpoint. If a peer has died since, the shares are different ones."""
-    if not rules.checkpoint_every or before.step % rules.checkpoint_every:
+    """This worker's share of the checkpoint, every few steps and after the last one. If a peer has died
+    since, the shares are different ones.
+    """
+    every = rules.checkpoint_every
+    if not every or (before.step % every and before.step != rules.steps):
         return None
     peers = mail.peers(before.step)
     if before.saved_among == peers:

@@ -96,6 +96,8 @@ def tried(incident: Incident) -> str:
 
 
 def death(incident: Incident) -> str:
+    if not incident.workers:
+        return incident.what
     return f"worker {' and '.join(str(worker) for worker in incident.workers)} {incident.what}"
 
 

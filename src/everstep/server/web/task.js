@@ -116,7 +116,11 @@ export class TaskView {
       [`${task.workers} / ${task.places}`, "workers", task.workers < task.places && !OVER.includes(task.state) ? "warn" : ""],
       [String(task.epoch), `epoch, ${task.phase ?? "not started"}`],
       [`${committed} / ${issued}`, "microbatches committed", committed === issued ? "" : "warn"],
+      [task.saved.protected ? `step ${task.saved.protected}` : "–", "protected up to", task.saved.failing ? "warn" : ""],
     ]);
+    const unsaved = document.getElementById("task-unsaved");
+    unsaved.hidden = !task.saved.failing;
+    write(unsaved, `Saving fails: ${task.saved.failing}. Training continues; the task is protected up to step ${task.saved.protected}.`);
     this.charts();
     this.drawStep();
     const known = task.loss != null && this.compare?.[task.step] != null;

@@ -301,6 +301,8 @@ class ClusterWorld(World):
             case msg.FindCheckpoint():
                 found = msg.CheckpointFound(task=TASK, step=self.disk.committed, search=order.search)
                 self._tell(agent, found)
+            case msg.DiscardPartial():
+                pass
             case msg.CommitCheckpoint():
                 self.disk.committed = max(self.disk.committed, order.step)
                 self._tell(agent, msg.TaskEvent(task=TASK, event=ev.CheckpointCommitted(step=order.step)))

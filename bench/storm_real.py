@@ -1,0 +1,229 @@
+"""A storm on real processes: everything of a cluster is killed or stopped at random while tasks train.
+
+    python bench/storm_real.py --seed 7 --minutes 5
+    python bench/storm_real.py --seed 7 --minutes 5 --json
+
+One machine: a coordinator, three agents with three slots each, fork servers, and one task of each of three
+kinds at a time, of different weights and shapes. From the seed are drawn: kills and stops of workers, agents,
+whole nodes, fork servers and the coordinator; drains, pauses, resizes, cancels, a new token, a full disk.
+After the given minutes everything is undone and the tasks have time to finish. Then it is checked:
+
+    finished      every task that no one cancelled
+    losses        of every step, to the last bit those of a run without failures
+    rows          every step is in the task's step log, the last time with the loss above
+    microbatches  as many committed as issued
+    journal       read from the beginning it gives the coordinator's state
+    left behind   no process, no shared memory, no temporary folder, no half-written checkpoint
+
+Exit code 1 if one of them does not hold; the folder with all logs is then kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from everstep.engine.job import Job
+from everstep.launch.local.api import run_job
+from harness.cluster import Cluster, replayed, small_job
+from harness.real_storm import NODES, SLOTS, JobKind, Storm, small_disk
+
+MARK = "EVERSTEP_STORM_MARK"
+SHARED = Path("/dev/shm")
+Say = Callable[[str], None]
+
+
+def kinds(folder: Path, steps: int) -> dict[str, JobKind]:
+    data = {"kind": "synthetic", "rows": 1, "sequence": 32}
+
+    def job(replicas: int, stages: int, **more: Any) -> dict[str, Any]:
+        made = small_job(folder, steps=steps, replicas=replicas, stages=stages)
+        return made | {"data": data, "microbatches": 4 // replicas, **more}
+
+    every = {"checkpoint": {"folder": "unset", "interval": 5, "keep": 2}}
+    found = (
+        JobKind(name="heavy", weight=4, job=job(2, 2, memory_interval=3, **every)),
+        JobKind(name="middle", weight=2, job=job(2, 1, seed=1, **every)),
+        JobKind(name="light", weight=1, job=job(1, 2, seed=2, **every)),
+    )
+    return {kind.name: kind for kind in found}
+
+
+def clean_losses(kind: JobKind) -> dict[int, float]:
+    outcome = run_job(Job.from_dict({**kind.job, "checkpoint": None}))
+    return {step: row.loss for step, row in outcome.by_step().items()}
+
+
+def marked() -> list[int]:
+    """The processes that were started, directly or not, by this program."""
+    wanted = f"{MARK}={os.environ[MARK]}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(path.name) != os.getpid() and wanted in (path / "environ").read_bytes().split(b"\0"):
+                state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+                found += [int(path.name)] if state != "Z" else []
+        except OSError:
+            continue
+    return found
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in SHARED.glob("everstep*")} if SHARED.is_dir() else set()
+
+
+def check_tasks(storm: Storm, clean: dict[str, dict[int, float]], state: Path) -> list[str]:
+    wrong = []
+    for name, kind in storm.submitted.items():
+        try:
+            told = storm.cluster.client.get(f"/v1/tasks/{name}")
+        except Exception as error:
+            wrong.append(f"{name}: not known any more: {error}")
+            continue
+        losses = {row["step"]: row["loss"] for row in told["rows"]}
+        if name not in storm.cancelled and told["state"] != "finished":
+            wrong.append(f"{name}: {told['state']}: {told['because']}")
+        if name not in storm.cancelled and set(losses) != set(clean[kind]):
+            wrong.append(f"{name}: rows of {len(losses)} of {len(clean[kind])} steps")
+        apart = [step for step, loss in losses.items() if loss != clean[kind][step]]
+        if apart:
+            wrong.append(f"{name}: losses of steps {apart[:5]} are not those of the clean run")
+        if told["microbatches"]["issued"] != told["microbatches"]["committed"]:
+            wrong.append(f"{name}: microbatches {told['microbatches']}")
+        wrong += check_rows(name, state / "tasks" / f"{name}.jsonl", losses)
+    return wrong
+
+
+def check_rows(name: str, path: Path, losses: dict[int, float]) -> list[str]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    logged = {row["step"]: row["loss"] for row in lines}  # of a step done again the last line counts
+    keys = [(row["step"], row["attempt"]) for row in lines]
+    wrong = [] if logged == losses else [f"{name}: the step log lacks rows, or has others"]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    return wrong + ([f"{name}: rows of (step, attempt) {twice[:5]} are there twice"] if twice else [])
+
+
+def left_behind(storm: Storm, before: set[str], temporary: Path) -> list[str]:
+    deadline = time.monotonic() + 20
+    while marked() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    wrong = [f"process {pid}: {_command(pid)}" for pid in marked()]
+    wrong += [f"/dev/shm/{name}" for name in sorted(shared_memory() - before)]
+    wrong += [f"temporary {path.name}" for path in temporary.glob("everstep*")]
+    wrong += [str(path.relative_to(storm.disk)) for path in storm.disk.rglob("*.partial")]
+    return [f"left behind: {what}" for what in wrong]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:100]
+    except OSError:
+        return "?"
+
+
+def run(
+    arguments: argparse.Namespace, seed: int, folder: Path, clean: dict[str, dict[int, float]], say: Say
+) -> dict[str, Any]:
+    jobs = kinds(folder, arguments.steps)
+    before, temporary = shared_memory(), folder / "tmp"
+    temporary.mkdir()
+    os.environ["TMPDIR"] = str(temporary)
+    wrong: list[str] = []
+    with small_disk(folder / "disk") as may_fill, Cluster(folder, eager=True, token_file=True) as cluster:
+        say(f"seed {seed}; the disk of checkpoints can {'' if may_fill else 'not '}be filled")
+        storm = Storm(cluster, seed, folder / "disk", jobs, say)
+        if not may_fill:
+            storm._taken.add("disk")
+        cluster.start_coordinator()
+        for node in NODES:
+            cluster.start_agent(node, slots=SLOTS)
+        cluster.nodes_up(len(NODES))
+        storm.rage(arguments.minutes * 60, arguments.every)
+        say("calm: everything is undone, tasks finish ...")
+        storm.calm()
+        names = [name for name in storm.submitted if name not in storm.cancelled]
+        for name in names:
+            try:
+                cluster.finished(name, within_s=arguments.patience)
+            except TimeoutError as error:
+                wrong.append(f"{name}: does not finish: {str(error).splitlines()[0]}")
+                (folder / f"stuck-{name}.txt").write_text(str(error))
+        state = folder / "state-first"
+        wrong += check_tasks(storm, clean, state)
+        incidents = cluster.incidents()
+        settled = cluster.settled()
+        cluster.kill_coordinator()
+        if (again := replayed(state)) != settled:
+            wrong.append(f"the journal gives {again}, the coordinator had {settled}")
+        cluster.close()
+        wrong += left_behind(storm, before, temporary)
+    counts: dict[str, int] = {}
+    for each in storm.happenings:
+        kind = " ".join(word for word in each.what.split() if word.isalpha() and word not in NODES)
+        counts[kind] = counts.get(kind, 0) + 1
+    return {
+        "seed": seed,
+        "minutes": arguments.minutes,
+        "happenings": len(storm.happenings),
+        "counts": counts,
+        "tasks": len(storm.submitted),
+        "cancelled": len(storm.cancelled),
+        "steps": sum(len(clean[kind]) for name, kind in storm.submitted.items() if name in names),
+        "incidents": len(incidents),
+        "journal": settled[0],
+        "wrong": wrong,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seed", type=int, nargs="+", default=[1], help="one storm after the other")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="of faults; tasks then have time to finish"
+    )
+    parser.add_argument("--every", type=float, default=3.0, help="mean seconds between two faults")
+    parser.add_argument("--steps", type=int, default=60, help="of every task")
+    parser.add_argument("--patience", type=float, default=240.0, help="seconds for the tasks to finish")
+    parser.add_argument("--keep", action="store_true", help="keep the folder with all logs")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    clean = {}
+    with tempfile.TemporaryDirectory() as name:
+        for kind in kinds(Path(name), arguments.steps).values():
+            _say(f"clean run of {kind.name} ...")
+            clean[kind.name] = clean_losses(kind)
+    reports = [storm(arguments, seed, clean) for seed in arguments.seed]
+    if arguments.json:
+        print(json.dumps(reports))
+    for report in () if arguments.json else reports:
+        for key, value in report.items():
+            print(f"{key:12}  {value}")
+    return 1 if any(report["wrong"] for report in reports) else 0
+
+
+def storm(arguments: argparse.Namespace, seed: int, clean: dict[str, dict[int, float]]) -> dict[str, Any]:
+    os.environ[MARK] = f"{os.getpid()}-{time.time_ns()}"
+    os.environ.pop("TMPDIR", None)
+    folder = Path(tempfile.mkdtemp(prefix="storm-real-", dir="/tmp"))
+    report = run(arguments, seed, folder, clean, _say)
+    if report["wrong"] or arguments.keep:
+        report["folder"] = str(folder)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

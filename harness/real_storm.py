@@ -1,0 +1,364 @@
+"""A storm on real processes of one machine: what may happen to a cluster, drawn from a seed, and undone.
+
+Every fault leaves something to undo later (a stopped process goes on, a dead agent is started again, a
+drained node is readmitted); `calm` undoes all that is left. The faults are values in a table: `FAULTS` has
+the name of each, how often it is drawn, and the method that does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.errors import EverstepError
+from harness.cluster import Cluster, descendants
+
+NODES = ("a", "b", "c")
+SLOTS = 3
+DISK_BYTES = 48 << 20
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobKind:
+    """A job that is submitted again and again; its losses are those of one clean run."""
+
+    name: str
+    weight: float
+    job: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Happening:
+    at_s: float
+    what: str
+
+
+@dataclass(slots=True)
+class Storm:
+    cluster: Cluster
+    seed: int
+    disk: Path  # where checkpoints go
+    kinds: dict[str, JobKind]
+    say: Callable[[str], None]
+    random: random.Random = field(init=False)
+    happenings: list[Happening] = field(default_factory=list)
+    submitted: dict[str, str] = field(default_factory=dict)  # task -> kind
+    cancelled: set[str] = field(default_factory=set)
+    _undo: list[tuple[float, str, Undo]] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+    _taken: set[str] = field(default_factory=set)  # what something is done to at the moment
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    # -------------------------------------------------------------- the run
+
+    def rage(self, seconds: float, every_s: float) -> None:
+        """Faults, and tasks for them, for so long."""
+        self._began = time.monotonic()
+        next_at = 3.0
+        while (now := time.monotonic() - self._began) < seconds:
+            self._keep_busy()
+            self._undo_due(now)
+            if now >= next_at:
+                next_at = now + self.random.expovariate(1 / every_s)
+                self._strike()
+            time.sleep(0.1)
+
+    def calm(self) -> None:
+        """Undo what is left, in the order in which it is due."""
+        for _, what, undo in sorted(self._undo, key=lambda each: each[0]):
+            self._note(what)
+            undo()
+        self._undo.clear()
+        for task in self._alive():
+            with contextlib.suppress(EverstepError):
+                if task["state"] == "paused":
+                    self.cluster.client.post(f"/v1/tasks/{task['task']}/unpause")
+
+    def _strike(self) -> None:
+        names = [fault.name for fault in FAULTS]
+        (name,) = self.random.choices(names, weights=[fault.weight for fault in FAULTS])
+        fault = next(fault for fault in FAULTS if fault.name == name)
+        with contextlib.suppress(EverstepError, StopIteration, OSError, KeyError, IndexError):
+            fault.do(self)
+
+    def _undo_due(self, now: float) -> None:
+        for each in sorted((u for u in self._undo if u[0] <= now), key=lambda each: each[0]):
+            self._undo.remove(each)
+            self._note(each[1])
+            each[2]()
+
+    def _keep_busy(self) -> None:
+        """One task of each kind at a time."""
+        with contextlib.suppress(EverstepError, StopIteration, OSError):
+            alive = {self.submitted[task["task"]] for task in self._alive() if task["task"] in self.submitted}
+            for kind in self.kinds.values():
+                if kind.name not in alive:
+                    number = 1 + sum(each == kind.name for each in self.submitted.values())
+                    name = f"{kind.name}-{number}"
+                    job = kind.job | {
+                        "checkpoint": {**kind.job["checkpoint"], "folder": str(self.disk / name)}
+                    }
+                    self.submitted[name] = kind.name
+                    self._note(f"submit {name}")
+                    self.cluster.submit(job, name, weight=kind.weight)
+
+    # -------------------------------------------------------------- what is there
+
+    def _alive(self) -> list[Any]:
+        tasks = self.cluster.client.get("/v1/status")["tasks"]
+        return [task for task in tasks if task["state"] not in ("finished", "failed", "cancelled")]
+
+    def _worker_pid(self) -> int:
+        task = self.random.choice([task["task"] for task in self._alive()])
+        rows = self.cluster.client.get(f"/v1/tasks/{task}/readings")["workers"]
+        return int(self.random.choice(sorted(rows, key=lambda row: str(row["worker"])))["pid"])
+
+    def _fork_servers(self, node: str) -> list[int]:
+        """The direct children of an agent: it starts nothing else."""
+        pid = self.cluster.agents[node].pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def _free_node(self) -> str:
+        """One that nothing is being done to; and never the last two at once."""
+        if len([node for node in NODES if node in self._taken]) >= 1:
+            raise IndexError
+        node = self.random.choice(NODES)
+        self._taken.add(node)
+        return node
+
+    def _note(self, what: str) -> None:
+        at_s = time.monotonic() - self._began
+        self.happenings.append(Happening(at_s, what))
+        self.say(f"{at_s:7.1f} s  {what}")
+
+    def _later(self, seconds: float, what: str, undo: Undo, free: str = "") -> None:
+        def undone() -> None:
+            self._taken.discard(free)
+            undo()
+
+        self._undo.append((time.monotonic() - self._began + seconds, what, undone))
+
+    # -------------------------------------------------------------- faults of processes
+
+    def kill_worker(self) -> None:
+        pid = self._worker_pid()
+        self._note(f"kill worker {pid}")
+        os.kill(pid, signal.SIGKILL)
+
+    def stop_worker(self) -> None:
+        pid = self._worker_pid()
+        self._note(f"stop worker {pid}")
+        os.kill(pid, signal.SIGSTOP)
+
+        def go_on() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+        self._later(self.random.uniform(0.2, 10.0), f"continue worker {pid}", go_on)
+
+    def kill_agent(self) -> None:
+        node = self._free_node()
+        self._note(f"kill agent {node}")
+        self.cluster.agents[node].kill()
+        self.cluster.agents[node].wait()
+        self._later(self.random.uniform(0.5, 6.0), f"start agent {node}", lambda: self._start(node), node)
+
+    def kill_node(self) -> None:
+        node = self._free_node()
+        self._note(f"kill node {node}")
+        self.cluster.signal_node(node, signal.SIGKILL)
+        self.cluster.agents[node].wait()
+        self._later(self.random.uniform(0.5, 6.0), f"start agent {node}", lambda: self._start(node), node)
+
+    def stop_agent(self) -> None:
+        node = self._free_node()
+        process = self.cluster.agents[node]
+        self._note(f"stop agent {node}")
+        process.send_signal(signal.SIGSTOP)
+        go_on = lambda: process.send_signal(signal.SIGCONT)  # noqa: E731
+        self._later(self.random.uniform(0.5, 20.0), f"continue agent {node}", go_on, node)
+
+    def stop_node(self) -> None:
+        node = self._free_node()
+        pids = [*descendants(self.cluster.agents[node].pid), self.cluster.agents[node].pid]
+        self._note(f"stop node {node}")
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
+        def go_on() -> None:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+        self._later(self.random.uniform(0.5, 20.0), f"continue node {node}", go_on, node)
+
+    def kill_fork_server(self) -> None:
+        node = self.random.choice([node for node in NODES if node not in self._taken])
+        pid = self.random.choice(self._fork_servers(node))
+        self._note(f"kill fork server {pid} of {node}")
+        os.kill(pid, signal.SIGKILL)
+
+    def stop_fork_server(self) -> None:
+        node = self._free_node()
+        pid = self.random.choice(self._fork_servers(node))
+        self._note(f"stop fork server {pid} of {node}")
+        os.kill(pid, signal.SIGSTOP)
+
+        def go_on() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+        self._later(self.random.uniform(1.0, 20.0), f"continue fork server {pid} of {node}", go_on, node)
+
+    def kill_coordinator(self) -> None:
+        if "coordinator" in self._taken:
+            return
+        self._taken.add("coordinator")
+        self._note("kill coordinator")
+        self.cluster.kill_coordinator()
+        start = lambda: self._start_coordinator()  # noqa: E731
+        self._later(self.random.uniform(0.0, 4.0), "start coordinator", start, "coordinator")
+
+    def stop_coordinator(self) -> None:
+        if "coordinator" in self._taken:
+            return
+        self._taken.add("coordinator")
+        process = self.cluster.coordinators["first"]
+        self._note("stop coordinator")
+        process.send_signal(signal.SIGSTOP)
+        go_on = lambda: process.send_signal(signal.SIGCONT)  # noqa: E731
+        self._later(self.random.uniform(0.5, 6.0), "continue coordinator", go_on, "coordinator")
+
+    # -------------------------------------------------------------- what operators do
+
+    def drain(self) -> None:
+        node = self._free_node()
+        self._note(f"drain {node}")
+        self.cluster.client.post(f"/v1/nodes/{node}/drain", {"force": True})
+        self._later(self.random.uniform(1.0, 15.0), f"readmit {node}", lambda: self._readmit(node), node)
+
+    def pause(self) -> None:
+        name = self.random.choice([task["task"] for task in self._alive() if task["state"] == "running"])
+        self._note(f"pause {name}")
+        self.cluster.client.post(f"/v1/tasks/{name}/pause")
+
+        def resume() -> None:
+            self._until_heard(lambda: self.cluster.client.post(f"/v1/tasks/{name}/unpause"))
+
+        self._later(self.random.uniform(0.5, 8.0), f"resume {name}", resume)
+
+    def resize(self) -> None:
+        task = self.random.choice(self._alive())
+        workers = self.random.randint(task["shape"]["stages"], task["places"])
+        self._note(f"resize {task['task']} to {workers}")
+        self.cluster.client.post(f"/v1/tasks/{task['task']}/resize", {"workers": workers})
+
+    def cancel(self) -> None:
+        name = self.random.choice([task["task"] for task in self._alive()])
+        self._note(f"cancel {name}")
+        self.cancelled.add(name)
+        self.cluster.client.post(f"/v1/tasks/{name}/cancel")
+
+    def rotate_token(self) -> None:
+        """Agents read their token file again; a coordinator must be started again to know another one."""
+        if "coordinator" in self._taken or self.cluster.token_file is None:
+            return
+        self._taken.add("coordinator")
+        self._note("rotate the token")
+        self.cluster.kill_coordinator()
+        self.cluster.set_token(secrets.token_hex(8))
+        start = lambda: self._start_coordinator()  # noqa: E731
+        self._later(
+            self.random.uniform(0.0, 2.0), "start coordinator with another token", start, "coordinator"
+        )
+
+    def fill_disk(self) -> None:
+        if "disk" in self._taken:
+            return
+        self._taken.add("disk")
+        self._note("fill the disk of checkpoints")
+        filler = self.disk / "filler"
+        room = os.statvfs(self.disk)
+        with contextlib.suppress(OSError), filler.open("wb") as file:
+            file.write(bytes(room.f_bavail * room.f_bsize))
+        empty = lambda: filler.unlink(missing_ok=True)  # noqa: E731
+        self._later(self.random.uniform(1.0, 10.0), "empty the disk", empty, "disk")
+
+    # -------------------------------------------------------------- how things come back
+
+    def _start(self, node: str) -> None:
+        self.cluster.start_agent(node, slots=SLOTS)
+
+    def _start_coordinator(self) -> None:
+        self.cluster.start_coordinator()
+
+    def _readmit(self, node: str) -> None:
+        self._until_heard(lambda: self.cluster.client.post(f"/v1/nodes/{node}/readmit"))
+
+    def _until_heard(self, ask: Callable[[], Any]) -> None:
+        """A coordinator that is away is waited for; one that refuses has its reasons."""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                ask()
+                return
+            except (StopIteration, OSError):
+                pass
+            except EverstepError as error:
+                if "cannot be reached" not in str(error):
+                    return
+            self._undo_due(time.monotonic() - self._began)
+            time.sleep(0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultKind:
+    name: str
+    weight: float
+    do: Callable[[Storm], None]
+
+
+FAULTS = (
+    FaultKind("kill worker", 6, Storm.kill_worker),
+    FaultKind("stop worker", 4, Storm.stop_worker),
+    FaultKind("kill agent", 2, Storm.kill_agent),
+    FaultKind("kill node", 2, Storm.kill_node),
+    FaultKind("stop agent", 2, Storm.stop_agent),
+    FaultKind("stop node", 2, Storm.stop_node),
+    FaultKind("kill fork server", 2, Storm.kill_fork_server),
+    FaultKind("stop fork server", 1, Storm.stop_fork_server),
+    FaultKind("kill coordinator", 3, Storm.kill_coordinator),
+    FaultKind("stop coordinator", 2, Storm.stop_coordinator),
+    FaultKind("drain", 2, Storm.drain),
+    FaultKind("pause", 2, Storm.pause),
+    FaultKind("resize", 2, Storm.resize),
+    FaultKind("cancel", 0.5, Storm.cancel),
+    FaultKind("rotate token", 1, Storm.rotate_token),
+    FaultKind("fill disk", 2, Storm.fill_disk),
+)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Any:
+    """A file system of its own where root may mount one; else a plain folder, which is never full."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=False)

@@ -1,0 +1,149 @@
+"""What the coordinator and an agent decide about states that cannot be saved."""
+
+from __future__ import annotations
+
+from everstep.core.cluster.checkpoints import NOT_COPIED, NOT_SAVED
+from everstep.core.cluster.task import Task, TaskState
+from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.agent_messages import SAVING
+from everstep.core.words.incidents import Incident
+from everstep.core.words.ops import Worker
+from tests.core.fake_cluster import FakeCluster
+
+W00, W01 = Worker(0, 0), Worker(0, 1)
+FULL = "OSError: [Errno 28] No space left on device"
+
+
+def trains(*, steps: int = 9, sealed: int = 1) -> FakeCluster:
+    cluster = FakeCluster()
+    cluster.submit(steps=steps, has_checkpoints=True)
+    for _ in range(sealed):
+        cluster.seal()
+    return cluster
+
+
+def task_of(cluster: FakeCluster) -> Task:
+    return cluster.coordinator.tasks["t"]
+
+
+def attempt(cluster: FakeCluster, step: int) -> int:
+    recovery = task_of(cluster).recovery
+    return 1 if recovery is None else recovery.attempt_of(step)
+
+
+def write(cluster: FakeCluster, step: int, *workers: Worker) -> None:
+    for worker in workers:
+        part = msg.PartWritten(
+            task="t", step=step, stage=worker.stage, attempt=attempt(cluster, step), part="p"
+        )
+        cluster.report("t", worker, part)
+
+
+def fails(cluster: FakeCluster, step: int, worker: Worker, *, memory_of: str | None = None) -> None:
+    failed = msg.SaveFailed(
+        task="t", step=step, attempt=attempt(cluster, step), because=FULL, memory_of=memory_of
+    )
+    cluster.report("t", worker, failed)
+
+
+def orders(cluster: FakeCluster, kind: type) -> list[msg.Order]:
+    dispatched = (action for action in cluster.actions if isinstance(action, msg.Dispatch))
+    return [action.order for action in dispatched if isinstance(action.order, kind)]
+
+
+def incident(cluster: FakeCluster) -> Incident:
+    (found,) = cluster.coordinator.log.incidents
+    return found
+
+
+def test_a_failed_save_is_one_incident_and_what_was_written_is_removed() -> None:
+    cluster = trains(sealed=3)
+    write(cluster, 1, W00)
+    fails(cluster, 1, W01)
+    fails(cluster, 2, W00)
+    assert [getattr(order, "step", 0) for order in orders(cluster, msg.DiscardPartial)] == [1, 2]
+    assert incident(cluster).what == NOT_SAVED
+    assert not incident(cluster).stops_training
+    assert len(incident(cluster).evidence) == 2
+    assert task_of(cluster).state is TaskState.RUNNING
+    assert task_of(cluster).checkpoints.num_failed == 2
+
+
+def test_a_part_that_comes_after_its_peer_failed_is_removed_too() -> None:
+    cluster = trains()
+    fails(cluster, 1, W01)
+    write(cluster, 1, W00, W01)
+    assert orders(cluster, msg.CommitCheckpoint) == []
+    assert len(orders(cluster, msg.DiscardPartial)) == 3
+
+
+def test_the_next_checkpoint_that_is_saved_closes_the_incident() -> None:
+    cluster = trains(sealed=2)
+    fails(cluster, 1, W01)
+    write(cluster, 2, W00, W01)
+    assert incident(cluster).closed
+    assert task_of(cluster).protected == 2
+    assert task_of(cluster).checkpoints.failing == ""
+
+
+def test_a_copy_that_does_not_fit_into_memory_is_an_incident_of_its_own() -> None:
+    cluster = trains()
+    fails(cluster, 1, W01, memory_of="b")
+    assert incident(cluster).what == NOT_COPIED
+    assert orders(cluster, msg.DiscardPartial) == []
+
+
+def test_a_task_is_not_finished_before_its_last_state_is_committed() -> None:
+    cluster = trains(steps=2)
+    cluster.commits = False
+    write(cluster, 2, W00, W01)
+    cluster.seal()
+    assert not cluster.actors
+    assert task_of(cluster).state is TaskState.ENDING
+    node = task_of(cluster).checkpoints.committing[2]
+    cluster._report(node, msg.TaskEvent(task="t", event=ev.CheckpointCommitted(step=2)), None)
+    assert task_of(cluster).state is TaskState.FINISHED
+    assert task_of(cluster).protected == 2
+
+
+def test_a_task_whose_last_commit_fails_says_so_and_finishes() -> None:
+    cluster = trains(steps=2)
+    cluster.commits = False
+    write(cluster, 2, W00, W01)
+    cluster.seal()
+    node = task_of(cluster).checkpoints.committing[2]
+    cluster._report(node, msg.SaveFailed(task="t", step=2, attempt=0, because=FULL), None)
+    assert task_of(cluster).state is TaskState.FINISHED
+    assert "its last state is not saved" in task_of(cluster).because
+    assert incident(cluster).closed
+
+
+def test_a_node_lost_while_it_commits_does_not_keep_the_task_from_ending() -> None:
+    cluster = trains(steps=2)
+    cluster.commits = False
+    write(cluster, 2, W00, W01)
+    cluster.seal()
+    cluster.hear(msg.NodeLeft(node=task_of(cluster).checkpoints.committing[2]))
+    assert task_of(cluster).state is TaskState.FINISHED
+    assert "was lost while it committed" in task_of(cluster).because
+
+
+def test_parts_that_come_while_a_task_pauses_are_committed() -> None:
+    """Its recovery is gone by then; they were ignored."""
+    cluster = trains(sealed=2)
+    cluster.cut = {"a", "b"}  # its workers are slow to leave
+    cluster.hear(msg.PauseRequested(task="t"))
+    cluster.cut = set()
+    write(cluster, 2, W00, W01)
+    assert task_of(cluster).checkpoints.newest == 2
+
+
+def test_saving_is_never_taken_for_a_hang() -> None:
+    """It was billed to the op before it."""
+    watch = ProgressWatch(DetectorLimits())
+    watch.expects("t", W00, {"F": 0.01})
+    for age in range(0, 4000, 40):
+        glance = Glance(moment=1, step=1, busy=True, doing=SAVING, age_s=float(age))
+        assert watch.look("t", W00, 1, glance, stopped=False, now=float(age)) is None
