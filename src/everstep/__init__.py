@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everstep.checkpoint.export import export, load
+    from everstep.engine.datasets.rows import rows
+    from everstep.engine.datasets.stream import stream
+    from everstep.engine.datasets.table import table
+    from everstep.engine.datasets.tokens import tokens
     from everstep.engine.hf.model import hf
     from everstep.engine.model import Model, token_loss
     from everstep.errors import EverstepError, UserError
@@ -20,7 +24,11 @@ __all__ = [
     "export",
     "hf",
     "load",
+    "rows",
+    "stream",
+    "table",
     "token_loss",
+    "tokens",
     "train",
 ]
 __version__ = "0.1.0"
@@ -31,6 +39,10 @@ _HOMES = {
     "Model": "everstep.engine.model",
     "token_loss": "everstep.engine.model",
     "hf": "everstep.engine.hf.model",
+    "rows": "everstep.engine.datasets.rows",
+    "tokens": "everstep.engine.datasets.tokens",
+    "table": "everstep.engine.datasets.table",
+    "stream": "everstep.engine.datasets.stream",
     "load": "everstep.checkpoint.export",
     "export": "everstep.checkpoint.export",
     "UserError": "everstep.errors",

@@ -82,6 +82,8 @@ class LiveView:
                     self._gone[worker] = (time.monotonic(), incident.what)
                 *when, redone = times(incident)
                 self.tell("[red]✗[/red]", incident.step, f"{death(incident)}; {redone}", " · ".join(when))
+            case "data", sentence:
+                self.say(f"[yellow]~[/yellow] {escape(sentence)}")
             case "raised", (worker, error, traceback):
                 self.say(f"[red]![/red] worker {worker} raised {escape(error)}")
                 self.say(f"[dim]{escape(traceback.rstrip())}[/dim]")

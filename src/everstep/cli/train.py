@@ -71,10 +71,14 @@ def train_command(
             raise UserError("--start-over needs a job with a [checkpoint] table; remove the option.")
         job = replace(job, checkpoint=replace(job.checkpoint, start_over=True))
     from everstep.engine.preflight import preflight
+    from everstep.engine.resolve import data_of
     from everstep.launch.local import api, report
+    from everstep.launch.local.data import prepare
 
     faults = api.parse_kills(kill or (), job)
-    checked = preflight(job)
+    data = data_of(job)
+    prepare(job, data)
+    checked = preflight(job, data=data)
     render.note(f"{describe(job)}, {checked.parameters / 1e6:.2f} M parameters")
     for sentence in checked.notes:
         render.note(sentence)

@@ -32,6 +32,43 @@ class Dataset(Protocol):
         ...
 
 
+class FunctionData:
+    """A data function in the form of a dataset."""
+
+    def __init__(self, function: Any) -> None:
+        self.batch = function
+
+
+def dataset_of(given: Any) -> Any:
+    """What a user gives as data, as a dataset."""
+    kind = type(given).__name__
+    foreign = type(given).__module__.partition(".")[0] in (
+        "datasets",
+        "torch",
+    )  # theirs may have a `batch`, too
+    if callable(getattr(given, "batch", None)) and not foreign:
+        return given
+    if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+        raise UserError(f"data is a {kind}; give everstep.rows(data, rows=...), which shuffles it by epoch.")
+    if hasattr(given, "__iter__"):
+        raise UserError(
+            f"data is a {kind}, which can only be iterated; give everstep.rows(DATASET, rows=...) with the "
+            "data set behind it, or everstep.stream(data)."
+        )
+    if not callable(given):
+        raise UserError(
+            f"data is a {kind}; give a function of (step, microbatch), an object with "
+            "batch(step, microbatch), or everstep.rows, tokens, table or stream."
+        )
+    return FunctionData(given)
+
+
+def of_job(data: Any, job: Any) -> Any:
+    """A data set that must know its job (microbatches per step, seed, folders) gets to know it."""
+    bind = getattr(data, "for_job", None)
+    return data if bind is None else bind(job)
+
+
 def split(batch: Any) -> tuple[Value, Value]:
     """What of a batch the first layer gets, and what the loss."""
     if isinstance(batch, Mapping):
@@ -63,6 +100,7 @@ class Synthetic:
 
     _ODDS = np.cumsum([2.0**-k for k in range(1, 8)])
     floor = 1.3756
+    in_a_thread = True
 
     def __init__(self, *, vocab: int, sequence: int, rows: int, seed: int = 0) -> None:
         self.vocab, self.sequence, self.rows, self.seed = vocab, sequence, rows, seed
@@ -81,6 +119,8 @@ class Synthetic:
 
 class TokenFile:
     """Windows of a file of tokens, a byte or two each; (seed, step, microbatch, row) say where one starts."""
+
+    in_a_thread = True  # draws nothing from a generator of the process: may be loaded in a thread
 
     def __init__(
         self, path: str | Path, *, sequence: int, rows: int, seed: int = 0, token: str = "uint8"

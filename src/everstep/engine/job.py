@@ -62,18 +62,21 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """A microbatch is `rows` of `sequence` tokens: synthetic text, windows of a file, or a user's own.
+    """A microbatch is `rows` of `sequence` tokens: synthetic text, windows of a file drawn at random, packed
+    tokens or a table in shuffled epochs, or a user's own.
 
     `build = "module:function"` is called with the other keys, and returns an object with
     `batch(step, microbatch) -> (inputs, targets)`.
     """
 
-    kind: Literal["synthetic", "file"] | None = None
+    kind: Literal["synthetic", "file", "tokens", "table"] | None = None
     build: str | None = None
     rows: int = 4
     sequence: int | None = None  # None: the model's context
     path: str | None = None
-    token: Literal["uint8", "uint16"] = "uint8"
+    token: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint8"
+    columns: list[str] | None = None  # of a table; all that are numbers, if not given
+    shuffle: bool = True  # of tokens and tables, anew in every epoch
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,8 +85,8 @@ class DataSpec:
         at_least("data.sequence", self.sequence, 1)
         at_most("data.rows", self.rows, 2**20)
         at_most("data.sequence", self.sequence, 2**30)
-        if self.kind == "file" and self.path is None:
-            raise UserError('data.path is missing; data.kind = "file" needs the file\'s path.')
+        if self.kind in ("file", "tokens", "table") and self.path is None:
+            raise UserError(f'data.path is missing; data.kind = "{self.kind}" needs a path.')
         if self.build is None and self.options:
             refuse_unknown("data", self.options, [f.name for f in fields(DataSpec)])
 
@@ -164,6 +167,7 @@ class Job:
     threads: int = 1  # of each worker
     memory_gib: float | None = None  # that each worker may use; None: its device's, shared evenly
     transport: Literal["auto", "tcp", "shm"] = "auto"  # auto: memory of a shared GPU, else tcp
+    load_ahead: int | None = None  # microbatches of data; by default 2, for functions of your own 0
     memory_interval: int = 0  # steps between copies of the state in the memory of nodes; 0: none
     log: str | None = None  # folder of the step log
     base: str = "."  # the job file's folder: paths and modules are looked up from here
@@ -177,6 +181,8 @@ class Job:
             positive("memory_gib", self.memory_gib)
         at_most("steps", self.steps, 10**9)
         at_most("threads", self.threads, 1024)
+        at_least("load_ahead", self.load_ahead, 0)
+        at_most("load_ahead", self.load_ahead, 1024)
         at_most("replicas * stages", self.replicas * self.stages, MOST_WORKERS)
         at_most("replicas * stages * microbatches", self.replicas * self.stages * self.microbatches, MOST_OPS)
 

@@ -105,6 +105,8 @@ def _notes(built: dict[str, nn.Module]) -> tuple[str, ...]:
 
 def batch_of(job: Job, data: Dataset) -> tuple[Value, Value]:
     """The first microbatch, once the data has been tried."""
+    if hasattr(data, "preview"):  # a stream cannot be asked for its last batch
+        return _form("the stream's first batch", data.preview())
     first, again = _ask(data, 1, 0), _ask(data, 1, 0)
     if not _alike(first, again, lambda a, b: a.shape == b.shape and torch.equal(a, b)):
         raise UserError(
@@ -128,6 +130,10 @@ def _ask(data: Dataset, step: int, microbatch: int) -> tuple[Value, Value]:
         raise
     except Exception as error:  # the user's function
         raise UserError(f"{call} raised {in_short(error)}.") from error
+    return _form(call, made)
+
+
+def _form(call: str, made: Any) -> tuple[Value, Value]:
     pair = isinstance(made, tuple | list) and len(made) == 2
     if not pair and not isinstance(made, Mapping):
         raise UserError(

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from everstep.engine.data import Dataset, Synthetic, TokenFile
+from everstep.engine.data import Dataset, Synthetic, TokenFile, of_job
+from everstep.engine.datasets.table import table
+from everstep.engine.datasets.tokens import tokens
 from everstep.engine.job import Job
 from everstep.engine.model import Model, in_short
 from everstep.engine.optimizer import Named, OptimizerFactory, adamw
@@ -88,8 +90,12 @@ def data_of(job: Job) -> Dataset:
                 f"data.build {spec.build!r} gave a {type(made).__name__} without "
                 "batch(step, microbatch); return an object that has it."
             )
-        dataset: Dataset = made
+        dataset: Dataset = of_job(made, job)
         return dataset
+    if spec.kind == "table":
+        assert spec.path is not None
+        source = table(job.path(spec.path), columns=spec.columns, rows=spec.rows, shuffle=spec.shuffle)
+        return source.for_job(job)
     sequence = spec.sequence or (language[1] if language is not None else None)
     if sequence is None:
         raise UserError("data.sequence is missing; a model of your own needs the length of a row.")
@@ -98,6 +104,12 @@ def data_of(job: Job) -> Dataset:
         return TokenFile(
             job.path(spec.path), sequence=sequence, rows=spec.rows, seed=job.seed, token=spec.token
         )
+    if spec.kind == "tokens":
+        assert spec.path is not None
+        packed = tokens(
+            job.path(spec.path), sequence=sequence, rows=spec.rows, token=spec.token, shuffle=spec.shuffle
+        )
+        return packed.for_job(job)
     return Synthetic(
         vocab=language[0] if language is not None else 256, sequence=sequence, rows=spec.rows, seed=job.seed
     )

@@ -112,6 +112,7 @@ class Stage:
         self.limits = Limits(list(self.slots) if self.sums.is_strict else (), self.sums.grid)
         self._index: dict[Tensor, int] = {self.parameters[n]: i for i, n in enumerate(self.slots)}
         self._stashes: dict[tuple[int, int], Stash] = {}
+        self._batches: dict[tuple[int, int], Any] = {}  # loaded, and not used yet: one at most
         self._losses: dict[tuple[int, int], Tensor] = {}
         self._weights: dict[tuple[int, int], float] = {}
         self._target_shapes: list[tuple[int, ...]] | None = None  # of a loss without weights
@@ -120,11 +121,18 @@ class Stage:
 
     # The ops.
 
+    def load(self, step: int, microbatch: int) -> None:
+        """Get the data that the forward will need, so that waiting for it is not part of the op."""
+        if self.is_first or self.is_last:
+            self._batches = {(step, microbatch): self.data.batch(step, microbatch)}
+
     def forward(self, step: int, microbatch: int, given: Boundary | None = None) -> Boundary | None:
         """F. What the next stage gets; None on the last stage, which keeps the loss instead."""
         if (step, microbatch) in self._stashes:
             raise InternalError(f"forward of step {step}, microbatch {microbatch} was run twice here.")
-        batch = self.data.batch(step, microbatch) if self.is_first or self.is_last else None
+        if (step, microbatch) not in self._batches:
+            self.load(step, microbatch)
+        batch = self._batches.pop((step, microbatch), None)
         inputs, targets = (None, None) if batch is None else split(batch)
         wanted, value = ({}, self._fed(inputs)) if self.is_first else self._enter(given)
         weight: Tensor | float | None = None

@@ -85,6 +85,10 @@ class Stopwatch:
         counted[0] += 1
         counted[1] += took_ns / 1e9
 
+    def waited_for_data(self, seconds: float) -> None:
+        """In one step."""
+        self._smooth("data", seconds)
+
     def step(self, step: int) -> dict[str, Any] | None:
         """A step is over here. What to tell of it, if it is told."""
         now, cpu = self._clock_ns(), self._process_cpu_ns()

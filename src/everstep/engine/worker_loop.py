@@ -15,7 +15,8 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from everstep.engine.boundary import Boundary, Gradients
 from everstep.engine.courier import Courier
 from everstep.engine.faults import PlantedFault, parse_fault
 from everstep.engine.links import Address
+from everstep.engine.loading import Loader
 from everstep.engine.op_times import Began, OpTimes
 from everstep.engine.optimizer import Updater
 from everstep.engine.ports import Ports
@@ -68,6 +70,7 @@ class WorkerLoop:
         inbox: queue.SimpleQueue[InboxItem],
         beacon: Beacon | None = None,
         recorder: WorkerRecorder | None = None,
+        loader: Loader | None = None,
         faults: tuple[PlantedFault, ...] = (),
     ) -> None:
         self.control, self.ports, self.courier, self.inbox = control, ports, courier, inbox
@@ -75,6 +78,8 @@ class WorkerLoop:
         self.state, self.me, self.rules = control.state, control.sender.worker, control.state.rules
         self.beacon = beacon
         self.recorder = recorder
+        self.loader = loader
+        self._data_waited_s = 0.0
         self.faults = list(faults)
         self._build = build
         self.stage, self.updater = build()
@@ -206,8 +211,10 @@ class WorkerLoop:
         assert microbatch is not None
         self._show(busy=True, doing=str(op))
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
-        began = self.times.begin()
         number = self._number(microbatch)
+        if op.kind is Kind.F:
+            self._load_data(task.step, number, str(op))
+        began = self.times.begin()
         given: Any = None if task.input is None else self.tensors.boundaries[task.input]
         output: Boundary | Gradients | None = None
         if op.kind is Kind.F:
@@ -223,6 +230,25 @@ class WorkerLoop:
             self.tensors.boundaries[task.output] = output.moved(self.courier.kept)
         self._time(op.kind, began)
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
+
+    def _load_data(self, step: int, number: int, op: str) -> None:
+        """Data first, and under its own name: a slow loader is not a slow op."""
+        if self.loader is not None:
+            self.loader.shows = lambda: self._show(busy=True, doing=f"loading data for {op}")
+            coming = islice(self._coming(step), self.loader.ahead + 1)
+            self.loader.expect([(at, self._number(microbatch)) for at, microbatch in coming])
+        self.stage.load(step, number)
+        self._show(busy=True, doing=op)
+
+    def _coming(self, step: int) -> Iterator[tuple[int, Microbatch]]:
+        """The microbatches whose forward is next here, in order."""
+        for op in reversed(self.state.now.todo):
+            if op.kind is Kind.F and op.microbatch is not None:
+                yield step, op.microbatch
+        if step < self.state.steps.last_step:
+            for op in self.state.mail.order.ops(step + 1):
+                if op.kind is Kind.F and op.microbatch is not None:
+                    yield step + 1, op.microbatch
 
     def _losses(self, step: int) -> list[tuple[Microbatch, float]]:
         if not self.stage.is_last:
@@ -261,6 +287,9 @@ class WorkerLoop:
             self._apply(task.step, self.tensors.sum_of(task.step), task.scale)
         self.tensors.updated(task.step)
         self._time(Kind.U, began)
+        if self.loader is not None:
+            waited_s, self._data_waited_s = self.loader.waited_s - self._data_waited_s, self.loader.waited_s
+            self.times.stopwatch.waited_for_data(waited_s)
         if (told := self.times.stopwatch.step(task.step)) is not None:
             told["times"] |= self._memory()
             name, worker, incarnation = self.control.sender

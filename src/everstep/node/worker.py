@@ -9,6 +9,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from everstep.engine.fitting import room
 from everstep.engine.frames import Incoming
 from everstep.engine.job import Job
 from everstep.engine.links import Links
+from everstep.engine.loading import Loader
 from everstep.engine.ports import Ports
 from everstep.engine.program import Program
 from everstep.engine.recorder import WorkerRecorder
@@ -74,6 +76,10 @@ def main(spec: dict[str, Any]) -> int:
 def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -> None:
     me = sender.worker
     job = program.job
+    loader = None
+    if me.stage in (0, job.stages - 1):  # forked, if at all, before there are threads and devices
+        loader = Loader(program.data, ahead=job.load_ahead)
+        program = replace(program, data=loader)
     torch.set_num_threads(job.threads)
     inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
     device = devices.pick(job.device)
@@ -123,6 +129,7 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
         inbox=inbox,
         beacon=beacon,
         recorder=recorder,
+        loader=loader,
         faults=tuple(parse_fault(text) for text in spec.get("faults", ())),
     )
     line.where = control.where
@@ -132,6 +139,8 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
     line.say(control.started(links.address).report)
     loop.run()
     states.finish(loop.show_saving)
+    if loader is not None:
+        loader.close()
     courier.stop()
     if flows is not None:
         flows.stop()

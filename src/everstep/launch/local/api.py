@@ -23,7 +23,7 @@ from torch import nn
 
 from everstep.core.words.cluster_messages import Patience
 from everstep.engine import context
-from everstep.engine.data import Dataset
+from everstep.engine.data import Dataset, dataset_of, of_job
 from everstep.engine.faults import PlantedFault, check_fault, parse_fault
 from everstep.engine.job import Job, OptimizerSpec
 from everstep.engine.model import Factory, Loss, Model
@@ -33,6 +33,7 @@ from everstep.engine.program import Program
 from everstep.engine.resolve import optimizer_of
 from everstep.errors import EverstepError, UserError
 from everstep.launch.local import fork_servers as births
+from everstep.launch.local.data import buffered, prepare, steps_of
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.plain_lines import PlainLines
@@ -91,14 +92,16 @@ def train(
 
     model       a `Model`, such as `everstep.hf` gives, or its layers: a dict or list of functions that each
                 build one `nn.Module`
-    data        an object with batch(step, microbatch), or that function; it gives (inputs, targets), or a
-                dict that the first layer and the loss both get; the same arguments must give the same tensors
+    data        `everstep.rows`, `tokens`, `table` or `stream`; or an object with batch(step, microbatch), or
+                that function: it gives (inputs, targets), or a dict that the first layer and the loss both
+                get; the same arguments must give the same tensors
     loss        of (output, targets): a mean, or (sum, weight) such as `everstep.token_loss`; cross entropy if
                 not given
     optimizer   a function of named parameters, such as `lambda named: torch.optim.SGD(named, lr=0.1)`; AdamW
                 if not given, set by lr, betas, eps and weight_decay
-    settings    other keys of a job: precision, accumulate, recompute, seed, device, threads, log, checkpoint;
-                and of its optimizer: warmup, decay, floor, clip, stagger
+    settings    `epochs` instead of `steps`, where the data has rows; other keys of a job: precision,
+                accumulate, recompute, seed, device, threads, load_ahead, log, checkpoint; and of its
+                optimizer: warmup, decay, floor, clip, stagger
     """
     if positional or model is None or data is None:
         raise UserError(
@@ -107,21 +110,28 @@ def train(
         )
     found = _model(model, loss)
     _check_optimizer(optimizer)
-    dataset: Dataset = data if isinstance(data, Dataset) else _Function(data)
+    given = dataset_of(data)
     here = context.current_worker()
     if here is not None:
+        dataset = of_job(given, here.job)
         here.train(Program(here.job, found, dataset, optimizer or optimizer_of(here.job)))
         raise SystemExit(0)
     call = _this_launch()
     shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches, "steps": steps}
+    shape = {**shape, **call.overrides}
+    if "epochs" in settings:
+        shape["steps"] = steps_of(given, settings.pop("epochs"), shape, int(settings.get("seed", 0)))
     if optimizer is not None:
         settings.setdefault("decay", "constant")  # the rate is the optimizer's own, unless the call says more
-    job = _job({**shape, **call.overrides}, settings, found.assembly.card)
+    job = _job(shape, settings, found.assembly.card)
     faults = parse_kills(call.kills, job)
-    for sentence in preflight(job, model=found, data=dataset, optimizer=optimizer).notes:
-        print(sentence, file=sys.stderr)
-    with call.watch(job) as watch:
-        outcome = run_job(job, faults=faults, watch=watch, script=call.script)
+    with buffered(job, given) as job:
+        dataset = of_job(given, job)
+        prepare(job, dataset)
+        for sentence in preflight(job, model=found, data=dataset, optimizer=optimizer).notes:
+            print(sentence, file=sys.stderr)
+        with call.watch(job) as watch:
+            outcome = run_job(job, faults=faults, watch=watch, script=call.script)
     call.result = result_of(outcome, job)
     if outcome.failure is not None:
         raise EverstepError(outcome.failure)
@@ -211,18 +221,6 @@ def _check_optimizer(given: Any) -> None:
             f"optimizer is a {type(given).__name__}; give a function of named parameters, such as "
             "lambda named: torch.optim.SGD(named, lr=0.1)."
         )
-
-
-class _Function:
-    """A data function in the form of a dataset."""
-
-    def __init__(self, function: Any) -> None:
-        if not callable(function):
-            raise UserError(
-                f"data is a {type(function).__name__}; give a function of (step, microbatch), or "
-                "an object with batch(step, microbatch)."
-            )
-        self.batch = function
 
 
 def _job(shape: Mapping[str, int], settings: Mapping[str, Any], card: Mapping[str, Any]) -> Job:

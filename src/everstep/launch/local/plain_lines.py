@@ -32,6 +32,8 @@ class PlainLines:
                 self.say(step_line(row, self.job.steps))
             case "incident", incident:
                 self.say(incident_line(incident))
+            case "data", sentence:
+                self.say(sentence)
             case "raised", (worker, error, traceback):
                 self.say(f"worker {worker} raised {error}\n{traceback.rstrip()}")
             case "action", action if self.decisions:

@@ -33,6 +33,7 @@ from everstep.drive.thinking import Thinking
 from everstep.engine.beacon import BeaconReading
 from everstep.engine.faults import PlantedFault
 from everstep.engine.job import Job
+from everstep.launch.local.data import DataWaits
 from everstep.launch.local.outcome import Outcome, StepLog
 from everstep.node.fork_server import ForkServer
 from everstep.node.recent_ops import last_steps
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 NODE, TASK = "here", "task"
 LOOK_EVERY_S = 0.02
-Watcher = Callable[[str, Any], None]  # ("step" | "incident" | "action" | "raised" | "tick", what)
+Watcher = Callable[[str, Any], None]  # ("step" | "incident" | "action" | "raised" | "data" | "tick", what)
 
 
 class LocalTask:
@@ -90,6 +91,7 @@ class LocalTask:
         self._looked_at = 0.0
         self._log: StepLog | None = None
         self._told: object = None
+        self._data_waits = DataWaits()
 
     # -------------------------------------------------------------- life
 
@@ -280,6 +282,7 @@ class LocalTask:
         match report:
             case msg.TimesReported():
                 task = self.coordinator.tasks.get(TASK)
+                self._look_at_data(report)
                 if task is not None:
                     for found in self._thinking.learn(task, report):
                         self._driver.hear(found)
@@ -292,6 +295,13 @@ class LocalTask:
         self._reports += 1
         event = msg.FromNode(node=NODE, boot=NODE, number=self._reports, report=report, sender=sender)
         self._driver.hear(event)
+
+    def _look_at_data(self, report: msg.TimesReported) -> None:
+        rows = self.outcome.steps.rows
+        step_s = rows[-1].seconds if rows else 0.0
+        told = self._data_waits.told(report.worker, report.times.get("data", 0.0), step_s)
+        if told is not None and rows:
+            self.watch("data", told)
 
     def _tell_watcher(self, action: msg.Dispatch) -> None:
         match action.order:

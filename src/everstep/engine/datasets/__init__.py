@@ -1,0 +1,1 @@
+"""Data people have, as functions of (step, microbatch): rows, packed tokens, tables, streams."""

@@ -1,0 +1,171 @@
+"""`everstep.stream`: what can only be iterated, made replayable by a buffer on disk.
+
+The n-th batch of the source is microbatch n of the run, counted through all steps. One worker reads the
+source, in a thread, and stores every batch in a folder that all workers see; all take their batches there:
+
+    source ──► reader (holds the lock) ──► 017.batch, 018.batch ... ──► batch(step, microbatch), anywhere
+
+A batch exists once its file has its name, so it is complete or absent. If the reader's process dies, its lock
+is free and another worker reads on behind the last stored batch: a source with `state_dict` and
+`load_state_dict` is set to the state stored with that batch, any other is iterated from its start and what is
+stored already is skipped. Old batches are removed; how many stay says how far back a run can be restored.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from everstep.engine.boundary import Value
+from everstep.engine.datasets.buffer import BatchBuffer
+from everstep.engine.datasets.reader import Reader, Source
+from everstep.engine.datasets.rows import Collate
+from everstep.errors import UserError
+
+if TYPE_CHECKING:
+    from everstep.engine.job import Job
+
+MOST_BYTES = 8 << 30
+_POLL_S, _SLOWEST_POLL_S = 0.001, 0.02
+BUFFER = "buffer"  # in a job's data options: the folder the launcher has made for a run without checkpoints
+
+
+def stream(
+    source: Any,
+    *,
+    rows: int | None = None,
+    collate: Collate | None = None,
+    repeat: bool = False,
+    live: bool = False,
+    keep_steps: int | None = None,
+    folder: str | Path | None = None,
+) -> Stream:
+    """An iterable, such as a DataLoader, a streaming data set or a function that returns one, as data.
+
+    rows         how many of its elements make a microbatch; None: each element is one
+    collate      makes a batch of a list of elements
+    repeat       start over when it ends
+    live         never skip: after a failure of its reader, read on wherever the source is
+    keep_steps   how many steps back a batch can be asked for again; two checkpoint intervals, if not given
+    folder       of the buffer, seen by all workers; in the checkpoint folder, if not given
+    """
+    if not callable(source) and not hasattr(source, "__iter__"):
+        raise UserError(
+            f"everstep.stream was given a {type(source).__name__}, which cannot be iterated; give an "
+            "iterable, or a function that returns one."
+        )
+    if repeat and hasattr(source, "__next__"):
+        raise UserError(
+            "everstep.stream was given an iterator, which cannot start over; give a function that makes it, "
+            "or repeat=False."
+        )
+    return Stream(
+        source=Source(source=source, rows=rows, collate=collate, repeat=repeat, live=live),
+        keep_steps=keep_steps,
+        folder=None if folder is None else Path(folder),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Not yet of a job."""
+
+    source: Source
+    keep_steps: int | None
+    folder: Path | None
+
+    def for_job(self, job: Job) -> BufferedStream:
+        interval = job.checkpoint.interval if job.checkpoint else job.steps
+        keep = 2 * interval + 2 if self.keep_steps is None else self.keep_steps
+        return BufferedStream(
+            self.source,
+            _folder(job, self.folder),
+            microbatches=job.microbatches_in_step,
+            keep_steps=max(2, keep),
+        )
+
+    def batch(self, step: int, microbatch: int) -> Value:
+        raise UserError("a stream gives batches once it is given to everstep.train, or to a job.")
+
+
+def _folder(job: Job, given: Path | None) -> Path:
+    if given is not None:
+        return job.path(str(given))
+    if BUFFER in job.data.options:
+        return Path(job.data.options[BUFFER])
+    if job.checkpoint is None or "://" in job.checkpoint.folder:
+        raise UserError("everstep.stream needs a folder that all workers see; give folder=.")
+    return job.path(job.checkpoint.folder) / "stream"
+
+
+class BufferedStream:
+    """A stream of a job. `batch` may be called by several workers at once, from one thread of each."""
+
+    in_a_thread = True
+
+    def __init__(self, source: Source, folder: Path, *, microbatches: int, keep_steps: int) -> None:
+        self.microbatches, self.keep_steps = microbatches, keep_steps
+        self._source = source
+        self.buffer = BatchBuffer(folder, keep=keep_steps * microbatches, most_bytes=MOST_BYTES)
+        self._reader: Reader | None = None
+
+    def prepare(self, *, fresh: bool) -> None:
+        """By the launcher, before the workers start. `fresh`: no checkpoint refers to what is stored."""
+        folder = self.buffer.folder
+        if fresh:
+            self.buffer.forget_all()
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = {"microbatches": self.microbatches}
+        known = folder / "stream.json"
+        if known.is_file() and (before := json.loads(known.read_text())) != facts:
+            raise UserError(
+                f"the stream in {folder} was read with {before['microbatches']} microbatches per step, and "
+                f"the job has {self.microbatches}; keep their number, or start in another checkpoint folder."
+            )
+        known.write_text(json.dumps(facts))
+        self.buffer.may_go_on()
+
+    def preview(self) -> Value:
+        """Any batch, to check its form: a stored one, else the first of the source."""
+        try:
+            return self._batch(self.buffer.first())
+        finally:
+            self.close()
+
+    def batch(self, step: int, microbatch: int) -> Value:
+        return self._batch((step - 1) * self.microbatches + microbatch)
+
+    def _batch(self, number: int) -> Value:
+        wait_s = _POLL_S
+        while (found := self.buffer.get(number)) is None:
+            self.buffer.want(number)
+            if number < self.buffer.first():
+                raise UserError(
+                    f"batch {number} of the stream is no longer stored: its buffer goes back to batch "
+                    f"{self.buffer.first()}; give everstep.stream a larger keep_steps "
+                    f"(now {self.keep_steps})."
+                )
+            if (why := self.buffer.why_stopped(number)) is not None:
+                raise UserError(why)
+            self._read()
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _SLOWEST_POLL_S)
+        self.buffer.want(number)
+        return found[0]
+
+    def _read(self) -> None:
+        """Be the reader, if there is none."""
+        if self._reader is not None and self._reader.is_alive:
+            return
+        lock = self.buffer.lock()
+        if lock is not None:
+            self._reader = Reader(self._source, self.buffer, lock, ahead=2 * self.microbatches)
+            self._reader.start()
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.stop()
+            self._reader = None

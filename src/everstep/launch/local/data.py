@@ -1,0 +1,70 @@
+"""What a run's data needs of its launcher: the number of its steps, a folder, a clean start."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from everstep.checkpoint.search import NoStart
+from everstep.core.words.ops import Worker
+from everstep.engine.datasets.stream import BUFFER, BufferedStream, Stream
+from everstep.engine.job import Job
+from everstep.errors import UserError
+from everstep.node.checkpoints import CheckpointDirectory
+
+LEAST_S, SHARE = 0.05, 0.2  # of a step: a wait that is worth a sentence
+
+
+def steps_of(data: Any, epochs: Any, shape: Mapping[str, int], seed: int) -> int:
+    """How many steps bring every row `epochs` times."""
+    if not hasattr(data, "order_in"):
+        raise UserError("epochs needs data that has rows: everstep.rows, tokens or table; else give steps.")
+    if not isinstance(epochs, int | float) or isinstance(epochs, bool) or epochs <= 0:
+        raise UserError(f"epochs is {epochs!r}; it must be a number above 0.")
+    return int(data.order_in(shape["replicas"] * shape["microbatches"], seed).steps(epochs))
+
+
+@contextlib.contextmanager
+def buffered(job: Job, data: Any) -> Iterator[Job]:
+    """A stream without a folder of its own, in a run without checkpoints, has one as long as the run."""
+    if not isinstance(data, Stream) or data.folder is not None or job.checkpoint is not None:
+        yield job
+        return
+    folder = tempfile.mkdtemp(prefix="everstep-stream-")
+    try:
+        yield replace(job, data=replace(job.data, options={**job.data.options, BUFFER: folder}))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def prepare(job: Job, data: Any) -> None:
+    """A stream's buffer starts empty where no checkpoint refers to it."""
+    if not isinstance(data, BufferedStream):
+        return
+    try:
+        fresh = CheckpointDirectory(job).newest().step == 0
+    except NoStart:  # said when the run starts; nothing is thrown away until it is known
+        fresh = False
+    data.prepare(fresh=fresh)
+
+
+class DataWaits:
+    """Notices workers that wait for their data for a good part of a step; says so once, and again if it
+    doubles.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[Worker, float] = {}
+
+    def told(self, worker: Worker, waits_s: float, step_s: float) -> str | None:
+        if waits_s < max(LEAST_S, SHARE * step_s) or waits_s < 2 * self._said.get(worker, 0.0):
+            return None
+        self._said[worker] = waits_s
+        return (
+            f"worker {worker} waits {waits_s:.2g} s of every {max(step_s, waits_s):.2g} s step for its data; "
+            "load ahead (load_ahead=4), or make it faster"
+        )
