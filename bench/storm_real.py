@@ -37,6 +37,7 @@ from harness.cluster import Cluster, replayed, small_job
 from harness.real_storm import NODES, SLOTS, JobKind, Storm, small_disk
 
 MARK = "EVERSTEP_STORM_MARK"
+OWN_MOUNTS = "EVERSTEP_STORM_MOUNTS"
 SHARED = Path("/dev/shm")
 Say = Callable[[str], None]
 
@@ -195,6 +196,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the folder with all logs")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    _take_own_mounts()
     clean = {}
     with tempfile.TemporaryDirectory() as name:
         for kind in kinds(Path(name), arguments.steps).values():
@@ -219,6 +221,15 @@ def storm(arguments: argparse.Namespace, seed: int, clean: dict[str, dict[int, f
     else:
         shutil.rmtree(folder, ignore_errors=True)
     return report
+
+
+def _take_own_mounts() -> None:
+    """Root gets a /dev/shm of its own, so that what other programs leave there is not taken for ours."""
+    if os.geteuid() == 0 and shutil.which("unshare") and OWN_MOUNTS not in os.environ:
+        os.environ[OWN_MOUNTS] = "1"
+        mount = 'mount -t tmpfs tmpfs /dev/shm; exec "$@"'
+        here = [sys.executable, os.path.abspath(__file__), *sys.argv[1:]]
+        os.execvp("unshare", ["unshare", "--mount", "sh", "-c", mount, "sh", *here])
 
 
 def _say(line: str) -> None:

@@ -77,10 +77,7 @@ class Storm:
 
     def calm(self) -> None:
         """Undo what is left, in the order in which it is due."""
-        for _, what, undo in sorted(self._undo, key=lambda each: each[0]):
-            self._note(what)
-            undo()
-        self._undo.clear()
+        self._undo_due(float("inf"))
         for task in self._alive():
             with contextlib.suppress(EverstepError):
                 if task["state"] == "paused":
@@ -94,10 +91,11 @@ class Storm:
             fault.do(self)
 
     def _undo_due(self, now: float) -> None:
-        for each in sorted((u for u in self._undo if u[0] <= now), key=lambda each: each[0]):
-            self._undo.remove(each)
-            self._note(each[1])
-            each[2]()
+        while due := [each for each in self._undo if each[0] <= now]:
+            first = min(due, key=lambda each: each[0])
+            self._undo.remove(first)  # what it does may undo others
+            self._note(first[1])
+            first[2]()
 
     def _keep_busy(self) -> None:
         """One task of each kind at a time."""

@@ -181,6 +181,19 @@ def test_a_worker_that_writes_its_last_state_is_left_alone_for_longer(node: Node
     assert node.wait(5.0) == [ag.PassOn(sender(), EndWorker(gently=False))]
 
 
+def test_a_process_that_outlives_sigkill_is_killed_once_and_its_slot_is_told_free_when_it_ends(
+    node: Node,
+) -> None:
+    node.up(A)
+    assert node.give(msg.KillProcess(task="t", worker=A, incarnation=1)) == [ag.Kill(sender())]
+    (told,) = node.wait(30.0)
+    assert told.report.event.stuck
+    assert node.give(msg.KillProcess(task="t", worker=A, incarnation=1)) == []
+    assert node.wait(1000.0) == []
+    freed = node.happens(ag.ProcessGone(sender()))
+    assert freed == [ag.SendToCoordinator(msg.SlotFreed(slot=0), None)]
+
+
 def test_a_worker_that_goes_on_writing_its_last_state_is_never_ended(node: Node) -> None:
     """A large state on a slow disk takes longer than any limit; only one that writes nothing is ended."""
     node.up(A)

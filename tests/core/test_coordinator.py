@@ -503,3 +503,24 @@ def test_a_task_whose_checkpoints_are_of_no_use_fails_at_once_and_starts_nothing
     actions = coordinator.handle(msg.FromNode(node="a", boot="1", number=1, report=report), 1.0)
     assert coordinator.tasks["t"].state is TaskState.FAILED
     assert not any(isinstance(a, msg.Dispatch) and isinstance(a.order, msg.StartProcess) for a in actions)
+
+
+def test_a_process_that_outlives_sigkill_costs_its_slot_until_it_ends() -> None:
+    """It was started again and again in a slot that is not free."""
+    cluster = running(nodes={"a": 3, "b": 2})
+    seat = cluster.coordinator.tasks["t"].seats[W01]
+    place, incarnation = (seat.node, seat.slot), seat.incarnation
+    cluster.actors.pop(("t", W01))
+    stuck = ev.WorkerExited(worker=W01, incarnation=incarnation, reason="still there", stuck=True)
+    cluster.report("t", W01, msg.TaskEvent(task="t", event=stuck))
+    now = cluster.coordinator.tasks["t"].seats[W01]
+    assert (now.node, now.slot) != place
+    lost = next(i for i in cluster.coordinator.log.incidents if i.what.startswith("slot"))
+    assert lost.verdict is not None
+    assert lost.verdict.severity == 1
+    assert not lost.closed
+    assert place not in cluster.coordinator.roster.free()
+    cluster.coordinator.validate()
+    cluster._report(place[0], msg.SlotFreed(slot=place[1]), None)
+    assert lost.closed
+    assert place in cluster.coordinator.roster.free()

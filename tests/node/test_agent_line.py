@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from everstep.cli.client import Client
+from everstep.engine.sockets import UNANSWERED_MS, watch_path
 from everstep.errors import UserError
 from everstep.node import agent as module
 from everstep.node.agent import Agent, AgentSettings
@@ -176,3 +178,34 @@ def test_workers_live_through_a_rotation_of_the_token(tmp_path: Path) -> None:
         if agent is not None:
             agent.send_signal(signal.SIGTERM)
             agent.wait(20)
+
+
+def test_both_ends_of_an_agents_connection_notice_a_dead_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without these options a machine that lost its power keeps its connection for hours."""
+    seen: dict[str, int] = {}
+
+    def watched(name: str) -> Callable[[Any], None]:
+        def watch(sock: Any) -> None:
+            watch_path(sock)
+            seen[name] = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+        return watch
+
+    monkeypatch.setattr("everstep.node.agent.watch_path", watched("agent"))
+    monkeypatch.setattr("everstep.server.agent_connections.watch_path", watched("coordinator"))
+
+    async def connect(address: str) -> None:
+        job = asyncio.create_task(
+            Agent(AgentSettings(node="n1", slots=1, coordinators=(address,)), say=lambda line: None).run()
+        )
+        async with asyncio.timeout(20):
+            while len(seen) < 2:
+                await asyncio.sleep(0.01)
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
+
+    with served(tmp_path) as address:
+        asyncio.run(connect(address))
+    assert seen == {"agent": UNANSWERED_MS, "coordinator": UNANSWERED_MS}

@@ -131,6 +131,22 @@ def test_a_dead_fork_server_is_replaced(node: Node, server: ForkServer) -> None:
     assert len(node.events(ev.WorkerExited)) == 1
 
 
+def test_a_fork_server_that_does_not_answer_is_replaced(
+    node: Node, server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped one held up the whole agent, heartbeats and all, for ever."""
+    monkeypatch.setattr("everstep.node.fork_server.ANSWER_S", 0.5)
+    node.start(1)
+    node.until(lambda: node.is_up(1))
+    node.kill(1)
+    node.until(lambda: node.events(ev.WorkerExited))
+    os.kill(server.pid, signal.SIGSTOP)
+    node.start(2)
+    monkeypatch.setattr("everstep.node.fork_server.ANSWER_S", 20.0)
+    node.until(lambda: node.is_up(2))
+    assert len(node.events(ev.WorkerExited)) == 1
+
+
 def test_a_worker_that_is_stopped_and_does_not_read_holds_up_nobody(node: Node) -> None:
     node.start(1)
     node.until(lambda: node.is_up(1))

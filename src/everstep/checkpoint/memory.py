@@ -11,8 +11,6 @@ one (range requests), and reads of each what it needs.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import http.client
 import json
 import os
@@ -27,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from everstep.checkpoint import index as indexes
 from everstep.checkpoint import parts
 from everstep.checkpoint.index import Part, Refused, digest
+from everstep.checkpoint.owned_folders import new_folder
 from everstep.checkpoint.places import STEP, step_name
 from everstep.checkpoint.ranges import Access, LocalFile, RangeFile
 from everstep.checkpoint.reader import Checkpoint, read_small
@@ -47,27 +46,7 @@ def new_directory() -> tuple[Path, int]:
 
     Stores whose owner was killed are removed on the way: their locks are free.
     """
-    root = _RAM if os.access(_RAM, os.W_OK) else Path(tempfile.gettempdir())
-    for left in root.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            lock = _locked(left)
-            shutil.rmtree(left)
-            os.close(lock)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # somebody is clearing up just now
-            return folder, _locked(folder)
-
-
-def _locked(folder: Path) -> int:
-    """Hold the folder's lock, or raise."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(number)
-        raise
-    return number
+    return new_folder(_PREFIX, _RAM if os.access(_RAM, os.W_OK) else Path(tempfile.gettempdir()))
 
 
 def folder_of(store: Path, task: str, step: int) -> Path:

@@ -30,12 +30,12 @@ from torch import Tensor
 from everstep.core.words.worker_messages import Parcel
 from everstep.engine import frames
 from everstep.engine.handshake import Acceptor, Opener
+from everstep.engine.sockets import watch_path
 from everstep.errors import PeerError
 
 _DISCARD = struct.pack("ii", 1, 0)  # SO_LINGER: on, no time
 GREETING_S = 10.0  # for a new connection to prove who it is
 MAX_STRANGERS = 64  # connections that have not proved it yet; one more, and the oldest is closed
-UNANSWERED_MS = 10_000  # bytes that no one has acknowledged for so long: the path is dead, the link broken
 _FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -175,7 +175,7 @@ class Links:
     def _open(self, to: Address) -> _Outgoing:
         sock = socket.socket()
         sock.setblocking(False)
-        _watched(sock)
+        watch_path(sock)
         port = self._source_port(*to) if self._source_port is not None else None
         if port is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -251,7 +251,7 @@ class Links:
             self._turn_away()
             return
         sock.setblocking(False)
-        _watched(sock)
+        watch_path(sock)
         conn = _Receiving(sock, Acceptor(self._token, self._identity), time.monotonic())
         self._strangers[sock] = conn
         self._selector.register(sock, selectors.EVENT_READ, conn)
@@ -357,13 +357,3 @@ class Links:
             if conn.frame.took(count):
                 frame, conn.frame = conn.frame, None
                 self._deliver(frame)
-
-
-def _watched(sock: socket.socket) -> None:
-    """Small messages go at once, and a path that swallows everything is noticed."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS)

@@ -16,10 +16,8 @@ import contextlib
 import json
 import random
 import secrets
-import shutil
 import ssl
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +26,7 @@ from typing import Any
 
 import aiohttp
 
+from everstep.checkpoint.owned_folders import temporary_folder
 from everstep.core.agent.agent import (
     AgentEvent,
     AgentState,
@@ -43,6 +42,7 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import decode, encode
 from everstep.core.words.ops import parse_worker
 from everstep.engine.job import Job
+from everstep.engine.sockets import watch_path
 from everstep.errors import PeerError, UserError
 from everstep.node.coordinator_address import current
 from everstep.node.fork_server import ForkServer
@@ -90,7 +90,10 @@ class Agent:
 
     async def run(self) -> None:
         """Until cancelled. Workers end with the agent."""
-        folder = Path(tempfile.mkdtemp(prefix="everstep-"))
+        with temporary_folder("everstep-node-") as folder:
+            await self._run(folder)
+
+    async def _run(self, folder: Path) -> None:
         self.workers = WorkerProcesses(
             loop=_Loop(asyncio.get_running_loop()),
             machine=self.state.processes,
@@ -122,7 +125,6 @@ class Agent:
                 kernel.close()
             for server in self._servers.values():
                 server.close()
-            shutil.rmtree(folder, ignore_errors=True)
 
     def warm_up(self, threads: int = 1) -> None:
         """Load torch before the first worker is asked for."""
@@ -223,6 +225,7 @@ class Agent:
                     "right --token-file or EVERSTEP_TOKEN"
                 ) from None
             raise
+        _watch(line.get_extra_info("socket"))
         try:
             await self._converse(line, address)
         finally:
@@ -323,6 +326,12 @@ class Agent:
         while True:
             await line.send_str(json.dumps({"beat": round(time.time(), 3), "done": self.state.done}))
             await asyncio.sleep(self.settings.beat_s)
+
+
+def _watch(sock: Any) -> None:
+    with contextlib.suppress(OSError):
+        if sock is not None:
+            watch_path(sock)
 
 
 def _tail(path: Path, most: int) -> str:

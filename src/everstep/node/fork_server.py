@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 from everstep.errors import EverstepError
 from everstep.node import slot_devices
 
+WARM_S = 300.0  # to load torch, from a slow disk on a busy machine
+ANSWER_S = 20.0  # to fork
 _ALWAYS = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker")
 
 # Some builds of torch allocate with mimalloc, which gives free memory back after 10 ms; the next op faults it
@@ -87,19 +89,19 @@ class ForkServer:
 
     def warm_up(self) -> None:
         """Wait until torch is loaded. A spawn before that waits as well."""
-        self._ask({"ping": True})
+        self._ask({"ping": True}, WARM_S)
         self.warm = True
 
     def spawn(self, spec: dict[str, Any], *, output: Path) -> ForkedProcess:
         """Fork a worker. Its stdout and stderr go to the file `output`."""
-        data, fds = self._ask({"spawn": spec, "output": str(output)})
+        data, fds = self._ask({"spawn": spec, "output": str(output)}, ANSWER_S if self.warm else WARM_S)
         return ForkedProcess(json.loads(data)["pid"], fds[0], self.number)
 
     def reap(self, child: ForkedProcess) -> None:
         """A child of an earlier server was reaped by the system."""
         if child.server == self.number and self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.send(json.dumps({"reap": child.pid}).encode())
+                self._socket.send(json.dumps({"reap": child.pid}).encode(), socket.MSG_DONTWAIT)
         os.close(child.pidfd)
 
     def close(self) -> None:
@@ -112,12 +114,18 @@ class ForkServer:
                 self._process.kill()
                 self._process.wait()
 
-    def _ask(self, request: dict[str, Any]) -> tuple[bytes, list[int]]:
+    def _ask(self, request: dict[str, Any], within_s: float) -> tuple[bytes, list[int]]:
         with self._lock:
             assert self._socket is not None, "the fork server is not started"
             try:
+                self._socket.settimeout(within_s)
                 self._socket.send(json.dumps(request).encode())
                 data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
+            except TimeoutError:  # stopped, or hung: its late answer would be another request's
+                self.warm = False
+                assert self._process is not None
+                self._process.kill()
+                raise ForkServerDied(f"the fork server has not answered for {within_s:g} s") from None
             except OSError:
                 data, fds = b"", []
             if not data:

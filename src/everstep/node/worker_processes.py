@@ -31,7 +31,7 @@ from everstep.node.checkpoints import failure, work_on_disk
 from everstep.node.fork_server import ForkedProcess, ForkServer, ForkServerDied, exit_reason
 from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.memory_store import MemoryStore
-from everstep.node.process_facts import active_s, is_stopped
+from everstep.node.process_facts import active_s, is_stopped, parent_of
 from everstep.node.ring_watch import RingWatch
 from everstep.node.worker_lines import Loop, WorkerLines
 
@@ -103,6 +103,8 @@ class WorkerProcesses:
         self._all: dict[Sender, WorkerProcess] = {}
         self._unreadable: dict[str, str] = {}  # jobs that make no sense here, and why
         self._rings: dict[str, RingWatch] = {}
+        self._forking: dict[Sender, ForkServer] = {}  # asked for, and not made yet
+        self._early: set[Sender] = set()  # of these, the ones that have called already
         self._bell = Bell()
         self._lines = WorkerLines(loop, folder / "agent", knows=self._knows, happened=self.happened)
         self._events: deque[ag.ProcessEvent] = deque()
@@ -239,27 +241,32 @@ class WorkerProcesses:
         server = self._fork_server(self.tasks[order.task].job)
         if action.fresh_server:
             server.replace()
-        if server.warm:
-            self._fork(sender, server, None)
-        else:
-            self._beside(server.warm_up, lambda failed: self._fork(sender, server, failed))
+        self._forking[sender] = server
+        self._beside(lambda: self._forked(sender, server), lambda found: self._fork_ended(sender, found))
 
-    def _fork(self, sender: Sender, server: ForkServer, failed: Any) -> None:
-        if isinstance(failed, Exception):
-            self._not_forked(sender, failed)
-            return
+    def _forked(self, sender: Sender, server: ForkServer) -> WorkerProcess:
+        """Beside the loop: a fork server may be loading torch, or be stopped."""
+        if not server.warm:
+            server.warm_up()
         name = f"{sender.task}-{sender.worker.replica}-{sender.worker.stage}-{sender.incarnation}"
         path = self.folder / f"beacon-{name}"
-        try:
-            beacon = Beacon(path, create=True)
-            lifeline = Lifeline(path.with_suffix(".life"), create=True)
-            output = self.log_path(sender.task, sender.worker)
-            child = server.spawn(self._spec(sender, path), output=output)
-        except Exception as error:  # whatever it is, the others on this node continue
-            self._not_forked(sender, error)
+        beacon = Beacon(path, create=True)
+        lifeline = Lifeline(path.with_suffix(".life"), create=True)
+        output = self.log_path(sender.task, sender.worker)
+        child = server.spawn(self._spec(sender, path), output=output)
+        return WorkerProcess(sender, child, server, beacon, lifeline)
+
+    def _fork_ended(self, sender: Sender, found: Any) -> None:
+        self._forking.pop(sender, None)
+        if isinstance(found, Exception):  # whatever it is, the others on this node go on
+            self._not_forked(sender, found)
             return
-        process = self._all[sender] = WorkerProcess(sender, child, server, beacon, lifeline)
-        self._loop.watch(child.pidfd, lambda: self._exited(process))
+        process: WorkerProcess = found
+        self._all[sender] = process
+        if sender in self._early:
+            self._early.discard(sender)
+            self._watch_life(process)
+        self._loop.watch(process.child.pidfd, lambda: self._exited(process))
         self.happened(ag.ProcessSpawned(sender))
 
     def _not_forked(self, sender: Sender, error: Exception) -> None:
@@ -288,12 +295,19 @@ class WorkerProcesses:
         }
 
     def _knows(self, sender: Sender, pid: int) -> bool:
+        """Is this the process of that worker? It may call before the fork server's answer is heard."""
+        if sender in self._forking and parent_of(pid) == self._forking[sender].pid:
+            self._early.add(sender)
+            return True
         process = self._all.get(sender)
         if process is None or process.child.pid != pid:
             return False
+        self._watch_life(process)
+        return True
+
+    def _watch_life(self, process: WorkerProcess) -> None:
         if self._detect:
             process.lifeline.watch(lambda: self._bell.ring(process))
-        return True
 
     # -------------------------------------------------------------- deaths and delays
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from aiohttp import web
 from everstep.core.cluster import fences
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import decode, encode
+from everstep.engine.sockets import watch_path
 from everstep.errors import PeerError
 from everstep.server.journal import LostLeadership
 
@@ -80,6 +82,9 @@ class AgentConnections:
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
         line = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, heartbeat=None, timeout=1.0)
         await line.prepare(request)
+        if (sock := request.get_extra_info("socket")) is not None:
+            with contextlib.suppress(OSError):
+                watch_path(sock)
         try:
             first = await line.receive_json(timeout=10.0)
             hello, done = _hello(first)

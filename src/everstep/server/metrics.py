@@ -71,6 +71,7 @@ class ClusterMetrics(Collector):
         slots = GaugeMetricFamily("everstep_slots", "Slots of usable nodes.", labels=["use"])
         free = len(self.record.machine.roster.free())
         slots.add_metric(["free"], free)
+        slots.add_metric(["lost"], sum(len(node.lost_slots) for node in nodes))
         slots.add_metric(["taken"], len(self.record.machine.roster.taken()))
         yield slots
 

@@ -108,6 +108,7 @@ def _node(
         "because": node.because,
         "since": node.since + record.ahead_s,
         "slots": node.slots,
+        "lost_slots": sorted(node.lost_slots),
         "host": node.host,
         "connected": node.name in connected,
         "heard_s_ago": None if age is None else round(age, 3),

@@ -105,6 +105,7 @@ EVENTS: Mapping[type, str] = {
     msg.SlowLinkFound: "the link between workers {worker} and {peer} of {task} is slow",
     msg.SlowLinkEnded: "the link between workers {worker} and {peer} of {task} is no longer slow",
     msg.TimesReported: "worker {worker} of {task} reports its times",
+    msg.SlotFreed: "slot {slot} of node {node} is free again",
     msg.KernelSpoke: "the kernel of node {node} says: {text}",
     ev.WorkerStarted: "worker {worker} of {task} has started",
     ev.WorkerExited: "worker {worker} of {task} exited: {reason}",

@@ -59,6 +59,7 @@ class Process:
     doing: str = ""  # what its beacon showed last
     moment: int = 0  # and when it wrote that
     moved_at: float = 0.0  # when that last changed
+    was_stuck: bool = False  # reported as ended while it was not: when it is, its slot is free
     may_save: bool = False  # its end may wait until its state is written
 
     @property

@@ -275,7 +275,10 @@ class NodeProcesses:
         process = self.processes.get(sender)
         if process is None:
             return []
-        return self._died(ProcessDied(sender, "ended")) + self._remove(process)
+        actions = self._died(ProcessDied(sender, "ended"))
+        if process.was_stuck:
+            actions.append(SendToCoordinator(msg.SlotFreed(slot=process.order.slot), None))
+        return actions + self._remove(process)
 
     def _remove(self, process: Process) -> Actions:
         """Its slot is free: a start may have waited for that."""
@@ -303,11 +306,12 @@ class NodeProcesses:
     def _give_up(self, process: Process) -> Actions:
         """A process in uninterruptible sleep ends when the kernel lets it; nobody can hurry it."""
         process.become(_S.STUCK)
+        process.was_stuck = True
         process.deadline = None
         self.progress.forget(process.sender.task, process.sender.worker)
         because = f"it is still there {self.limits.kill_s:g} s after SIGKILL (uninterruptible sleep)"
         blocked = [w for w in self.waiting.values() if process in list(self._in_the_way(w))]
-        return [_exited(process.order, because), *self._drop(blocked)]
+        return [_exited(process.order, because, stuck=True), *self._drop(blocked)]
 
     def curious(self, sender: Sender, glance: Glance) -> Curiosity:
         """A beacon that stands still is worth asking the kernel about."""
@@ -348,7 +352,11 @@ def _never_started(order: StartProcess, because: str) -> SendToCoordinator:
 
 
 def _exited(
-    order: StartProcess, reason: str, done_ops: int = 0, killed_at: float | None = None
+    order: StartProcess,
+    reason: str,
+    done_ops: int = 0,
+    killed_at: float | None = None,
+    stuck: bool = False,
 ) -> SendToCoordinator:
     event = ev.WorkerExited(
         worker=order.worker,
@@ -356,6 +364,7 @@ def _exited(
         reason=reason,
         done_ops=done_ops,
         killed_at=killed_at,
+        stuck=stuck,
     )
     sender = Sender(order.task, order.worker, order.incarnation)
     return SendToCoordinator(msg.TaskEvent(task=order.task, event=event), sender)

@@ -295,6 +295,8 @@ class Coordinator:
             return []
         if isinstance(report, msg.KernelSpoke):
             return self._failures.kernel_spoke(node, report.text, now)
+        if isinstance(report, msg.SlotFreed):
+            return self._failures.slot_freed(node, report.slot, now)
         task = self.tasks.get(report.task)
         return [] if task is None else self._handle_task_report(task, report, event.node, now)
 

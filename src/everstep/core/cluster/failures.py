@@ -12,7 +12,7 @@ from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.staffing import Staffing
-from everstep.core.cluster.task import Task, TaskState
+from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.faults import detector, remedies
 from everstep.core.faults.remedies import Effect
@@ -58,6 +58,8 @@ class Failures:
     def exited(self, task: Task, event: ev.WorkerExited, now: Moment) -> Actions:
         worker, seat = event.worker, task.seats[event.worker]
         task.failures.overdue.pop(worker, None)
+        if event.stuck:
+            return self._slot_lost(task, event, seat, now)
         if task.recovery is None or task.state is not TaskState.RUNNING or seat.leaving:
             del task.seats[worker]
             return self._staffing.gone(task, worker, seat, seat.leaving or event.reason, now)
@@ -71,6 +73,27 @@ class Failures:
         situation = self._situation(task, worker, judgement, failures=len(times[worker]))
         actions += self._treat(task, worker, incident, situation, now)
         return actions + self._training.inform(task, event, now)
+
+    def _slot_lost(self, task: Task, event: ev.WorkerExited, seat: Seat, now: Moment) -> Actions:
+        """Its process cannot be ended, so its slot cannot be used: the worker goes to another one."""
+        node = self._roster.nodes[seat.node]
+        node.lost_slots.add(seat.slot)
+        incident = self._incidents.lost_slot(node.name, seat.slot, now)
+        text = f"worker {event.worker} of {task.name}: {event.reason}"
+        self._incidents.tell(incident, "exit", (text,), now)
+        self._incidents.judge(incident, known(ErrorKind.UNKILLABLE, event.reason), now)
+        because = "the slot is free again when the process ends; a reboot of the node ends it"
+        self._incidents.treat(incident, "use other slots", because, now)
+        del task.seats[event.worker]
+        return self._staffing.gone(task, event.worker, seat, event.reason, now)
+
+    def slot_freed(self, node: Node, slot: int, now: Moment) -> Actions:
+        """The process that held it has ended after all."""
+        if slot not in node.lost_slots:
+            return []
+        node.lost_slots.discard(slot)
+        self._training.slots_changed(f"slot {slot} of node {node.name} is free again")
+        return self._incidents.slots_back(node.name, (slot,), "the process has ended", now)
 
     def _judge_exit(self, task: Task, event: ev.WorkerExited, now: Moment) -> tuple[Incident, Judgement]:
         """What it raised, or what it was killed for, says more than how it ended."""

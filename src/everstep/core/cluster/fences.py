@@ -20,7 +20,8 @@ from everstep.core.cluster.task import Task
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 
-_OF_AGENTS = (msg.CheckpointFound, msg.CheckpointUnusable, msg.KernelSpoke)  # no worker's words
+# No worker's words.
+_OF_AGENTS = (msg.CheckpointFound, msg.CheckpointUnusable, msg.KernelSpoke, msg.SlotFreed)
 _OF_WORKERS = (
     ev.WorkerStarted,
     ev.WorkerExited,

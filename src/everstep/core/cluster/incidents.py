@@ -23,6 +23,17 @@ class Incidents:
     def open_ones(self, task: str) -> list[Incident]:
         return [incident for incident in self.log.open_ones() if incident.task == task]
 
+    def lost_slot(self, node: str, slot: int, now: Moment) -> Incident:
+        """A slot that a process holds which nothing can end: of no task, because it outlives the task."""
+        incident = self.new(task=None, what=_lost(node, slot), now=now)
+        incident.node, incident.stops_training = node, False
+        return incident
+
+    def slots_back(self, node: str, slots: Iterable[int], outcome: str, now: Moment) -> Actions:
+        whats = {_lost(node, slot) for slot in slots}
+        found = [incident for incident in self.open_ones("") if incident.what in whats]
+        return [action for incident in found for action in self.close(incident, outcome, now)]
+
     def of_worker(self, task: Task, worker: Worker, what: str) -> Incident | None:
         """The open incident of this worker alone that has this name."""
         found = (i for i in self.open_ones(task.name) if i.workers == [worker] and i.what == what)
@@ -59,3 +70,7 @@ class Incidents:
         incident.close(now.at, outcome)
         incident.belongs(now.event)
         return [IncidentClosed(number=incident.number, because=because or outcome, cause=now.event)]
+
+
+def _lost(node: str, slot: int) -> str:
+    return f"slot {slot} of node {node} is lost: a process there cannot be killed"

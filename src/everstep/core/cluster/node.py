@@ -29,6 +29,7 @@ class Node:
     opened: set[str] = field(default_factory=set)  # tasks it knows of
     memory_open: set[str] = field(default_factory=set)  # tasks whose copies it may keep
     isolations: list[float] = field(default_factory=list)
+    lost_slots: set[int] = field(default_factory=set)  # held by processes that outlive SIGKILL
     memory_port: int = 0
 
     @property

@@ -52,6 +52,10 @@ class Nodes:
             node.boot, node.slots, node.host = event.boot, event.slots, event.host
             node.memory_port = event.memory_port
             node.heard, node.sent, node.pending = 0, 0, []
+            actions += self._incidents.slots_back(
+                node.name, node.lost_slots, "its agent was started anew", now
+            )
+            node.lost_slots = set()
             node.opened, node.memory_open = set(), set()
         if node is None:
             node = self._roster.nodes[event.node] = Node(

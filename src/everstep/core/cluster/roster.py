@@ -29,7 +29,7 @@ class Roster:
             for node in self.nodes.values()
             if node.state is NodeState.UP
             for slot in range(node.slots)
-            if (node.name, slot) not in taken
+            if (node.name, slot) not in taken and slot not in node.lost_slots
         ]
 
     def on_node(self, name: str) -> list[tuple[Task, Worker]]:

@@ -106,6 +106,9 @@ class Training:
             actions += self._checkpoints.copied(task, task.copies.newest, now)
         return actions + self.inform(task, ev.StateKept(step=task.copies.newest), now)
 
+    def slots_changed(self, because: str) -> None:
+        self._later.slots_changed(because)
+
     def start_due(self, task: Task, now: Moment) -> Actions:
         """The starts whose time has come."""
         actions: Actions = []

@@ -39,6 +39,7 @@ class ErrorKind(StrEnum):
     NIC = "network adapter error"
     STORAGE = "storage error"
     NODE_TAKEN = "node taken away"
+    UNKILLABLE = "unkillable process"
     LOST_CONNECTION = "lost connection"
     ECC_CONTAINED = "contained ecc error"
     ILLEGAL_MEMORY_ACCESS = "illegal memory access"
@@ -88,6 +89,7 @@ KINDS: dict[ErrorKind, KindRow] = {
     E.KERNEL: KindRow(SEV1, "the operating system's kernel has failed"),
     E.NIC: KindRow(SEV1, "a network adapter has failed"),
     E.STORAGE: KindRow(SEV1, "a disk of the node cannot be read or written"),
+    E.UNKILLABLE: KindRow(SEV1, "a process outlives SIGKILL: a device or a mount hangs"),
     E.NODE_TAKEN: KindRow(SEV1, "the cluster's scheduler reclaims the node"),
     E.LOST_CONNECTION: KindRow(SEV1, "the node does not answer"),
     # SEV2: the worker

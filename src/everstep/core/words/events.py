@@ -28,6 +28,7 @@ class WorkerExited:
     done_ops: int = 0
     planned: bool = False  # it was asked to go: no incident
     killed_at: float | None = None  # where that is known, as in a demo
+    stuck: bool = False  # it outlives SIGKILL: it counts as gone, and its slot is lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,6 +163,13 @@ class KernelSpoke:
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotFreed:
+    """A process that outlived SIGKILL has ended after all: its slot can be used again."""
+
+    slot: int
+
+
 NodeReport = (
     TaskEvent
     | SlowLinkFound
@@ -177,4 +184,5 @@ NodeReport = (
     | LinkMended
     | TimesReported
     | KernelSpoke
+    | SlotFreed
 )

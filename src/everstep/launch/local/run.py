@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import selectors
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from everstep.checkpoint.owned_folders import temporary_folder
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.faults.detector import DetectorLimits
@@ -97,12 +97,12 @@ class LocalTask:
 
     def run(self) -> Outcome:
         # Short, because the path of a Unix socket may have no more than 107 characters.
-        with tempfile.TemporaryDirectory(prefix="everstep-") as name:
+        with temporary_folder("everstep-run-") as folder:
             self.workers = WorkerProcesses(
                 loop=self._loop,
                 machine=NodeProcesses(DetectorLimits()),
                 report=self._reported,
-                folder=Path(name),
+                folder=folder,
                 fork_server=lambda job: self.nursery,
                 detect=self._detect,
             )

@@ -1,0 +1,51 @@
+"""Folders that belong to a living process: temporary files, states in memory.
+
+A process that is killed removes nothing. So its folder carries a lock that the system releases with the
+process, and whoever makes the next folder of the kind removes those whose lock is free. A lock, not a pid in
+the name: processes of different containers share folders and not their pids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def new_folder(prefix: str, root: Path) -> tuple[Path, int]:
+    """An empty folder, and the lock that says it is in use. Folders of dead owners go on the way."""
+    for left in root.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            lock = _locked(left)
+            shutil.rmtree(left)
+            os.close(lock)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # another process clears up just now
+            return folder, _locked(folder)
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """In the system's folder for temporary files; removed at the end, or by the next process of its kind."""
+    folder, lock = new_folder(prefix, Path(tempfile.gettempdir()))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked(folder: Path) -> int:
+    """Hold the folder's lock, or raise."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        raise
+    return number

@@ -1,0 +1,23 @@
+"""Options of every TCP connection of Everstep: a path that swallows everything is noticed by the kernel.
+
+A machine that lost its power, or a firewall that forgot a connection, closes nothing: without these options a
+reader waits for ever and a writer for a quarter of an hour. A process that is stopped is another matter: its
+kernel answers for it, so the connection stays.
+"""
+
+from __future__ import annotations
+
+import socket
+
+UNANSWERED_MS = 10_000  # bytes that no one has acknowledged for so long: the path is dead
+IDLE_S, PROBE_EVERY_S, PROBES = 4, 2, 3  # without traffic it takes 10 s as well
+
+
+def watch_path(sock: socket.socket) -> None:
+    """Small messages go at once, and a dead path ends the connection."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS)
