@@ -101,13 +101,13 @@ class Striker:
         )
 
 
-def strike(number: int, trials: int, nursery: ForkServer, seed: int) -> Striker:
+def strike(number: int, trials: int, fork_server: ForkServer, seed: int) -> Striker:
     striker = Striker(number, trials, seed)
-    LocalTask(job(), nursery=nursery, watch=striker, patience=EAGER, tick_s=0.01).run()
+    LocalTask(job(), fork_server=fork_server, watch=striker, patience=EAGER, tick_s=0.01).run()
     return striker
 
 
-def exceptions(trials: int, nursery: ForkServer) -> list[float]:
+def exceptions(trials: int, fork_server: ForkServer) -> list[float]:
     """Each worker raises once a run, in a step and an op of its own."""
     delays: list[float] = []
     while len(delays) < trials:
@@ -118,7 +118,7 @@ def exceptions(trials: int, nursery: ForkServer) -> list[float]:
         found: list[Incident] = []
         LocalTask(
             job(steps=20),
-            nursery=nursery,
+            fork_server=fork_server,
             faults=faults,
             patience=EAGER,
             watch=lambda kind, what, found=found: found.append(what) if kind == "incident" else None,
@@ -165,7 +165,7 @@ def hogs(number: int) -> Iterator[None]:
             process.wait()
 
 
-def false_alarms(minutes: float, nursery: ForkServer) -> dict[str, Any]:
+def false_alarms(minutes: float, fork_server: ForkServer) -> dict[str, Any]:
     """The first minute without hogs, to see how much they slow the steps; the rest with."""
     found: list[Incident] = []
     seconds: list[float] = []
@@ -181,17 +181,17 @@ def false_alarms(minutes: float, nursery: ForkServer) -> dict[str, Any]:
 
     quiet_s = min(60.0, minutes * 6)
     until = began + quiet_s
-    LocalTask(job(), nursery=nursery, watch=watch).run()
+    LocalTask(job(), fork_server=fork_server, watch=watch).run()
     alone, seconds = statistics.median(seconds), []
     until = time.monotonic() + minutes * 60
     with hogs(os.cpu_count() or 1):
-        LocalTask(job(), nursery=nursery, watch=watch).run()
+        LocalTask(job(), fork_server=fork_server, watch=watch).run()
     for incident in found:
         print(f"false alarm: {incident.what}", file=sys.stderr)
     return {"false_alarms": len(found), "slowdown": statistics.median(seconds) / alone, "steps": len(seconds)}
 
 
-def overhead(turns: int, nursery: ForkServer) -> dict[str, Any]:
+def overhead(turns: int, fork_server: ForkServer) -> dict[str, Any]:
     """Runs with and without detection in turn; the median step of each, and what the watcher itself uses."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     watcher_s: dict[bool, float] = {True: 0.0, False: 0.0}
@@ -202,7 +202,7 @@ def overhead(turns: int, nursery: ForkServer) -> dict[str, Any]:
         used, began = time.process_time(), time.monotonic()
         LocalTask(
             job(steps=25),
-            nursery=nursery,
+            fork_server=fork_server,
             detect=detect,
             watch=lambda kind, what, found=found: found.append(what) if kind == "step" else None,
         ).run()
@@ -238,32 +238,32 @@ def main() -> None:
     parser.add_argument("--only", choices=["sigkill", "exception", "hang", "silence", "alarms", "overhead"])
     given = parser.parse_args()
     told: dict[str, Any] = {"trials": given.trials}
-    nursery = ForkServer(threads=1)
+    fork_server = ForkServer(threads=1)
     if given.only != "silence":
-        nursery.start()
+        fork_server.start()
 
     def wanted(name: str) -> bool:
         return given.only in (None, name)
 
     try:
         if wanted("sigkill"):
-            kills = strike(signal.SIGKILL, given.trials, nursery, given.seed)
+            kills = strike(signal.SIGKILL, given.trials, fork_server, given.seed)
             told["sigkill_ms"] = quantiles(kills.delays_s(), 1e3)
         if wanted("exception"):
-            told["exception_ms"] = quantiles(exceptions(given.trials, nursery), 1e3)
+            told["exception_ms"] = quantiles(exceptions(given.trials, fork_server), 1e3)
         if wanted("hang"):
-            stops = strike(signal.SIGSTOP, given.trials, nursery, given.seed + 1)
+            stops = strike(signal.SIGSTOP, given.trials, fork_server, given.seed + 1)
             healthy = statistics.median(stops.healthy_s)
             told["hang_ms"] = quantiles(stops.delays_s(), 1e3)
             told["hang_steps"] = quantiles(stops.delays_s(), 1 / healthy, 3)
             told["hang_wrong_worker"] = stops.wrong()
             told["step_ms"] = round(healthy * 1e3, 1)
         if wanted("overhead"):
-            told |= overhead(given.trials // 2, nursery)
+            told |= overhead(given.trials // 2, fork_server)
         if wanted("alarms") and given.minutes > 0:
-            told |= false_alarms(given.minutes, nursery)
+            told |= false_alarms(given.minutes, fork_server)
     finally:
-        nursery.close()
+        fork_server.close()
     if wanted("silence"):
         with tempfile.TemporaryDirectory() as folder:
             told["node_silence_ms"] = quantiles(silences(given.trials, Path(folder), given.seed), 1e3)

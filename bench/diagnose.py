@@ -92,7 +92,7 @@ def stopwatch_ns() -> dict[str, Any]:
         for replica in range(64):
             ops = dict.fromkeys("FIW", (8, 0.08 + replica % 7 * 0.0001))
             worker = Worker(replica, replica % 4)
-            judge.told(
+            judge.reported(
                 TimesReported(
                     task="job", worker=worker, times={}, incarnation=1, step=step, ops=ops, seconds=1
                 )

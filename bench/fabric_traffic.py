@@ -230,7 +230,7 @@ def watched_run(
         ports=plan.ports,
         sockets=sender.sockets,
         move=lambda peer: sender.move(Address(*peer)),
-        told=told,
+        report=told,
     )
     start = time.monotonic()
     for stream in streams:

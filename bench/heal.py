@@ -78,7 +78,7 @@ class Chaos:
 
 
 def measure(
-    replicas: int, stages: int, kills: int, preset: str, nursery: ForkServer, seed: int, **more: Any
+    replicas: int, stages: int, kills: int, preset: str, fork_server: ForkServer, seed: int, **more: Any
 ) -> dict[str, Any]:
     job = Job(
         **more,
@@ -90,7 +90,7 @@ def measure(
         steps=1_000_000,
     )
     chaos = Chaos(kills, seed)
-    outcome = LocalTask(job, nursery=nursery, watch=chaos, patience=EAGER, tick_s=0.01).run()
+    outcome = LocalTask(job, fork_server=fork_server, watch=chaos, patience=EAGER, tick_s=0.01).run()
     return evaluate(chaos, outcome)
 
 
@@ -139,11 +139,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     shapes = [(2, 2), (4, 2), (4, 4)] if given.growth else [(2, 2)]
-    nursery = ForkServer().start()
+    fork_server = ForkServer().start()
     results = {}
     for replicas, stages in shapes:
         job = {name: getattr(given, name) for name in ("device", "precision", "transport")}
-        result = measure(replicas, stages, given.kills, given.preset, nursery, given.seed, **job)
+        result = measure(replicas, stages, given.kills, given.preset, fork_server, given.seed, **job)
         results[f"{replicas}x{stages}"] = result
         if not given.json:
             print(
@@ -152,7 +152,7 @@ def main() -> int:
             for name in ("noticed_ms", "first_op_ms", "next_step_in_healthy_steps"):
                 print(f"  {name:28} " + "  ".join(f"{k} {v:8}" for k, v in result[name].items()))
             print(f"  microbatches {result['microbatches']}", flush=True)
-    nursery.close()
+    fork_server.close()
     if given.json:
         print(json.dumps(results["2x2"] | ({"growth": results} if given.growth else {})))
     return 0

@@ -131,9 +131,9 @@ def tried(name: str, kill: str, folder: Path, server: ForkServer) -> dict[str, A
     start.save_pretrained(folder / "base")
     job = _job(folder, "clean")
     model = everstep.hf(folder / "base")
-    clean = run_job(job, born=server)
+    clean = run_job(job, fork_server=server)
     killed_job = _job(folder, "killed")
-    killed = run_job(killed_job, faults=(parse_fault(kill),), born=server)
+    killed = run_job(killed_job, faults=(parse_fault(kill),), fork_server=server)
     for outcome in (clean, killed):
         if outcome.failure:
             raise RuntimeError(outcome.failure)

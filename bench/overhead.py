@@ -148,12 +148,12 @@ def be_everstep(spec: dict[str, Any]) -> None:
             workers = sum(_cpu_seconds(process.child.pid) for process in task.processes.values())
             cpu.append(time.process_time() + workers)
 
-    nursery = ForkServer(threads=job.threads).start()
+    fork_server = ForkServer(threads=job.threads).start()
     try:
-        task = LocalTask(job, nursery=nursery, watch=watch)
+        task = LocalTask(job, fork_server=fork_server, watch=watch)
         outcome = task.run()
     finally:
-        nursery.close()
+        fork_server.close()
     if outcome.failure or outcome.incidents:
         raise SystemExit(outcome.failure or f"incidents in a run without faults: {outcome.incidents}")
     rows = outcome.rows

@@ -58,10 +58,10 @@ def measure(replicas: int, stages: int, preset: str, depth: int) -> dict[str, di
         elif what.step == STEPS - 1:
             predicted["after"] = predict(profile, gone, gone)
 
-    nursery = ForkServer().start()
-    task = LocalTask(job, nursery=nursery, watch=watch, patience=Patience(restarts_per_place=0))
+    fork_server = ForkServer().start()
+    task = LocalTask(job, fork_server=fork_server, watch=watch, patience=Patience(restarts_per_place=0))
     rows = task.run().by_step()
-    nursery.close()
+    fork_server.close()
     before = statistics.median(rows[s].seconds for s in range(SETTLE + 1, KILL_AT))
     after = statistics.median(rows[s].seconds for s in range(KILL_AT + SETTLE, STEPS))
     measured = {"before": before, "foreseen": after, "after": after}

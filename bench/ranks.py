@@ -175,7 +175,7 @@ time.sleep(60)
 
 def noticed(kind: str, faults: int, seed: int) -> list[float]:
     """Milliseconds, one for each fault of this kind."""
-    from everstep.scripts.fork_server import PlainBirths
+    from everstep.scripts.fork_server import PlainStarter
     from everstep.scripts.run import Ranks, ScriptLaunch
     from everstep.scripts.words import RestartPolicy, TellPerson
 
@@ -196,7 +196,7 @@ def noticed(kind: str, faults: int, seed: int) -> list[float]:
             if isinstance(action, TellPerson) and "is stopped" in action.because:
                 named.append(time.monotonic())
 
-        run = Ranks(launch, PlainBirths(), tell)
+        run = Ranks(launch, PlainStarter(), tell)
         struck: list[float] = []
         sender = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP}.get(kind)
         if sender is not None:

@@ -123,7 +123,7 @@ class Watch:
         return self.ends[-1] - self.ends[FIRST_KILL - 1] - steps * self.healthy()
 
 
-def run_real(plan: Script, nursery: ForkServer, depth: int) -> Watch:
+def run_real(plan: Script, fork_server: ForkServer, depth: int) -> Watch:
     job = Job(
         model=ModelSpec(preset="gpt-tiny", options={"depth": depth}),
         data=DataSpec(kind="synthetic", rows=4),
@@ -134,7 +134,7 @@ def run_real(plan: Script, nursery: ForkServer, depth: int) -> Watch:
         steps=plan.steps,
     )
     watch = Watch(plan)
-    watch.task = LocalTask(job, nursery=nursery, watch=watch, patience=EAGER, tick_s=0.005)
+    watch.task = LocalTask(job, fork_server=fork_server, watch=watch, patience=EAGER, tick_s=0.005)
     watch.task.run()
     return watch
 
@@ -200,13 +200,13 @@ def lost_in(ends: list[float], step_s: float) -> float:
 
 
 def compare(*, kills: int, seed: int, depth: int = 6) -> dict[str, Any]:
-    nursery = ForkServer().start()
+    fork_server = ForkServer().start()
     try:
-        weather = measured_weather(run_real(script(3, seed + 1), nursery, depth))
+        weather = measured_weather(run_real(script(3, seed + 1), fork_server, depth))
         plan = script(kills, seed)
-        real = run_real(plan, nursery, depth)
+        real = run_real(plan, fork_server, depth)
     finally:
-        nursery.close()
+        fork_server.close()
     clean = predict(plan, weather, with_kills=False)
     step_s = statistics.median(b - a for a, b in itertools.pairwise(clean))
     predicted = lost_in(predict(plan, weather, with_kills=True), step_s)

@@ -153,7 +153,7 @@ class Launched:
     def all_members(self) -> None:
         def all_there() -> bool:
             seats = self.task()["seats"]
-            return len(seats) == 4 and all(seat["standing"] == "member" for seat in seats)
+            return len(seats) == 4 and all(seat["state"] == "member" for seat in seats)
 
         self.until(all_there, "every place is filled by a member")
 

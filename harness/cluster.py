@@ -176,7 +176,7 @@ class Cluster:
 
         def all_there() -> bool:
             task = self.task(name)
-            there = [seat for seat in task["seats"] if seat["standing"] == "member"]
+            there = [seat for seat in task["seats"] if seat["state"] == "member"]
             return len(there) == task["places"]
 
         self.until(all_there, "every place is filled by a member")

@@ -114,15 +114,18 @@ def train(table: dict[str, Any], faults: tuple[str, ...] = ()) -> SlowRun:
             if what.step == SLOW_FROM - 2:
                 run.instance = task.scheduler.profile.instance()
 
-    nursery = ForkServer().start()
+    fork_server = ForkServer().start()
     began = time.monotonic()
     try:
         task = LocalTask(
-            Job.from_dict(table), nursery=nursery, watch=watch, faults=tuple(parse_fault(f) for f in faults)
+            Job.from_dict(table),
+            fork_server=fork_server,
+            watch=watch,
+            faults=tuple(parse_fault(f) for f in faults),
         )
         run.outcome = task.run()
     finally:
-        nursery.close()
+        fork_server.close()
     run.seconds = time.monotonic() - began
     if run.outcome.failure is not None:
         raise RuntimeError(run.outcome.failure)

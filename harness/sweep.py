@@ -148,7 +148,7 @@ def points() -> list[Point]:
 
 
 class Sweep:
-    """Runs points in one nursery; clean runs are made once per shape."""
+    """Runs points in one fork server; clean runs are made once per shape."""
 
     def __init__(
         self,
@@ -171,11 +171,11 @@ class Sweep:
             transport="tcp",
         )  # type: ignore[arg-type]
         self.limit_s = limit_s
-        self.nursery = ForkServer().start()
+        self.fork_server = ForkServer().start()
         self._clean: dict[tuple[int, int, str], Outcome] = {}
 
     def close(self) -> None:
-        self.nursery.close()
+        self.fork_server.close()
 
     def try_point(self, point: Point) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
@@ -220,7 +220,9 @@ class Sweep:
                     what.kill(worker)
                 what.finish("everybody is killed")
 
-        task = LocalTask(job, nursery=self.nursery, faults=tuple(map(parse_fault, faults)), watch=watch)
+        task = LocalTask(
+            job, fork_server=self.fork_server, faults=tuple(map(parse_fault, faults)), watch=watch
+        )
         return task.run()
 
 

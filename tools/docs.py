@@ -3,6 +3,7 @@
     python -m tools.docs               everything (`make docs`; some minutes)
     python -m tools.docs api           docs/api/, from the docstrings
     python -m tools.docs lifecycles    docs/lifecycles.md, from the tables of transitions
+    python -m tools.docs protocol      docs/protocol.md, from the classes of the messages
     python -m tools.docs pictures      every picture of docs/, by the command that its page shows
     python -m tools.docs outputs PAGE  blocks marked `output` and `grep` (tools/pages.py), by their commands
 
@@ -21,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools import api_reference, lifecycles
+from tools import api_reference, lifecycles, protocol
 from tools.pages import DOCS, ROOT, Block, blocks, picture_commands
 
 
@@ -30,7 +31,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "what", nargs="?", choices=["all", "api", "lifecycles", "pictures", "outputs"], default="all"
+        "what",
+        nargs="?",
+        choices=["all", "api", "lifecycles", "protocol", "pictures", "outputs"],
+        default="all",
     )
     parser.add_argument("pages", nargs="*", type=Path)
     options = parser.parse_args()
@@ -40,6 +44,9 @@ def main() -> None:
     if options.what in ("all", "lifecycles"):
         (DOCS / "lifecycles.md").write_text(lifecycles.page())
         say(DOCS / "lifecycles.md")
+    if options.what in ("all", "protocol"):
+        (DOCS / "protocol.md").write_text(protocol.page())
+        say(DOCS / "protocol.md")
     if options.what in ("all", "outputs"):
         for page in options.pages or sorted(DOCS.glob("*.md")):
             if made := remade(page.resolve()):

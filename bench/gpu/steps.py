@@ -105,7 +105,7 @@ def everstep_run(spec: dict[str, Any]) -> dict[str, Any]:
     server = ForkServer().start()
     try:
         outcome = LocalTask(
-            job, nursery=server, watch=lambda kind, what: rows.append(what) if kind == "step" else None
+            job, fork_server=server, watch=lambda kind, what: rows.append(what) if kind == "step" else None
         ).run()
     finally:
         server.close()

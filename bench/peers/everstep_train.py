@@ -51,12 +51,12 @@ def main() -> None:
                     at=what.at,
                 )
 
-    nursery = ForkServer(threads=1).start()
+    fork_server = ForkServer(threads=1).start()
     try:
-        task = LocalTask(job(folder, int(steps)), nursery=nursery, watch=watch)
+        task = LocalTask(job(folder, int(steps)), fork_server=fork_server, watch=watch)
         outcome = task.run()
     finally:
-        nursery.close()
+        fork_server.close()
     if outcome.failure:
         raise SystemExit(outcome.failure)
 

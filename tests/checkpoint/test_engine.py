@@ -15,7 +15,7 @@ from everstep.checkpoint.formats import dialects
 from everstep.checkpoint.formats.llama_config import config_of
 from everstep.cli import main
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec
-from everstep.launch.local import fork_servers as births
+from everstep.launch.local import fork_servers
 from everstep.launch.local.api import run_job
 from everstep.launch.local.outcome import Outcome
 from everstep.node.fork_server import ForkServer
@@ -36,16 +36,16 @@ def job(folder: Path, replicas: int, stages: int) -> Job:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[ForkServer]:
-    with births.nursery(1) as made:
+def fork_server() -> Iterator[ForkServer]:
+    with fork_servers.open_server(1) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+def whole(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     """2 replicas x 2 stages, six steps, a checkpoint after three."""
     folder = tmp_path_factory.mktemp("whole")
-    outcome = run_job(job(folder, 2, 2), born=nursery)
+    outcome = run_job(job(folder, 2, 2), fork_server=fork_server)
     assert complete_steps(folder) == [3, 6]
     shutil.rmtree(folder / "step-00000006")
     return folder, outcome
@@ -53,11 +53,11 @@ def whole(nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 @pytest.mark.parametrize(("replicas", "stages"), [(1, 4), (4, 1)])
 def test_another_shape_goes_on_with_the_same_losses(
-    nursery: ForkServer, whole: tuple[Path, Outcome], tmp_path: Path, replicas: int, stages: int
+    fork_server: ForkServer, whole: tuple[Path, Outcome], tmp_path: Path, replicas: int, stages: int
 ) -> None:
     folder, before = whole
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    outcome = run_job(job(tmp_path, replicas, stages), born=nursery)
+    outcome = run_job(job(tmp_path, replicas, stages), fork_server=fork_server)
     assert outcome.resumed_from == 3
     ours, theirs = outcome.by_step(), before.by_step()
     assert sorted(ours) == [4, 5, 6]

@@ -22,8 +22,8 @@ STEPS = 8
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[ForkServer]:
-    with fork_servers.nursery(1) as made:
+def fork_server() -> Iterator[ForkServer]:
+    with fork_servers.open_server(1) as made:
         yield made
 
 
@@ -49,7 +49,9 @@ def fill(disk: Path) -> None:
         filler.write(b"x" * (free.f_bavail * free.f_bsize - (64 << 10)))
 
 
-def trained(nursery: ForkServer, folder: Path, watch: Callable[[str, Any], None], interval: int) -> LocalTask:
+def trained(
+    fork_server: ForkServer, folder: Path, watch: Callable[[str, Any], None], interval: int
+) -> LocalTask:
     job = Job(
         model=ModelSpec(preset="gpt-tiny", options={"depth": 2}),
         data=DataSpec(kind="synthetic", rows=1, sequence=16),
@@ -59,7 +61,7 @@ def trained(nursery: ForkServer, folder: Path, watch: Callable[[str, Any], None]
         stages=2,
         microbatches=2,
     )
-    task = LocalTask(job, nursery=nursery, watch=watch)
+    task = LocalTask(job, fork_server=fork_server, watch=watch)
     task.run()
     return task
 
@@ -68,7 +70,7 @@ def left_over(disk: Path) -> list[str]:
     return sorted(path.name for path in disk.iterdir() if path.name.endswith(".partial"))
 
 
-def test_a_full_disk_costs_checkpoints_and_nothing_else(nursery: ForkServer, small_disk: Path) -> None:
+def test_a_full_disk_costs_checkpoints_and_nothing_else(fork_server: ForkServer, small_disk: Path) -> None:
     """Before: `.partial` folders stayed and filled the disk, and only a worker's own log said so."""
     fill(small_disk)
 
@@ -76,7 +78,7 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(nursery: ForkServer, sma
         if kind == "step" and what.step == 3:
             (small_disk / "filler").unlink()
 
-    task = trained(nursery, small_disk, watch, interval=1)
+    task = trained(fork_server, small_disk, watch, interval=1)
     assert task.outcome.failure is None
     assert len(task.outcome.by_step()) == STEPS
     incident = next(i for i in task.coordinator.log.incidents if i.what == NOT_SAVED)
@@ -89,14 +91,14 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(nursery: ForkServer, sma
     assert left_over(small_disk) == []
 
 
-def test_a_task_whose_last_state_is_not_saved_says_so(nursery: ForkServer, small_disk: Path) -> None:
+def test_a_task_whose_last_state_is_not_saved_says_so(fork_server: ForkServer, small_disk: Path) -> None:
     """Before: it "finished" with no checkpoint and without a word."""
 
     def watch(kind: str, what: Any) -> None:
         if kind == "step" and what.step == 6:
             fill(small_disk)
 
-    task = trained(nursery, small_disk, watch, interval=4)
+    task = trained(fork_server, small_disk, watch, interval=4)
     known = task.coordinator.tasks["task"]
     assert known.state == "finished"
     assert known.protected == 4
@@ -107,19 +109,19 @@ def test_a_task_whose_last_state_is_not_saved_says_so(nursery: ForkServer, small
     assert left_over(small_disk) == []
 
 
-def test_the_last_step_is_saved_whatever_the_interval(nursery: ForkServer, tmp_path: Path) -> None:
-    task = trained(nursery, tmp_path, lambda kind, what: None, interval=5)
+def test_the_last_step_is_saved_whatever_the_interval(fork_server: ForkServer, tmp_path: Path) -> None:
+    task = trained(fork_server, tmp_path, lambda kind, what: None, interval=5)
     assert complete_steps(tmp_path) == [5, STEPS]
     assert task.coordinator.tasks["task"].protected == STEPS
 
 
 def test_partial_folders_of_a_dead_run_are_removed_and_complete_ones_are_not(
-    nursery: ForkServer, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    trained(nursery, tmp_path, lambda kind, what: None, interval=5)
+    trained(fork_server, tmp_path, lambda kind, what: None, interval=5)
     for name in ("step-00000006.partial", "step-00000090.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "stage-0-1-of-1-i1.safetensors").write_bytes(b"half")
-    trained(nursery, tmp_path, lambda kind, what: None, interval=5)
+    trained(fork_server, tmp_path, lambda kind, what: None, interval=5)
     assert left_over(tmp_path) == []
     assert complete_steps(tmp_path) == [5, STEPS]

@@ -1,4 +1,4 @@
-"""The command line in this process, and one nursery for all its runs: torch is loaded once."""
+"""The command line in this process, and one fork server for all its runs: torch is loaded once."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from everstep.cli import main
-from everstep.launch.local import fork_servers as births
+from everstep.launch.local import fork_servers
 from everstep.node.fork_server import ForkServer
 
 
@@ -27,22 +27,22 @@ class Ran:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[ForkServer]:
-    with births.nursery(1) as made:
+def fork_server() -> Iterator[ForkServer]:
+    with fork_servers.open_server(1) as made:
         yield made
 
 
 @pytest.fixture
 def everstep(
-    nursery: ForkServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Ran]:
     """Run a command line with real workers."""
 
     @contextlib.contextmanager
     def shared(threads: int, preload: tuple[str, ...] = ()) -> Iterator[ForkServer]:
-        yield nursery
+        yield fork_server
 
-    monkeypatch.setattr(births, "nursery", shared)
+    monkeypatch.setattr(fork_servers, "open_server", shared)
     return lambda *arguments: _run(arguments, capfd)
 
 
@@ -53,7 +53,7 @@ def idle_everstep(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
     def refuse(threads: int, preload: tuple[str, ...] = ()) -> Any:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr(births, "nursery", refuse)
+    monkeypatch.setattr(fork_servers, "open_server", refuse)
     return lambda *arguments: _run(arguments, capfd)
 
 

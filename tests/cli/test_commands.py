@@ -129,7 +129,7 @@ def test_help_needs_no_torch() -> None:
 
 
 def test_ctrl_c_leaves_no_process(job_file: Path) -> None:
-    """With everything real: its own process, its own nursery, a SIGINT in the middle of training."""
+    """With everything real: its own process, its own fork server, a SIGINT in the middle of training."""
     job_file.write_text(job_file.read_text().replace("steps = 6", "steps = 100000"))
     with subprocess.Popen(
         [sys.executable, "-m", "everstep.cli.main", "train", str(job_file)],
@@ -148,7 +148,7 @@ def test_ctrl_c_leaves_no_process(job_file: Path) -> None:
         assert process.wait(timeout=30) == 130
     assert "stopped" in said.splitlines()[-1]
     assert "Traceback" not in said
-    assert len(children) == 5, "a nursery and four workers"
+    assert len(children) == 5, "a fork server and four workers"
     assert not [pid for pid in children if _lives(pid)]
 
 

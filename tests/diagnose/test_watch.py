@@ -52,7 +52,7 @@ def story(
                 told = TimesReported(
                     task="t", worker=worker, times={}, incarnation=1, step=step, ops=ops, seconds=0.3
                 )
-                found += [(step, verdict) for verdict in watch.told(told)]
+                found += [(step, verdict) for verdict in watch.reported(told)]
     return found
 
 
@@ -143,7 +143,7 @@ def test_a_new_process_starts_even() -> None:
     watch = Watch("t")
     story(slow_between(20, 40, 2.0), steps=30, watch=watch)
     assert watch.factors() == {SLOW: pytest.approx(2.0, rel=0.1)}
-    watch.told(TimesReported(task="t", worker=SLOW, times={}, incarnation=2, step=31))
+    watch.reported(TimesReported(task="t", worker=SLOW, times={}, incarnation=2, step=31))
     assert watch.factors() == {}
 
 

@@ -45,7 +45,7 @@ def told_steps(step_ms: int, steps: int) -> list[dict[str, Any]]:
     return [each for each in told if each is not None]
 
 
-def test_standing_in_line_for_a_core_is_not_own_time_and_sleeping_is() -> None:
+def test_waiting_for_a_core_is_not_own_time_and_sleeping_is() -> None:
     world = World()
     watch = world.watch()
     world.run(watch, Kind.F, on_core=10, in_line=30, asleep=5)

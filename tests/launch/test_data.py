@@ -31,20 +31,22 @@ JOB = Job(
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[ForkServer]:
+def fork_server() -> Iterator[ForkServer]:
     running = ForkServer(threads=1).start()
     yield running
     running.close()
 
 
-def run(nursery: ForkServer, job: Job, at_step: dict[int, Any]) -> LocalTask:
+def run(fork_server: ForkServer, job: Job, at_step: dict[int, Any]) -> LocalTask:
     left = dict(at_step)
 
     def watch(kind: str, what: Any) -> None:
         if kind == "step" and what.step in left:
             left.pop(what.step)(task)
 
-    task = LocalTask(job, nursery=nursery, watch=watch, slots=6, patience=Patience(restarts_per_node=99))
+    task = LocalTask(
+        job, fork_server=fork_server, watch=watch, slots=6, patience=Patience(restarts_per_node=99)
+    )
     task.run()
     assert task.outcome.failure is None
     return task
@@ -66,11 +68,11 @@ def counting(job: Job, folder: Path, **more: Any) -> Job:
 
 
 def test_every_row_is_trained_on_once_per_epoch_under_kills_and_reshapes(
-    nursery: ForkServer, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    calm = run(nursery, counting(JOB, tmp_path / "calm"), {})
+    calm = run(fork_server, counting(JOB, tmp_path / "calm"), {})
     rough = run(
-        nursery,
+        fork_server,
         counting(JOB, tmp_path / "rough"),
         {
             4: lambda task: task.kill(Worker(0, 1)),
@@ -94,7 +96,7 @@ def test_every_row_is_trained_on_once_per_epoch_under_kills_and_reshapes(
     assert taken[:ROWS] != taken[ROWS : 2 * ROWS]
 
 
-def test_a_stream_is_read_once_whichever_worker_dies(nursery: ForkServer, tmp_path: Path) -> None:
+def test_a_stream_is_read_once_whichever_worker_dies(fork_server: ForkServer, tmp_path: Path) -> None:
     draw = random.Random(20)
     job = replace(JOB, data=DataSpec(build="counted:StreamData"), steps=16)
 
@@ -104,13 +106,13 @@ def test_a_stream_is_read_once_whichever_worker_dies(nursery: ForkServer, tmp_pa
         data.prepare(fresh=True)
         return made
 
-    calm = run(nursery, prepared("calm"), {})
+    calm = run(fork_server, prepared("calm"), {})
     kills = {step: Worker(draw.randrange(2), draw.randrange(2)) for step in (2, 5, 8, 11, 13)}
 
     def killed(worker: Worker) -> Any:
         return lambda task: task.kill(worker) if worker in task.processes else None
 
-    rough = run(nursery, prepared("rough"), {step: killed(worker) for step, worker in kills.items()})
+    rough = run(fork_server, prepared("rough"), {step: killed(worker) for step, worker in kills.items()})
     assert [row.loss for row in rough.outcome.rows] == [row.loss for row in calm.outcome.rows]
     given = seen(tmp_path / "rough")
     numbers = [(step - 1) * job.microbatches_in_step + m for step, m in sorted(given)]

@@ -20,7 +20,7 @@ from everstep.errors import EverstepError, UserError
 from everstep.scripts import report as rank_report
 from everstep.scripts import words
 from everstep.scripts.environment import RankPlace, rank_environment
-from everstep.scripts.fork_server import Births, Cradle, PlainBirths
+from everstep.scripts.fork_server import ForkingStarter, PlainStarter, RankStarter
 from everstep.scripts.run import Ran, Ranks, ScriptLaunch
 from everstep.scripts.words import RestartPolicy
 
@@ -60,7 +60,9 @@ Run = Callable[..., Told]
 def run(tmp_path: Path) -> Run:
     """Run a script as ranks, to its end; afterwards none of its processes is there."""
 
-    def go(script: str, *arguments: str, births: Births | None = None, port: int = 0, **policy: Any) -> Told:
+    def go(
+        script: str, *arguments: str, starter: RankStarter | None = None, port: int = 0, **policy: Any
+    ) -> Told:
         path = tmp_path / "script.py"
         path.write_text(HEAD + script)
         launch = ScriptLaunch(
@@ -73,7 +75,7 @@ def run(tmp_path: Path) -> Run:
             errors=io.BytesIO(),
         )
         said: list[tuple[words.Action, float]] = []
-        ran = Ranks(launch, births or PlainBirths(), lambda action, at_s: said.append((action, at_s))).run()
+        ran = Ranks(launch, starter or PlainStarter(), lambda action, at_s: said.append((action, at_s))).run()
         assert not [pid for pids in ran.pids for pid in pids if lives(pid)]
         return Told(ran, launch, said)
 
@@ -343,7 +345,7 @@ def test_ranks_can_be_forked_from_a_process_that_has_loaded_their_modules(run: R
     told = run(
         "print('plistlib' in sys.modules, __name__, os.getsid(0) == os.getpid(), flush=True)\n"
         "if life == 0 and rank == 1: os.kill(os.getpid(), 9)\nif life == 0: time.sleep(60)\nsys.exit(0)",
-        births=Cradle(["plistlib"]).open(),
+        starter=ForkingStarter(["plistlib"]).open(),
     )
     assert told.ran.code == 0
     assert told.incident["what"] == "rank 1 killed by SIGKILL"
@@ -352,7 +354,7 @@ def test_ranks_can_be_forked_from_a_process_that_has_loaded_their_modules(run: R
 
 def test_a_module_that_cannot_be_preloaded_ends_the_run(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EverstepError, match="--preload no_such_module has failed"):
-        run("", births=Cradle(["no_such_module"]).open())
+        run("", starter=ForkingStarter(["no_such_module"]).open())
     assert "ModuleNotFoundError" in capfd.readouterr().err
 
 

@@ -28,15 +28,15 @@ JOB = Job(
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[ForkServer]:
+def fork_server() -> Iterator[ForkServer]:
     running = ForkServer(threads=1).start()
     yield running
     running.close()
 
 
 @pytest.fixture(scope="module")
-def clean(nursery: ForkServer) -> dict[int, float]:
-    return losses(LocalTask(JOB, nursery=nursery).run())
+def clean(fork_server: ForkServer) -> dict[int, float]:
+    return losses(LocalTask(JOB, fork_server=fork_server).run())
 
 
 def losses(outcome: Outcome) -> dict[int, float]:
@@ -44,7 +44,7 @@ def losses(outcome: Outcome) -> dict[int, float]:
     return {row.step: row.loss for row in outcome.rows}
 
 
-def run(nursery: ForkServer, job: Job, at_step: dict[int, Callable[[LocalTask], None]]) -> LocalTask:
+def run(fork_server: ForkServer, job: Job, at_step: dict[int, Callable[[LocalTask], None]]) -> LocalTask:
     """`at_step`: what is done once when this step is on record."""
     left = dict(at_step)
 
@@ -52,17 +52,19 @@ def run(nursery: ForkServer, job: Job, at_step: dict[int, Callable[[LocalTask], 
         if kind == "step" and what.step in left:
             left.pop(what.step)(task)
 
-    task = LocalTask(job, nursery=nursery, watch=watch, slots=6, patience=Patience(restarts_per_node=99))
+    task = LocalTask(
+        job, fork_server=fork_server, watch=watch, slots=6, patience=Patience(restarts_per_node=99)
+    )
     task.run()
     assert not left
     return task
 
 
 def test_a_task_goes_through_other_shapes_without_a_trace_in_its_losses(
-    nursery: ForkServer, clean: dict[int, float]
+    fork_server: ForkServer, clean: dict[int, float]
 ) -> None:
     shapes = {2: (1, 4), 4: (4, 1), 6: (3, 2), 8: (2, 3)}
-    task = run(nursery, JOB, {step: lambda t, s=shape: t.reshape(*s) for step, shape in shapes.items()})  # type: ignore[misc]
+    task = run(fork_server, JOB, {step: lambda t, s=shape: t.reshape(*s) for step, shape in shapes.items()})  # type: ignore[misc]
     assert losses(task.outcome) == clean
     assert (task.shape.replicas, task.shape.stages) == (2, 3)
     assert not task.outcome.incidents
@@ -70,25 +72,25 @@ def test_a_task_goes_through_other_shapes_without_a_trace_in_its_losses(
 
 
 def test_a_worker_that_dies_while_the_shape_ends_changes_nothing(
-    nursery: ForkServer, clean: dict[int, float]
+    fork_server: ForkServer, clean: dict[int, float]
 ) -> None:
     def both(task: LocalTask) -> None:
         task.reshape(3, 1)
         task.kill(Worker(1, 1))
 
-    task = run(nursery, JOB, {3: both})
+    task = run(fork_server, JOB, {3: both})
     assert losses(task.outcome) == clean
     assert (task.shape.replicas, task.shape.stages) == (3, 1)
 
 
 def test_a_stage_whose_workers_all_die_comes_back_from_memory(
-    nursery: ForkServer, clean: dict[int, float]
+    fork_server: ForkServer, clean: dict[int, float]
 ) -> None:
     def kill_stage(task: LocalTask) -> None:
         for replica in range(2):
             task.kill(Worker(replica, 1))
 
-    task = run(nursery, replace(JOB, memory_interval=1), {7: kill_stage})
+    task = run(fork_server, replace(JOB, memory_interval=1), {7: kill_stage})
     assert losses(task.outcome) == clean
     incident = task.outcome.incidents[-1]
     assert incident.restored_where == "the memory of nodes"

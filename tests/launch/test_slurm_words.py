@@ -20,13 +20,13 @@ def printed(name: str) -> str:
 
 def test_a_drained_node_and_a_failing_one_are_leaving_and_say_why() -> None:
     nodes = parse_nodes(printed("nodes-drained-and-failing"))
-    assert {name: node.standing for name, node in nodes.items()} == {
+    assert {name: node.use for name, node in nodes.items()} == {
         "n1": NodeUse.USABLE,
         "n2": NodeUse.LEAVING,
         "n3": NodeUse.LEAVING,
         "n4": NodeUse.USABLE,
     }
-    assert nodes["n3"].told == "ALLOCATED+FAIL (ECC errors)"
+    assert nodes["n3"].described == "ALLOCATED+FAIL (ECC errors)"
     assert nodes["n3"].address == "127.0.0.13"
 
 
@@ -37,8 +37,8 @@ def test_a_reason_that_reads_like_a_state_is_no_state() -> None:
 
 
 def test_a_node_that_does_not_answer_is_unclear_and_then_lost() -> None:
-    assert parse_nodes(printed("nodes-not-responding"))["n1"].standing is NodeUse.UNCLEAR
-    assert parse_nodes(printed("nodes-down"))["n1"].standing is NodeUse.LOST
+    assert parse_nodes(printed("nodes-not-responding"))["n1"].use is NodeUse.UNCLEAR
+    assert parse_nodes(printed("nodes-down"))["n1"].use is NodeUse.LOST
 
 
 def test_a_job_that_lost_its_first_node_runs_on_without_its_batch_script() -> None:
@@ -65,7 +65,7 @@ def test_what_is_no_answer_of_squeue_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "standing"),
+    ("state", "use"),
     [
         ("IDLE", NodeUse.USABLE),
         ("MIXED+PLANNED", NodeUse.USABLE),
@@ -80,8 +80,8 @@ def test_what_is_no_answer_of_squeue_is_refused() -> None:
         ("", NodeUse.UNCLEAR),
     ],
 )
-def test_every_state_has_a_standing(state: str, standing: NodeUse) -> None:
-    assert parse_nodes(f"NodeName=n1 State={state} Weight=1")["n1"].standing is standing
+def test_every_state_has_a_use(state: str, use: NodeUse) -> None:
+    assert parse_nodes(f"NodeName=n1 State={state} Weight=1")["n1"].use is use
 
 
 def test_a_host_list_is_expanded_in_order() -> None:
@@ -107,4 +107,4 @@ def test_names_survive_being_written_as_a_host_list(numbers: list[int], width: i
 
 
 def test_a_node_that_slurm_says_nothing_of_is_unclear() -> None:
-    assert SlurmNode(name="x", states=frozenset()).standing is NodeUse.UNCLEAR
+    assert SlurmNode(name="x", states=frozenset()).use is NodeUse.UNCLEAR

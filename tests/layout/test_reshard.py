@@ -180,7 +180,7 @@ def test_zero_one_and_three_lay_out_as_deepspeed_does() -> None:
 
 
 BROKEN = {
-    "nobody holds 4 elements of tensor 'w'": lambda t: build.split(t, 0, [[0], [1]]).pieces[:1],
+    "no worker holds 4 elements of tensor 'w'": lambda t: build.split(t, 0, [[0], [1]]).pieces[:1],
     "outside the tensor": lambda t: [_changed(t, box=Box((3, 0), (2, 4)))],
     "lies outside buffer": lambda t: [_changed(t, offset=3)],
     "lie on one place": lambda t: [_changed(t, strides=(1, 1))],

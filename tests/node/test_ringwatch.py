@@ -1,4 +1,4 @@
-"""Slow links, seen from the rings of a node's workers: told after two looks, by workers' names, and ended."""
+"""Slow links, seen from the rings of the workers of a node: reported after two looks, and ended."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Job:
     def __init__(self, folder: Path, monkeypatch: object) -> None:
         self.now_ns, self.step, self.looks = 10**12, 0, 0
         monkeypatch.setattr(recording, "_clock", lambda: self.now_ns)  # type: ignore[attr-defined]
+        monkeypatch.setattr(recording, "_wall", lambda: 10**18 + self.now_ns)  # type: ignore[attr-defined]
         self.rings = {Worker(k, s): folder / f"{k}-{s}.ring" for k in range(2) for s in range(2)}
         self.recorders = {
             worker: WorkerRecorder(path, worker, replicas=2, stages=2) for worker, path in self.rings.items()
@@ -55,7 +56,9 @@ class Job:
         return self.watch.look(self.rings, self.looks * LOOK_EVERY_S)
 
 
-def test_a_slow_link_is_told_once_by_its_workers_names_and_ends(tmp_path: Path, monkeypatch: object) -> None:
+def test_a_slow_link_is_reported_once_by_its_workers_names_and_ends(
+    tmp_path: Path, monkeypatch: object
+) -> None:
     job = Job(tmp_path, monkeypatch)
     job.train(20, delay_ms={1: 30.0})
     assert job.look() == []  # one look can be wrong
@@ -70,7 +73,7 @@ def test_a_slow_link_is_told_once_by_its_workers_names_and_ends(tmp_path: Path, 
     assert [type(each) for each in news] == [SlowLinkEnded]
 
 
-def test_even_links_are_not_told(tmp_path: Path, monkeypatch: object) -> None:
+def test_even_links_are_not_reported(tmp_path: Path, monkeypatch: object) -> None:
     job = Job(tmp_path, monkeypatch)
     job.train(20)
     assert [news for _ in range(3) for news in job.look()] == []
@@ -79,3 +82,22 @@ def test_even_links_are_not_told(tmp_path: Path, monkeypatch: object) -> None:
 def test_a_ring_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     watch = RingWatch("t", 2)
     assert watch.look({Worker(0, 0): tmp_path / "none", Worker(0, 1): tmp_path / "nor this"}, 0.0) == []
+
+
+def test_a_process_that_lost_its_core_between_two_clocks_has_the_same_offset(monkeypatch: object) -> None:
+    """Else its messages would seem to take as long as it was away."""
+    now = iter(range(10**9, 10**12, 10**3))
+    pauses = iter([80 * MS, 80 * MS, 0, 80 * MS, *[0] * 100])
+    away = 0
+
+    def clock() -> int:
+        return next(now) + away
+
+    def wall() -> int:
+        nonlocal away
+        away += next(pauses)
+        return 10**18 + next(now) + away
+
+    monkeypatch.setattr(recording, "_clock", clock)  # type: ignore[attr-defined]
+    monkeypatch.setattr(recording, "_wall", wall)  # type: ignore[attr-defined]
+    assert abs(recording._wall_minus_monotonic() - 10**18) < MS // 100

@@ -88,10 +88,10 @@ class WordyRun:
     def finish(self, because: str) -> None:
         self.done.append(("finish", because))
 
-    def told_gantt(self) -> dict[str, Any]:
+    def gantt_document(self) -> dict[str, Any]:
         return {"step": None, "planned": [], "measured": [], "planned_s": None, "measured_s": None}
 
-    def told_readings(self) -> list[dict[str, Any]]:
+    def readings_document(self) -> list[dict[str, Any]]:
         return [{"worker": "0:0", "incarnation": 1, "pid": 1, "reading": None}]
 
 
@@ -152,7 +152,7 @@ def test_a_follower_that_does_not_read_is_let_go_and_never_waited_for() -> None:
 def test_a_page_that_goes_wrong_ends_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     with running() as (run, client):
         run.meanwhile(lambda: client.get("/v1/health"))
-        run.told_readings = lambda: 1 / 0  # type: ignore[assignment,return-value]
+        run.readings_document = lambda: 1 / 0  # type: ignore[assignment,return-value]
         with contextlib.suppress(EverstepError):
             run.meanwhile(lambda: client.get(f"/v1/tasks/{TASK}/readings"))
         run.report(1, ev.WorkerStarted(worker=Worker(0, 0), incarnation=1, address=("127.0.0.1", 1)))

@@ -238,7 +238,7 @@ def test_what_cannot_be_a_journal_is_named_in_one_sentence(tmp_path: Path) -> No
         "": "Is a directory",
         "notes": "is not a journal; give another file",
         "other": "is a database of another program",
-        "newer": "has format 7, this Everstep reads format 1",
+        "newer": "has format 7, this Everstep reads format 2",
     }.items():
         with pytest.raises(UserError, match=sentence):
             with_journal(tmp_path / name, read_back)

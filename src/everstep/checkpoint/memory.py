@@ -5,7 +5,7 @@
 
 A copy in memory is a part like any other; what makes parts a checkpoint is that the coordinator says so. Of
 each it knows the name, the size and the hash of its description (`Label`), and no more: descriptions of large
-models are long. A reader is told the labels and where each part lies, on its own node (a file) or on another
+models are long. A reader gets the labels and where each part lies, on its own node (a file) or on another
 one (range requests), and reads of each what it needs.
 """
 
@@ -38,7 +38,7 @@ CHUNK_BYTES = 4 << 20  # hashed as one: parts in memory are read whole or nearly
 TIMEOUT_S = 10.0
 _RAM = Path("/dev/shm")
 _PREFIX = "everstep-memory-"
-Label = dict[str, Any]  # JSON: name, bytes, told_bytes, xxh3
+Label = dict[str, Any]  # JSON: name, bytes, index_bytes, xxh3
 
 
 def new_directory() -> tuple[Path, int]:
@@ -60,7 +60,7 @@ def put(store: Path, task: str, step: int, name: str, tensors: Mapping[str, Tens
     part = parts.write_part(folder, name, parts.plan_whole(stored), chunk_bytes=CHUNK_BYTES)
     text = json.dumps(part, separators=(",", ":")).encode()
     (folder / f"{name}.json").write_bytes(text)
-    return {"name": name, "bytes": part["bytes"], "told_bytes": len(text), "xxh3": digest(memoryview(text))}
+    return {"name": name, "bytes": part["bytes"], "index_bytes": len(text), "xxh3": digest(memoryview(text))}
 
 
 def drop(store: Path, task: str, before: int) -> None:
@@ -96,10 +96,10 @@ def send(store: Path, label: Label, remote: Remote, task: str, step: int) -> Non
                 headers = remote.headers() | {"Content-Length": str(size)}
                 connection.request("PUT", f"/{task}/{step}/{name}", body=file, headers=headers)
                 answer = connection.getresponse()
-                told = answer.read(1000).decode(errors="replace")
+                reason = answer.read(1000).decode(errors="replace")
             if answer.status != 201:
                 raise OSError(
-                    f"the memory store at {remote.host}:{remote.port} answers {answer.status}: {told}"
+                    f"the memory store at {remote.host}:{remote.port} answers {answer.status}: {reason}"
                 )
     except http.client.HTTPException as error:
         raise OSError(
@@ -182,8 +182,8 @@ class MemoryPlace:
 def open_copies(task: str, step: int, copies: Sequence[tuple[Path | Remote, Label]]) -> Checkpoint:
     """A step's state in memory, to be read like a checkpoint; every byte read is checked against its hash."""
     try:
-        told = [_described(task, step, source, label) for source, label in copies]
-        index = indexes.parse(indexes.text_of(step, told, {}, (), None).encode())
+        parts = [_described(task, step, source, label) for source, label in copies]
+        index = indexes.parse(indexes.text_of(step, parts, {}, (), None).encode())
     except Refused as refused:
         raise UserError(f"the state of step {step} in memory is not whole: {refused}.") from refused
     sources = {f"{label['name']}.safetensors": source for source, label in copies}
@@ -193,7 +193,7 @@ def open_copies(task: str, step: int, copies: Sequence[tuple[Path | Remote, Labe
 
 def _described(task: str, step: int, source: Path | Remote, label: Label) -> Part:
     """The description of a part, if it is the one the label was made of."""
-    name, size = f"{label['name']}.json", int(label["told_bytes"])
+    name, size = f"{label['name']}.json", int(label["index_bytes"])
     if isinstance(source, Path):
         file: RangeFile = LocalFile(folder_of(source, task, step) / name)
     else:

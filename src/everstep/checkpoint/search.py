@@ -2,7 +2,7 @@
 
     newest checkpoint is …
         whole        start from it
-        corrupt      set aside by a rename, its reason told; look at the one before
+        corrupt      set aside by a rename, with its reason; look at the one before
         unreadable   the system failed to read it: try again, then stop with the reason
         unknown      of a version we do not read: stop with the reason
 

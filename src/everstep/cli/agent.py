@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from everstep.cli.client import DEFAULT_ADDRESS
 from everstep.cli.coordinator import until_signalled
 from everstep.errors import UserError
+
+if TYPE_CHECKING:
+    from everstep.node.fabric_settings import FabricSettings
 
 
 def agent_command(
@@ -38,6 +41,16 @@ def agent_command(
     token_file: Annotated[Path | None, typer.Option(help="File that contains the token, mode 600.")] = None,
     ca: Annotated[Path | None, typer.Option(help="For https: the CA certificate of the coordinator.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Directory for the output of workers.")] = None,
+    fabric: Annotated[
+        Path | None,
+        typer.Option(
+            help="Fabric file (docs/fabric.md). Workers of its tasks choose source ports whose paths follow "
+            "the plan, and move off links that fail."
+        ),
+    ] = None,
+    fabric_ports: Annotated[
+        str, typer.Option(help="Source ports for --fabric; the workers of this node share them.")
+    ] = "24000-27999",
     beat: Annotated[
         float,
         typer.Option(min=0.05, help="Seconds between heartbeats; increase it for thousands of nodes."),
@@ -56,20 +69,24 @@ def agent_command(
       everstep agent --slots 2
 
       everstep agent --coordinator https://head:7077 --host 10.0.0.7 --ca ca.pem
+
+      everstep agent --node h1 --host 10.1.1.2 --fabric fabric.toml
     """
     from everstep.cli import render
     from everstep.launch import tokens
     from everstep.node.agent import Agent, AgentSettings
 
+    node, slots = node or socket.gethostname(), slots or _slots()
     settings = AgentSettings(
-        node=node or socket.gethostname(),
-        slots=slots or _slots(),
+        node=node,
+        slots=slots,
         coordinators=tuple(filter(None, coordinator.split(","))),
         host=host,
         token=lambda: tokens.found(token, token_file),
         ca=ca,
         words=log_dir,
         beat_s=beat,
+        fabric=None if fabric is None else _fabric(fabric, fabric_ports, node, slots),
     )
     settings.token()  # report an unreadable file now
     if not settings.coordinators:
@@ -85,6 +102,15 @@ def agent_command(
         await agent.run()
 
     return until_signalled(run())
+
+
+def _fabric(path: Path, ports: str, node: str, slots: int) -> FabricSettings:
+    from everstep.cli.fabric_files import port_range, read_tables
+    from everstep.node.fabric_settings import FabricSettings
+
+    return FabricSettings(
+        read_tables(path), node=node, ports=port_range(ports, "--fabric-ports"), slots=slots
+    )
 
 
 def _slots() -> int:

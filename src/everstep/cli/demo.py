@@ -102,16 +102,16 @@ def demo_command(
     started = time.monotonic()
     with _page() if web else contextlib.nullcontext() as page:
         clean, healed = _both_runs(job, script, console, page, as_json=as_json)
-        told = summary(job, clean, healed) | {"seconds": round(time.monotonic() - started, 3)}
+        found = summary(job, clean, healed) | {"seconds": round(time.monotonic() - started, 3)}
         if as_json:
-            render.emit(told)
-        _show(console, told)
+            render.emit(found)
+        _show(console, found)
         if page is not None:
             page.compare({row.step: row.loss for row in clean.rows})
             if page.watched and sys.stderr.isatty():
                 console.print("\n  the page stays open until you press Ctrl-C")
                 page.stay()
-    return 0 if told["max_relative_loss_difference"] <= 1e-6 else 1
+    return 0 if found["max_relative_loss_difference"] <= 1e-6 else 1
 
 
 def demo_job(replicas: int, stages: int, steps: int) -> Job:
@@ -157,15 +157,15 @@ def summary(job: Job, clean: Outcome, healed: Outcome) -> dict[str, Any]:
     from everstep.launch.local.report import document, healthy_step_s
 
     calm, ours = clean.by_step(), healed.by_step()
-    told = document(healed, steps=job.steps, healthy_s=healthy_step_s(clean))
+    healed_run = document(healed, steps=job.steps, healthy_s=healthy_step_s(clean))
     return {
         "replicas": job.replicas,
         "stages": job.stages,
         "microbatches_per_replica": job.microbatches,
         "max_relative_loss_difference": max(relative(ours[step].loss, calm[step].loss) for step in calm),
-        "replayed_ops_elsewhere": sum(i["replayed_ops_elsewhere"] for i in told["incidents"]),
+        "replayed_ops_elsewhere": sum(i["replayed_ops_elsewhere"] for i in healed_run["incidents"]),
         "losses_without_faults": {str(step): calm[step].loss for step in sorted(calm)},
-        **told,
+        **healed_run,
     }
 
 
@@ -175,14 +175,20 @@ def summary(job: Job, clean: Outcome, healed: Outcome) -> dict[str, Any]:
 def _both_runs(
     job: Job, script: Script, console: Console, page: RunPage | None, *, as_json: bool
 ) -> tuple[Outcome, Outcome]:
-    from everstep.launch.local import fork_servers as births
+    from everstep.launch.local import fork_servers
 
-    with births.nursery(job.threads) as born:  # it loads torch while we do
-        return _run_twice(job, script, console, born, page, as_json=as_json)
+    with fork_servers.open_server(job.threads) as fork_server:  # it loads torch while we do
+        return _run_twice(job, script, console, fork_server, page, as_json=as_json)
 
 
 def _run_twice(
-    job: Job, script: Script, console: Console, born: ForkServer, page: RunPage | None, *, as_json: bool
+    job: Job,
+    script: Script,
+    console: Console,
+    fork_server: ForkServer,
+    page: RunPage | None,
+    *,
+    as_json: bool,
 ) -> tuple[Outcome, Outcome]:
     from everstep.core.words.cluster_messages import Patience
     from everstep.launch.local import api
@@ -195,14 +201,19 @@ def _run_twice(
     with _watcher(job, console, as_json=as_json) as watch:
         healed = _finished(
             api.run_job(
-                job, watch=Killer(script, watch), born=born, patience=patience, tick_s=0.02, page=page
+                job,
+                watch=Killer(script, watch),
+                fork_server=fork_server,
+                patience=patience,
+                tick_s=0.02,
+                page=page,
             )
         )
     _say_done(console, healed)
     console.print("[bold]2[/bold]  the same job without failures, for comparison")
     losses = {step: row.loss for step, row in healed.by_step().items()}
     with _watcher(job, console, as_json=as_json, other=losses) as watch:
-        clean = _finished(api.run_job(job, watch=watch, born=born))
+        clean = _finished(api.run_job(job, watch=watch, fork_server=fork_server))
     _say_done(console, clean)
     return clean, healed
 
@@ -266,14 +277,14 @@ def _title(console: Console, job: Job, script: Script) -> None:
     )
 
 
-def _show(console: Console, told: Mapping[str, Any]) -> None:
-    calm = {int(step): loss for step, loss in told["losses_without_faults"].items()}
-    ours = {int(step): loss for step, loss in told["losses"].items()}
+def _show(console: Console, found: Mapping[str, Any]) -> None:
+    calm = {int(step): loss for step, loss in found["losses_without_faults"].items()}
+    ours = {int(step): loss for step, loss in found["losses"].items()}
     console.print("[bold]loss[/bold]   · without failures   ○ with two kills   ● both   [red]✗[/red] a kill")
-    marks = {incident["step"]: "✗" for incident in told["incidents"]}
+    marks = {incident["step"]: "✗" for incident in found["incidents"]}
     for line in render.plot(calm, ours, marks=marks):
         console.print(line.replace("✗", "[red]✗[/red]").replace("●", "[green]●[/green]"))
-    difference, batches = told["max_relative_loss_difference"], told["microbatches"]
+    difference, batches = found["max_relative_loss_difference"], found["microbatches"]
     console.print()
     for name, value in (
         (
@@ -283,15 +294,15 @@ def _show(console: Console, told: Mapping[str, Any]) -> None:
         ("microbatches", f"{batches['issued']} issued, {batches['committed']} committed once"),
         (
             "ops replayed",
-            f"{sum(i['replayed_ops'] for i in told['incidents'])} of the failed workers, "
-            f"{told['replayed_ops_elsewhere']} on other stages",
+            f"{sum(i['replayed_ops'] for i in found['incidents'])} of the failed workers, "
+            f"{found['replayed_ops_elsewhere']} on other stages",
         ),
-        ("step without failures", f"{told['healthy_step_ms']:.0f} ms"),
+        ("step without failures", f"{found['healthy_step_ms']:.0f} ms"),
     ):
         console.print(f"  {name:<24} {value}")
     head = f"{'incident':<24} {'noticed':>8} {'replanned':>11} {'resumed':>9} {'lost':>12}"
     console.print(f"\n  [bold]{head}[/bold]")
-    for incident in told["incidents"]:
+    for incident in found["incidents"]:
         what = f"step {incident['step']}, worker {incident['worker']}"
         console.print(f"  {what:<24} {_costs(incident)}")
 

@@ -94,10 +94,10 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not JSON: {error.msg} in line {error.lineno}.") from None
 
 
-def port_range(text: str) -> range:
+def port_range(text: str, option: str = "--ports") -> range:
     first, dash, last = text.partition("-")
     if not (dash and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last) <= 65535):
-        raise UserError(f"--ports {text!r} is not a range such as 24000-24063.")
+        raise UserError(f"{option} {text!r} is not a range such as 24000-24063.")
     return range(int(first), int(last) + 1)
 
 

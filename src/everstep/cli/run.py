@@ -141,7 +141,7 @@ def _supervise(
     command: list[str], policy: RestartPolicy, port: int, log_dir: Path, preload: list[str], as_json: bool
 ) -> int:
     from everstep.scripts import report as rank_report
-    from everstep.scripts.fork_server import Births, Cradle, PlainBirths
+    from everstep.scripts.fork_server import ForkingStarter, PlainStarter, RankStarter
     from everstep.scripts.run import Ranks, ScriptLaunch
 
     launch = ScriptLaunch(
@@ -152,8 +152,8 @@ def _supervise(
         master_port=port,
         output=sys.stderr.buffer if as_json else sys.stdout.buffer,
     )
-    births: Births = Cradle(preload).open() if preload else PlainBirths()
-    run = Ranks(launch, births, lambda action, at_s: render.note(rank_report.line(action, at_s)))
+    starter: RankStarter = ForkingStarter(preload).open() if preload else PlainStarter()
+    run = Ranks(launch, starter, lambda action, at_s: render.note(rank_report.line(action, at_s)))
     ran = run.run()
     if as_json:
         render.emit(rank_report.document(launch, ran))

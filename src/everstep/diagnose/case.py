@@ -7,7 +7,7 @@ gloo's dumps name their groups and not the members. Whoever has records in a gro
 no dump, or stopped before its first operation there, has none and is in it all the same. Four things tell
 how many are missing: the output of an all-gather has one row per member; groups that ranks count alike (their
 first, their second...) are parts of one division of the world and mostly equally large; ranks are numbered
-from 0 without gaps; and nobody communicates alone. Who fills a place: ranks that left no record of that
+from 0 without gaps; and no rank communicates alone. Who fills a place: ranks that left no record of that
 division, nor of anything that comes after it, first those that continue the group's stride; if there are
 none, the world is larger than the ranks that left a dump.
 """
@@ -167,7 +167,7 @@ def _with_members(groups: list[Group], log: Log, world: set[int]) -> tuple[list[
 def _fill(
     groups: list[Group], log: Log, seen: dict[int, set[int]], division: list[int], world: set[int]
 ) -> set[int]:
-    """Gives the groups of one division the members they lack; returns ranks nobody has heard of."""
+    """Gives the groups of one division the members they lack; returns ranks that left no record."""
     unheard: set[int] = set()
     usual = max(len(seen[index]) for index in division)
     early = _early(log, division, world)

@@ -1,11 +1,11 @@
 """How far the clocks of two hosts are apart, from what their ranks recorded themselves.
 
-Ranks of one host share its clock; only hosts are compared, and a rank whose host nobody names is its own
+Ranks of one host share its clock; only hosts are compared, and a rank whose host is not named is its own
 host.
 
 A message cannot end before it was sent. With messages both ways, the smallest (end at b - send at a) is
-offset + latency, the smallest the other way is latency - offset, and half their difference is the offset.
-An operation that nobody leaves before all have come ends everywhere at nearly one time: the median difference
+offset + latency, the smallest the other way is latency - offset, and half their difference is the offset. An
+operation that no rank leaves before all have come ends everywhere at nearly one time: the median difference
 of the ends is the offset. The latter needs no messages and is used where ends are known; else, with only
 times of enqueueing, clocks are taken as equal and the diagnosis says so.
 """

@@ -1,4 +1,4 @@
-"""What a diagnosis says: incidents with suspects, imbalances that are nobody's fault, unusable files.
+"""What a diagnosis says: incidents with suspects, imbalances without a fault, unusable files.
 
 The four syndromes are C4D's. `where` says which part of the machine to look at: the host (its program or its
 processor), the device, a link, the sending or the receiving side of a node, or the program itself when ranks
@@ -26,7 +26,7 @@ class Where(StrEnum):
 
     HOST = "host"
     DEVICE = "device"
-    WORKER = "worker"  # its host or its device: its own work, which of the two is not told
+    WORKER = "worker"  # its host or its device: its own work, which of the two is not known
     LINK = "link"
     SENDER = "sending side"
     RECEIVER = "receiving side"
@@ -89,7 +89,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imbalance:
-    """Uneven, and nobody's fault: a stage with more work, sequences of other lengths, a pause."""
+    """Uneven, without a fault: a stage with more work, sequences of other lengths, a pause."""
 
     kind: str
     ranks: tuple[int, ...]

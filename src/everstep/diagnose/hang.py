@@ -1,6 +1,6 @@
 """Who is stuck: the arrows of `waiting`, followed to their ends.
 
-A rank that others wait for, and that nobody is shown to hold up, is an end of the graph: a suspect.
+A rank that others wait for, and that no rank is shown to hold up, is an end of the graph: a suspect.
 Everyone upstream is a victim, whatever group they wait in. So a rank of another pipeline stage, which a
 rule that looks at one group at a time would blame, is cleared by its own arrow. Ranks in a circle are one
 end together; inside it those are suspect who were shown (NEVER) not to have come and are not themselves
@@ -12,7 +12,7 @@ What the end itself shows tells host from device:
     nothing of the kind                     never asked for: host, non-communication hang
     no word from it at all                  host, less sure: silence is not a record
 
-Several ranks at one operation, nobody ahead or behind: all entered and none left. If some have started and
+Several ranks at one operation, none ahead or behind: all entered and none left. If some have started and
 others have not, those are suspect (device); if some lag in what they have enqueued elsewhere, those; else the
 group is named and no rank.
 """
@@ -30,7 +30,7 @@ from everstep.diagnose.mismatch import find_mismatches
 from everstep.diagnose.postmortem import find_stopped
 from everstep.diagnose.raised import find_lost, find_raised
 from everstep.diagnose.record import RECV, SEND, UNKNOWN
-from everstep.diagnose.waiting import Arrow, Rests, Standing, arrows_of, operation, stand
+from everstep.diagnose.waiting import Arrow, RankPositions, Rests, arrows_of, operation, positions_of
 
 _HANG_AFTER_S = 1.0
 _PATIENCE = 5.0  # times the longest usual pause between two operations of a rank
@@ -46,24 +46,24 @@ def find_hangs(case: Case, *, now_ns: int = UNKNOWN) -> list[Finding]:
     stopped = find_stopped(case)
     if stopped:
         return find_lost(case) or stopped
-    standing = stand(case)
-    if not standing.first or not _overdue(case, standing, now_ns):
+    positions = positions_of(case)
+    if not positions.first or not _overdue(case, positions, now_ns):
         return find_lost(case)
-    mismatches = find_mismatches(case, standing)
+    mismatches = find_mismatches(case, positions)
     if mismatches:
         return mismatches
-    arrows = arrows_of(case, standing)
-    accused, unresolved = _accuse(case, standing, arrows)
-    return _findings(case, standing, arrows, accused, unresolved) or find_lost(case)
+    arrows = arrows_of(case, positions)
+    accused, unresolved = _accuse(case, positions, arrows)
+    return _findings(case, positions, arrows, accused, unresolved) or find_lost(case)
 
 
-def _overdue(case: Case, standing: Standing, now_ns: int) -> bool:
+def _overdue(case: Case, positions: RankPositions, now_ns: int) -> bool:
     """Outstanding for longer than this job usually pauses. Without a time of taking, outstanding is overdue:
     dumps are written when a timeout struck."""
-    taken = dict.fromkeys(standing.first, now_ns) if now_ns != UNKNOWN else case.taken_ns
+    taken = dict.fromkeys(positions.first, now_ns) if now_ns != UNKNOWN else case.taken_ns
     ages = [
         taken[rank] - record.enqueued_ns
-        for rank, record in standing.first.items()
+        for rank, record in positions.first.items()
         if record.enqueued_ns != UNKNOWN and rank in taken
     ]
     if not ages:
@@ -86,7 +86,7 @@ def _usual_pause_ns(case: Case) -> float:
 
 
 def unrecorded_silence(case: Case) -> list[str]:
-    """A note where all ranks have long issued nothing, and what comes next are messages nobody recorded."""
+    """A note where all ranks have long issued nothing, and next come messages that were not recorded."""
     log = case.log
     if case.has_device or not case.messages_next or log.is_kind(SEND, RECV).any():
         return []
@@ -103,41 +103,41 @@ def unrecorded_silence(case: Case) -> list[str]:
 # ------------------------------------------------------------------ ends
 
 
-def _accuse(case: Case, standing: Standing, arrows: list[Arrow]) -> tuple[Accused, list[list[int]]]:
+def _accuse(case: Case, positions: RankPositions, arrows: list[Arrow]) -> tuple[Accused, list[list[int]]]:
     """Suspects, and groups of ranks that are stuck together with nothing to tell them apart."""
     accused: Accused = {}
     unresolved = []
     into: dict[int, list[Arrow]] = defaultdict(list)
     for arrow in arrows:
         into[arrow.target].append(arrow)
-    for circle in _ends(standing, arrows):
-        odd = [r for r in circle if _completed_elsewhere(case, standing, r)]
+    for circle in _ends(positions, arrows):
+        odd = [r for r in circle if _completed_elsewhere(case, positions, r)]
         if odd:
-            accused |= {r: _device(case, standing, r, into[r]) for r in odd}
-        elif len(circle) == 1 and _waits_alone(standing, circle[0]):
+            accused |= {r: _device(case, positions, r, into[r]) for r in odd}
+        elif len(circle) == 1 and _waits_alone(positions, circle[0]):
             accused[circle[0]] = _host(case, circle[0], into[circle[0]])
         else:
-            found = _apart(case, standing, arrows, circle, into)
+            found = _apart(case, positions, arrows, circle, into)
             accused |= found
             if not found:
                 unresolved.append(circle)
     return accused, unresolved
 
 
-def _ends(standing: Standing, arrows: list[Arrow]) -> list[list[int]]:
-    """Circles nobody leaves; ranks that wait at one operation, with no arrow between them, are one circle."""
+def _ends(positions: RankPositions, arrows: list[Arrow]) -> list[list[int]]:
+    """Circles without an exit; ranks that wait at one operation, without an arrow between them, are one."""
     after: dict[int, set[int]] = defaultdict(set)
     for arrow in arrows:
         after[arrow.waiter].add(arrow.target)
         after.setdefault(arrow.target, set())
     together: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank, record in standing.first.items():
+    for rank, record in positions.first.items():
         if not record.is_message:
             together[record.group, record.seq].append(rank)
         elif (
             rank not in after
-            and record.peer in standing.first
-            and not standing.is_through(record.peer, record)
+            and record.peer in positions.first
+            and not positions.is_through(record.peer, record)
         ):
             after[rank].add(record.peer)
     for ranks in together.values():
@@ -147,42 +147,42 @@ def _ends(standing: Standing, arrows: list[Arrow]) -> list[list[int]]:
     return last_circles(after)
 
 
-def _waits_alone(standing: Standing, rank: int) -> bool:
-    """With nothing outstanding, or with a message nobody is shown to owe it."""
-    first = standing.first.get(rank)
+def _waits_alone(positions: RankPositions, rank: int) -> bool:
+    """With nothing outstanding, or with a message that no rank is shown to owe it."""
+    first = positions.first.get(rank)
     return first is None or first.is_message
 
 
-def _completed_elsewhere(case: Case, standing: Standing, rank: int) -> list[int]:
-    first = standing.first.get(rank)
+def _completed_elsewhere(case: Case, positions: RankPositions, rank: int) -> list[int]:
+    first = positions.first.get(rank)
     if first is None or not case.has_device:
         return []
     others = [first.peer] if first.is_message else list(case.groups[first.group].members)
-    return [m for m in others if m != rank and standing.is_through(m, first)]
+    return [m for m in others if m != rank and positions.is_through(m, first)]
 
 
 def _apart(
-    case: Case, standing: Standing, arrows: list[Arrow], circle: list[int], into: dict[int, list[Arrow]]
+    case: Case, positions: RankPositions, arrows: list[Arrow], circle: list[int], into: dict[int, list[Arrow]]
 ) -> Accused:
     """Who stands out in a circle."""
     shown = {a.waiter for a in arrows if a.rests > Rests.ABSENT}
     never = [r for r in circle if any(a.rests is Rests.NEVER for a in into[r]) and r not in shown]
     if never and len(never) < len(circle):
         return {r: _host(case, r, into[r]) for r in never}
-    inside = [r for r in circle if r in standing.first]
-    unstarted = [r for r in inside if standing.first[r].started_ns == UNKNOWN]
+    inside = [r for r in circle if r in positions.first]
+    unstarted = [r for r in inside if positions.first[r].started_ns == UNKNOWN]
     if 0 < len(unstarted) <= len(inside) // 2:
         late, why, confidence = unstarted, "has not started it on its device, the others have", 0.85
     else:
-        late, why, confidence = _laggards(standing, inside), "enqueued less than its peers elsewhere", 0.6
-    return {r: (Where.DEVICE, confidence, f"at {operation(case, standing.first[r])} it {why}") for r in late}
+        late, why, confidence = _laggards(positions, inside), "enqueued less than its peers elsewhere", 0.6
+    return {r: (Where.DEVICE, confidence, f"at {operation(case, positions.first[r])} it {why}") for r in late}
 
 
-def _laggards(standing: Standing, ranks: list[int]) -> list[int]:
+def _laggards(positions: RankPositions, ranks: list[int]) -> list[int]:
     """Ranks whose hosts got less far than most, in any group they share with the others."""
     behind: set[int] = set()
     by_group: dict[tuple[int, bool], dict[int, int]] = defaultdict(dict)
-    for (rank, group, message), seq in standing.reached.items():
+    for (rank, group, message), seq in positions.reached.items():
         if rank in ranks:
             by_group[group, message][rank] = seq
     for reached in by_group.values():
@@ -196,13 +196,13 @@ def _laggards(standing: Standing, ranks: list[int]) -> list[int]:
 # ------------------------------------------------------------------ evidence
 
 
-def _device(case: Case, standing: Standing, rank: int, into: list[Arrow]) -> tuple[Where, float, str]:
-    first, through = standing.first[rank], _completed_elsewhere(case, standing, rank)
+def _device(case: Case, positions: RankPositions, rank: int, into: list[Arrow]) -> tuple[Where, float, str]:
+    first, through = positions.first[rank], _completed_elsewhere(case, positions, rank)
     return (
         Where.DEVICE,
         0.95,
         f"{_waited_for(case, into)}it still has {operation(case, first)} outstanding, which rank "
-        f"{ranks_text(through)} completed ({len(standing.outstanding[rank])} outstanding in all)",
+        f"{ranks_text(through)} completed ({len(positions.outstanding[rank])} outstanding in all)",
     )
 
 
@@ -231,13 +231,13 @@ def _waited_for(case: Case, into: list[Arrow]) -> str:
 
 
 def _findings(
-    case: Case, standing: Standing, arrows: list[Arrow], accused: Accused, unresolved: list[list[int]]
+    case: Case, positions: RankPositions, arrows: list[Arrow], accused: Accused, unresolved: list[list[int]]
 ) -> list[Finding]:
     found = []
     waits = tuple((a.waiter, a.target, operation(case, a.at)) for a in arrows)
     for where in dict.fromkeys(place for place, _, _ in accused.values()):
         ranks = sorted(r for r, (place, _, _) in accused.items() if place is where)
-        victims = sorted(_upstream(arrows, standing, set(ranks)) - set(accused))
+        victims = sorted(_upstream(arrows, positions, set(ranks)) - set(accused))
         host = where is Where.HOST
         found.append(
             Finding(
@@ -250,21 +250,21 @@ def _findings(
                     for r in ranks
                 ),
                 victims=tuple(victims),
-                ruled_out=_ruled_out(case, standing, arrows, set(accused), where),
+                ruled_out=_ruled_out(case, positions, arrows, set(accused), where),
                 because=f"the {where} of rank {ranks_text(ranks)} "
                 f"{'never asked for' if host else 'does not complete'} "
                 f"what {len(victims)} other rank{'s wait' if len(victims) != 1 else ' waits'} for.",
                 waits=waits,
             )
         )
-    return found + [_together(case, standing, circle, waits) for circle in unresolved if not found]
+    return found + [_together(case, positions, circle, waits) for circle in unresolved if not found]
 
 
 def _together(
-    case: Case, standing: Standing, circle: list[int], waits: tuple[tuple[int, int, str], ...]
+    case: Case, positions: RankPositions, circle: list[int], waits: tuple[tuple[int, int, str], ...]
 ) -> Finding:
     """Stuck at the same place, and nothing recorded tells them apart."""
-    places = {operation(case, standing.first[r]) for r in circle if r in standing.first}
+    places = {operation(case, positions.first[r]) for r in circle if r in positions.first}
     link = len(circle) == 2
     said = f"both ends entered {', '.join(sorted(places)[:2])} and neither left"
     return Finding(
@@ -281,12 +281,12 @@ def _together(
     )
 
 
-def _upstream(arrows: list[Arrow], standing: Standing, ends: set[int]) -> set[int]:
+def _upstream(arrows: list[Arrow], positions: RankPositions, ends: set[int]) -> set[int]:
     waiters: dict[int, set[int]] = defaultdict(set)
     for arrow in arrows:
         waiters[arrow.target].add(arrow.waiter)
     together: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for rank, record in standing.first.items():
+    for rank, record in positions.first.items():
         if not record.is_message:
             together[record.group, record.seq].add(rank)
     reached, todo = set(ends), list(ends)
@@ -294,7 +294,7 @@ def _upstream(arrows: list[Arrow], standing: Standing, ends: set[int]) -> set[in
         rank = todo.pop()
         more = set(waiters[rank])
         for waiter in waiters[rank]:
-            at = standing.first[waiter]
+            at = positions.first[waiter]
             more |= together.pop((at.group, at.seq), set())
         fresh = [r for r in more if r not in reached]
         reached.update(fresh)
@@ -303,16 +303,16 @@ def _upstream(arrows: list[Arrow], standing: Standing, ends: set[int]) -> set[in
 
 
 def _ruled_out(
-    case: Case, standing: Standing, arrows: list[Arrow], accused: set[int], where: Where
+    case: Case, positions: RankPositions, arrows: list[Arrow], accused: set[int], where: Where
 ) -> tuple[RuledOut, ...]:
     reasons: dict[str, list[int]] = defaultdict(list)
     for arrow in arrows:
         if arrow.waiter not in accused:
             reasons[f"it waits for rank {arrow.target} at {operation(case, arrow.at)}"].append(arrow.waiter)
     out = [RuledOut(what=f"rank {ranks_text(ranks)}", because=why) for why, ranks in reasons.items()]
-    quiet = [r for r in case.ranks if r not in standing.first and r not in accused]
+    quiet = [r for r in case.ranks if r not in positions.first and r not in accused]
     if quiet:
-        out.append(RuledOut(what=f"rank {ranks_text(quiet)}", because="nobody waits for it"))
+        out.append(RuledOut(what=f"rank {ranks_text(quiet)}", because="no rank waits for it"))
     if where is Where.HOST:
         out.append(RuledOut(what="device", because="no operation its peers completed is outstanding there"))
         out.append(

@@ -16,15 +16,15 @@ from everstep.diagnose.case import Case
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
 from everstep.diagnose.program import same_place
 from everstep.diagnose.record import COMPUTE, EQUAL_SIZES, RECV, SEND, UNKNOWN, Record
-from everstep.diagnose.waiting import Standing
+from everstep.diagnose.waiting import RankPositions
 
 _BY_MAJORITY, _BY_THE_PAST, _TIED = 0.95, 0.7, 0.5
 _LOOK_BACK = 256  # operations
 
 
-def find_mismatches(case: Case, standing: Standing) -> list[Finding]:
-    """The earliest disagreement at an operation somebody waits at, if there is one."""
-    return first_disagreement(case, _waited_for(case, standing))
+def find_mismatches(case: Case, positions: RankPositions) -> list[Finding]:
+    """The earliest disagreement at an operation that a rank waits at, if there is one."""
+    return first_disagreement(case, _waited_for(case, positions))
 
 
 def first_disagreement(case: Case, operations: Iterable[list[Record]]) -> list[Finding]:
@@ -41,9 +41,9 @@ def first_disagreement(case: Case, operations: Iterable[list[Record]]) -> list[F
     return []
 
 
-def _waited_for(case: Case, standing: Standing) -> list[list[Record]]:
+def _waited_for(case: Case, positions: RankPositions) -> list[list[Record]]:
     log = case.log
-    wanted = {(r.group, r.seq) for r in standing.first.values() if not r.is_message}
+    wanted = {(r.group, r.seq) for r in positions.first.values() if not r.is_message}
     if not wanted:
         return []
     span = int(log.seq.max()) + 1

@@ -1,7 +1,7 @@
 """Tables of operations (one row an op: who, which step, what, when, how long) as roles and messages.
 
 The columns are those of ByteDance's straggler traces: dp_rank, stage, rank, step, optype, start_ts, duration,
-seq_id, in seconds. Compute ops (`forward-compute`, `backward-compute`) are told, so own time needs no
+seq_id, in seconds. Compute ops (`forward-compute`, `backward-compute`) are recorded, so own time needs no
 inference, and a role is a stage: the same stage of every replica does the same work.
 """
 

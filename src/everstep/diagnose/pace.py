@@ -6,7 +6,7 @@ Between two communications a rank computes; inside one it also waits. What it di
           one, when it enqueued it
 
 An operation releases a rank when it ends, where ends are known. Where they are not (Flight Recorder on
-gloo) an operation that nobody leaves before all have come releases everybody when the last one comes. So a
+gloo) an operation that no rank leaves before all have come releases all when the last one comes. So a
 rank that is late because it waited elsewhere has no own time to show for it: it is a victim.
 
 Ranks are compared with ranks of the same *role* only: those that do the same work by construction. Messages
@@ -48,7 +48,7 @@ def roles_of(case: Case, offsets: Mapping[int, int]) -> list[Role]:
     if not len(log):
         return []
     if log.is_kind(COMPUTE).any():
-        return _told(case)
+        return _recorded_times(case)
     own = _own_ns(case, offsets)
     beats = _beats(case)
     roles = []
@@ -87,7 +87,7 @@ def _own_ns(case: Case, offsets: Mapping[int, int]) -> Ints:
     return own
 
 
-def _told(case: Case) -> list[Role]:
+def _recorded_times(case: Case) -> list[Role]:
     """Where ranks record their own work: a role is a group, a record's number its step."""
     log, roles = case.log, []
     rows = np.flatnonzero(log.is_kind(COMPUTE) & (log.took_ns != UNKNOWN))

@@ -107,7 +107,7 @@ def _join_those_at_one_place(stops: Stops, after: dict[int, set[int]]) -> None:
 def _never_issued(
     case: Case, stops: Stops, never: list[int], missing: list[int], arrows: list[Arrow]
 ) -> Blame:
-    """Those that may have waited in a message are blamed only where nobody is missing."""
+    """Those that may have waited in a message are blamed only where no rank is missing."""
     used = bool(case.messages_next)
     in_messages = [rank for rank in never if case.messages_next.get(rank, used and rank not in stops.calls)]
     if missing:
@@ -142,8 +142,8 @@ def _first_to_dump(case: Case, ranks: list[int]) -> Blame:
     """Where messages are used and nothing else tells: a failure spreads along a chain of neighbours, and each
     rank writes its dump when it is reached. By the files' dates, so only with a lead, and in that order."""
     written = {rank: case.taken_ns[rank] for rank in case.dumped if rank in case.taken_ns}
-    untold = (case.messages_next or not len(case.log)) and not case.log.is_kind(SEND, RECV).any()
-    if not untold or case.pulled or len(written) < max(2, len(case.dumped)):
+    unrecorded = (case.messages_next or not len(case.log)) and not case.log.is_kind(SEND, RECV).any()
+    if not unrecorded or case.pulled or len(written) < max(2, len(case.dumped)):
         return {}
     first, second = sorted(written, key=lambda rank: written[rank])[:2]
     lead = written[second] - written[first]
@@ -161,7 +161,7 @@ def _spreads(written: dict[int, int], first: int, ranks: list[int]) -> bool:
 
 
 def _strayed(case: Case, stops: Stops, missing: list[int], together: list[int]) -> Blame:
-    """Where somebody is missing, or ranks wait in a circle: one that called what it never called there."""
+    """Where a rank is missing, or ranks wait in a circle: one that called what it never called there."""
     found: Blame = {}
     if not missing and len(together) < 2:
         return found

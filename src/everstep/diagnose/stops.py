@@ -106,7 +106,7 @@ def _waits(case: Case, call: Record) -> bool:
 
 
 def _torn(stops: Stops, waiting: set[Operation]) -> int:
-    """Nobody completes one of these before all have come, and then all do: so it failed for some."""
+    """No rank completes one of these before all have come, and then all do: so it failed for some."""
     return sum(
         c.done is not False and c.kind in SYNCHRONIZING and (c.group, c.seq) in waiting
         for calls in stops.calls.values()

@@ -54,7 +54,7 @@ class Stream:
         self._parts[form, (rank,)] = self._trimmed(part)
 
     def forget(self, rank: int) -> None:
-        """A rank that left the job: its last records must not accuse anybody."""
+        """A rank that left the job: its last records must not accuse any rank."""
         self._parts = {key: part for key, part in self._parts.items() if part.ranks != (rank,)}
 
     def verdicts(self, now_ns: int = UNKNOWN) -> list[Finding]:

@@ -85,7 +85,9 @@ def analyse_case(case: Case, analysis: Analysis, *, now_ns: int = UNKNOWN) -> No
         return
     said.incidents += slow_links
     if case.messages_next and not len(pairs.sender):
-        said.notes.append("messages are not recorded here: a slow rank cannot be told from one that waits.")
+        said.notes.append(
+            "messages are not recorded here: a slow rank cannot be distinguished from one that waits."
+        )
     else:
         findings, said.imbalances = find_slow(analysis.roles, case.hosts)
         said.incidents += findings

@@ -46,7 +46,7 @@ class Arrow(NamedTuple):
 
 
 @dataclass(slots=True)
-class Standing:
+class RankPositions:
     """Where every rank stands."""
 
     first: dict[int, Record] = field(default_factory=dict)  # its first outstanding operation
@@ -75,58 +75,58 @@ class Standing:
         return self.last_message.get(there, self.reached.get((peer, record.group, True)))
 
 
-def stand(case: Case) -> Standing:
-    log, standing = case.log, Standing()
-    standing.pairwise = {at for at, group in enumerate(case.groups) if group.pairwise}
+def positions_of(case: Case) -> RankPositions:
+    log, positions = case.log, RankPositions()
+    positions.pairwise = {at for at, group in enumerate(case.groups) if group.pairwise}
     is_message = log.is_kind(SEND, RECV)
     for at in np.flatnonzero((log.done == 0) & ~log.is_kind(COMPUTE)).tolist():
         record = log.row(at)
-        standing.outstanding[record.rank].append(record)
+        positions.outstanding[record.rank].append(record)
         if record.is_message:
-            standing.posted[record.rank, record.group, record.peer, record.kind].add(record.seq)
+            positions.posted[record.rank, record.group, record.peer, record.kind].add(record.seq)
         else:
-            standing.pending.add((record.rank, record.group, record.seq))
-    for rank, records in standing.outstanding.items():
-        standing.first[rank] = min(records, key=lambda r: r.order)
-    standing.pairwise |= _aligned(standing)
+            positions.pending.add((record.rank, record.group, record.seq))
+    for rank, records in positions.outstanding.items():
+        positions.first[rank] = min(records, key=lambda r: r.order)
+    positions.pairwise |= _aligned(positions)
     if len(log):
-        _how_far(case, standing, is_message)
-    _count_in(case, standing)
-    _set_aside_stale(case, standing)
-    return standing
+        _how_far(case, positions, is_message)
+    _count_in(case, positions)
+    _set_aside_stale(case, positions)
+    return positions
 
 
-def _aligned(standing: Standing) -> set[int]:
+def _aligned(positions: RankPositions) -> set[int]:
     """Groups whose messages are numbered by each rank on its own, and where the two ends agree all the same
     wherever both are outstanding: each rank has one partner there."""
     agrees: dict[int, bool] = {}
-    for (rank, group, peer, kind), numbers in list(standing.posted.items()):
-        others = standing.posted.get((peer, group, rank, _other(kind)))
+    for (rank, group, peer, kind), numbers in list(positions.posted.items()):
+        others = positions.posted.get((peer, group, rank, _other(kind)))
         if others:
             agrees[group] = agrees.get(group, True) and bool(numbers & others)
     return {group for group, all_agree in agrees.items() if all_agree}
 
 
-def _set_aside_stale(case: Case, standing: Standing) -> None:
-    """Peers completed operations that a rank has not even enqueued, though nobody can complete them without
+def _set_aside_stale(case: Case, positions: RankPositions) -> None:
+    """Peers completed operations that a rank has not even enqueued, though no rank can complete them without
     it: so it has, and its records were taken earlier. They say nothing about now."""
-    if not standing.first:
+    if not positions.first:
         return
     lowest: dict[tuple[int, int], int] = {}
-    for rank, group, seq in standing.pending:
+    for rank, group, seq in positions.pending:
         lowest[rank, group] = min(seq, lowest.get((rank, group), seq))
     synchronizing = _synchronizing_groups(case)
     for group in synchronizing:
-        reached = {r: standing.reached[r, group, False] for r in case.groups[group].members
-                   if (r, group, False) in standing.reached}  # fmt: skip
+        reached = {r: positions.reached[r, group, False] for r in case.groups[group].members
+                   if (r, group, False) in positions.reached}  # fmt: skip
         through = {r: lowest.get((r, group), seq + 1) - 1 for r, seq in reached.items()}
         if len(reached) < 2:
             continue
         ahead = sorted(through.values())[len(through) // 2]
-        standing.stale |= {r for r, seq in reached.items() if seq < ahead}
-    for rank in standing.stale:
-        standing.first.pop(rank, None)
-        standing.outstanding.pop(rank, None)
+        positions.stale |= {r for r, seq in reached.items() if seq < ahead}
+    for rank in positions.stale:
+        positions.first.pop(rank, None)
+        positions.outstanding.pop(rank, None)
 
 
 def _synchronizing_groups(case: Case) -> list[int]:
@@ -138,12 +138,12 @@ def _synchronizing_groups(case: Case) -> list[int]:
     return [g for g in np.unique(log.group[log.is_kind(*SYNCHRONIZING)]).tolist() if g not in mixed]
 
 
-def _how_far(case: Case, standing: Standing, is_message: np.ndarray) -> None:
+def _how_far(case: Case, positions: RankPositions, is_message: np.ndarray) -> None:
     log, width = case.log, len(case.groups) * 2
     key = log.rank.astype(np.int64) * width + log.group * 2 + is_message
     keys, last = most_by(key, log.seq)
     for one, seq in zip(keys.tolist(), last.tolist(), strict=True):
-        standing.reached[one // width, one % width // 2, bool(one % 2)] = seq
+        positions.reached[one // width, one % width // 2, bool(one % 2)] = seq
     apart = np.array([group.pairwise and len(group.members) != 2 for group in case.groups] or [False])
     rows = np.flatnonzero(is_message & apart[log.group])
     if len(rows):
@@ -159,16 +159,16 @@ def _how_far(case: Case, standing: Standing, is_message: np.ndarray) -> None:
             place, kind = one // 2, SEND if one % 2 else RECV
             rank_group, peer = divmod(place, ranks)
             rank, group = divmod(rank_group, len(case.groups))
-            standing.last_message[rank, group, peer - 1, kind] = seq
+            positions.last_message[rank, group, peer - 1, kind] = seq
 
 
-def _count_in(case: Case, standing: Standing) -> None:
+def _count_in(case: Case, positions: RankPositions) -> None:
     """The library's counters say how far a rank got also where its records are gone. One counter serves
     collectives and messages, so it is read as the kind whose numbers, at the members' records, lie nearer;
     but never as collectives where that would have the rank complete one that a member has not enqueued."""
     near: dict[tuple[int, bool], int] = {}
     least: dict[int, int] = {}
-    for (_, group, message), seq in standing.reached.items():
+    for (_, group, message), seq in positions.reached.items():
         near[group, message] = max(near.get((group, message), UNKNOWN), seq)
         if not message:
             least[group] = min(least.get(group, seq), seq)
@@ -179,29 +179,29 @@ def _count_in(case: Case, standing: Standing) -> None:
         if progress.completed > least.get(group, progress.completed):
             choices = [True]
         message = min(choices, key=lambda m: abs(near.get((group, m), 0) - progress.enqueued))
-        known = standing.reached.get((rank, group, message), UNKNOWN)
-        standing.reached[rank, group, message] = max(known, progress.enqueued)
+        known = positions.reached.get((rank, group, message), UNKNOWN)
+        positions.reached[rank, group, message] = max(known, progress.enqueued)
 
 
 # ------------------------------------------------------------------ arrows
 
 
-def arrows_of(case: Case, standing: Standing) -> list[Arrow]:
+def arrows_of(case: Case, positions: RankPositions) -> list[Arrow]:
     """All arrows. Ranks that wait at one operation wait for the same ones, so each operation is looked at
     once; where that would make very many arrows, one of the waiters stands for all of them."""
     arrows: list[Arrow] = []
     together: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for waiter, record in standing.first.items():
+    for waiter, record in positions.first.items():
         if record.is_message:
-            arrows += _to_the_peer(case, standing, waiter, record)
+            arrows += _to_the_peer(case, positions, waiter, record)
         else:
             together[record.group, record.seq].append(waiter)
-    heard = set(case.ranks) - standing.stale
+    heard = set(case.ranks) - positions.stale
     for waiters in together.values():
-        targets = _missing_at(case, standing, standing.first[waiters[0]], heard)
+        targets = _missing_at(case, positions, positions.first[waiters[0]], heard)
         some = waiters if len(waiters) * len(targets) <= _MANY else waiters[:1]
         arrows += [
-            Arrow(waiter, member, standing.first[waiter], rests, how)
+            Arrow(waiter, member, positions.first[waiter], rests, how)
             for waiter in some
             for member, rests, how in targets
             if member != waiter
@@ -210,22 +210,22 @@ def arrows_of(case: Case, standing: Standing) -> list[Arrow]:
 
 
 def _missing_at(
-    case: Case, standing: Standing, record: Record, heard: set[int]
+    case: Case, positions: RankPositions, record: Record, heard: set[int]
 ) -> list[tuple[int, Rests, str]]:
     """The members that an operation waits for."""
     members = case.groups[record.group].members
     if (
         case.has_device
         and record.kind in SYNCHRONIZING
-        and any(standing.is_through(m, record) for m in members if m != record.rank)
+        and any(positions.is_through(m, record) for m in members if m != record.rank)
     ):
-        return []  # one peer is through, so everybody has contributed: nobody holds these ranks up
+        return []  # one peer is through, so all have contributed: no rank holds these up
     found = []
     for member in members:
-        missing = _is_missing(case, standing, member, record) if member in heard else None
+        missing = _is_missing(case, positions, member, record) if member in heard else None
         if missing is not None:
             found.append((member, *missing))
-    unheard = [member for member in members if member not in heard and member not in standing.stale]
+    unheard = [member for member in members if member not in heard and member not in positions.stale]
     if all(rests is Rests.ABSENT for _, rests, _ in found) and _silence_speaks(case, unheard, members):
         found += [(m, Rests.ABSENT, case.silent.get(m, "left no records")) for m in unheard]
     return found
@@ -239,9 +239,11 @@ def _silence_speaks(case: Case, unheard: list[int], members: tuple[int, ...]) ->
     return len(unheard) <= max(1, int(_TOO_MANY_SILENT * len(members)))
 
 
-def _is_missing(case: Case, standing: Standing, member: int, record: Record) -> tuple[Rests, str] | None:
-    reached = standing.reached.get((member, record.group, False))
-    first = standing.first.get(member)
+def _is_missing(
+    case: Case, positions: RankPositions, member: int, record: Record
+) -> tuple[Rests, str] | None:
+    reached = positions.reached.get((member, record.group, False))
+    first = positions.first.get(member)
     if reached is None and member in case.silent:
         return Rests.ABSENT, case.silent[member]
     if reached is None:
@@ -249,33 +251,33 @@ def _is_missing(case: Case, standing: Standing, member: int, record: Record) -> 
         return Rests.ABSENT, how
     if reached < record.seq:
         return Rests.NEVER, f"got to {reached} of that group, never to {record.seq}"
-    if first is None or (member, record.group, record.seq) not in standing.pending:
+    if first is None or (member, record.group, record.seq) not in positions.pending:
         return None  # it is through
     if not first.is_message and first.group == record.group and first.seq >= record.seq:
         return None  # it waits with us
     return Rests.BEHIND, f"is held up before it, at {operation(case, first)}"
 
 
-def _to_the_peer(case: Case, standing: Standing, waiter: int, record: Record) -> list[Arrow]:
+def _to_the_peer(case: Case, positions: RankPositions, waiter: int, record: Record) -> list[Arrow]:
     peer, other = record.peer, _other(record.kind)
     if peer == UNKNOWN:
         return []
-    if peer in standing.stale:
+    if peer in positions.stale:
         return []
     if peer not in case.ranks:
         return [Arrow(waiter, peer, record, Rests.ABSENT, case.silent.get(peer, "left no records"))]
     last, posted = (
-        standing.last_number(peer, record),
-        standing.posted.get((peer, record.group, waiter, other), ()),
+        positions.last_number(peer, record),
+        positions.posted.get((peer, record.group, waiter, other), ()),
     )
-    if standing.is_through(peer, record):
+    if positions.is_through(peer, record):
         return []  # the one who waits is the odd one
     if last is not None and last < record.seq:
         how = f"got to {other} {last} with rank {waiter}, never to {record.seq}"
         return [Arrow(waiter, peer, record, Rests.NEVER, how)]
     if not posted:
         return [Arrow(waiter, peer, record, Rests.ABSENT, f"has no {other} outstanding to match")]
-    first = standing.first[peer]
+    first = positions.first[peer]
     if (
         first.is_message
         and first.peer == waiter

@@ -1,4 +1,4 @@
-"""Who has become slow in a running job: told step by step, found within three.
+"""Who has become slow in a running job: reported step by step, found within three.
 
 Workers tell the own time of the ops they ran in a step (see `engine/stopwatch.py`: without the wait for a
 core, and a wait for messages is no op). A worker's *pace* is that time over the time the same ops usually
@@ -9,14 +9,14 @@ every pace and no ratio.
     calm ──► hot in two looks on end ──► slow ──► as fast as before in several looks on end ──► calm
 
 Hot is a fifth more than usual, a tenth of a step, and far outside the scatter its ratio had while calm: four
-times the usual deviation, and half more than the largest; in logarithms, since twice as long and half as
-long are equally far from usual. Eight calm looks are needed to know that. Where sequence lengths scatter, a
-slow worker cannot be told from chance by its past as soon as that; and whoever was slow before anybody looked
-has no better past. They are compared with their peers, over eight looks or more, until chance is no
+times the usual deviation, and half more than the largest; in logarithms, since twice as long and half as long
+are equally far from usual. Eight calm looks are needed to know that. Where sequence lengths scatter, a slow
+worker cannot be distinguished from chance by its past as soon as that; and whoever was slow before anybody
+looked has no better past. They are compared with their peers, over eight looks or more, until chance is no
 explanation.
 
 Nothing flaps: calm again takes five looks, after a relapse ten, then twenty; and a factor that has changed is
-told only if it did for four looks on end, later for eight, then sixteen. While a worker is slow, what is
+reported only if it did for four looks on end, later for eight, then sixteen. While a worker is slow, what is
 usual for it is not learned anew.
 
 Rejected: comparing step times (all workers of a job have the same), and core seconds (a throttled device, or
@@ -63,12 +63,12 @@ class _Usual:
 
 @dataclass(slots=True)
 class _Slow:
-    factor: float  # as told
+    factor: float  # as reported
     since: int
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=CHANGED_LOOKS))
     calm: int = 0  # looks on end
     changed: int = 0
-    changes: int = 0  # told
+    changes: int = 0  # reported
 
 
 @dataclass(slots=True)
@@ -111,14 +111,14 @@ class _Pace:
 class _Look:
     """One worker's step: its ops, and how that compares."""
 
-    told: TimesReported
+    report: TimesReported
     ops: dict[str, tuple[int, float]]
     seconds: float
     pace: float | None
 
 
 class Watch:
-    """One task's workers. `told` takes what one says, and answers with what follows from it."""
+    """One task's workers. `reported` takes what one reports, and answers with what follows from it."""
 
     def __init__(self, task: str, slow: Mapping[Worker, float] | None = None) -> None:
         """`slow`: workers that are known to be slow, as after a restart of whoever watches."""
@@ -126,22 +126,22 @@ class Watch:
         self._known_slow = dict(slow or {})
         self._paces: dict[Worker, _Pace] = {}
         self._steps: dict[int, dict[Worker, TimesReported]] = {}
-        self._awaited: set[Worker] = set()  # who told the steps before
+        self._awaited: set[Worker] = set()  # who reported the steps before
         self._judged = 0
 
-    def told(self, told: TimesReported) -> list[SlownessFound | SlownessEnded]:
-        pace = self._paces.get(told.worker)
-        if pace is None or pace.incarnation != told.incarnation:
-            factor = self._known_slow.pop(told.worker, None) if pace is None else None
-            pace = self._paces[told.worker] = _Pace(told.incarnation)
+    def reported(self, report: TimesReported) -> list[SlownessFound | SlownessEnded]:
+        pace = self._paces.get(report.worker)
+        if pace is None or pace.incarnation != report.incarnation:
+            factor = self._known_slow.pop(report.worker, None) if pace is None else None
+            pace = self._paces[report.worker] = _Pace(report.incarnation)
             if factor is not None:
-                pace.slow = _Slow(factor=factor, since=told.step)
-        if told.step <= pace.last_step:  # a step is done again, maybe from a checkpoint
+                pace.slow = _Slow(factor=factor, since=report.step)
+        if report.step <= pace.last_step:  # a step is done again, maybe from a checkpoint
             self._steps.clear()
-            self._judged = told.step - 1
-        pace.last_step = told.step
-        self._awaited.add(told.worker)
-        self._steps.setdefault(told.step, {})[told.worker] = told
+            self._judged = report.step - 1
+        pace.last_step = report.step
+        self._awaited.add(report.worker)
+        self._steps.setdefault(report.step, {})[report.worker] = report
         return self._judge_what_is_whole()
 
     def factors(self) -> dict[Worker, float]:
@@ -149,7 +149,7 @@ class Watch:
         return {worker: pace.slow.factor for worker, pace in self._paces.items() if pace.slow is not None}
 
     def _judge_what_is_whole(self) -> list[SlownessFound | SlownessEnded]:
-        """A step is judged when all have told it, or when somebody is two tellings ahead."""
+        """A step is judged when all have reported it, or when one worker is two reports ahead."""
         found: list[SlownessFound | SlownessEnded] = []
         for step in sorted(self._steps):
             ahead = sum(later > step for later in self._steps) >= 2
@@ -164,8 +164,10 @@ class Watch:
 
     # -------------------------------------------------------------- one step
 
-    def _judge(self, step: int, told: Mapping[Worker, TimesReported]) -> list[SlownessFound | SlownessEnded]:
-        looks = {worker: self._look(worker, one) for worker, one in told.items()}
+    def _judge(
+        self, step: int, reports: Mapping[Worker, TimesReported]
+    ) -> list[SlownessFound | SlownessEnded]:
+        looks = {worker: self._look(worker, one) for worker, one in reports.items()}
         found: list[SlownessFound | SlownessEnded] = []
         for worker, look in looks.items():
             pace = self._paces[worker]
@@ -186,14 +188,14 @@ class Watch:
             found += [] if verdict is None else [verdict]
         return found
 
-    def _look(self, worker: Worker, told: TimesReported) -> _Look:
-        ops = {k: (count, s) for k, (count, s) in told.ops.items() if count and k not in _NOT_WORK}
+    def _look(self, worker: Worker, report: TimesReported) -> _Look:
+        ops = {k: (count, s) for k, (count, s) in report.ops.items() if count and k not in _NOT_WORK}
         seconds = sum(s for _, s in ops.values())
         usual = self._paces[worker].usual_s(ops)
-        return _Look(told, ops, seconds, seconds / usual if usual and seconds > 0 else None)
+        return _Look(report, ops, seconds, seconds / usual if usual and seconds > 0 else None)
 
     def _others(self, worker: Worker, looks: Mapping[Worker, _Look]) -> float | None:
-        """The middle pace of its peers; where it has none, of everybody else; None where there is nobody."""
+        """The middle pace of its peers; where it has none, of everybody else; None where there are none."""
         for same_stage in (True, False):
             paces = [
                 look.pace
@@ -211,14 +213,14 @@ class Watch:
         self, worker: Worker, pace: _Pace, others: float, look: _Look, looks: Mapping[Worker, _Look]
     ) -> SlownessFound | None:
         assert look.pace is not None
-        ratio = look.pace / max(others, 1.0)  # others that got faster make nobody slow
+        ratio = look.pace / max(others, 1.0)  # others that got faster make no worker slow
         extra_s = look.seconds * (1 - 1 / ratio)
-        if ratio < pace.hot_from() or extra_s < WORTH * look.told.seconds:
+        if ratio < pace.hot_from() or extra_s < WORTH * look.report.seconds:
             pace.hot.clear()
             pace.ratios.append(log(look.pace / others))
             pace.learn(look.ops)
             return self._beside_peers(worker, pace, look, looks)
-        pace.hot.append((look.told.step, ratio, look.seconds, look.seconds / (look.pace or 1.0)))
+        pace.hot.append((look.report.step, ratio, look.seconds, look.seconds / (look.pace or 1.0)))
         if len(pace.hot) < LOOKS:
             return None
         factor = median(ratio for _, ratio, _, _ in pace.hot)
@@ -247,7 +249,7 @@ class Watch:
         if ratios is None:
             return None
         factor = exp(median(ratios))
-        if look.seconds * (1 - 1 / factor) < WORTH * look.told.seconds:
+        if look.seconds * (1 - 1 / factor) < WORTH * look.report.seconds:
             return None
         evidence = (
             f"in the last {len(ratios)} looks the ops of worker {worker} took {exp(min(ratios)):.2f} to "
@@ -260,7 +262,7 @@ class Watch:
                 for peer in self._peers(worker, looks)
                 if kind in self._paces[peer].usual
             )
-        return self._becomes_slow(worker, pace, factor, look.told.step, because, evidence, looks)
+        return self._becomes_slow(worker, pace, factor, look.report.step, because, evidence, looks)
 
     def _peers_seconds(self, worker: Worker, look: _Look, looks: Mapping[Worker, _Look]) -> float | None:
         """How long its ops would have taken its middle peer in this step."""
@@ -343,7 +345,7 @@ class Watch:
             factor=round(now, 3),
             since_step=slow.since,
             because=because,
-            evidence=(f"in step {look.told.step} its ops took {ratio:.2f} times their usual time",),
+            evidence=(f"in step {look.report.step} its ops took {ratio:.2f} times their usual time",),
         )
 
 

@@ -34,7 +34,7 @@ class Thinking:
         self.scheduler(task).learn(report)
         if task.name not in self._watches:
             self._watches[task.name] = Watch(task.name, task.speeds.slow)
-        return self._watches[task.name].told(report)
+        return self._watches[task.name].reported(report)
 
     def answer(self, machine: Coordinator, action: msg.Think) -> msg.PlanAnswered | None:
         task = machine.tasks.get(action.task)

@@ -7,9 +7,9 @@
 The choice is made for each peer by what both sides say of themselves when they connect. Names, facts and
 order are the same in all three, so nothing above knows which it was.
 
-Who may write to what is in shared memory: nobody, until the step is sealed (`step_tensors`). A peer has read
-all it needs of a step by then, for it says so (HELD, NEWS) only after its own device has finished. What must
-outlive that (a feed to a joiner, a whole state) is copied to the host and belongs to the queue.
+Who may write to what is in shared memory: no process, until the step is sealed (`step_tensors`). A peer has
+read all it needs of a step by then, for it says so (HELD, NEWS) only after its own device has finished. What
+must outlive that (a feed to a joiner, a whole state) is copied to the host and belongs to the queue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Connections between workers: plain TCP sockets of our own, one thread for all of them.
 
 Rejected: gloo. A worker blocked in it on a live peer cannot be freed, a group must be re-formed when one
-member dies, and it cannot be told which source port to use. Here a send is a name and bytes; a dead peer's
+member dies, and it cannot be given a source port. Here a send is a name and bytes; a dead peer's
 socket closes and nothing else changes; a receive goes straight into the tensor's memory.
 
 Each ordered pair of workers has one connection, opened by the sender at its first message, so messages
@@ -57,7 +57,7 @@ class _Outgoing:
     identity: bytes = b""  # what that peer says of itself
     broken: bool = False
     registered: int = 0
-    forgotten: bool = False  # closed for good, or told already: nobody is to mend it
+    forgotten: bool = False  # closed for good, or reported already: not to be reopened
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from everstep.diagnose import ring
 KIND = {name: number for number, name in enumerate(ring.KINDS)}
 SEND, RECV, COMPUTE = KIND["send"], KIND["recv"], KIND["compute"]
 _clock = time.monotonic_ns
+_wall = time.time_ns
 _AT, _MASK, _end = ring.SLOTS_AT, 0x7FFFFFFF, ring.TIME.pack_into
 assert (ring.SLOT_SIZE, ring.ENDED_AT) == (
     64,
@@ -126,7 +127,7 @@ class WorkerRecorder:
         return cls(Path(f"{beacon}.ring"), me, replicas=replicas, stages=stages)
 
     def op(self, step: int, started_ns: int, ended_ns: int, own_ns: int) -> None:
-        """`own_ns`: without what it stood in line for a core, which is nobody's slowness."""
+        """`own_ns`: without what it stood in line for a core, which is not slowness."""
         self._ring.happened(COMPUTE, started_ns, ended_ns, seq=step, group=self._stage, took_ns=own_ns)
 
     def sent(self, parcel: Parcel, replica: int, stage: int, size: int) -> None:
@@ -152,7 +153,14 @@ def _number(parcel: Parcel) -> int:
 
 
 def _wall_minus_monotonic() -> int:
-    return time.time_ns() - _clock()
+    """Of the closest of several readings: between two clock calls a process can lose its core for long, and
+    the error would be taken for the delay of a link.
+    """
+    readings = []
+    for _ in range(9):
+        before, wall, after = _clock(), _wall(), _clock()
+        readings.append((after - before, wall - (before + after) // 2))
+    return min(readings)[1]
 
 
 def watch_messages(recorder: Recorder) -> None:

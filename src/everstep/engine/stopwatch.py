@@ -3,11 +3,11 @@
 Three times of an op. `F` is what it took. `F.cpu` is how long it kept a core busy. *Own* time is what it took
 less what this thread stood in line for a core: it is the same on a crowded machine and on an empty one, and
 it grows when the worker itself has become slow, whether its core, its device or its sleep takes the longer.
-The kernel counts the standing in line (`/proc/thread-self/schedstat`); where it does not, own is all of it.
+The kernel counts the wait for a core (`/proc/thread-self/schedstat`); where it does not, own is all of it.
 
-Steps are told one by one, so that slowness is seen in the step after its first; where steps take less than a
-quarter of a second, 2, 4, 8 or 16 at once, so that telling stays cheap. Which steps those are follows from
-the step's number: all workers of a job tell the same ones.
+Steps are reported one by one, so that slowness is seen in the step after its first; where steps take less
+than a quarter of a second, 2, 4, 8 or 16 at once, so that telling stays cheap. Which steps those are follows
+from the step's number: all workers of a job tell the same ones.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from everstep.core.words.ops import Kind
 
-_TELL_AFTER_S = 0.25
+_REPORT_AFTER_S = 0.25
 _MOST_STEPS = 16
-_ALWAYS_TOLD = 3  # the first steps: the first schedule with measured times is made of them
+_ALWAYS_REPORTED = 3  # the first steps: the first schedule with measured times is made of them
 
 
 class ClockReading(NamedTuple):
@@ -57,10 +57,10 @@ class Stopwatch:
         self._waited_ns = waited_ns or WaitForCore()
         # Seconds, smoothed: "F" an op takes, "F.cpu" it keeps a core busy, "step.cpu" all threads in a step.
         self.times: dict[str, float] = {}
-        self._ops: dict[str, list[float]] = {}  # since they were told: how many, their own seconds
+        self._ops: dict[str, list[float]] = {}  # since the last report: how many, their own seconds
         self._step_s: float | None = None  # smoothed
         self._step_at_ns = self._step_cpu_ns = 0
-        self._told_at_ns = self._steps = 0
+        self._reported_at_ns = self._steps = 0
 
     def moment(self) -> ClockReading:
         return ClockReading(self._clock_ns(), self._cpu_ns(), self._waited_ns())
@@ -90,7 +90,7 @@ class Stopwatch:
         self._smooth("data", seconds)
 
     def step(self, step: int) -> dict[str, Any] | None:
-        """A step is over here. What to tell of it, if it is told."""
+        """A step is over here. What to report of it, if anything."""
         now, cpu = self._clock_ns(), self._process_cpu_ns()
         if self._step_at_ns:
             took = (now - self._step_at_ns) / 1e9
@@ -98,21 +98,21 @@ class Stopwatch:
             self._smooth("step.cpu", (cpu - self._step_cpu_ns) / 1e9)
         self._step_at_ns, self._step_cpu_ns = now, cpu
         self._steps += 1
-        if self._steps > _ALWAYS_TOLD and step % self._every():
+        if self._steps > _ALWAYS_REPORTED and step % self._every():
             return None
-        told = {
+        report = {
             "step": step,
             "times": dict(self.times),
             "ops": {kind: (count, round(own, 9)) for kind, (count, own) in self._ops.items()},
-            "seconds": (now - self._told_at_ns) / 1e9 if self._told_at_ns else 0.0,
+            "seconds": (now - self._reported_at_ns) / 1e9 if self._reported_at_ns else 0.0,
         }
         self._ops.clear()
-        self._told_at_ns = now
-        return told
+        self._reported_at_ns = now
+        return report
 
     def _every(self) -> int:
         every = 1
-        while every < _MOST_STEPS and every * (self._step_s or _TELL_AFTER_S) < _TELL_AFTER_S:
+        while every < _MOST_STEPS and every * (self._step_s or _REPORT_AFTER_S) < _REPORT_AFTER_S:
             every *= 2
         return every
 

@@ -141,7 +141,7 @@ class GradientSums:
         return len(self._promoted)
 
     def begin(self, step: int | None, limits: Sequence[int], *, leave_buffer: bool = False) -> None:
-        """Empty sums for a step. `leave_buffer`: somebody still reads the old one."""
+        """Empty sums for a step. `leave_buffer`: a peer still reads the old one."""
         if leave_buffer:
             self.flat = self._empty((self.size,), dtype=self.flat.dtype)
         self.step, self.limits = step, list(limits)

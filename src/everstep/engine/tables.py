@@ -22,7 +22,7 @@ def read(cls: type[T], table: Mapping[str, Any], where: str) -> T:
     hints = get_type_hints(cls)
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     given = dict(table)
-    if "options" in known:  # keys we do not know are somebody's arguments
+    if "options" in known:  # keys we do not know are the arguments of a plugin
         extra = {key: given.pop(key) for key in list(given) if key not in known}
         given["options"] = {**given.get("options", {}), **extra}
     else:

@@ -38,6 +38,7 @@ class Flow:
     bytes: float
     weight: float = 1.0
     plane: int | None = None  # where its sender's port must be, if that was decided outside
+    sender: Slot | None = None  # the worker that sends it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +88,8 @@ def _pipeline(task: TrafficTask) -> list[Flow]:
         if s + 1 < task.stages:
             here, there = task.placement[k, s, h], task.placement[k, s + 1, h]
             total = task.boundary_bytes * task.microbatches
-            flows += _cut(task, "pipeline", f"down {k}.{s}.{h}", here, there, total)
-            flows += _cut(task, "pipeline", f"up {k}.{s}.{h}", there, here, total)
+            flows += _cut(task, "pipeline", f"down {k}.{s}.{h}", (k, s, h), here, there, total)
+            flows += _cut(task, "pipeline", f"up {k}.{s}.{h}", (k, s + 1, h), there, here, total)
     return flows
 
 
@@ -102,12 +103,20 @@ def _reduce(task: TrafficTask) -> list[Flow]:
             for one, other, fraction in edges:
                 here, there = task.placement[one, s, h], task.placement[other, s, h]
                 total = fraction * task.gradient_bytes
-                flows += _cut(task, "reduce", f"reduce {s}.{h}", here, there, total, f"{one}-{other}")
+                edge = f"{one}-{other}"
+                flows += _cut(task, "reduce", f"reduce {s}.{h}", (one, s, h), here, there, total, edge)
     return flows
 
 
 def _cut(
-    task: TrafficTask, phase: str, group: str, here: Endpoint, there: Endpoint, total: float, edge: str = ""
+    task: TrafficTask,
+    phase: str,
+    group: str,
+    sender: Slot,
+    here: Endpoint,
+    there: Endpoint,
+    total: float,
+    edge: str = "",
 ) -> list[Flow]:
     return [
         Flow(
@@ -119,6 +128,7 @@ def _cut(
             target=there,
             bytes=total / task.parts,
             weight=task.weight,
+            sender=sender,
         )
         for part in range(task.parts)
     ]
@@ -132,7 +142,7 @@ def ring(count: int) -> list[tuple[int, int, float]]:
 def double_tree(count: int) -> list[tuple[int, int, float]]:
     """Two binary trees, each over half of the tensor, up and down.
 
-    The second is the first with the ranks turned by one, so that hardly anybody is inside both.
+    The second is the first with the ranks turned by one, so that few ranks are inside both.
     """
     edges: dict[tuple[int, int], float] = {}
     for turn in range(2):

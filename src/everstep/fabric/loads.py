@@ -92,7 +92,7 @@ class Loads:
         self._weight[path] = self._heaviest(self._present[:, path])
 
     def _heaviest(self, present: Ints) -> Floats:
-        """Weight of the most important task on each link, 0 where nobody is."""
+        """Weight of the most important task on each link, 0 where there is none."""
         if len(present) == 1:
             return np.where(present[0] > 0, self._weights[0], 0.0)
         top = len(present) - 1 - np.argmax(present[::-1] > 0, axis=0)

@@ -1,9 +1,9 @@
 """The plan for RDMA over Ethernet, as a file. Written, never run: no machine here has such a NIC.
 
 RoCE v2 travels in UDP to port 4791; switches hash its source port, which a NIC derives from the queue pair
-unless it is told another (mlx5: `mlx5dv_modify_qp_udp_sport`). NCCL has no setting for it, so the file is for
-a network plugin or a library that sets ports itself. What NCCL's environment can do is to open as many queue
-pairs as the plan has parts, and to cut messages over them.
+unless it is given another (mlx5: `mlx5dv_modify_qp_udp_sport`). NCCL has no setting for it, so the file is
+for a network plugin or a library that sets ports itself. What NCCL's environment can do is to open as many
+queue pairs as the plan has parts, and to cut messages over them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from everstep.fabric.topology import Topology
 
 UDP_PORT = 4791
 UNTESTED = (
-    "Untested: this file has been written by the planner and read by nobody. Source ports come from UDP "
-    "probes to port 4791 where a catalogue was given, else they are null. Whether a NIC keeps the port it is "
-    "told, and whether switches hash RoCE as they hash the probes, must be checked where it is used."
+    "Untested: the planner writes this file and no program reads it yet. Source ports come from UDP probes "
+    "to port 4791 where a catalogue was given, else they are null. Whether a NIC keeps the port it is given, "
+    "and whether switches hash RoCE as they hash the probes, must be checked where it is used."
 )
 
 

@@ -3,7 +3,7 @@
 What a flow is worth is its rate while it had something to send: bytes acknowledged over the time the socket
 was busy, both from the kernel, so a trainer that computes for a while is not slow. The measure is what the
 plan (max-min) promises it, times what flows reach of their promises here at their best, in the median: a file
-that says 400 Gbit/s where TCP makes 40 of it accuses nobody.
+that says 400 Gbit/s where TCP makes 40 of it accuses no link.
 
     healthy ── rate < slow_below × expected, `confirm` windows in a row ──► slow ──┐
             ── busy, nothing acknowledged for dead_after_s ───────────────► dead ──┴─► suspect links ─► moves
@@ -46,7 +46,7 @@ class FlowMeasured:
     flow: str
     acked_bytes: int
     busy_s: float
-    waiting: bool  # has it bytes out that nobody has acknowledged?
+    waiting: bool  # has it bytes out that are not acknowledged?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class _Seen:
     slow_windows: int = 0
     dead: bool = False
     judged_from_s: float = 0.0
-    told: bool = False
+    reported: bool = False
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ class PathWatch:
             seen.best = max(seen.best or 0.0, min(1.0, seen.rate_gbps / seen.promised_gbps))
         slow = seen.rate_gbps < self.limits.slow_below * self._expected(seen)
         seen.slow_windows = seen.slow_windows + 1 if slow else 0
-        seen.told = seen.told and slow
+        seen.reported = seen.reported and slow
 
     def _expected(self, seen: _Seen) -> float:
         reached = [other.best for other in self._flows.values() if other.best is not None]
@@ -210,9 +210,9 @@ class PathWatch:
             seen.progressed_s = max(seen.progressed_s, now_s)
 
     def _give_up(self, name: str, seen: _Seen) -> list[Action]:
-        if seen.told:
+        if seen.reported:
             return []
-        seen.told = True
+        seen.reported = True
         return [
             CannotMove(
                 flow=name,

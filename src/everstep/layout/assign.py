@@ -52,7 +52,7 @@ def least_cost(costs: Sequence[Sequence[int]]) -> list[int]:
     """For every row a column of its own, the sum of their costs least. Not more rows than columns."""
     rows, columns = len(costs), len(costs[0]) if costs else 0
     row_price, column_price = [0] * (rows + 1), [0] * (columns + 1)
-    owner = [0] * (columns + 1)  # the row of each column, counted from 1; 0 is nobody
+    owner = [0] * (columns + 1)  # the row of each column, counted from 1; 0 is no row
     for row in range(1, rows + 1):
         owner[0] = row
         column = 0

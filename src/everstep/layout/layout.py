@@ -112,7 +112,7 @@ class Layout:
             hole = uncovered(tensor.shape, [piece.box for piece in self.of(name)])
             if hole is not None:
                 raise UserError(
-                    f"nobody holds {hole.volume} elements of tensor {name!r}, from {list(hole.start)} on; "
+                    f"no worker holds {hole.volume} elements of tensor {name!r}, from {list(hole.start)} on; "
                     "give them a holder."
                 )
         for alias, name in self.tied.items():

@@ -177,7 +177,7 @@ def _fetched(
         if not left:
             return
     if left:
-        raise UserError(f"nobody holds the elements from {list(left[0].start)} on that {target} needs.")
+        raise UserError(f"no worker holds the elements from {list(left[0].start)} on that {target} needs.")
 
 
 def _by_distance(

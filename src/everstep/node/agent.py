@@ -45,6 +45,7 @@ from everstep.engine.job import Job
 from everstep.engine.sockets import watch_path
 from everstep.errors import PeerError, UserError
 from everstep.node.coordinator_address import current
+from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkServer
 from everstep.node.kernel import KernelLog
 from everstep.node.memory_store import MemoryServer
@@ -68,6 +69,7 @@ class AgentSettings:
     ca: Path | None = None
     beat_s: float = BEAT_EVERY_S
     words: Path | None = None  # a folder for what workers print
+    fabric: FabricSettings | None = None  # workers follow its plan
     limits: DetectorLimits = field(default_factory=DetectorLimits)
 
 
@@ -85,7 +87,7 @@ class Agent:
         self._news = asyncio.Event()
         self._servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
         self._welcomed = False
-        self._troubles: dict[str, str] = {}  # by address: why it is not connected, as last told
+        self._troubles: dict[str, str] = {}  # by address: why it is not connected, as last printed
         self._beside: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -105,6 +107,7 @@ class Agent:
             host=self.settings.host,
             node=self.settings.node,
             logs=self.settings.words,
+            fabric=self.settings.fabric,
         )
         self.workers.open()
         self._door = MemoryServer(self.workers.memory, self.settings.host)

@@ -29,13 +29,13 @@ class CheckpointDirectory:
         root = folder.root_of(self.job.base, spec.folder)
         return newest_to_use(root, known=known, start_over=spec.start_over)
 
-    def commit(self, step: int, told: list[dict[str, Any]]) -> None:
+    def commit(self, step: int, described: list[dict[str, Any]]) -> None:
         """All parts of this step lie in the folder: from now on it is a checkpoint."""
         spec = self.job.checkpoint
         assert spec is not None
         root = folder.root_of(self.job.base, spec.folder)
-        groups = merged(group for part in told for group in part.get("groups", ()))
-        parts = [{key: value for key, value in part.items() if key != "groups"} for part in told]
+        groups = merged(group for part in described for group in part.get("groups", ()))
+        parts = [{key: value for key, value in part.items() if key != "groups"} for part in described]
         folder.commit(root, step, parts, self._meta(step), spec.keep, groups=groups)
         place_of(root).clean(before=step)  # what is not whole by now never will be
 

@@ -22,7 +22,7 @@ class KernelLog:
             os.lseek(self.fd, 0, os.SEEK_END)
 
     def read(self, found: Callable[[str], None]) -> None:
-        """All lines there are; `found` is told those that mean something."""
+        """All lines there are; `found` gets those that name a fault."""
         assert self.fd is not None
         while True:
             try:

@@ -75,7 +75,7 @@ class Bell:
     def ring(self, what: object) -> None:
         with self._lock:
             self._rung.append(what)
-        with contextlib.suppress(OSError):  # closed: nobody listens any more
+        with contextlib.suppress(OSError):  # closed: the listener is gone
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> list[object]:

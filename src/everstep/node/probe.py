@@ -106,7 +106,7 @@ class Prober:
     def trace(
         self, source: str, target: str, port: int, *, target_port: int, most: int = 8
     ) -> PathTrace | None:
-        """All hops to a node, until it answers itself; None if somebody on the way is silent."""
+        """All hops to a node, until it answers itself; None if a hop does not answer."""
         key = Tuple4(protocol="tcp", source=source, target=target, target_port=target_port)
         self._refuse_strangers(target)
         hops: list[str] = []

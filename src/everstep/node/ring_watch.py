@@ -3,7 +3,7 @@
 A worker tells the time of its ops itself; what messages take only shows when both ends are compared, and they
 are in the rings of two workers. An agent sees those of its own node; a link to another node has its other end
 elsewhere and is not judged. A look reads some hundred kilobytes and thinks for milliseconds, so there is one
-every few seconds, and what two in a row agree on is told (`diagnose.stream`).
+every few seconds, and what two in a row agree on is reported (`diagnose.stream`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RingWatch:
         self._task, self.replicas = task, replicas
         self._stream = Stream()
         self._fed: set[Worker] = set()
-        self._told: dict[Link, int] = {}  # looks since it was last seen
+        self._reported: dict[Link, int] = {}  # looks since it was last seen
         self._next = 0.0
 
     def look(self, rings: Mapping[Worker, Path], now: float) -> list[SlowLinkFound | SlowLinkEnded]:
@@ -44,7 +44,7 @@ class RingWatch:
             try:
                 self._stream.feed(read(path.name, path.read_bytes()))
                 self._fed.add(worker)
-            except (OSError, UnusableFileError):  # it is being born, or buried
+            except (OSError, UnusableFileError):  # it is being created, or removed
                 continue
         slow = [f for f in self._stream.verdicts() if f.syndrome is Syndrome.COMMUNICATION_SLOW]
         return self._news({link: finding for finding in slow for link in self._links(finding)})
@@ -61,7 +61,7 @@ class RingWatch:
     def _news(self, slow: Mapping[Link, Finding]) -> list[SlowLinkFound | SlowLinkEnded]:
         news: list[SlowLinkFound | SlowLinkEnded] = []
         for link, finding in slow.items():
-            if link not in self._told:
+            if link not in self._reported:
                 news.append(
                     SlowLinkFound(
                         task=self._task,
@@ -74,11 +74,11 @@ class RingWatch:
                         ),
                     )
                 )
-            self._told[link] = 0
-        for link in [link for link in self._told if link not in slow]:
-            self._told[link] += 1
-            if self._told[link] >= ENDED_LOOKS:
-                del self._told[link]
+            self._reported[link] = 0
+        for link in [link for link in self._reported if link not in slow]:
+            self._reported[link] += 1
+            if self._reported[link] >= ENDED_LOOKS:
+                del self._reported[link]
                 because = f"messages from worker {link[0]} to worker {link[1]} take their usual time again"
                 news.append(SlowLinkEnded(task=self._task, worker=link[0], peer=link[1], because=because))
         return news

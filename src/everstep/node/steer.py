@@ -112,7 +112,7 @@ class FlowWatch:
     ports: SourcePorts
     sockets: Callable[[], Sequence[tuple[tuple[str, int], socket.socket]]]
     move: Callable[[tuple[str, int]], None]
-    told: Callable[[Action], None]
+    report: Callable[[Action], None]
     interval_s: float = 0.25
     clock: Callable[[], float] = time.monotonic
     _stopped: threading.Event = field(default_factory=threading.Event)
@@ -158,7 +158,7 @@ class FlowWatch:
                 self.move(peer)
             case CannotMove():
                 pass
-        self.told(action)
+        self.report(action)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ class Steering:
 
 
 def steering_from(document: Mapping[str, Any]) -> Steering:
-    """From what a worker is told: `fabric` (the fabric file with its tasks), `node`, `ports` (first, last),
+    """From a worker's settings: `fabric` (the fabric file with its tasks), `node`, `ports` (first, last),
     and `worker_flows`, if not all of the node's are this worker's.
 
     The plan is a function of the fabric and its tasks, so all workers compute the same one.
@@ -217,9 +217,9 @@ def steering(
 def watch_links(
     steering: Steering, links: Links, tell: Callable[[str, dict[str, Any]], None], *, interval_s: float = 0.25
 ) -> FlowWatch:
-    """Watch a worker's links; every move, and every flow that cannot be moved, is told with its reason."""
+    """Watch a worker's links; report every move, and every flow that cannot be moved, with the reason."""
 
-    def told(action: Action) -> None:
+    def report(action: Action) -> None:
         print(
             f"{'moved' if isinstance(action, MoveFlow) else 'not moved'}: {action.because}", file=sys.stderr
         )
@@ -230,7 +230,7 @@ def watch_links(
         ports=steering.ports,
         sockets=links.sockets,
         move=lambda peer: links.move(Address(*peer)),
-        told=told,
+        report=report,
         interval_s=interval_s,
     )
     watching.start()

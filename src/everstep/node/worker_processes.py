@@ -28,6 +28,7 @@ from everstep.engine.faults import parse_fault
 from everstep.engine.job import Job
 from everstep.errors import EverstepError
 from everstep.node.checkpoints import failure, work_on_disk
+from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkedProcess, ForkServer, ForkServerDied, exit_reason
 from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.memory_store import MemoryStore
@@ -89,6 +90,7 @@ class WorkerProcesses:
         node: str = "here",
         logs: Path | None = None,
         detect: bool = True,
+        fabric: FabricSettings | None = None,
     ) -> None:
         """`folder`: for sockets and beacons; `logs`: for what workers print, if the job names no folder.
         `decide`: where `machine` is a part of a larger one. `beside`: how to do what takes long.
@@ -99,7 +101,7 @@ class WorkerProcesses:
         self.tasks: dict[str, TaskHere] = {}
         self._loop, self._fork_server, self._beside = loop, fork_server, beside
         self._decide: Decide = decide or machine.handle
-        self._logs, self._detect = logs, detect
+        self._logs, self._detect, self._fabric = logs, detect, fabric
         self._all: dict[Sender, WorkerProcess] = {}
         self._unreadable: dict[str, str] = {}  # jobs that make no sense here, and why
         self._rings: dict[str, RingWatch] = {}
@@ -277,6 +279,7 @@ class WorkerProcesses:
     def _spec(self, sender: Sender, path: Path) -> dict[str, Any]:
         here = self.tasks[sender.task]
         first = sender.incarnation == 1
+        slot = self.machine.processes[sender].order.slot
         return {
             "task": sender.task,
             "worker": str(sender.worker),
@@ -290,7 +293,8 @@ class WorkerProcesses:
             "script": list(here.script) or None,
             "job": here.job.to_dict(),
             "node": self.node,
-            "slot": self.machine.processes[sender].order.slot,
+            "slot": slot,
+            "fabric": None if self._fabric is None else self._fabric.of(sender, slot),
             "memory": str(self.memory.folder),
         }
 

@@ -1,6 +1,6 @@
 """`assign`: the plan for a cluster as an event left it. The one function the coordinator calls.
 
-standing    what each task lost, and where its nearest state is          task.py
+situation   what each task lost, and where its nearest state is          task.py
 periods     now, and after each repair under way, latest first           running.py
 options     what each task could do, and what it is worth                options.py
 split       the exact best choice for all tasks together                 allocate.py
@@ -20,7 +20,7 @@ from everstep.plan.explain import Gain, RunnerUp, gains_of, reasons, runner_up_s
 from everstep.plan.options import Horizon, Options, TaskOption, options
 from everstep.plan.placement import Placement, Unplaceable, place
 from everstep.plan.running import Period, periods
-from everstep.plan.task import TaskSituation, TaskSpec, standing
+from everstep.plan.task import TaskSituation, TaskSpec, situation
 
 MOST_RETRIES = 64
 RUNNERS_CONSIDERED = 8  # tasks whose choice is taken away in turn to find what came second
@@ -39,7 +39,7 @@ class Plan:
     waf_after: float
     running_s: float
     runner_up: RunnerUp | None = None
-    payback_s: float | None = None  # when the changes nobody forced have paid for themselves
+    payback_s: float | None = None  # when the voluntary changes have paid for themselves
     warnings: tuple[str, ...] = ()
 
     @property
@@ -49,10 +49,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
-    """How much each task gets, before anybody is seated."""
+    """How much each task gets, before places are chosen."""
 
     period: Period
-    standings: Mapping[str, TaskSituation]
+    situations: Mapping[str, TaskSituation]
     options: Mapping[str, Options]
     choices: Mapping[str, TaskOption]
 
@@ -89,7 +89,7 @@ def assign(
     _check(tasks, now)
     decision = decide(cluster, tasks, now)
     decision, placement = _placed(cluster, now, decision)
-    gains = gains_of(decision.standings, decision.choices, placement, now)
+    gains = gains_of(decision.situations, decision.choices, placement, now)
     rival = _runner_up(cluster, decision) if second else None
     unpromised = decide(_unpromised(cluster), tasks, now).choices if decision.period.repaired else None
     text, payback_s = reasons(
@@ -100,7 +100,7 @@ def assign(
         objective=decision.objective,
         gains=gains,
         because=text,
-        waf_before=sum(t.weight * decision.standings[t.name].throughput for t in tasks),
+        waf_before=sum(t.weight * decision.situations[t.name].throughput for t in tasks),
         waf_after=sum(t.weight * decision.choices[t.name].throughput for t in tasks),
         running_s=decision.period.running_s,
         runner_up=rival,
@@ -114,11 +114,11 @@ def decide(cluster: Cluster, tasks: Sequence[TaskSpec], now: Assignment) -> Deci
     targets: Mapping[str, TaskOption] = {}
     found: Decision | None = None
     for period in reversed(periods(cluster)):
-        standings = {t.name: standing(t, period.cluster, now) for t in tasks}
+        situations = {t.name: situation(t, period.cluster, now) for t in tasks}
         every = {
             t.name: options(
                 t,
-                standings[t.name],
+                situations[t.name],
                 period.cluster,
                 Horizon(
                     running_s=period.running_s,
@@ -129,16 +129,16 @@ def decide(cluster: Cluster, tasks: Sequence[TaskSpec], now: Assignment) -> Deci
             for t in tasks
         }
         found = Decision(
-            period=period, standings=standings, options=every, choices=_split(period.cluster, every)
+            period=period, situations=situations, options=every, choices=_split(period.cluster, every)
         )
         targets = found.choices
     assert found is not None
     return found
 
 
-def told(cluster: Cluster, decision: Decision) -> str:
-    """The decision's reason, before anybody is seated."""
-    gains = gains_of(decision.standings, decision.choices)
+def explained(cluster: Cluster, decision: Decision) -> str:
+    """The decision's reason, before places are chosen."""
+    gains = gains_of(decision.situations, decision.choices)
     return reasons(cluster, "", decision.period, decision.options, decision.choices, gains)[0]
 
 
@@ -150,7 +150,7 @@ def _split(cluster: Cluster, every: Mapping[str, Options]) -> dict[str, TaskOpti
 def _placed(cluster: Cluster, now: Assignment, decision: Decision) -> tuple[Decision, Placement]:
     """Seat the decision; a task whose shape finds no room chooses again without it."""
     shapes = {
-        **{name: s.shape for name, s in decision.standings.items() if s.shape is not None},
+        **{name: s.shape for name, s in decision.situations.items() if s.shape is not None},
         **now.shapes,
     }
     known = Assignment(places=now.places, shapes=shapes)
@@ -171,7 +171,7 @@ def _without(cluster: Cluster, decision: Decision, task: str) -> Decision | None
     every = {**decision.options, task: fewer}
     return Decision(
         period=decision.period,
-        standings=decision.standings,
+        situations=decision.situations,
         options=every,
         choices=_split(decision.period.cluster, every),
     )
@@ -182,8 +182,8 @@ def _runner_up(cluster: Cluster, decision: Decision) -> RunnerUp | None:
     names = sorted(
         decision.choices,
         key=lambda n: (
-            not decision.standings[n].damaged,
-            decision.choices[n].workers == decision.standings[n].workers,
+            not decision.situations[n].damaged,
+            decision.choices[n].workers == decision.situations[n].workers,
         ),
     )
     best: Decision | None = None
@@ -196,7 +196,7 @@ def _runner_up(cluster: Cluster, decision: Decision) -> RunnerUp | None:
 
 
 def _unpromised(cluster: Cluster) -> Cluster:
-    """The same cluster if nobody had said when repairs end."""
+    """The same cluster without promised repair times."""
     return replace(cluster, nodes=[replace(node, back_in_s=None) for node in cluster.nodes])
 
 

@@ -33,7 +33,7 @@ class PlanNode:
     rack: str | None = None
     bad_slots: frozenset[int] = frozenset()
     lost: bool = False
-    back_in_s: float | None = None  # of a lost node: when its repair is expected to end; None: nobody knows
+    back_in_s: float | None = None  # of a lost node: when its repair is expected to end; None: unknown
     failures_per_1000_days: float | None = None  # None: as the cluster's
 
     def usable(self) -> list[int]:
@@ -49,8 +49,8 @@ class Cluster:
     nodes: Sequence[PlanNode]
     whole_nodes: bool = False  # give tasks nodes, not slots
     failures_per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS
-    running_s: float | None = None  # the expected time to the next event, if somebody knows better
-    hysteresis: float = 1.0  # a change nobody forced must earn this many times its cost
+    running_s: float | None = None  # the expected time to the next event, if it is known better
+    hysteresis: float = 1.0  # a voluntary change must earn this many times its cost
     costs: Costs = field(default_factory=Costs)
     unit: int = field(init=False, repr=False, compare=False)  # slots that are given away together
     capacity: int = field(init=False, repr=False, compare=False)  # slots a plan may use

@@ -3,7 +3,7 @@
 Two sources. A `Model` on a `Gpu`: every cut (stages x shards x microbatch x recomputation) that divides and
 fits is timed, and the best kept. Or a table of measured throughput, in any unit, by number of workers from
 0. Curves are not monotone, and should not be: 11 workers may have no good shape where 10 have one. A plan
-then simply leaves the eleventh to somebody else.
+then simply leaves the eleventh to another task.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class RunnerUp:
 
 
 def gains_of(
-    standings: Mapping[str, TaskSituation],
+    situations: Mapping[str, TaskSituation],
     choices: Mapping[str, TaskOption],
     placement: Placement | None = None,
     now: Assignment | None = None,
@@ -61,17 +61,17 @@ def gains_of(
     return {
         name: Gain(
             kind=choice.kind,
-            workers_before=standings[name].workers,
+            workers_before=situations[name].workers,
             workers_after=choice.workers,
-            shape_before=standings[name].shape,
+            shape_before=situations[name].shape,
             shape_after=choice.shape if choice.workers else None,
-            throughput_before=standings[name].throughput,
+            throughput_before=situations[name].throughput,
             throughput_after=choice.throughput,
-            damaged=standings[name].damaged,
+            damaged=situations[name].damaged,
             transition_s=choice.transition_s,
             moves=placement.moves.get(name, 0) if placement else 0,
             taken_from=taken.get(name, {}),
-            source=standings[name].source,
+            source=situations[name].source,
             reward=choice.reward,
             cost=choice.cost,
             way_back=choice.way_back,
@@ -109,12 +109,12 @@ def reasons(
     gains: Mapping[str, Gain],
     unpromised: Mapping[str, TaskOption] | None = None,
 ) -> tuple[str, float | None]:
-    """The sentence for the log, and when the changes nobody forced have paid for themselves.
+    """The sentence for the log, and when the voluntary changes have paid for themselves.
 
-    `unpromised` is what would have been chosen had nobody promised a repair.
+    `unpromised` is what would have been chosen without promised repair times.
     """
     changed = [name for name, gain in gains.items() if gain.kind is not OptionKind.KEEP and _is_news(gain)]
-    parts = [_told(name, gains[name]) for name in changed[:6]]
+    parts = [_explained(name, gains[name]) for name in changed[:6]]
     if len(changed) > 6:
         parts.append(f"{len(changed) - 6} more tasks change")
     if not changed:
@@ -146,7 +146,7 @@ def _is_news(gain: Gain) -> bool:
     return gain.workers_before > 0 or gain.workers_after > 0
 
 
-def _told(name: str, gain: Gain) -> str:
+def _explained(name: str, gain: Gain) -> str:
     count = f"{gain.workers_before} → {gain.workers_after} workers"
     if gain.kind is OptionKind.START:
         shape = f", {gain.shape_after}" if gain.shape_after else ""
@@ -169,7 +169,7 @@ def _told(name: str, gain: Gain) -> str:
 
 
 def _payback(every: Mapping[str, Options], choices: Mapping[str, TaskOption]) -> float | None:
-    """Against the least anybody could do: who is whole keeps, who is hurt goes on with what it has."""
+    """Against the least that could be done: whole tasks stay as they are, damaged ones use what is left."""
     extra_cost = extra_rate = 0.0
     for name, choice in choices.items():
         least = least_change(every[name])
@@ -184,8 +184,8 @@ def _payback(every: Mapping[str, Options], choices: Mapping[str, TaskOption]) ->
 
 
 def least_change(options: Options) -> TaskOption:
-    """What a task does if nobody plans for it."""
-    today = options.standing
+    """What a task does without a plan."""
+    today = options.situation
     if not today.workers:
         return options.choice(0)
     stay = options.layers[-1]
@@ -205,10 +205,10 @@ def runner_up_sentence(
 ) -> RunnerUp:
     """Name what differs, and which term decided."""
     differ = [name for name in best if not best[name].same(other[name])]
-    told = []
+    changes = []
     for name in differ[:3]:
         choice = other[name]
-        told.append(f"{name} {choice.kind.verb} ({choice.workers} workers)")
+        changes.append(f"{name} {choice.kind.verb} ({choice.workers} workers)")
     more = f" and {len(differ) - 3} more differ" if len(differ) > 3 else ""
     objective = sum(choice.worth for choice in best.values())
     worth = sum(choice.worth for choice in other.values())
@@ -239,5 +239,5 @@ def runner_up_sentence(
         choices={name: choice.kind for name, choice in other.items()},
         objective=worth,
         behind=(objective - worth) / abs(objective) if objective else 0.0,
-        because=f"{', '.join(told)}{more}: {why}.",
+        because=f"{', '.join(changes)}{more}: {why}.",
     )

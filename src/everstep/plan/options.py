@@ -119,7 +119,7 @@ class Options:
     """A task's options; `units` and `worth` are what the allocation sees, best of all layers."""
 
     task: TaskSpec
-    standing: TaskSituation
+    situation: TaskSituation
     horizon: Horizon
     layers: tuple[Layer, ...]
     units: Ints = field(init=False)
@@ -153,7 +153,7 @@ class Options:
         throughput, cut = float(layer.throughput[index]), int(layer.cut[index])
         shape: ParallelShape | None = None
         if kind in (OptionKind.KEEP, OptionKind.REROUTE):
-            shape = self.standing.shape
+            shape = self.situation.shape
         elif cut >= 0:
             same_cut = self.task.curve.cuts[cut]
             shape = same_cut.shape(workers // (same_cut.stages * same_cut.shards))
@@ -167,7 +167,7 @@ class Options:
             transition_s=float(layer.transition_s[index]),
             back_s=float(layer.back_s[index]),
             reward=w * throughput * self.horizon.running_s,
-            cost=w * self.standing.throughput * float(layer.transition_s[index]),
+            cost=w * self.situation.throughput * float(layer.transition_s[index]),
             way_back=self.horizon.ends_by_repair
             * w
             * (target.throughput if target else 0.0)
@@ -186,30 +186,30 @@ class Options:
             layers.append(replace(layer, worth=worth))
         if not any((layer.worth > NEVER).any() for layer in layers):
             return None
-        return Options(self.task, self.standing, self.horizon, tuple(layers))
+        return Options(self.task, self.situation, self.horizon, tuple(layers))
 
 
 def _fraction(part: Floats, whole: float) -> Floats:
     return part / whole if whole > 0 else np.zeros_like(part)
 
 
-def options(task: TaskSpec, standing: TaskSituation, cluster: Cluster, horizon: Horizon) -> Options:
+def options(task: TaskSpec, situation: TaskSituation, cluster: Cluster, horizon: Horizon) -> Options:
     """All options of a task on a cluster of this size."""
-    build = _Build(task, standing, cluster, horizon)
-    return Options(task, standing, horizon, tuple(build.layers()))
+    build = _Build(task, situation, cluster, horizon)
+    return Options(task, situation, horizon, tuple(build.layers()))
 
 
 class _Build:
     """The columns of every layer. One object, because they all read the same dozen facts."""
 
-    def __init__(self, task: TaskSpec, standing: TaskSituation, cluster: Cluster, horizon: Horizon) -> None:
-        self.task, self.today, self.horizon = task, standing, horizon
+    def __init__(self, task: TaskSpec, situation: TaskSituation, cluster: Cluster, horizon: Horizon) -> None:
+        self.task, self.today, self.horizon = task, situation, horizon
         self.curve, self.costs, self.unit = task.curve, cluster.costs, cluster.unit
         self.top = cluster.capacity // cluster.unit
         self.fixed_s = task.transition_s if task.transition_s is not None else cluster.costs.transition_s
-        self.step_s = task.curve.step_s(standing.throughput)
-        self.cut_today = task.curve.cut_index(standing.shape)
-        self.hysteresis = 1.0 if standing.damaged else cluster.hysteresis
+        self.step_s = task.curve.step_s(situation.throughput)
+        self.cut_today = task.curve.cut_index(situation.shape)
+        self.hysteresis = 1.0 if situation.damaged else cluster.hysteresis
         self.parts = np.array([cut.stages * cut.shards for cut in task.curve.cuts] or [1], dtype=np.float64)
 
     def layers(self) -> Iterator[Layer]:

@@ -188,13 +188,13 @@ class _Room:
         self.owner.setdefault(node, task)
 
     def reserve(self, seat: _Seat) -> None:
-        """Slots of a task that changes its cut are its own before they are anybody's."""
+        """A task that changes its cut has the first claim on its own slots."""
         for node, slot in seat.own:
             self.held[node][seat.name].add(slot)
             self.owner.setdefault(node, seat.name)
 
     def slots(self, task: str, node: str) -> list[int]:
-        """What this task may take there: its own old slots first, nobody else's reserved ones."""
+        """What this task may take there: its own old slots first, no slot that is reserved for another."""
         if self.cluster.whole_nodes and self.owner.get(node, task) != task:
             return []
         if node not in self.held:

@@ -31,7 +31,7 @@ def live_per_stage(shape: ParallelShape, dead: frozenset[Worker]) -> list[int]:
 
 
 def throughput_ratio(shape: ParallelShape, dead: frozenset[Worker], *, batch: int, schedule: str) -> float:
-    """Throughput with these groups dead over throughput with all alive; 0 if a stage has nobody."""
+    """Throughput with these groups dead over throughput with all alive; 0 if a stage has no worker."""
     if not dead:
         return 1.0
     per_stage = live_per_stage(shape, dead)

@@ -1,6 +1,6 @@
 """How long a plan will hold: D_running, and the repairs that will end it.
 
-Failures come at a rate that grows with the cluster, repairs at times somebody has promised. The next event is
+Failures come at a rate that grows with the cluster, repairs at promised times. The next event is
 the earlier of the two, so a plan made now lasts in expectation
 
     E[min(failure, repair)] = (1 - exp(-rate x repair)) / rate

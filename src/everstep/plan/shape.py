@@ -12,8 +12,8 @@ class ParallelShape:
     replicas: int
     stages: int = 1
     shards: int = 1
-    microbatch: int = 0  # sequences; 0 where nobody asked
-    recompute: str = ""  # none, selective or full; "" where nobody asked
+    microbatch: int = 0  # sequences; 0 where it does not matter
+    recompute: str = ""  # none, selective or full; "" where it does not matter
 
     @property
     def workers(self) -> int:

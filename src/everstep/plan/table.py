@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everstep.plan.answer import Decision, Plan, assign, decide, told
+from everstep.plan.answer import Decision, Plan, assign, decide, explained
 from everstep.plan.events import PlanWorld, after, next_events
 
 
@@ -59,7 +59,7 @@ class NextEvents:
         return made
 
     def look_up(self, event: str) -> Ready:
-        """The answer to one of `events`; thought of on the spot if nobody has yet."""
+        """The answer to one of `events`; computed now if it is not in the table."""
         key = self._class_of[event] if event in self._class_of else self._class(event)
         if key not in self._ready:
             self._ready[key] = self._think(event)
@@ -69,7 +69,7 @@ class NextEvents:
     def _think(self, event: str) -> tuple[Decision, str]:
         world = after(event, self.world)
         decision = decide(world.cluster, world.submitted(), world.now)
-        return decision, told(world.cluster, decision)
+        return decision, explained(world.cluster, decision)
 
     def _plan(self, event: str) -> Plan:
         world = after(event, self.world)

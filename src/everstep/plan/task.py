@@ -23,7 +23,7 @@ class TaskSpec:
     weight: float = 1.0
     min_workers: int = 1
     max_workers: int | None = None
-    transition_s: float | None = None  # what any change costs, if somebody knows better
+    transition_s: float | None = None  # what any change costs, if it is known better
     must_run: bool = False  # not to be stopped while any other plan is possible
     expected: bool = False  # not submitted yet; kept in mind for the table of next events
 
@@ -60,7 +60,7 @@ class TaskSituation:
         return (self.shape.groups - len(self.dead)) * self.shape.shards
 
 
-def standing(task: TaskSpec, cluster: Cluster, now: Assignment) -> TaskSituation:
+def situation(task: TaskSpec, cluster: Cluster, now: Assignment) -> TaskSituation:
     """Compare where the task's workers are with what is still usable."""
     places = now.of(task.name)
     before = sum(place is not None for place in places)

@@ -174,7 +174,7 @@ def _slowest(instance: Instance, stages: list[_Stage], mode: str) -> float:
 
 
 def relative_throughput(instance: Instance, mode: str) -> float:
-    """Steps per second with the instance's dead, over steps per second with nobody dead: 1.0 loses nothing.
+    """Steps per second with the instance's dead, over those without dead workers: 1.0 loses nothing.
 
     From bounds alone, no schedule is built: about a millisecond for a thousand workers, for planners and
     simulators that ask it of many shapes. Both sides are lower bounds of the same mode, so what the answer

@@ -42,7 +42,7 @@ class PlanCache:
             self._members.setdefault(sort, []).append(replica)
 
     def get(self, dead: Iterable[Worker], mode: str) -> Planned:
-        """The plan for these survivors; computed if nobody has asked for their like before."""
+        """The plan for these survivors; computed unless a similar set was asked for before."""
         exact = (mode, frozenset(dead))
         if exact in self._by_dead:
             return self._by_dead[exact]
@@ -72,7 +72,7 @@ class PlanCache:
             if worker in gone:
                 continue
             if sum(w.stage == worker.stage for w in after) == self.healthy.replicas:
-                continue  # nobody left at this stage: no schedule, a checkpoint
+                continue  # no worker left at this stage: no schedule, a checkpoint
             key = self._normalize(after)[0]
             weight[key] = weight.get(key, 0) + 1
             example.setdefault(key, after)

@@ -1,7 +1,7 @@
 """An instance as flat lists of numbers, with replicas that are alike folded into one.
 
 A replica is *clean* when no microbatch enters or leaves it and all its workers live. Clean replicas with
-the same times and the same memory run the same schedule and touch nobody else, so one of them stands for
+the same times and the same memory run the same schedule and touch no other, so one of them stands for
 all. What is left after folding is what the planner pays for: broken replicas, their helpers, and one clean
 replica of each sort.
 

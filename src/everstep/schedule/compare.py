@@ -1,6 +1,6 @@
 """The same survivors under other systems' policies, on the same op times: what re-routing is worth.
 
-    1F1B, zero bubble   nobody dead. Both, because re-routing lives off bubbles: against a baseline that has
+    1F1B, zero bubble   no worker dead. Both, because re-routing uses bubbles: against a baseline that has
                         none, no schedule can hide a death
     shrink              Oobleck-like: replicas with a dead worker are dropped, the rest share the batch
     redundancy          Bamboo-like: each worker also runs its successor's forward (the price of standing by,
@@ -46,7 +46,7 @@ def compare(instance: Instance) -> list[Row]:
         rows.append(Row(name, planned.value, planned.lower_bound))
     for mode, label in (("1f1b", "1F1B"), ("zero-bubble", "zero bubble")):
         rows.append(Row(f"shrink, {label}", shrink(instance, mode)))
-    rows.append(Row("redundancy, nobody dead", redundancy(healthy)))
+    rows.append(Row("redundancy, no failures", redundancy(healthy)))
     rows.append(Row("redundancy", redundancy(instance)))
     return rows
 

@@ -4,7 +4,7 @@ ready.
 The order of preference, and why:
 
     I before F     someone upstream waits for the gradient
-    F before W     someone downstream waits for the activation; nobody waits for a weight gradient
+    F before W     a worker downstream waits for the activation; none waits for a weight gradient
     F is barred    while the stash is full; only W (or B) makes room
 
 Five habits refine it; each helps some shapes and hurts others, so a `Habit` switches them and the planner
@@ -18,7 +18,7 @@ keeps the best of a few:
                     W's time; only where the worker can afford it: its work and idle time so far must leave
                     room within the target, which is the lower bound
 
-Stage 0 waits for no gradient: nobody waits for what it makes of it.
+Stage 0 waits for no gradient: no worker waits for its output.
 
             0  F F F F . . . I W F I W F I W I W      "." is the wait for the first gradient: what the
             1    F F F . . I F I W F I W I W W        stash cannot fill, and the bound counts as idle

@@ -56,7 +56,7 @@ class Choice:
 def normalize(instance: Instance, mode: str, state_bytes: Sequence[float] = ()) -> list[Choice]:
     """The frontier, fewest moves first: each choice has a smaller bound than the one before it.
 
-    The first choice moves nobody; its bound is the present one. What a move earns is the ratio of bounds (as
+    The first choice moves none; its bound is the present one. What a move earns is the ratio of bounds (as
     in `bounds.relative_throughput`); what it costs is `state_bytes` over the links. From then on the dead are
     `choice.dead`, and `plan(replace(instance, dead=choice.dead), mode)` is the schedule. Takes milliseconds
     for a few dead, under a second for a hundred among a thousand workers. What is `done` of a broken step is

@@ -183,7 +183,7 @@ def _because(instance: Instance, planned: Planned) -> str:
     who = (
         f"{len(instance.dead)} dead, {planned.rerouted} microbatch-stages re-routed"
         if instance.dead
-        else "nobody dead"
+        else "no failures"
     )
     return (
         f"{planned.mode}: {planned.value:g} with {who}; no schedule can beat {planned.lower_bound:g}, "

@@ -34,7 +34,7 @@ from everstep.schedule.timing import Timing
 
 Progress = Callable[[float, float, float], None]  # best value so far, best bound so far, seconds
 FINEST = 1_000
-MOST_OPS = 20_000  # a model of more takes longer to build than anybody waits for its answer
+MOST_OPS = 20_000  # a model of more takes too long to build
 
 
 def polish(

@@ -2,14 +2,14 @@
 
 A worker tells three times of an op: how long it took (`F`), how long it kept a core busy (`F.cpu`), and how
 long it took without its wait for a core, which is its *own*. Where every worker has a core they are about the
-same. Where workers share cores, the first holds the wait for one, and that wait changes when somebody dies or
+same. Where workers share cores, the first holds the wait for one, and that wait changes when a worker dies or
 a neighbour has work; the others do not. `instance` has the first, for planning; `alone` has the second, for
 telling in advance how long a step takes (see sharing.py); `drift` has the third, for telling whether a
 schedule is out of date. Besides its ops a worker burns time on messages and bookkeeping: `step.cpu` is all of
 it in a step, and `alone` spreads the rest over the ops.
 
 Within a stage all workers are planned with one time: what differs between them is mostly noise, and noise
-must not move microbatches. Who is slower than that is not guessed here: it is told as `slow`, with a factor,
+must not move microbatches. Who is slower than that is not guessed here: it is given as `slow`, with a factor,
 when there is evidence for it (see diagnose/watch.py).
 """
 
@@ -47,21 +47,21 @@ class Profile:
         )
 
     def learn(
-        self, worker: Worker, told: Mapping[str, float], ops: Mapping[str, tuple[int, float]] | None = None
+        self, worker: Worker, times: Mapping[str, float], ops: Mapping[str, tuple[int, float]] | None = None
     ) -> None:
         """`ops`: how many of each kind were run lately, and their own seconds together."""
-        self._times[worker] = {kind: told[kind] for kind in Kind if kind in told}
+        self._times[worker] = {kind: times[kind] for kind in Kind if kind in times}
         own = self._own.setdefault(worker, dict(self._times[worker]) if ops is None else {})
         for name, (count, seconds) in (ops or {}).items():
             if count:
                 kind, each = Kind(name), seconds / count
                 own[kind] = each if kind not in own else _OLD * own[kind] + _NEW * each
-        if (held := max(told.get(HELD_FORWARD, 0.0), told.get(HELD_WEIGHT, 0.0))) > 0:
-            self.rooms[worker] = StashRoom(held, told.get(ROOM))
-        busy = {kind: told[f"{kind}.cpu"] for kind in Kind if f"{kind}.cpu" in told}
+        if (held := max(times.get(HELD_FORWARD, 0.0), times.get(HELD_WEIGHT, 0.0))) > 0:
+            self.rooms[worker] = StashRoom(held, times.get(ROOM))
+        busy = {kind: times[f"{kind}.cpu"] for kind in Kind if f"{kind}.cpu" in times}
         if all(kind in busy for kind in WORK):
             self._busy[worker] = busy
-            self._step_busy[worker] = told.get("step.cpu", 0.0)
+            self._step_busy[worker] = times.get("step.cpu", 0.0)
 
     def drift(self) -> str | None:
         """Does the schedule in force rest on times that are no longer true? One sentence if so.
@@ -81,7 +81,7 @@ class Profile:
         return f"stage {worst} has {ratios[worst]:.2f} of the share of the work that was planned for it"
 
     def instance(self, slow: Mapping[Worker, float] | None = None) -> Instance:
-        """The task with nobody dead and nothing done; what is planned now is planned with these times.
+        """The task with no worker dead and nothing done; what is planned now is planned with these times.
 
         `slow`: these workers take so many times as long as the others of their stage.
         """
@@ -95,9 +95,9 @@ class Profile:
         return self._instance(even, self._slow)
 
     def alone(self, hosted: Mapping[Worker, int]) -> Instance | None:
-        """The same task with times as if every worker had a core; None where nobody has told them.
+        """The same task with times as if every worker had a core; None where no worker has reported them.
 
-        `hosted` is how many microbatches a worker runs in a step, the one that `step.cpu` was told of.
+        `hosted` is how many microbatches a worker runs in a step, the one that `step.cpu` was reported for.
         """
         if not self._busy:
             return None
@@ -135,17 +135,17 @@ class Profile:
         )
 
     def _shares(self) -> list[float] | None:
-        """What a microbatch takes at each stage, over the mean of all stages; None: a stage has not told."""
+        """What a microbatch takes at each stage, over the mean of all stages; None if one is unknown."""
         work = []
         for stage in range(self.shape.stages):
-            told = [
+            reported = [
                 sum(own[kind] for kind in WORK) / self._slow.get(worker, 1.0)
                 for worker, own in self._own.items()
                 if worker.stage == stage and all(kind in own for kind in WORK)
             ]
-            if not told:
+            if not reported:
                 return None
-            work.append(median_low(told))  # one that has just become slow does not make its stage slow
+            work.append(median_low(reported))  # one that has just become slow does not make its stage slow
         mean = fmean(work)
         return [seconds / mean for seconds in work] if mean > 0 else None
 

@@ -2,7 +2,7 @@
 be.
 
 Replicas that do the same work have the same plan, so a plan keeps one list of op codes per *kind* of worker
-and writes out the ops of a worker when somebody asks for them. To the reader it is an ordinary mapping.
+and writes out the ops of a worker when they are asked for. To the reader it is an ordinary mapping.
 """
 
 from __future__ import annotations

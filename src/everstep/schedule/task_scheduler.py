@@ -42,8 +42,8 @@ class TaskScheduler:
         self._asked_at = 0
         self._all_ready = False
 
-    def learn(self, told: TimesReported) -> None:
-        self.profile.learn(told.worker, told.times, told.ops or None)
+    def learn(self, report: TimesReported) -> None:
+        self.profile.learn(report.worker, report.times, report.ops or None)
 
     def answer(self, question: ComputePlan, slow: Mapping[Worker, float] | None = None) -> PlanComputed:
         """`slow`: workers that take so many times as long as their stage."""

@@ -1,7 +1,7 @@
 """How a rank's process comes to be: started as any Python is, or forked from one that has loaded torch.
 
 Loading torch takes seconds, and after a fault everybody waits for it. With `--preload torch` one process, the
-cradle, loads it once and is forked for every rank of every life. That changes what a script can count on
+fork server, loads it once and is forked for every rank of every life. That changes what a script can count on
 (torch reads some environment variables while it is loaded), so it is the person's choice.
 
 Either way a rank leads a process group of its own: its children are in it, and end with it. A dead rank
@@ -29,7 +29,7 @@ _LATER = {"torch": ("torch._dynamo",)}  # its optimizers load this at their firs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
+class RankStart:
     """What a rank starts with. The file descriptors stay the caller's."""
 
     command: Sequence[str]  # of rank_main: the script and its arguments, or -m and a module
@@ -49,8 +49,8 @@ class RankProcess(Protocol):
     def reap(self) -> None: ...
 
 
-class Births(Protocol):
-    def start(self, birth: Birth) -> RankProcess: ...
+class RankStarter(Protocol):
+    def start(self, start: RankStart) -> RankProcess: ...
 
     @property
     def fork_store(self) -> Callable[[int], int] | None:
@@ -63,14 +63,14 @@ class Births(Protocol):
 
 
 class StartedProcess:
-    def __init__(self, birth: Birth) -> None:
+    def __init__(self, start: RankStart) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-u", "-m", "everstep.scripts.rank_main", *birth.command],
-            env=birth.environment,
+            [sys.executable, "-u", "-m", "everstep.scripts.rank_main", *start.command],
+            env=start.environment,
             stdin=subprocess.DEVNULL,
-            stdout=birth.stdout,
-            stderr=birth.stderr,
-            pass_fds=[birth.line],
+            stdout=start.stdout,
+            stderr=start.stderr,
+            pass_fds=[start.line],
             start_new_session=True,
         )
         self.pid = self._popen.pid
@@ -86,11 +86,11 @@ class StartedProcess:
         os.close(self.pidfd)
 
 
-class PlainBirths:
+class PlainStarter:
     fork_store = None
 
-    def start(self, birth: Birth) -> RankProcess:
-        return StartedProcess(birth)
+    def start(self, start: RankStart) -> RankProcess:
+        return StartedProcess(start)
 
     def close(self) -> None:
         pass
@@ -100,24 +100,24 @@ class PlainBirths:
 
 
 class ForkedRank:
-    def __init__(self, pid: int, pidfd: int, cradle: socket.socket) -> None:
-        self.pid, self.pidfd, self._cradle = pid, pidfd, cradle
+    def __init__(self, pid: int, pidfd: int, server: socket.socket) -> None:
+        self.pid, self.pidfd, self._server = pid, pidfd, server
 
     def exit_code(self) -> int:
         """Field 52 of /proc/PID/stat: it is not our child, so that there is nothing to wait for."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:  # the cradle has gone, and everything with it
+        except OSError:  # the fork server has gone, and everything with it
             return -signal.SIGKILL
         return os.waitstatus_to_exitcode(int(fields[49]))
 
     def reap(self) -> None:
         with contextlib.suppress(OSError):
-            self._cradle.send(json.dumps({"reap": self.pid}).encode())
+            self._server.send(json.dumps({"reap": self.pid}).encode())
         os.close(self.pidfd)
 
 
-class Cradle:
+class ForkingStarter:
     """`preload`: modules to load before the first fork."""
 
     def __init__(self, preload: Sequence[str]) -> None:
@@ -125,7 +125,7 @@ class Cradle:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
-    def open(self) -> Cradle:
+    def open(self) -> ForkingStarter:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = {"OMP_NUM_THREADS": "1", **os.environ}
         with theirs:
@@ -139,10 +139,10 @@ class Cradle:
         self._socket = ours
         return self
 
-    def start(self, birth: Birth) -> RankProcess:
-        assert self._socket is not None, "the cradle is not open"
-        told = {"command": list(birth.command), "environment": birth.environment, "cwd": os.getcwd()}
-        pid, pidfd = self._ask(told, [birth.stdout, birth.stderr, birth.line])
+    def start(self, start: RankStart) -> RankProcess:
+        assert self._socket is not None, "the fork server is not open"
+        request = {"command": list(start.command), "environment": start.environment, "cwd": os.getcwd()}
+        pid, pidfd = self._ask(request, [start.stdout, start.stderr, start.line])
         return ForkedRank(pid, pidfd, self._socket)
 
     @property

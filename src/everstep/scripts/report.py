@@ -29,8 +29,8 @@ def line(action: words.Action, at_s: float) -> str:
 
 
 def summary(launch: ScriptLaunch, ran: Ran) -> str:
-    told = [f"{ran.seconds:.1f} s", f"{ran.restarts} restarts", f"{len(ran.incidents)} incidents"]
-    return f"everstep: {', '.join(told)}; logs in {launch.log_dir / launch.run_id}"
+    parts = [f"{ran.seconds:.1f} s", f"{ran.restarts} restarts", f"{len(ran.incidents)} incidents"]
+    return f"everstep: {', '.join(parts)}; logs in {launch.log_dir / launch.run_id}"
 
 
 def document(launch: ScriptLaunch, ran: Ran) -> dict[str, Any]:

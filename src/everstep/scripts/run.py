@@ -1,7 +1,7 @@
 """The shell around `scripts.supervision`: starts the ranks of a script and owns their processes.
 
 One thread, one selector. It wakes up for: a pidfd (a rank has ended: no polling), a rank's line (it has
-raised, it loads torch), the rendezvous socket (somebody connects who did not say so), a signal, and four
+raised, it loads torch), the rendezvous socket (a connection that was not announced), a signal, and four
 times a second for a look at /proc, the only way to see a process that is stopped or does nothing.
 """
 
@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, assert_never
@@ -23,19 +23,18 @@ from typing import Any, BinaryIO, assert_never
 from everstep.errors import UserError
 from everstep.scripts import looks as rank_looks
 from everstep.scripts import store as rank_store
-from everstep.scripts import suspects as rank_suspects
 from everstep.scripts import words
 from everstep.scripts.environment import RankPlace, rank_environment
-from everstep.scripts.fork_server import Birth, Births, RankProcess
+from everstep.scripts.fork_server import RankStart, RankStarter
+from everstep.scripts.hang_diagnosis import HangDiagnosis
 from everstep.scripts.output import OutputStream, Pump
-from everstep.scripts.rank_main import LINE, MAX_MESSAGE_BYTES, STACKS, STACKS_SIGNAL
+from everstep.scripts.rank_main import LINE, MAX_MESSAGE_BYTES, STACKS
+from everstep.scripts.running_rank import RunningRank
+from everstep.scripts.signals import signal_socket
 from everstep.scripts.supervision import Supervision
 
 _LOOK_EVERY_S = 0.25
 _FAMILY_EVERY_S = 1.0
-_STACKS_WAIT_S = 1.5  # for ranks to write their stacks and records
-_STACKS_LEAST_S = 0.2  # a stack that is half written would blame the wrong rank
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Tell = Callable[[words.Action, float], None]  # an action, and the seconds since the run began
 
@@ -64,53 +63,29 @@ class Ran:
     started: float  # on the monotonic clock, as the incidents' times
 
 
-@dataclass(slots=True, kw_only=True)
-class _Rank:
-    process: RankProcess
-    line: socket.socket
-    stdout: OutputStream
-    stderr: OutputStream
-    folder: Path
-    family_cpu_s: float = 0.0
-    has_torch: bool = False
-    is_recorded: bool = False  # its collectives, since it was last asked
-
-    @property
-    def has_answered(self) -> bool:
-        return _size(self.folder / "stacks.txt") > 0 and (self.is_recorded or not self.has_torch)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Diagnosis:
-    life: int
-    ranks: tuple[int, ...]
-    finished: tuple[int, ...]
-    due: float
-
-
 class Ranks:
     """One run, from its first attempt to its last. `run()` may be called once."""
 
-    def __init__(self, launch: ScriptLaunch, births: Births, tell: Tell) -> None:
-        self.launch, self._births, self._tell = launch, births, tell
+    def __init__(self, launch: ScriptLaunch, starter: RankStarter, tell: Tell) -> None:
+        self.launch, self._starter, self._tell = launch, starter, tell
         self.supervision = Supervision(launch.policy)
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, RunningRank] = {}
         self._selector = selectors.DefaultSelector()
         self._pump = Pump()
-        self._store = rank_store.StoreHost(births.fork_store)
+        self._store = rank_store.StoreHost(starter.fork_store)
         self._listener: socket.socket | None = None
         self._pids: list[list[int]] = []
         self._end: words.EndRun | None = None
-        self._diagnosis: _Diagnosis | None = None
+        self._diagnosis: HangDiagnosis | None = None
         self._started = self._look_at = self._family_at = 0.0
         self._oom_kills = 0
-        self._signal_reader: socket.socket | None = None
 
     def run(self) -> Ran:
         self._started = time.monotonic()
         self._pump.start()
         try:
-            with self._signals():
+            with signal_socket() as signals:
+                self._selector.register(signals, selectors.EVENT_READ, (-1, "signal"))
                 self._handle(words.RunRequested())
                 while self._end is None:
                     self._turn()
@@ -136,19 +111,22 @@ class Ranks:
         ready = self._selector.select(max(0.0, due - now))
         for key, _ in sorted(ready, key=lambda item: item[0].data[1] == "exited"):  # last words first
             rank, what = key.data
-            self._take(rank, what)
+            if what == "signal":
+                assert isinstance(key.fileobj, socket.socket)
+                self._take_signals(key.fileobj)
+            else:
+                self._take(rank, what)
         if time.monotonic() >= self._look_at:
             self._look()
-        if self._diagnosis is not None:
-            self._diagnose_if_due(self._diagnosis)
+        if self._diagnosis is not None and (answer := self._diagnosis.answer(self._ranks)) is not None:
+            self._diagnosis = None
+            self._handle(answer)
         deadline = self.supervision.deadline()
         if deadline is not None and time.monotonic() >= deadline:
             self._handle(words.ScriptTimePassed())
 
     def _take(self, rank: int, what: str) -> None:
         match what:
-            case "signal":
-                self._interrupted()
             case "connection":
                 self._serve_store()
             case "line" if rank in self._ranks:
@@ -205,7 +183,7 @@ class Ranks:
         del self._ranks[number]
         life = self.supervision.life
         # Written by torchelastic's @record; the rank's own report, if there is one, has come before.
-        recorded = _error_file(rank.folder / "error.json") if code != 0 else None
+        recorded = rank.recorded_error() if code != 0 else None
         if recorded is not None:
             error, traceback = recorded
             self._handle(words.RankRaised(rank=number, life=life, error=error, traceback=traceback))
@@ -215,7 +193,7 @@ class Ranks:
             )
         )
 
-    def _has_words(self, rank: _Rank) -> bool:
+    def _has_words(self, rank: RunningRank) -> bool:
         with selectors.DefaultSelector() as look:
             look.register(rank.line, selectors.EVENT_READ)
             if not look.select(0):
@@ -239,16 +217,13 @@ class Ranks:
             self._family_at = now + _FAMILY_EVERY_S
             for rank in self._ranks.values():
                 rank.family_cpu_s = rank_looks.family_cpu_s(rank.process.pid)
-        looks = {
-            number: found for number, rank in self._ranks.items() if (found := _look_at(rank)) is not None
-        }
+        looks = {number: found for number, rank in self._ranks.items() if (found := rank.look()) is not None}
         if looks:
             self._handle(words.RanksSeen(life=self.supervision.life, looks=looks))
 
-    def _interrupted(self) -> None:
-        assert self._signal_reader is not None
+    def _take_signals(self, reader: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
-            for number in self._signal_reader.recv(64):
+            for number in reader.recv(64):
                 name = signal.Signals(number).name
                 self._handle(words.Interrupted(signal=name, code=128 + number))
 
@@ -263,7 +238,8 @@ class Ranks:
                 case words.SignalRanks():
                     self._signal_ranks(action)
                 case words.DiagnoseHang():
-                    self._ask_where(action)
+                    self._diagnosis = HangDiagnosis(action, time.monotonic())
+                    self._diagnosis.ask(self._ranks)
                 case words.TellPerson():
                     pass
                 case words.EndRun():
@@ -297,11 +273,11 @@ class Ranks:
         stderr = OutputStream(place.rank, place.folder / "stderr.log", self.launch.errors)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        told = {LINE: str(theirs.fileno()), STACKS: str(place.folder / "stacks.txt")}
-        process = self._births.start(
-            Birth(
+        private = {LINE: str(theirs.fileno()), STACKS: str(place.folder / "stacks.txt")}
+        process = self._starter.start(
+            RankStart(
                 command=self.launch.command,
-                environment={**rank_environment(place, os.environ), **told},
+                environment={**rank_environment(place, os.environ), **private},
                 stdout=stdout.writer,
                 stderr=stderr.writer,
                 line=theirs.fileno(),
@@ -311,7 +287,7 @@ class Ranks:
         for stream in (stdout, stderr):
             stream.started()
             self._pump.add(stream)
-        rank = _Rank(process=process, line=ours, stdout=stdout, stderr=stderr, folder=place.folder)
+        rank = RunningRank(process=process, line=ours, stdout=stdout, stderr=stderr, folder=place.folder)
         self._ranks[place.rank] = rank
         self._pids[-1].append(process.pid)
         self._selector.register(process.pidfd, selectors.EVENT_READ, (place.rank, "exited"))
@@ -349,71 +325,11 @@ class Ranks:
         for number in action.ranks:
             if (rank := self._ranks.get(number)) is None:
                 continue
-            found = _look_at(rank)
+            found = rank.look()
             is_stopped = found is not None and found.state in "Tt"
             wanted = signal.SIGKILL if is_stopped else signal.Signals[action.signal]
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.process.pid, wanted)
-
-    # -------------------------------------------------------------- a hang
-
-    def _ask_where(self, action: words.DiagnoseHang) -> None:
-        for number in action.ranks:
-            rank = self._ranks[number]
-            rank.is_recorded = False
-            if rank_looks.handles(rank.process.pid, STACKS_SIGNAL):
-                os.kill(rank.process.pid, STACKS_SIGNAL)
-            question = {"record": str(_record_path(rank, number))}
-            with contextlib.suppress(OSError):
-                rank.line.send(json.dumps(question).encode())
-        self._diagnosis = _Diagnosis(
-            life=action.life,
-            ranks=action.ranks,
-            finished=action.finished,
-            due=time.monotonic() + _STACKS_WAIT_S,
-        )
-
-    def _diagnose_if_due(self, asked: _Diagnosis) -> None:
-        present = [self._ranks[number] for number in asked.ranks if number in self._ranks]
-        is_answered = all(rank.has_answered for rank in present)
-        left_s = asked.due - time.monotonic()
-        if left_s > _STACKS_WAIT_S - _STACKS_LEAST_S or (left_s > 0 and not is_answered):
-            return
-        self._diagnosis = None
-        there = {number: self._ranks[number] for number in asked.ranks if number in self._ranks}
-        stacks = {number: _text(rank.folder / "stacks.txt") for number, rank in there.items()}
-        records = {
-            number: path.read_bytes()
-            for number, rank in there.items()
-            if rank.is_recorded and (path := _record_path(rank, number)).is_file()
-        }
-        found = rank_suspects.suspect(stacks=stacks, records=records, finished=asked.finished)
-        self._handle(
-            words.HangDiagnosed(
-                life=asked.life, suspects=found.ranks, because=found.because, evidence=found.evidence
-            )
-        )
-
-    # -------------------------------------------------------------- the beginning and the end
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Signals become bytes in a socket; a blocking call in between cannot lose one."""
-        self._signal_reader, writer = socket.socketpair()
-        for end in (self._signal_reader, writer):
-            end.setblocking(False)
-        self._selector.register(self._signal_reader, selectors.EVENT_READ, (-1, "signal"))
-        before = {each: signal.signal(each, lambda *_: None) for each in _SIGNALS}
-        old = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(old)
-            for each, handler in before.items():
-                signal.signal(each, handler)
-            self._selector.unregister(self._signal_reader)
-            self._signal_reader.close()
-            writer.close()
 
     def _clean_up(self) -> None:
         """End every process, whatever happened."""
@@ -423,53 +339,9 @@ class Ranks:
             rank.line.close()
         self._stop_listening()
         self._store.close()
-        self._births.close()
+        self._starter.close()
         self._pump.close()
         self._selector.close()
-
-
-def _look_at(rank: _Rank) -> words.Look | None:
-    written = rank.stdout.num_bytes + rank.stderr.num_bytes
-    return rank_looks.look(rank.process.pid, output_bytes=written, family_cpu_s=rank.family_cpu_s)
-
-
-def _record_path(rank: _Rank, number: int) -> Path:
-    """A name that `everstep diagnose` understands."""
-    return rank.folder / f"collectives_rank_{number}.json"
-
-
-def _error_file(path: Path) -> tuple[str, str] | None:
-    """What torchelastic's @record has written."""
-    message = (_json(path) or {}).get("message")
-    if isinstance(message, str):
-        return message[:2000], ""
-    if not isinstance(message, dict):
-        return None
-    extra = message.get("extraInfo")
-    stack = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
-    return str(message.get("message", "an exception"))[:2000], str(stack)
-
-
-def _json(path: Path) -> Any:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _number(value: Any) -> float | None:

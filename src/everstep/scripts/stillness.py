@@ -28,7 +28,7 @@ class Stillness:
             if self._has_moved(rank, look, now):
                 self._moves[rank] = (now, look)
                 self.moved_at = now
-        # State t, in small, is a debugger's doing: somebody is looking at it, and wants it alive.
+        # State t, in small, is a debugger's doing: it is being debugged, and must stay alive.
         states = {rank: look.state == "T" for rank, look in sorted(looks.items())}
         if any(look.state == "t" for look in looks.values()):
             self.moved_at = now

@@ -60,7 +60,7 @@ class StoreHost:
             self._send(listener)
 
     def close(self) -> None:
-        """It holds nothing that anybody needs. Gone when this returns: its port is free."""
+        """Nothing in it is needed any more. Gone when this returns: its port is free."""
         if self._socket is not None:
             self._socket.close()
         if self._pidfd is not None:
@@ -76,7 +76,7 @@ class StoreHost:
         if self._socket is None:
             self._start()
         assert self._socket is not None
-        socket.send_fds(self._socket, [_told(listener)], [listener.fileno()])
+        socket.send_fds(self._socket, [_settings(listener)], [listener.fileno()])
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -94,7 +94,7 @@ class StoreHost:
             self._pidfd = os.pidfd_open(self._popen.pid)
 
 
-def _told(listener: socket.socket) -> bytes:
+def _settings(listener: socket.socket) -> bytes:
     address, port = listener.getsockname()
     return json.dumps({"address": address, "port": port}).encode()
 
@@ -110,10 +110,10 @@ def host(fd: int) -> None:
         if not data:
             return
         store = None  # close the one before first: it may hold the same port
-        told = json.loads(data)
+        settings = json.loads(data)
         store = TCPStore(
-            told["address"],
-            told["port"],
+            settings["address"],
+            settings["port"],
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=fds[0],

@@ -7,28 +7,35 @@ every rank, start all of them again. What is decided here is when, whom to name,
        │                     ▲            ▲                    └──────▶ Ended
        └──no progress──▶ Diagnosing ──────┘
 
-Nobody innocent is named. A rank that is killed takes its peers' connections with it, and a peer's "connection
-closed" may be heard before the kernel has buried the one that was killed. So hearsay (`testimony`) is held
-for `settle_s`: if a better witness comes, it is the cause; if none does, the one who spoke is. Any other
-evidence is acted on at once.
+No innocent rank is named. A rank that is killed takes its peers' connections with it, and a peer's
+"connection closed" may be heard before the kernel has buried the one that was killed. So hearsay
+(`testimony`) is held for `settle_s`: if a better witness comes, it is the cause; if none does, the one who
+spoke is. Any other evidence is acted on at once.
 
-A rank that sleeps may be waiting for one that is stuck. Nobody is called hung while anybody uses a CPU or
+A rank that sleeps may be waiting for one that is stuck. No rank is called hung while any rank uses a CPU or
 writes output; a stopped rank (SIGSTOP) is named as soon as it is seen, and has `stopped_patience_s`
 to continue.
 
-Restarts are not free of charge: there are `max_restarts` of them; the first comes at once, the next ones wait
-longer and longer unless the life before was long. Three things are never tried again: what needs other
-hardware (SEV1), a program that is wrong in the same way twice, and what a person has stopped.
+Whether another start is useful, and when, is decided in `restarts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import assert_never
 
-from everstep.core.faults.severity import Severity
 from everstep.scripts import testimony
+from everstep.scripts.restarts import Restarts
+from everstep.scripts.states import (
+    ScriptDiagnosing,
+    ScriptEnded,
+    ScriptEnding,
+    ScriptResting,
+    ScriptRunning,
+    ScriptSettling,
+    ScriptState,
+    ScriptWaiting,
+)
 from everstep.scripts.stillness import Stillness
 from everstep.scripts.testimony import Witness
 from everstep.scripts.words import (
@@ -53,77 +60,23 @@ from everstep.scripts.words import (
 _BURIAL_S = 30.0  # the kernel may take so long to end a killed process; one that hangs in it never ends
 
 
-# ------------------------------------------------------------------ states
-
-
-@dataclass(slots=True, kw_only=True)
-class _Waiting:
-    """Before the first life."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Running:
-    stillness: Stillness
-
-
-@dataclass(slots=True, kw_only=True)
-class _Settling:
-    until: float
-    witnesses: list[Witness]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Diagnosing:
-    until: float
-    idle_since: float
-    idle: str
-
-
-@dataclass(slots=True, kw_only=True)
-class _Ending:
-    incident: ScriptIncident | None  # None: a person has stopped it
-    cause: Witness | None
-    exit_code: int
-    terminate_later: tuple[int, ...]  # who is saying last words
-    terminate_at: float
-    kill_at: float
-    is_killed: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class _Resting:
-    until: float
-    incident: ScriptIncident
-    because: str
-
-
-@dataclass(slots=True, kw_only=True)
-class _Ended:
-    code: int
-    because: str
-
-
-_State = _Waiting | _Running | _Settling | _Diagnosing | _Ending | _Resting | _Ended
-
-
 class Supervision:
     def __init__(self, policy: RestartPolicy) -> None:
         self.policy = policy
         self.life = 0
         self.incidents: list[ScriptIncident] = []
-        self._state: _State = _Waiting()
+        self._state: ScriptState = ScriptWaiting()
         self._live: set[int] = set()
         self._raised: set[int] = set()
         self._exit_codes: dict[int, int] = {}  # of this life
         self._started_at = 0.0
-        self._backoffs = 0
-        self._program_error: str | None = None  # of the life before
+        self._restarts = Restarts(policy)
 
     # -------------------------------------------------------------- what others may ask
 
     @property
     def is_over(self) -> bool:
-        return isinstance(self._state, _Ended)
+        return isinstance(self._state, ScriptEnded)
 
     @property
     def restarts(self) -> int:
@@ -137,20 +90,20 @@ class Supervision:
     def deadline(self) -> float | None:
         """When `TimePassed` is due."""
         match self._state:
-            case _Settling(until=until) | _Diagnosing(until=until) | _Resting(until=until):
+            case ScriptSettling(until=until) | ScriptDiagnosing(until=until) | ScriptResting(until=until):
                 return until
-            case _Ending(is_killed=True) as ending:
+            case ScriptEnding(is_killed=True) as ending:
                 return ending.kill_at + _BURIAL_S
-            case _Ending() as ending:
+            case ScriptEnding() as ending:
                 return min(ending.kill_at, ending.terminate_at) if ending.terminate_later else ending.kill_at
-            case _Running(stillness=Stillness(stopped=stopped)) if stopped:
+            case ScriptRunning(stillness=Stillness(stopped=stopped)) if stopped:
                 return min(stopped.values()) + self._stopped_patience_s
             case _:
                 return None
 
     def snapshot(self) -> dict[str, object]:
         return {
-            "state": type(self._state).__name__.strip("_").lower(),
+            "state": type(self._state).__name__.removeprefix("Script").lower(),
             "life": self.life,
             "live": sorted(self._live),
             "exit_codes": dict(sorted(self._exit_codes.items())),
@@ -163,12 +116,12 @@ class Supervision:
         assert self._live <= everyone
         assert self.life <= self.policy.max_restarts, "more lives than were allowed"
         match self._state:
-            case _Running() | _Settling() | _Diagnosing():
+            case ScriptRunning() | ScriptSettling() | ScriptDiagnosing():
                 assert self._live | self._exit_codes.keys() == everyone, "a rank is unaccounted for"
                 assert self._live, "runs without a live rank"
-            case _Ending():
+            case ScriptEnding():
                 assert self._live, "ends no rank"
-            case _Waiting() | _Resting() | _Ended():
+            case ScriptWaiting() | ScriptResting() | ScriptEnded():
                 assert not self._live, "a rank outlives its group"
 
     # -------------------------------------------------------------- events in, actions out
@@ -208,7 +161,7 @@ class Supervision:
         self._live = set(range(self.policy.ranks))
         self._raised, self._exit_codes = set(), {}
         self._started_at = now
-        self._state = _Running(stillness=Stillness(idle_share=self.policy.idle_share, moved_at=now))
+        self._state = ScriptRunning(stillness=Stillness(idle_share=self.policy.idle_share, moved_at=now))
         return [StartRanks(life=self.life, because=because)]
 
     def _rank_raised(self, event: RankRaised, now: float) -> list[Action]:
@@ -218,15 +171,15 @@ class Supervision:
     def _rank_exited(self, event: RankExited, now: float) -> list[Action]:
         self._live.discard(event.rank)
         self._exit_codes[event.rank] = event.code
-        if isinstance(self._state, _Ending):
+        if isinstance(self._state, ScriptEnding):
             return self._someone_gone(self._state, event, now)
         if event.code != 0 and event.rank not in self._raised:
             return self._testify(testimony.of_exit(event, now), now)
         if self._live:
-            if isinstance(self._state, _Running):
+            if isinstance(self._state, ScriptRunning):
                 self._state.stillness.forget(event.rank)
             return []
-        if isinstance(self._state, _Settling):
+        if isinstance(self._state, ScriptSettling):
             return self._conclude(self._state.witnesses, now)
         return self._end_run(0, f"All {self.policy.ranks} ranks have ended with code 0.")
 
@@ -234,18 +187,18 @@ class Supervision:
 
     def _testify(self, witness: Witness, now: float) -> list[Action]:
         match self._state:
-            case _Settling() as settling:
+            case ScriptSettling() as settling:
                 settling.witnesses.append(witness)
                 if not witness.is_hearsay or not self._live:
                     return self._conclude(settling.witnesses, now)
                 return []
-            case _Ending(incident=ScriptIncident() as incident):
+            case ScriptEnding(incident=ScriptIncident() as incident):
                 testimony.add_evidence(incident, f"then {witness.what}", *witness.evidence)
                 return []
-            case _Running() | _Diagnosing() if witness.is_hearsay and self._live - {witness.rank}:
-                self._state = _Settling(until=now + self.policy.settle_s, witnesses=[witness])
+            case ScriptRunning() | ScriptDiagnosing() if witness.is_hearsay and self._live - {witness.rank}:
+                self._state = ScriptSettling(until=now + self.policy.settle_s, witnesses=[witness])
                 return []
-            case _Running() | _Diagnosing():
+            case ScriptRunning() | ScriptDiagnosing():
                 return self._conclude([witness], now)
             case _:
                 return []
@@ -254,13 +207,13 @@ class Supervision:
         cause = testimony.cause_of(witnesses)
         incident = testimony.incident_of(witnesses, number=len(self.incidents) + 1, life=self.life, now=now)
         self.incidents.append(incident)
-        told = TellPerson(rank=cause.rank, because=f"{cause.what}. {incident.because}")
-        return [told, *self._end_ranks(now, incident, cause, _shell_code(cause.code), cause.what)]
+        named = TellPerson(rank=cause.rank, because=f"{cause.what}. {incident.because}")
+        return [named, *self._end_ranks(now, incident, cause, _shell_code(cause.code), cause.what)]
 
     # -------------------------------------------------------------- no progress
 
     def _ranks_seen(self, event: RanksSeen, now: float) -> list[Action]:
-        if not isinstance(self._state, _Running):
+        if not isinstance(self._state, ScriptRunning):
             return []
         stillness = self._state.stillness
         looks = {rank: look for rank, look in event.looks.items() if rank in self._live}
@@ -298,7 +251,7 @@ class Supervision:
 
     def _suspect_hang(self, stillness: Stillness, idle_s: float, now: float) -> list[Action]:
         idle = f"no rank has used a CPU or written anything for {idle_s:.1f} s"
-        self._state = _Diagnosing(
+        self._state = ScriptDiagnosing(
             until=now + self.policy.diagnosis_s, idle_since=stillness.moved_at, idle=idle
         )
         finished = tuple(sorted(self._exit_codes))
@@ -312,13 +265,13 @@ class Supervision:
         ]
 
     def _hang_diagnosed(self, event: HangDiagnosed, now: float) -> list[Action]:
-        if not isinstance(self._state, _Diagnosing):
+        if not isinstance(self._state, ScriptDiagnosing):
             return []
         return self._hung(self._state, event.suspects, event.because, event.evidence, now)
 
     def _hung(
         self,
-        found: _Diagnosing,
+        found: ScriptDiagnosing,
         suspects: tuple[int, ...],
         because: str,
         evidence: tuple[str, ...],
@@ -337,7 +290,7 @@ class Supervision:
             return self._group_gone(incident, cause, code, now)
         # Who has raised has printed its traceback already; the cause may also end in peace.
         speaking = {rank for rank in self._raised & self._live if cause is not None and cause.rank == rank}
-        self._state = _Ending(
+        self._state = ScriptEnding(
             incident=incident,
             cause=cause,
             exit_code=code,
@@ -350,7 +303,7 @@ class Supervision:
             return []
         return [SignalRanks(ranks=rest, signal="SIGTERM", because=f"{why}; all ranks end together.")]
 
-    def _someone_gone(self, ending: _Ending, event: RankExited, now: float) -> list[Action]:
+    def _someone_gone(self, ending: ScriptEnding, event: RankExited, now: float) -> list[Action]:
         is_ours = event.code in (-15, -9) or event.code == 0
         if ending.incident is not None and not is_ours and event.rank not in self._raised:
             testimony.add_evidence(ending.incident, f"then rank {event.rank} {event.reason}")
@@ -365,60 +318,35 @@ class Supervision:
             return self._end_run(code, "Stopped by the user; every rank has ended.")
         if cause.rank in self._raised and self._exit_codes.get(cause.rank or 0, -1) > 0:
             code = self._exit_codes[cause.rank or 0]  # it has raised, and ended by itself
-        refusal = self._refusal(cause)
-        self._program_error = cause.program_error
+        refusal = self._restarts.refusal(cause, used=self.life)
         if refusal is not None:
             incident.remedy = "stop"
             return self._end_run(code, f"{_sentence(cause.what)} {refusal}")
-        wait_s = self._backoff_s(now)
+        wait_s = self._restarts.wait_s(now - self._started_at)
         left = self.policy.max_restarts - self.life
         incident.remedy = f"restart of all {self.policy.ranks} ranks, {self.life + 1} of {left + self.life}"
         because = f"{cause.what}; {left} of {self.policy.max_restarts} restarts were left."
-        self._state = _Resting(until=now + wait_s, incident=incident, because=because)
+        self._state = ScriptResting(until=now + wait_s, incident=incident, because=because)
         return self._time_passed(now)
-
-    def _refusal(self, cause: Witness) -> str | None:
-        """Why there is no restart."""
-        if cause.judgement.severity is Severity.SEV1:
-            return (
-                f"This is {cause.judgement.kind} (SEV1): the same machine would fail again, so it is not "
-                "restarted here; run it on another one."
-            )
-        if cause.program_error is not None and cause.program_error == self._program_error:
-            return (
-                "The same error twice at the same line: the script or its input is wrong, so it is not "
-                "restarted."
-            )
-        if self.life >= self.policy.max_restarts:
-            allowed = self.policy.max_restarts
-            return f"All {allowed} restarts are used up." if allowed else "No restarts are allowed."
-        return None
-
-    def _backoff_s(self, now: float) -> float:
-        if now - self._started_at >= self.policy.long_life_s:
-            self._backoffs = 0
-        wait_s = self.policy.backoff_s * 2.0 ** (self._backoffs - 1) if self._backoffs else 0.0
-        self._backoffs += 1
-        return min(wait_s, self.policy.max_backoff_s)
 
     def _time_passed(self, now: float) -> list[Action]:
         match self._state:
-            case _Settling() as settling if now >= settling.until:
+            case ScriptSettling() as settling if now >= settling.until:
                 return self._conclude(settling.witnesses, now)
-            case _Diagnosing() as found if now >= found.until:
+            case ScriptDiagnosing() as found if now >= found.until:
                 return self._hung(found, (), "Stacks could not be collected in time.", (), now)
-            case _Running(stillness=Stillness(stopped=stopped)) if stopped:
+            case ScriptRunning(stillness=Stillness(stopped=stopped)) if stopped:
                 return self._stopped_too_long(stopped, now)
-            case _Ending() as ending:
+            case ScriptEnding() as ending:
                 return self._press(ending, now)
-            case _Resting() as resting if now >= resting.until:
+            case ScriptResting() as resting if now >= resting.until:
                 self.life += 1
                 resting.incident.restarted_at = now
                 return self._start(now, resting.because)
             case _:
                 return []
 
-    def _press(self, ending: _Ending, now: float) -> list[Action]:
+    def _press(self, ending: ScriptEnding, now: float) -> list[Action]:
         if now >= ending.kill_at and not ending.is_killed:
             ending.is_killed = True
             ending.kill_at = now
@@ -439,7 +367,7 @@ class Supervision:
 
     def _interrupted(self, event: Interrupted, now: float) -> list[Action]:
         """Once: SIGTERM and the grace. Twice: SIGKILL."""
-        if isinstance(self._state, _Ending) and self._state.incident is None:
+        if isinstance(self._state, ScriptEnding) and self._state.incident is None:
             self._state.is_killed, self._state.kill_at = True, now
             because = f"{event.signal} came a second time."
             return [SignalRanks(ranks=tuple(sorted(self._live)), signal="SIGKILL", because=because)]
@@ -448,7 +376,7 @@ class Supervision:
         return self._end_ranks(now, None, None, event.code, f"{event.signal} came")
 
     def _end_run(self, code: int, because: str) -> list[Action]:
-        self._state = _Ended(code=code, because=because)
+        self._state = ScriptEnded(code=code, because=because)
         return [EndRun(code=code, because=because)]
 
 

@@ -43,10 +43,14 @@ def suspect(
 ) -> Suspicion:
     """`records`: dumps of the flight recorder, of ranks that could write one."""
     frames = {rank: found for rank, text in stacks.items() if (found := main_frames(text))}
-    told = _diagnosed(records)
-    named = told if told is not None and told[0] else _outside(frames, finished) or _ended(finished)
-    ranks, because = named or told or _unknown(frames)
-    evidence = tuple(f"rank {rank} {_standing(found)}" for rank, found in sorted(frames.items()))
+    diagnosed = _diagnosed(records)
+    named = (
+        diagnosed
+        if diagnosed is not None and diagnosed[0]
+        else _outside(frames, finished) or _ended(finished)
+    )
+    ranks, because = named or diagnosed or _unknown(frames)
+    evidence = tuple(f"rank {rank} {_position(found)}" for rank, found in sorted(frames.items()))
     return Suspicion(ranks=ranks, because=because, evidence=evidence)
 
 
@@ -98,7 +102,7 @@ def _unknown(frames: Mapping[int, list[Frame]]) -> _Named:
     return (), "All ranks are in the same kind of place, so none is named."
 
 
-def _standing(frames: list[Frame]) -> str:
+def _position(frames: list[Frame]) -> str:
     script = next((frame for frame in frames if not frame.is_torch), frames[0])
     inner = frames[0]
     return f"is at {script}" + (f", in torch's {inner.name}" if inner.is_torch else "")

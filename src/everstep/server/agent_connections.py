@@ -118,7 +118,7 @@ class AgentConnections:
         if old is not None:
             old.put_nowait(None)
         self._term.hearts.heard(node, time.monotonic())
-        await self._term.told(hello)
+        await self._term.handle(hello)
         queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         state = self._term.machine.nodes[node]
         self._queues[node], self._boots[node] = queue, hello.boot

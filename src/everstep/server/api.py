@@ -9,27 +9,25 @@ back.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.snapshot import digest
-from everstep.core.cluster.task import OVER, Task, TaskState
+from everstep.core.cluster.task import OVER, Task
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import parse_worker
-from everstep.core.words.shape import Shape
-from everstep.engine.job import MOST_WORKERS, Job
+from everstep.engine.job import MOST_WORKERS
 from everstep.engine.tables import shown
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, requests, views
+from everstep.server.access import AccessControl
 from everstep.server.journal import LostLeadership
 from everstep.server.metrics import ClusterMetrics
 from everstep.server.pages import PROTOCOL, TICKET_S, Pages, Tickets
@@ -67,7 +65,7 @@ class Served(Protocol):
     @property
     def schedulers(self) -> Mapping[str, TaskScheduler]: ...
 
-    async def told(self, event: msg.ClusterEvent) -> None:
+    async def handle(self, event: msg.ClusterEvent) -> None:
         """Something has happened; returns when it is durable and carried out."""
 
 
@@ -77,7 +75,7 @@ class Api:
     ) -> None:
         """`hosts`: names this server may be called by, beside loopback's; empty with a token means any."""
         self.served, self.record = served, served.record
-        self._token, self._hosts = token, hosts
+        self._access = AccessControl(token, hosts)
         self.metrics = ClusterMetrics(self.record)
         self._viewers = 0
         self._pages, self._tickets = Pages(), Tickets()
@@ -119,11 +117,11 @@ class Api:
         try:
             if request.path == "/v1/health":
                 return await handler(request)
-            self._check_origin(request)
+            self._access.check_origin(request)
             if self._pages.has(request.path):
                 return await handler(request)
             if request.path != "/v1/watch" or not self._tickets.take(request):
-                self._check_token(request)
+                self._access.check_token(request)
             if not self.record.leads:
                 return _refuse(503, "this coordinator is starting, or stands by for another; try again.")
             return await handler(request)
@@ -134,32 +132,6 @@ class Api:
         except EverstepError as error:
             return _refuse(500, str(error))
 
-    def _check_token(self, request: web.Request) -> None:
-        if self._token is None:
-            return
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
-            raise web.HTTPUnauthorized(
-                text=json.dumps(
-                    {"error": "the token is missing or wrong; give it by --token or EVERSTEP_TOKEN."}
-                ),
-                content_type="application/json",
-            )
-
-    def _check_origin(self, request: web.Request) -> None:
-        origin = request.headers.get("Origin")
-        host = request.headers.get("Host", "")
-        try:
-            asking = None if origin is None else urlsplit(origin).netloc
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            raise UserError("the Host or Origin header is not an address.") from None
-        if asking is not None and asking != host:
-            raise web.HTTPForbidden(text=f"a page of {origin} may not talk to this coordinator")
-        ours = {"localhost", "127.0.0.1", "::1"} | self._hosts
-        if self._token is None and name not in ours:
-            raise web.HTTPForbidden(text=f"{name!r} is not a name of this coordinator")
-
     def _connected(self) -> set[str]:
         """The nodes that are connected now."""
         return self.served.lines.nodes if self.record.leads else set()
@@ -168,7 +140,7 @@ class Api:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response(
-            {"ok": True, "leads": self.record.leads, "needs_token": self._token is not None}
+            {"ok": True, "leads": self.record.leads, "needs_token": self._access.needs_token}
         )
 
     async def _status(self, request: web.Request) -> web.Response:
@@ -248,7 +220,9 @@ class Api:
         question = {"what": "ops", "task": task.name}
         asked = (self.served.lines.ask(node, question) for node in nodes)
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        measured = {worker: ops for told in answers if isinstance(told, dict) for worker, ops in told.items()}
+        measured = {
+            worker: ops for answer in answers if isinstance(answer, dict) for worker, ops in answer.items()
+        }
         measured = {worker: ops for worker, ops in measured.items() if isinstance(ops, dict) and ops}
         return web.json_response(gantt.document(self.served.schedulers.get(task.name), measured))
 
@@ -285,12 +259,12 @@ class Api:
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1000)
         missed = 0
 
-        def listen(told: dict[str, Any]) -> None:
+        def listen(news: dict[str, Any]) -> None:
             nonlocal missed
             if queue.full():
                 missed += 1
             else:
-                queue.put_nowait(told)
+                queue.put_nowait(news)
 
         self.record.listeners.add(listen)
         gone = asyncio.create_task(_until_closed(line))
@@ -315,7 +289,7 @@ class Api:
 
     async def _submit(self, request: web.Request) -> web.Response:
         submitted = requests.submission(await requests.body(request), known=self.record.machine.tasks)
-        await self.served.told(submitted)
+        await self.served.handle(submitted)
         task = self.record.machine.tasks[submitted.task]
         return web.json_response(views.task(self.record, task), status=201)
 
@@ -341,40 +315,22 @@ class Api:
                     )
                 event = msg.ResizeRequested(task=task.name, workers=workers)
             case "reshape":
-                event = self._reshape(task, await requests.body(request))
+                slots = sum(n.slots for n in self.record.machine.nodes.values() if n.state is NodeState.UP)
+                event = requests.reshape(task, await requests.body(request), slots=slots)
             case _:
                 return _refuse(404, f"{verb!r} is not cancel, pause, unpause, resize or reshape.")
         if task.state in OVER:
             raise UserError(f"task {task.name} is {task.state}; {verb} is not possible.")
-        await self.served.told(event)
+        await self.served.handle(event)
         return web.json_response(views.task(self.record, task))
-
-    def _reshape(self, task: Task, body: Mapping[str, Any]) -> msg.ReshapeRequested:
-        """Wrong requests are rejected here, so that a running task does not fail because of one."""
-        if task.state in (TaskState.SEARCHING, TaskState.ENDING):
-            raise UserError(f"task {task.name} is {task.state}; change its shape while it is running.")
-        replicas, stages = body.get("replicas"), body.get("stages")
-        if type(replicas) is not int or type(stages) is not int:
-            raise UserError(f"replicas is {replicas!r} and stages {stages!r}; give two whole numbers.")
-        job = Job.from_dict(task.job).reshaped(replicas, stages)
-        most = job.most_stages()
-        if most is not None and job.stages > most:
-            raise UserError(f"stages is {job.stages}, and the model has {most} layers.")
-        slots = sum(n.slots for n in self.record.machine.nodes.values() if n.state is NodeState.UP)
-        if job.stages > slots:
-            raise UserError(
-                f"shape {job.replicas}x{job.stages} needs one slot per stage; {slots} are available."
-            )
-        shape = Shape(job.replicas, job.stages, job.microbatches)
-        return msg.ReshapeRequested(task=task.name, job=job.to_dict(), shape=shape)
 
     async def _node_verb(self, request: web.Request) -> web.Response:
         node, verb = self._named_node(request), request.match_info["verb"]
         match verb:
             case "drain":
-                await self.served.told(msg.DrainRequested(node=node.name))
+                await self.served.handle(msg.DrainRequested(node=node.name))
             case "readmit":
-                await self.served.told(msg.ReadmitRequested(node=node.name, by="an operator"))
+                await self.served.handle(msg.ReadmitRequested(node=node.name, by="an operator"))
             case _:
                 return _refuse(404, f"{verb!r} is not drain or readmit.")
         return web.json_response({"node": node.name, "state": node.state, "because": node.because})

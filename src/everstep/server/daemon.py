@@ -56,8 +56,8 @@ class Daemon:
     def schedulers(self) -> dict[str, TaskScheduler]:
         return self._leading().thinking.schedulers
 
-    async def told(self, event: msg.ClusterEvent) -> None:
-        await self._leading().told(event)
+    async def handle(self, event: msg.ClusterEvent) -> None:
+        await self._leading().handle(event)
 
     def _leading(self) -> Term:
         if self.term is None:

@@ -29,7 +29,7 @@ _FACTOR = re.compile(r"takes ([\d.]+) times as long")
 
 def picture(one: Incident) -> dict[str, Any]:
     """Who is suspected, who was ruled out, and what there is to draw."""
-    innocent = [text for told in one.evidence if (text := ruled_out(told.text)) is not None]
+    innocent = [text for item in one.evidence if (text := ruled_out(item.text)) is not None]
     waits = [wait for text in innocent if (wait := _wait(text)) is not None]
     return {
         "suspects": [f"worker {worker}" for worker in one.workers]
@@ -39,8 +39,8 @@ def picture(one: Incident) -> dict[str, Any]:
         "paces": _paces(one, innocent),
         "ops": [
             {"step": int(found[1]), "took_ms": float(found[2]), "usual_ms": float(found[3])}
-            for told in one.evidence
-            if (found := _OPS.match(told.text))
+            for item in one.evidence
+            if (found := _OPS.match(item.text))
         ],
     }
 
@@ -72,7 +72,7 @@ def _sender(awaits: str) -> str | None:
 def _paces(one: Incident, innocent: list[str]) -> dict[str, float]:
     """By worker, in parts of its usual time; the suspect's from the verdict."""
     slow = _FACTOR.search(one.verdict.because) if one.verdict is not None else None
-    if slow is None or not one.workers or not any(told.source == "pace" for told in one.evidence):
+    if slow is None or not one.workers or not any(item.source == "pace" for item in one.evidence):
         return {}
     found = {worker: float(pace) for text in innocent for worker, pace in _OTHERS.findall(text)}
     return found | {str(one.workers[0]): float(slow[1])}

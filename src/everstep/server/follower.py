@@ -60,24 +60,24 @@ class Launcher:
         self._asked[number] = asyncio.get_running_loop().create_future()
         try:
             self._writer.write(json.dumps({"ask": number, **question}).encode() + b"\n")
-            told = await asyncio.wait_for(self._asked[number], ANSWER_S)
+            message = await asyncio.wait_for(self._asked[number], ANSWER_S)
         except (TimeoutError, ConnectionError):
             raise PeerError("the run does not answer; it may be over") from None
         finally:
             del self._asked[number]
-        if isinstance(told, dict) and "error" in told:
-            raise UserError(told["error"])
-        return told
+        if isinstance(message, dict) and "error" in message:
+            raise UserError(message["error"])
+        return message
 
     async def hear(self) -> dict[str, Any] | None:
         """The next thing that is no answer; None: it has ended."""
         while line := await self._reader.readline():
-            told: dict[str, Any] = json.loads(line)
-            if "answer" not in told:
-                return told
-            asked = self._asked.get(told["answer"])
+            message: dict[str, Any] = json.loads(line)
+            if "answer" not in message:
+                return message
+            asked = self._asked.get(message["answer"])
             if asked is not None and not asked.done():
-                asked.set_result(told["value"])
+                asked.set_result(message["value"])
         return None
 
 
@@ -117,7 +117,7 @@ class Follower:
                 machine.acknowledged(action.node, action.number)
         self.record.handled(Handled(machine.events, at, known, actions, replayed=True))
 
-    async def told(self, event: msg.ClusterEvent) -> None:
+    async def handle(self, event: msg.ClusterEvent) -> None:
         assert isinstance(event, msg.CancelRequested), "nothing else can be asked of a run"
         await self.launcher.ask(what="cancel", task=event.task)
 
@@ -167,10 +167,10 @@ class RunApi(Api):
 
     async def _task(self, request: web.Request) -> web.Response:
         rows = int(text) if (text := request.query.get("rows", "")).isdecimal() else None
-        told = views.task(self.record, self._named_task(request), rows=rows)
+        document = views.task(self.record, self._named_task(request), rows=rows)
         if rows != 0:
-            told["without_faults"] = self._follower.without_faults or None
-        return web.json_response(told)
+            document["without_faults"] = self._follower.without_faults or None
+        return web.json_response(document)
 
     async def _gantt(self, request: web.Request) -> web.Response:
         return web.json_response(await self._follower.launcher.ask(what="gantt"))
@@ -199,17 +199,17 @@ async def follow(listener: socket.socket, line: socket.socket) -> None:
     await runner.setup()
     try:
         serving = False
-        while (told := await launcher.hear()) is not None:
-            if "state" in told:
-                follower.begin(told)
+        while (message := await launcher.hear()) is not None:
+            if "state" in message:
+                follower.begin(message)
                 if not serving:
                     serving = True
                     await web.SockSite(runner, listener).start()
-            elif "without_faults" in told:
-                follower.without_faults = told["without_faults"]
+            elif "without_faults" in message:
+                follower.without_faults = message["without_faults"]
                 follower.renewed()
             else:
-                follower.follow(told["at"], told["event"])
+                follower.follow(message["at"], message["event"])
         await asyncio.sleep(FAREWELL_S)
     finally:
         await runner.cleanup()

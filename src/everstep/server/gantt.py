@@ -18,13 +18,13 @@ MAX_WORKERS = 128
 Measured = Mapping[str, Mapping[str, list[list[int]]]]  # by worker, by step: start and end in nanoseconds
 
 
-def document(desk: TaskScheduler | None, measured: Measured) -> dict[str, Any]:
-    planned = desk.in_force() if desk is not None else None
+def document(scheduler: TaskScheduler | None, measured: Measured) -> dict[str, Any]:
+    planned = scheduler.in_force() if scheduler is not None else None
     steps = [set(map(int, by_step)) for by_step in measured.values()]
     common = set.intersection(*steps) if steps else set()
     step = max(common, default=None)
     names: dict[Worker, list[str]] = {}
-    told: dict[str, Any] = {
+    made: dict[str, Any] = {
         "step": step,
         "planned": [],
         "measured": [],
@@ -35,7 +35,7 @@ def document(desk: TaskScheduler | None, measured: Measured) -> dict[str, Any]:
         plan, instance = planned
         names = {worker: list(map(str, ops)) for worker, ops in plan.schedule.ops.items()}
         rows = [(str(t.worker), str(t.op), t.start, t.end) for t in plan.timeline(instance.time)]
-        told |= {"planned": rows, "planned_s": plan.value}
+        made |= {"planned": rows, "planned_s": plan.value}
     if step is not None and len(measured) <= MAX_WORKERS:
         lists = {worker: by_step[str(step)] for worker, by_step in measured.items()}
         first = min(op[0] for ops in lists.values() for op in ops)
@@ -45,5 +45,5 @@ def document(desk: TaskScheduler | None, measured: Measured) -> dict[str, Any]:
             for index, (begun, ended) in enumerate(ops):
                 name = called[index] if len(called) == len(ops) else ""
                 rows.append((worker, name, (begun - first) / 1e9, (ended - first) / 1e9))
-        told |= {"measured": rows, "measured_s": max(row[3] for row in rows)}
-    return told
+        made |= {"measured": rows, "measured_s": max(row[3] for row in rows)}
+    return made

@@ -128,11 +128,11 @@ class Gateway:
     async def _ask(self, method: str, body: Json, timeout_s: float) -> Json:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with self._opened.post(self._url(method), json=body, timeout=timeout) as response:
-            told = await response.read()
+            content = await response.read()
         try:
-            answer = json.loads(told)
+            answer = json.loads(content)
         except ValueError:
-            words = " ".join(told[:200].decode(errors="replace").split())
+            words = " ".join(content[:200].decode(errors="replace").split())
             raise aiohttp.ClientPayloadError(f"HTTP status {response.status}: {words}") from None
         return _result(answer)
 

@@ -41,7 +41,7 @@ from everstep.errors import EverstepError, InternalError, UserError
 MAX_ENTRY_BYTES = 1 << 20
 MAX_SNAPSHOT_BYTES = 256 << 20
 _APPLICATION_ID = 0x45565354  # "EVST": what `file` shows, and what tells our file from any other database
-_VERSION = 1
+_VERSION = 2
 _PAGE_ENTRIES = 1000
 _SCHEMA = """
 CREATE TABLE entries (number INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, body BLOB NOT NULL);

@@ -41,12 +41,12 @@ class Outlook:
         self._asked_at = float("-inf")
         self._foreseen: list[dict[str, Any]] = []
 
-    def hear(self, told: Mapping[str, Any]) -> None:
-        if told["kind"] == "begin":
+    def hear(self, news: Mapping[str, Any]) -> None:
+        if news["kind"] == "begin":
             self.past.clear()
         now = waf(self._record.machine)
         if not self.past or self.past[-1][1:] != now:
-            self.past.append((told["at"], *now))
+            self.past.append((news["at"], *now))
             self.fresh.append(self.past[-1])
             del self.fresh[:-KEPT]
 
@@ -72,7 +72,7 @@ def waf(machine: Coordinator) -> tuple[float, float]:
 
 def _members(task: Task) -> int:
     places = task.recovery.places if task.recovery is not None else {}
-    return sum(isinstance(standing, Member) for standing in places.values())
+    return sum(isinstance(place, Member) for place in places.values())
 
 
 def foresee(machine: Coordinator) -> list[dict[str, Any]]:

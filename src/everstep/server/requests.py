@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 from aiohttp import web
 
-from everstep.core.words.cluster_messages import TaskSubmitted
+from everstep.core.cluster.task import Task, TaskState
+from everstep.core.words.cluster_messages import ReshapeRequested, TaskSubmitted
 from everstep.core.words.shape import Shape
 from everstep.engine.faults import check_fault, parse_fault
 from everstep.engine.job import Job
@@ -48,6 +49,23 @@ def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted
         script=_script(given.get("script", [])),
         faults=_faults(given.get("faults", []), job),
     )
+
+
+def reshape(task: Task, given: Mapping[str, Any], *, slots: int) -> ReshapeRequested:
+    """Wrong requests are rejected here, so that a running task does not fail because of one."""
+    if task.state in (TaskState.SEARCHING, TaskState.ENDING):
+        raise UserError(f"task {task.name} is {task.state}; change its shape while it is running.")
+    replicas, stages = given.get("replicas"), given.get("stages")
+    if type(replicas) is not int or type(stages) is not int:
+        raise UserError(f"replicas is {replicas!r} and stages {stages!r}; give two whole numbers.")
+    job = Job.from_dict(task.job).reshaped(replicas, stages)
+    most = job.most_stages()
+    if most is not None and job.stages > most:
+        raise UserError(f"stages is {job.stages}, and the model has {most} layers.")
+    if job.stages > slots:
+        raise UserError(f"shape {job.replicas}x{job.stages} needs one slot per stage; {slots} are available.")
+    shape = Shape(job.replicas, job.stages, job.microbatches)
+    return ReshapeRequested(task=task.name, job=job.to_dict(), shape=shape)
 
 
 async def body(request: web.Request) -> dict[str, Any]:

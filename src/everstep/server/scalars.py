@@ -77,19 +77,19 @@ class TaskScalars:
         self._record, self._folder = record, folder
         self._tasks: dict[str, RunScalars] = {}
 
-    def hear(self, told: Mapping[str, Any]) -> None:
+    def hear(self, news: Mapping[str, Any]) -> None:
         if not self._record.leads:  # the journal is being read: these were written before
             return
         tasks = self._record.machine.tasks
-        match told["kind"]:
+        match news["kind"]:
             case "step":
-                self._of(told["task"]).step(told["row"], tasks[told["task"]].recovery, told["at"])
+                self._of(news["task"]).step(news["row"], tasks[news["task"]].recovery, news["at"])
             case "IncidentClosed":
                 for one in self._record.machine.log.incidents:
-                    if one.number == told["incident"] and one.task:
-                        self._of(one.task).incident(one, told["at"])
-            case "TaskEnded" if told["task"] in self._tasks:
-                self._tasks.pop(told["task"]).close()
+                    if one.number == news["incident"] and one.task:
+                        self._of(one.task).incident(one, news["at"])
+            case "TaskEnded" if news["task"] in self._tasks:
+                self._tasks.pop(news["task"]).close()
 
     def close(self) -> None:
         for run in self._tasks.values():
@@ -113,10 +113,10 @@ def membership(recovery: Recovery, step: int) -> dict[str, int]:
 def story(one: Incident) -> str:
     """An incident in Markdown."""
     lines = [f"**{one.what}**, step {one.step}", ""]
-    lines += [f"- evidence ({told.source}): {told.text}" for told in one.evidence]
+    lines += [f"- evidence ({item.source}): {item.text}" for item in one.evidence]
     if one.verdict is not None:
-        told = one.verdict
-        lines.append(f"- verdict: SEV{told.severity} {told.kind}, because {told.because}")
+        verdict = one.verdict
+        lines.append(f"- verdict: SEV{verdict.severity} {verdict.kind}, because {verdict.because}")
     for remedy in one.remedies:
         outcome = f"; {remedy.outcome}" if remedy.outcome else ""
         lines.append(f"- remedy: {remedy.what}, because {remedy.because}{outcome}")

@@ -120,7 +120,7 @@ async def _lead(daemon: Daemon, journal: Journal) -> None:
         try:
             await daemon.lead()
         except LostLeadership as error:
-            print(f"coordinator: {error}; standing by", file=sys.stderr, flush=True)
+            print(f"coordinator: {error}; on standby", file=sys.stderr, flush=True)
             await journal.close()
 
 

@@ -1,7 +1,7 @@
 """One term of leadership: the machine, its place in the journal, what waits, the lines to agents.
 
 A coordinator that loses its leadership throws the whole term away: agents are disconnected and find the new
-leader, callers that wait are told, and the next term of the same process starts from the journal again.
+leader, callers that wait get an error, and the next term of the same process starts from the journal again.
 
 Times are wall-clock seconds that never run backwards, because they outlive the process.
 """
@@ -144,7 +144,7 @@ class Term:
             self.returns.came(event.node)
         self.driver.hear(event)
 
-    async def told(self, event: msg.ClusterEvent) -> None:
+    async def handle(self, event: msg.ClusterEvent) -> None:
         """Something has happened; returns when it is durable and carried out."""
         if self._is_over:
             raise LostLeadership("another coordinator leads, or may; try again")

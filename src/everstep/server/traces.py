@@ -35,10 +35,10 @@ class IncidentTraces:
         self._provider = provider(endpoint)
         self._tracer = self._provider.get_tracer("everstep")
 
-    def hear(self, told: Mapping[str, Any]) -> None:
-        if told["kind"] == "IncidentClosed" and self._record.leads:
+    def hear(self, news: Mapping[str, Any]) -> None:
+        if news["kind"] == "IncidentClosed" and self._record.leads:
             for one in self._record.machine.log.incidents:
-                if one.number == told["incident"]:
+                if one.number == news["incident"]:
                     self.export(one)
 
     def export(self, one: Incident) -> None:
@@ -55,8 +55,8 @@ class IncidentTraces:
         first = one.remedies[0].at if one.remedies else end
         verdict_at = one.verdict.at if one.verdict is not None else first
         evidence = self._span("evidence", one.evidence_at, root, {"because": one.what})
-        for told in one.evidence:
-            evidence.add_event(told.source, {"because": told.text}, timestamp=self._ns(told.at))
+        for item in one.evidence:
+            evidence.add_event(item.source, {"because": item.text}, timestamp=self._ns(item.at))
         evidence.end(self._ns(max(verdict_at, one.evidence_at)))
         if one.verdict is not None:
             facts = {"because": one.verdict.because, "everstep.severity": f"SEV{one.verdict.severity}"}

@@ -69,17 +69,17 @@ class Viewers:
                 self._looking.cancel()
                 self._looking = None
 
-    def _hear(self, told: dict[str, Any]) -> None:
-        if told["kind"] == "begin":  # another state, not a change of this one
+    def _hear(self, news: dict[str, Any]) -> None:
+        if news["kind"] == "begin":  # another state, not a change of this one
             self._changes()
             for queue in self._queues:
                 self._renew(queue)
             return
-        if told["kind"] == "step":
-            rows = self._steps.setdefault(told["task"], deque(maxlen=NEWS_AT_ONCE))
-            rows.append(views.step_row(told["row"]))
+        if news["kind"] == "step":
+            rows = self._steps.setdefault(news["task"], deque(maxlen=NEWS_AT_ONCE))
+            rows.append(views.step_row(news["row"]))
         else:
-            self._news.append(told)
+            self._news.append(news)
         self._stirred.set()
 
     async def _look(self) -> None:
@@ -132,7 +132,7 @@ class Viewers:
         now = time.time()
         nodes = views.node_marks(self.record, self._connected(), now)
         tasks = {t.name: views.task_row(self.record, t) for t in self.record.machine.tasks.values()}
-        told = {
+        update = {
             "nodes": [mark.row(name) for name, mark in nodes.items() if self._nodes.get(name) != mark],
             "tasks": [row for name, row in tasks.items() if self._tasks.get(name) != row],
             "steps": {task: list(rows) for task, rows in self._steps.items()},
@@ -142,7 +142,7 @@ class Viewers:
         self._nodes, self._tasks = nodes, tasks
         self._steps.clear()
         self._news.clear()
-        found = {key: value for key, value in told.items() if value}
+        found = {key: value for key, value in update.items() if value}
         if not found:
             return None
         return {"kind": "changes", "at": now, "incidents": views.incident_counts(self.record), **found}

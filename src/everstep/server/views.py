@@ -17,7 +17,7 @@ from everstep.server.record import ClusterRecord
 
 STORIES = 30
 QUIET_S = 1.0  # without a heartbeat; they come four times a second
-_STANDING: dict[type, str] = {
+_PLACE_STATES: dict[type, str] = {
     Absent: "absent",
     Starting: "starting",
     Started: "joining",
@@ -174,7 +174,7 @@ def task(record: ClusterRecord, task: Task, *, rows: int | None = None) -> dict[
                 "node": seat.node,
                 "slot": seat.slot,
                 "incarnation": seat.incarnation,
-                "standing": _STANDING.get(type(places.get(worker)), "seated"),
+                "state": _PLACE_STATES.get(type(places.get(worker)), "seated"),
                 "leaving": seat.leaving,
             }
             for worker, seat in sorted(task.seats.items())

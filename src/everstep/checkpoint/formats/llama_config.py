@@ -10,8 +10,8 @@ from everstep.errors import UserError
 
 def config_of(state: TrainingState, heads: int = 0, kv_heads: int = 0) -> dict[str, Any]:
     shapes = {name: stored.shape for name, stored in state.parameters().items()}
-    told = state.meta.get("model") or {}
-    query = heads or int(told.get("heads") or 0)
+    card = state.meta.get("model") or {}
+    query = heads or int(card.get("heads") or 0)
     if not query:
         raise UserError("the checkpoint does not say how many heads the model has; give --heads.")
     vocab, width = shapes["embed.tokens.weight"]
@@ -27,12 +27,12 @@ def config_of(state: TrainingState, heads: int = 0, kv_heads: int = 0) -> dict[s
         "num_attention_heads": query,
         "num_key_value_heads": kv_heads or shapes["blocks.0.attention.k.weight"][0] // size,
         "head_dim": size,
-        "max_position_embeddings": int(told.get("context") or 2048),
+        "max_position_embeddings": int(card.get("context") or 2048),
         "rms_norm_eps": 1e-6,
-        "rope_theta": float(told.get("rope_base") or 10_000.0),
+        "rope_theta": float(card.get("rope_base") or 10_000.0),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": bool(told.get("tied")) and equal(embed, head),
+        "tie_word_embeddings": bool(card.get("tied")) and equal(embed, head),
         "torch_dtype": "float32",
     }

@@ -57,11 +57,11 @@ def guess_roles(state: TrainingState, reading: Reading) -> None:
     """
     names = state.parameters()
     trained = {name for group in state.groups for name in group["params"]}
-    told_frozen = {name for name in names if _matches(name, reading.frozen)}
+    given_frozen = {name for name in names if _matches(name, reading.frozen)}
     buffers = {
         name
         for name, stored in names.items()
-        if name not in trained | told_frozen
+        if name not in trained | given_frozen
         and (
             _matches(name, reading.buffers)
             or not dtypes.is_trainable(stored.dtype)
@@ -70,7 +70,7 @@ def guess_roles(state: TrainingState, reading: Reading) -> None:
     }
     rename_buffers(state, buffers)
     known = trained | buffers | set(state.tied)
-    state.frozen = [n for n in names if n in told_frozen or (state.groups and n not in known)]
+    state.frozen = [n for n in names if n in given_frozen or (state.groups and n not in known)]
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

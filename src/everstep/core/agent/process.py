@@ -13,9 +13,9 @@ from everstep.core.words.lifecycle import move
 class AgentLimits:
     """How long to wait for what, in seconds."""
 
-    finish_s: float = 5.0  # for a worker asked to finish, before it is told to leave
+    finish_s: float = 5.0  # for a worker asked to finish, before it is ordered to leave
     save_s: float = 600.0  # the same, while it writes its last state and no byte is written
-    leave_s: float = 20.0  # for a worker told to leave, before it is killed
+    leave_s: float = 20.0  # for a worker ordered to leave, before it is killed
     kill_s: float = 30.0  # for a killed process to go, before it is given up as stuck
     spawn_tries: int = 3  # of one start, each with a new fork server
     look_s: float = 0.03  # a beacon younger than this is not asked about
@@ -25,7 +25,7 @@ class AgentLimits:
 class ProcessState(StrEnum):
     STARTING = "starting"  # its fork server was asked for it
     RUNNING = "running"  # it was made; soon it calls
-    ENDING = "ending"  # asked to finish what it has in hand, or told to leave
+    ENDING = "ending"  # asked to finish what it has in hand, or ordered to leave
     KILLED = "killed"  # SIGKILL was sent, or will be as soon as it is made
     STUCK = "stuck"  # it outlives SIGKILL: reported as ended, and its slot stays taken
     DEAD = "dead"  # it has died, and the kernel is clearing up
@@ -51,7 +51,7 @@ class Process:
     tries: int = 1
     deadline: float | None = None
     closed_at: float = 0.0
-    gently: bool = False  # while ending: asked to finish, not yet told to leave
+    gently: bool = False  # while ending: asked to finish, not yet ordered to leave
     unanswered: list[float] = field(
         default_factory=list
     )  # when the orders were sent that it has not taken yet

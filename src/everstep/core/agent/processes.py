@@ -3,11 +3,11 @@
     StartProcess ──► starting ──► running ──► ending ──► killed ──► dead ──► gone
                         │             │          ▲   finish, leave, SIGKILL     ▲
                         └─────────────┴──────────┴──────────────────────────────┘
-    killed for too long ──► stuck: reported as ended, for nobody can end it; its slot stays taken
+    killed for too long ──► stuck: reported as ended, since nothing can end it; its slot stays taken
 
 A start waits until whatever held its slot, or was the same worker, is gone: a dead process still owns its
 device's memory while the kernel clears up. A waiting start that is not wanted any more is dropped; else it
-would come to life when nobody expects it.
+would start when it is no longer expected.
 
 Whatever is asked of a process is asked with a deadline, and what outlives SIGKILL (a process in
 uninterruptible sleep) is reported instead of being killed for ever.
@@ -304,7 +304,7 @@ class NodeProcesses:
         return self._end(process, now, gently=False) if process.gently else self._kill(process, now)
 
     def _give_up(self, process: Process) -> Actions:
-        """A process in uninterruptible sleep ends when the kernel lets it; nobody can hurry it."""
+        """A process in uninterruptible sleep ends when the kernel lets it; nothing can hurry it."""
         process.become(_S.STUCK)
         process.was_stuck = True
         process.deadline = None
@@ -329,7 +329,7 @@ class NodeProcesses:
         if process.moment != event.glance.moment:
             process.moment, process.moved_at = event.glance.moment, now
         if process.state is _S.ENDING:
-            return []  # nobody waits for it any more, and its deadline is set
+            return []  # no order waits for it any more, and its deadline is set
         found = self.progress.look(
             event.sender.task,
             event.sender.worker,

@@ -1,4 +1,4 @@
-"""What of a task's state is in the memory of nodes: counted, told to those who need it, dropped in time.
+"""What of a task's state is in the memory of nodes: counted, announced, dropped in time.
 
 Where copies go and which are needed is decided in `core.cluster.copy_placement`; here it becomes orders.
 """

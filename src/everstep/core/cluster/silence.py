@@ -47,7 +47,7 @@ def _waiting_elsewhere(roster: Roster, node: str) -> str:
 
 
 def _owed_by(roster: Roster, node: str) -> str:
-    """A worker of this node whose ledger a task waits for: its peers stand still and blame nobody."""
+    """A worker of this node whose ledger a task waits for: its peers wait and blame no worker."""
     for task, worker in roster.on_node(node):
         phase = task.recovery.phase if task.recovery is not None else None
         if isinstance(phase, Gathering) and worker in phase.awaited:
@@ -58,7 +58,7 @@ def _owed_by(roster: Roster, node: str) -> str:
 def _others_speak_for(roster: Roster, node: str) -> bool:
     """Does a worker of this node train with workers on other nodes? Then only the line is cut.
 
-    One that only starts, or joins, is waited for by nobody: its silence would otherwise last for ever.
+    One that only starts, or joins, is not waited for: its silence would otherwise last for ever.
     """
     return any(
         task.recovery is not None

@@ -4,8 +4,8 @@ Whether a worker is slow is found elsewhere (`diagnose.watch`); here it is a ver
 does not stop training: the scheduler is asked for a schedule that knows the speeds, and the worker's peers of
 its stage take over some of its microbatches. Where it has no peer nothing can be moved, and that is said.
 
-A worker is slow until it is told to be fast again, or until its process is gone: a new one starts even.
-A link's slowness is told too, and moves no work: a worker that waits for a link is not slow.
+A worker is slow until it is reported fast again, or until its process is gone: a new one starts even.
+A link's slowness is reported too, and moves no work: a worker that waits for a link is not slow.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from everstep.core.words.codec import decode, encode
 from everstep.core.words.incidents import Incident
 from everstep.errors import UserError
 
-FORMAT = 2  # of a snapshot: another one is refused, not guessed at
+FORMAT = 3  # of a snapshot: another one is refused, not guessed at
 
 
 def freeze(coordinator: Coordinator) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Who has stopped? Two detectors that look from outside, and never at the training path.
 
 **Heartbeats** (coordinator). A node that says nothing for `patience_s` is *silent*, no more than that: a cut
-between it and the coordinator looks the same as its death. It is given up only when somebody else agrees: its
-workers' peers wait for them (see `Coordinator`), or nobody can speak for it at all for a long time.
+between it and the coordinator looks the same as its death. It is given up only when others agree: its
+workers' peers wait for them (see `Coordinator`), or for a long time no other node can speak for it.
 
 **Progress** (agent). Each worker writes what it does into shared memory; the agent looks there a few times a
 second. What an op should take comes from the worker's own reports. A worker can be
@@ -11,7 +11,7 @@ second. What an op should take comes from the worker's own reports. A worker can
     overdue   in one op for `overdue_factor` times its usual time: a suspicion. If its threads ran meanwhile,
               or stood in line for a CPU, it is slow or starved rather than hung, and gets ten times as long
     stopped   its beacon stands still and the kernel says the process is stopped: evidence
-    waiting   for somebody else, for longer than a usual step: never blamed, but a witness
+    waiting   for another worker, for longer than a usual step: never blamed, but a witness
     deaf      its beacon shows that it waits, and yet it takes no order: evidence
 
                      look: beacon moved ┌─────────┐
@@ -24,7 +24,7 @@ second. What an op should take comes from the worker's own reports. A worker can
 
 **locate** (coordinator) joins what all agents of a task say. A hang needs two observations that agree: a
 worker that is overdue by much, or stopped, and a worker that waits. A waiting worker is never the culprit.
-If all wait and nobody is busy, something was lost between them: that is no worker's fault.
+If all wait and none is busy, something was lost between them: that is no worker's fault.
 
 Rejected: a limit on step time (Unicron's three iterations). It is blind to who, and at 100 s a step it is
 blind for five minutes; an op of the same job lasts a second or two.
@@ -73,7 +73,7 @@ class Heartbeats:
         return found
 
     def excuse(self, now: float) -> None:
-        """The listener itself was away, so nobody is judged: everyone gets a new start."""
+        """The listener itself was away, so no node is judged: each gets a new start."""
         for node in self._heard:
             if node not in self._silent:
                 self._heard[node] = now
@@ -89,10 +89,10 @@ class Heartbeats:
 class DetectorLimits:
     overdue_factor: float = 4.0  # of an op's usual time: a suspicion
     overdue_floor_s: float = 0.15
-    hang_factor: float = 12.0  # of an op's usual time: evidence, if somebody waits
+    hang_factor: float = 12.0  # of an op's usual time: evidence, if another worker waits
     hang_floor_s: float = 1.0
     active_factor: float = 10.0  # times longer where the process was running, or starved of a CPU
-    hang_alone_s: float = 60.0  # where there is nobody who could wait
+    hang_alone_s: float = 60.0  # where no other worker could wait
     wait_factor: float = 1.0  # of a usual step
     wait_floor_s: float = 0.25
     stall_factor: float = 5.0  # of a usual step: everybody waits
@@ -112,7 +112,7 @@ class Glance:
     age_s: float  # since it last wrote
 
 
-IDLE = ("Paused", "a snapshot of a peer's state")  # told to wait: no worker is at fault
+IDLE = ("Paused", "a snapshot of a peer's state")  # ordered to wait: no worker is at fault
 
 
 class ProgressWatch:
@@ -123,7 +123,7 @@ class ProgressWatch:
         self._seen: dict[tuple[str, Worker], _Seen] = {}
 
     def expects(self, task: str, worker: Worker, times: Mapping[str, float]) -> None:
-        """A worker has told how long ops take there."""
+        """A worker has reported how long ops take there."""
         self._of(task, worker).times = dict(times)
 
     def forget(self, task: str, worker: Worker) -> None:
@@ -150,19 +150,19 @@ class ProgressWatch:
         seen.watch_step(glance, now)
         seen.moment = glance.moment
         if moved and not stopped:
-            was, seen.reported_s, seen.still, seen.told_stopped = seen.reported_s > 0, 0.0, 0, False
-            seen.told_deaf_s, seen.deaf_looks = 0.0, 0
+            was, seen.reported_s, seen.still, seen.reported_stopped = seen.reported_s > 0, 0.0, 0, False
+            seen.reported_deaf_s, seen.deaf_looks = 0.0, 0
             return WorkerMoved(task=task, worker=worker, incarnation=incarnation) if was else None
         seen.still += 1
         limit, expected = self._limit(seen, glance)
-        news = stopped and seen.still >= 2 and not seen.told_stopped
+        news = stopped and seen.still >= 2 and not seen.reported_stopped
         deaf_s = seen.deaf_for(0.0 if glance.busy else min(unanswered_s, glance.age_s), self.limits)
-        if deaf_s > 2 * seen.told_deaf_s:
-            seen.told_deaf_s, news = deaf_s, True
-        longer = glance.age_s > limit and glance.age_s >= 2 * seen.reported_s  # told again at twice the time
+        if deaf_s > 2 * seen.reported_deaf_s:
+            seen.reported_deaf_s, news = deaf_s, True
+        longer = glance.age_s > limit and glance.age_s >= 2 * seen.reported_s  # again at twice the time
         if not news and not longer:
             return None
-        seen.reported_s, seen.told_stopped = max(glance.age_s, 1e-3), stopped
+        seen.reported_s, seen.reported_stopped = max(glance.age_s, 1e-3), stopped
         return OpOverdue(
             task=task,
             worker=worker,
@@ -200,8 +200,8 @@ class _Seen:
     moment: int = -1
     still: int = 0  # looks in a row without a change
     reported_s: float = 0.0
-    told_stopped: bool = False
-    told_deaf_s: float = 0.0
+    reported_stopped: bool = False
+    reported_deaf_s: float = 0.0
     deaf_looks: int = 0  # in a row
     step: int = 0
     step_at: float = 0.0

@@ -12,6 +12,8 @@ from everstep.core.words.worker_messages import Place, Resume
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartWorker:
+    """Start a process for this place."""
+
     worker: Worker
     incarnation: int
     because: str
@@ -46,6 +48,8 @@ class ComputePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeStep:
+    """Continue with these ops."""
+
     worker: Worker
     order: Resume
     because: str
@@ -64,6 +68,8 @@ class CopyState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopFeeding:
+    """`source` sends no further steps to `joiner`."""
+
     source: Worker
     joiner: Worker
     because: str

@@ -131,7 +131,7 @@ class Patience:
     mends_before_restart: int = 3  # of one link
     isolation_s: float = 600.0
     isolations_before_lemon: int = 2
-    lonely_silence_s: float = 30.0  # a silent node nobody else can speak for is given up after this
+    lonely_silence_s: float = 30.0  # a silent node that no other node can speak for is given up after this
     awaited_silence_s: float = 10.0  # one that owes a ledger; an agent may be looking for us
     rejoin_after_steps: int = 0
     checkpoint_retries: int = 6  # of reading a task's checkpoints, with back-off; then the task fails

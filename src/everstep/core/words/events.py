@@ -44,6 +44,8 @@ class WorkerRaised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerReported:
+    """What an interrupted worker has done."""
+
     worker: Worker
     epoch: int
     ledger: Ledger
@@ -126,6 +128,8 @@ class TrainingStalled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCommitted:
+    """The checkpoint of this step is complete on disk."""
+
     step: int
 
 

@@ -24,6 +24,8 @@ class OpenTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartProcess:
+    """Start a process for this worker in this slot."""
+
     task: str
     worker: Worker
     incarnation: int
@@ -32,6 +34,8 @@ class StartProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillProcess:
+    """End this process at once."""
+
     task: str
     worker: Worker
     incarnation: int
@@ -94,6 +98,8 @@ class KeepOnly:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindCheckpoint:
+    """Look for the newest checkpoint of this task that can be used."""
+
     task: str
     job: Any
     known: int = 0  # a step that was committed: the newest cannot be older
@@ -102,6 +108,8 @@ class FindCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitCheckpoint:
+    """All parts of this step are written: make them a checkpoint."""
+
     task: str
     step: int
     parts: tuple[Any, ...]

@@ -150,6 +150,8 @@ class SlowLinkFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowLinkEnded:
+    """Messages between these two are as fast as usual again."""
+
     task: str
     worker: Worker
     peer: Worker

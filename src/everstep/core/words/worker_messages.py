@@ -1,4 +1,4 @@
-"""What workers tell each other, and what they are told: parcels, ledgers, orders.
+"""Messages between workers and orders to them: parcels, ledgers, orders.
 
 A parcel is named by what it is, never by its place in a stream: two parcels of one name hold the same thing,
 so a receiver drops the second, any live holder can send it again, and no sender has to know what a dead one
@@ -87,7 +87,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """What a worker has done, told when it is asked to pause."""
+    """What a worker has done, reported when it is asked to pause."""
 
     step: int  # the step it is in; all earlier ones are updated
     done: tuple[Op, ...] = ()  # its ops of that step; R once it holds the sum
@@ -137,7 +137,7 @@ class Resume:
         return fitting[-1] if fitting else self.members[0]
 
 
-# ------------------------------------------------------------------ what a walker asks its body to do
+# ------------------------------------------------------------------ what a worker's state asks its loop to do
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from everstep.engine.preflight import preflight
 from everstep.engine.program import Program
 from everstep.engine.resolve import optimizer_of
 from everstep.errors import EverstepError, UserError
-from everstep.launch.local import fork_servers as births
+from everstep.launch.local import fork_servers
 from everstep.launch.local.data import buffered, prepare, steps_of
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.page import RunPage
@@ -155,19 +155,23 @@ def run_job(
     patience: Patience | None = None,
     watch: Watcher = lambda kind, what: None,
     script: list[str] | None = None,
-    born: ForkServer | None = None,
+    fork_server: ForkServer | None = None,
     tick_s: float = 0.1,
     page: RunPage | None = None,
 ) -> Outcome:
     """Start the workers, run the job to its end, and leave no process behind, however it ends.
 
-    `born`: the nursery to use, for several runs in a row. `page`: where people may watch it.
+    `fork_server`: the fork server to use, for several runs in a row. `page`: where people may watch it.
     """
-    home = births.nursery(job.threads, _modules(job)) if born is None else nullcontext(born)
-    with home as mother, _interruptible(watch) as safely:
+    home = (
+        fork_servers.open_server(job.threads, _modules(job))
+        if fork_server is None
+        else nullcontext(fork_server)
+    )
+    with home as server, _interruptible(watch) as safely:
         return LocalTask(
             job,
-            nursery=mother,
+            fork_server=server,
             faults=faults,
             patience=patience,
             watch=safely,

@@ -1,4 +1,4 @@
-"""A nursery for as long as it is needed. Torch-free: it loads torch while its owner does other things."""
+"""A fork server for as long as it is needed. Torch-free: it loads torch while its owner does other things."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from everstep.node.fork_server import ForkServer
 
 
 @contextlib.contextmanager
-def nursery(threads: int, preload: tuple[str, ...] = ()) -> Iterator[ForkServer]:
+def open_server(threads: int, preload: tuple[str, ...] = ()) -> Iterator[ForkServer]:
     made = ForkServer(threads=threads, preload=preload).start()
     try:
         yield made

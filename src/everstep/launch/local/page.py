@@ -1,4 +1,4 @@
-"""The launcher's end of a run's page: a port on loopback, and a follower behind it once somebody calls.
+"""The launcher's end of a run's page: a port on loopback, and a follower behind it after the first request.
 
 Until a browser calls, the page is a listening socket in the launcher's selector and nothing else. Then the
 follower (`server.follower`) is started with that socket, gets a snapshot, and is sent every event. Sending
@@ -93,7 +93,7 @@ class RunPage:
 
     @property
     def watched(self) -> bool:
-        """Has somebody called?"""
+        """Has there been a request?"""
         return self._line is not None
 
     # -------------------------------------------------------------- a run's life
@@ -159,7 +159,7 @@ class RunPage:
 
     @_harmless
     def _called(self) -> None:
-        """Somebody is at the door: the follower opens it."""
+        """A request: the follower answers it."""
         self._unwatch()
         ours, theirs = socket.socketpair()
         fds = (self._listener.fileno(), theirs.fileno())
@@ -222,7 +222,7 @@ class RunPage:
         self._watch()
 
     def _watch(self) -> None:
-        """For words of the follower, or for somebody at the door where there is none."""
+        """For words of the follower, or for a request where there is none."""
         if self._loop is not None:
             self._watched = (self._line or self._listener).fileno()
             self._loop.watch(self._watched, self._called if self._line is None else self._read)
@@ -263,9 +263,9 @@ class RunPage:
         try:
             match asked["what"]:
                 case "readings":
-                    return self._task.told_readings()
+                    return self._task.readings_document()
                 case "gantt":
-                    return self._task.told_gantt()
+                    return self._task.gantt_document()
                 case "log":
                     path = self._task.words(parse_worker(asked["worker"]))
                     return path.read_bytes()[-min(MAX_LOG, asked["bytes"]) :].decode(errors="replace")

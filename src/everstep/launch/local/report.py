@@ -86,8 +86,8 @@ def incident_line(incident: Incident) -> str:
     """Printed when the incident closes; its cost in steps is known one step later."""
     if not incident.stops_training:
         return f"incident {incident.number} since step {incident.step}: {death(incident)}; {tried(incident)}"
-    told = f"{death(incident)}; {', '.join(times(incident))}"
-    return f"incident {incident.number} in step {incident.step}: {told}"
+    parts = f"{death(incident)}; {', '.join(times(incident))}"
+    return f"incident {incident.number} in step {incident.step}: {parts}"
 
 
 def tried(incident: Incident) -> str:
@@ -104,21 +104,21 @@ def death(incident: Incident) -> str:
 def times(incident: Incident) -> list[str]:
     """The duration of each part of the recovery, in words."""
     start = incident.evidence_at if incident.killed_at is None else incident.killed_at
-    told = [
-        f"replanned in {_told(_ms(incident.planned_at, incident.evidence_at))}",
-        f"resumed after {_told(_ms(incident.resumed_at, start))}",
+    parts = [
+        f"replanned in {_shown(_ms(incident.planned_at, incident.evidence_at))}",
+        f"resumed after {_shown(_ms(incident.resumed_at, start))}",
     ]
     if incident.killed_at is not None:
-        told.insert(0, f"noticed in {_told(_ms(incident.evidence_at, start))}")
+        parts.insert(0, f"noticed in {_shown(_ms(incident.evidence_at, start))}")
     if incident.restored_from is not None:
-        told.append(
+        parts.append(
             "back at the initial state"
             if incident.restored_from == 0
             else f"back at step {incident.restored_from}, from {incident.restored_where}"
         )
     else:
-        told.append(f"{incident.replayed_ops} ops to replay")
-    return told
+        parts.append(f"{incident.replayed_ops} ops to replay")
+    return parts
 
 
 def resume_line(outcome: Outcome, folder: str) -> str | None:
@@ -127,16 +127,16 @@ def resume_line(outcome: Outcome, folder: str) -> str | None:
     return f"resumes after step {outcome.resumed_from}, from the checkpoint in {folder!r}"
 
 
-def summary_line(told: Mapping[str, Any]) -> str:
+def summary_line(run: Mapping[str, Any]) -> str:
     """The last line of a run, from its document."""
-    if not told["losses"]:
-        return f"nothing left to do: the checkpoint of step {told['resumed_from']} is the job's last"
-    step, loss = list(told["losses"].items())[-1]
-    count = len(told["incidents"])
+    if not run["losses"]:
+        return f"nothing left to do: the checkpoint of step {run['resumed_from']} is the job's last"
+    step, loss = list(run["losses"].items())[-1]
+    count = len(run["incidents"])
     healed = {0: "no incident", 1: "1 incident healed"}.get(count, f"{count} incidents healed")
-    batches = told["microbatches"]
+    batches = run["microbatches"]
     return (
-        f"{step} of {told['steps']} steps, loss {loss:.6f}, {healed}; "
+        f"{step} of {run['steps']} steps, loss {loss:.6f}, {healed}; "
         f"microbatches: {batches['issued']} issued, {batches['committed']} committed once"
     )
 
@@ -145,5 +145,5 @@ def _ms(later: float | None, earlier: float) -> float | None:
     return None if later is None else round((later - earlier) * 1e3, 3)
 
 
-def _told(ms: float | None) -> str:
+def _shown(ms: float | None) -> str:
     return "?" if ms is None else f"{ms:.0f} ms"

@@ -56,7 +56,7 @@ class LocalTask:
         self,
         job: Job,
         *,
-        nursery: ForkServer,
+        fork_server: ForkServer,
         faults: tuple[PlantedFault, ...] = (),
         patience: msg.Patience | None = None,
         watch: Watcher = lambda kind, what: None,
@@ -71,7 +71,13 @@ class LocalTask:
         """
         self._slots = slots or job.replicas * job.stages
         self._page = page
-        self.job, self.nursery, self.faults, self.watch, self.script = job, nursery, faults, watch, script
+        self.job, self.fork_server, self.faults, self.watch, self.script = (
+            job,
+            fork_server,
+            faults,
+            watch,
+            script,
+        )
         self.tick_s = min(tick_s, LOOK_EVERY_S)
         self.shape = Shape(job.replicas, job.stages, job.microbatches)
         self.outcome = Outcome()
@@ -90,7 +96,7 @@ class LocalTask:
         self._over = False
         self._looked_at = 0.0
         self._log: StepLog | None = None
-        self._told: object = None
+        self._last_words: object = None
         self._data_waits = DataWaits()
 
     # -------------------------------------------------------------- life
@@ -103,7 +109,7 @@ class LocalTask:
                 machine=NodeProcesses(DetectorLimits()),
                 report=self._reported,
                 folder=folder,
-                fork_server=lambda job: self.nursery,
+                fork_server=lambda job: self.fork_server,
                 detect=self._detect,
             )
             self.workers.open()
@@ -170,7 +176,7 @@ class LocalTask:
         """What every live worker is doing right now."""
         return self.workers.readings(TASK)
 
-    def told_readings(self) -> list[dict[str, Any]]:
+    def readings_document(self) -> list[dict[str, Any]]:
         """The same, as an agent tells it to whoever looks."""
         return [
             {
@@ -182,7 +188,7 @@ class LocalTask:
             for worker, process in self.processes.items()
         ]
 
-    def told_gantt(self) -> dict[str, Any]:
+    def gantt_document(self) -> dict[str, Any]:
         """The last step, as planned and as run."""
         measured = {str(worker): last_steps(p.beacon.path) for worker, p in self.processes.items()}
         return gantt.document(self.scheduler, {worker: steps for worker, steps in measured.items() if steps})
@@ -305,8 +311,10 @@ class LocalTask:
 
     def _tell_watcher(self, action: msg.Dispatch) -> None:
         match action.order:
-            case msg.NotifyWorker(words=words) if words is not self._told:  # one interrupt, told to many
-                self._told = words
+            case msg.NotifyWorker(words=words) if (
+                words is not self._last_words
+            ):  # one interrupt, sent to many
+                self._last_words = words
                 self.watch("action", words)
             case msg.StartProcess(worker=worker, incarnation=incarnation):
                 because = action.because

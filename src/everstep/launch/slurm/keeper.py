@@ -117,7 +117,7 @@ class Keeper:
         self.run_folder = Run(settings.run, attempt=settings.attempt)
         self.leader: Leader | None = None
         self._words = self.run_folder.logs / f"keeper-{settings.node}.log"
-        self._told_to_end = 0
+        self._end_signal = 0
         self._port = settings.port
         self._asked_at = time.monotonic()
         self._try_at = time.monotonic() + (0.0 if settings.rank == 0 else self._patience_s)
@@ -140,7 +140,7 @@ class Keeper:
             self.say(f"replaces a lost node of job {self.settings.job}")
         coordinator = None
         try:
-            while not self._told_to_end:
+            while not self._end_signal:
                 now = time.monotonic()
                 if (code := run.exit_code) is not None:
                     self.say("the task has ended")
@@ -159,7 +159,7 @@ class Keeper:
                 elif self.settings.spare and self._is_left_alone(now):
                     return 0
                 time.sleep(TURN_S)
-            return 128 + self._told_to_end
+            return 128 + self._end_signal
         finally:
             if self.leader is not None:
                 self.leader.close()
@@ -223,4 +223,4 @@ class Keeper:
         return [*command, "--state", str(self.run_folder.state), "--name", settings.node]
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self._told_to_end = number
+        self._end_signal = number

@@ -100,12 +100,12 @@ class Leader:
 
         try:
             job = load_job(self.settings.job_file)
-            told = self.client.post("/v1/tasks", {"name": self.task, "job": job.to_dict()})
+            submitted = self.client.post("/v1/tasks", {"name": self.task, "job": job.to_dict()})
         except UserError as error:
             self.say(f"the task cannot be submitted: {error}")
             self.run.end(2)
             return
-        self.say(f"task {self.task} is {told['state']}: {told['because']}")
+        self.say(f"task {self.task} is {submitted['state']}: {submitted['because']}")
 
     def _finish(self, task: Any) -> None:
         self.say(f"task {self.task} is {task['state']}: {task['because']}")
@@ -114,7 +114,7 @@ class Leader:
         job = slurm.job(self.settings.job)
         self.run.end(_EXIT_CODES[task["state"]])
         if job is not None and not job.has_batch_script:
-            # Nobody is left to end the job by ending; what it says of itself then is CANCELLED.
+            # No process is left to end the job by ending; what it says of itself then is CANCELLED.
             self.say(f"job {job.number} lost its batch script with node {job.batch_host}: it is cancelled")
             slurm.cancel(job.number)
 

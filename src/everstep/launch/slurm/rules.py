@@ -100,17 +100,19 @@ def _about_node(view: View, node: SlurmNode) -> list[Action]:
     member = view.members.get(node.name)
     state = member.state if member else ""
     connected = member is not None and member.connected
-    match node.standing:
+    match node.use:
         case NodeUse.LEAVING if state in _CAN_BE_DRAINED:
-            return [DrainNode(node=node.name, because=f"Slurm wants it back: {node.told}")]
+            return [DrainNode(node=node.name, because=f"Slurm wants it back: {node.described}")]
         case NodeUse.LOST if state in _CAN_BE_DRAINED and connected:
-            return [DrainNode(node=node.name, because=f"Slurm ends what runs there: {node.told}")]
+            return [DrainNode(node=node.name, because=f"Slurm ends what runs there: {node.described}")]
         case NodeUse.USABLE if state == "draining" and node.name in view.drained:
-            return [ReadmitNode(node=node.name, because=f"Slurm says it is {node.told} again")]
+            return [ReadmitNode(node=node.name, because=f"Slurm says it is {node.described} again")]
         case NodeUse.USABLE if not connected and node.name in view.job.nodes:
             away = view.away_s.get(node.name, 0.0)
             if away >= RESTART_AFTER_S:
-                because = f"it is in the job, Slurm says {node.told}, and no agent was heard for {away:.0f} s"
+                because = (
+                    f"it is in the job, Slurm says {node.described}, and no agent was heard for {away:.0f} s"
+                )
                 return [StartKeeper(node=node.name, because=because)]
     return []
 
@@ -119,20 +121,20 @@ def _about_number(view: View, ours: Sequence[str]) -> list[Action]:
     here = [name for name in ours if _counts(view, name)]
     waiting = [spare for spare in view.spares if spare.waits]
     short = view.wanted - len(here) - len(waiting)
-    told = f"{len(here)} of {view.wanted} nodes can be used"
+    have = f"{len(here)} of {view.wanted} nodes can be used"
     if short > 0:
         left = view.wanted * MAX_ASKED_PER_WANTED - view.asked
         if view.asked_s_ago < ASK_EVERY_S or left <= 0:
             return []
-        return [AskForNodes(count=min(short, left), because=told)]
+        return [AskForNodes(count=min(short, left), because=have)]
     surplus = waiting[: max(0, -short)]
-    return [GiveBack(job=spare.number, because=told) for spare in surplus]
+    return [GiveBack(job=spare.number, because=have) for spare in surplus]
 
 
 def _counts(view: View, name: str) -> bool:
     node, member = view.nodes.get(name), view.members.get(name)
     connected = member is not None and member.connected
-    match node.standing if node is not None else NodeUse.UNCLEAR:
+    match node.use if node is not None else NodeUse.UNCLEAR:
         case NodeUse.USABLE:
             return True
         case NodeUse.UNCLEAR:

@@ -54,7 +54,7 @@ def submit(launch: SlurmLaunch, *, token: str = "") -> str:
 
 def wait(number: str, run: Path, say: Callable[[str], None]) -> int:
     """Until the job is over, through requeues; the task's exit code."""
-    told = ""
+    printed = ""
     while True:
         try:
             job = slurm_shell.job(number)
@@ -65,9 +65,9 @@ def wait(number: str, run: Path, say: Callable[[str], None]) -> int:
         if state in _OVER:
             code = newest(run).exit_code
             return 1 if code is None else code
-        if line != told:
+        if line != printed:
             say(line)
-            told = line
+            printed = line
         time.sleep(LOOK_EVERY_S)
 
 

@@ -46,10 +46,10 @@ def jobs_named(name: str) -> list[SlurmJob]:
 
 def submit(options: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     """The script of this package, with these options for sbatch; the job's number."""
-    told = _ask("sbatch", "--parsable", *options, str(SCRIPT), *arguments, environment=environment)
-    match = re.match(r"(\d+)", told)
+    answer = _ask("sbatch", "--parsable", *options, str(SCRIPT), *arguments, environment=environment)
+    match = re.match(r"(\d+)", answer)
     if match is None:
-        raise SlurmFailed(f"sbatch answers {told.strip()!r}, which is not a job's number")
+        raise SlurmFailed(f"sbatch answers {answer.strip()!r}, which is not a job's number")
     return match.group(1)
 
 

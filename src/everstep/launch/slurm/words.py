@@ -44,7 +44,7 @@ class SlurmNode:
     reason: str = ""
 
     @property
-    def standing(self) -> NodeUse:
+    def use(self) -> NodeUse:
         if self.states & _LOST:
             return NodeUse.LOST
         if self.states & _LEAVING:
@@ -52,7 +52,7 @@ class SlurmNode:
         return NodeUse.UNCLEAR if self.states & _UNCLEAR or not self.states else NodeUse.USABLE
 
     @property
-    def told(self) -> str:
+    def described(self) -> str:
         """Its state as Slurm puts it, and why."""
         states = "+".join(sorted(self.states)) or "no state"
         return f"{states} ({self.reason})" if self.reason else states
@@ -91,9 +91,9 @@ def parse_nodes(text: str) -> dict[str, SlurmNode]:
     for line in text.splitlines():
         fields = _fields(line)
         if name := fields.get("NodeName"):
-            told = fields.get("State", "").upper()
-            states = {state.rstrip(_MARKS) for state in told.split("+")}
-            if "*" in told:
+            state_text = fields.get("State", "").upper()
+            states = {state.rstrip(_MARKS) for state in state_text.split("+")}
+            if "*" in state_text:
                 states.add("NOT_RESPONDING")
             found[name] = SlurmNode(
                 name=name,

@@ -1,5 +1,5 @@
 // A line by step, with its axes; a mark where a new epoch began: there the step was planned anew, mostly because
-// somebody was gone or has come.
+// a worker left or joined.
 
 import { clock, colour, duration, short, sized } from "./words.js";
 

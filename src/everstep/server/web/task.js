@@ -190,14 +190,14 @@ export class TaskView {
     const over = OVER.includes(this.detail.state);
     const reading = row?.reading, op = reading && OP.exec(reading.doing);
     const elsewhere = op?.[3] !== undefined && op[3] !== worker.split(":")[0];
-    const away = seat && ["absent", "starting", "joining"].includes(seat.standing);
+    const away = seat && ["absent", "starting", "joining"].includes(seat.state);
     cell.classList.toggle("absent", !seat || away);
     cell.classList.toggle("elsewhere", Boolean(elsewhere));
     cell.style.setProperty("--c", op && reading.busy ? OPS[op[2]].colour : "var(--left)");
-    write(big, !seat ? (over ? "–" : "✕") : away ? (seat.standing === "absent" ? "✕" : "↻") : op ? `${op[2]}${op[3] === undefined ? "" : ` ${op[3]}.${op[4]}`}${elsewhere ? " ⇄" : ""}` : reading ? "…" : "·");
-    write(middle, !seat ? (over ? "ended" : "work rerouted") : seat.leaving || (seat.standing !== "member" ? PLACES[seat.standing] ?? seat.standing : "")
+    write(big, !seat ? (over ? "–" : "✕") : away ? (seat.state === "absent" ? "✕" : "↻") : op ? `${op[2]}${op[3] === undefined ? "" : ` ${op[3]}.${op[4]}`}${elsewhere ? " ⇄" : ""}` : reading ? "…" : "·");
+    write(middle, !seat ? (over ? "ended" : "work rerouted") : seat.leaving || (seat.state !== "member" ? PLACES[seat.state] ?? seat.state : "")
       || (op ? OPS[op[2]].words : reading?.doing && (reading.busy ? reading.doing : awaited(reading.doing))) || "no reading");
     write(small, !seat ? "" : `${reading ? `${reading.done} done, ${reading.num_ops} to do · ` : ""}${seat.node}:${seat.slot}`);
-    cell.title = seat ? `${worker} on ${seat.node}, slot ${seat.slot}: ${reading ? `step ${reading.step}, ${reading.doing}` : seat.standing}` : `${worker}: empty`;
+    cell.title = seat ? `${worker} on ${seat.node}, slot ${seat.slot}: ${reading ? `step ${reading.step}, ${reading.doing}` : seat.state}` : `${worker}: empty`;
   }
 }

@@ -112,7 +112,7 @@ class PlannedPolicy(Policy):
         one = self._indices(task, failure.node)[:1]
         ratio = ratio_without(self._as_scheduled(task), [*self._holes(task), *one]) if task.shape else 0.0
         again = self._again(task)
-        if ratio <= 0:  # nobody else holds this stage: its state comes from another host's memory
+        if ratio <= 0:  # no other worker holds this stage: its state comes from another host's memory
             task.stall(detection=seen, transition=RESTART_PROCESS_S, replay=task.step_s())
         elif self.means.reroute:
             slower = RESTART_PROCESS_S * max(0.0, 1 - ratio * task.healthy / max(task.rate, 1e-9))

@@ -43,7 +43,7 @@ class Policy(ABC):
 
     @abstractmethod
     def returned(self, life: Life, node: int, task: StudyTask | None) -> None:
-        """A node is back, or new (then nobody owns it)."""
+        """A node is back, or new (then no task owns it)."""
 
     def spare_lost(self, life: Life, failure: Failure) -> None:
         if failure.severity == 1 and failure.node in life.spares:
@@ -120,7 +120,7 @@ class Megatron(Policy):
 
 
 class Elastic(Policy):
-    """torchrun with nnodes=min:max: all workers restart from the checkpoint with whoever is there.
+    """torchrun with nnodes=min:max: all workers restart from the checkpoint with those that are there.
 
     An exit is seen at once by its agent (5 s of polling), a hang by the collective's 10 min watchdog, a lost
     node after 30 s without a keep-alive [A]. Everybody restarts in 200 s, the least that [F]
@@ -230,7 +230,7 @@ class Recycle(Policy):
 
     No state moves. Seen in 5 s [A], half a step lost, 10 s to take the new schedule (as Oobleck; the paper's
     figure is not at hand). A process that restarts is away for a minute [A]. The rate is our
-    scheduler's bound for the dead. No view beyond the task; where a stage has nobody left it waits.
+    scheduler's bound for the dead. No view beyond the task; where a stage has no worker left it waits.
     """
 
     change_s = 10.0
@@ -292,7 +292,7 @@ def _run_on(task: StudyTask, rate: float) -> None:
 
 
 def _adopt(life: Life, node: int, task: StudyTask | None) -> StudyTask:
-    """A node that nobody owns goes to the task that is furthest below its healthy rate."""
+    """A node without an owner goes to the task that is furthest below its healthy rate."""
     if task is None:
         task = min(life.tasks, key=lambda t: t.rate / t.healthy)
         life.give(task, [*task.nodes, node])

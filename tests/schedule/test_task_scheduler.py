@@ -22,79 +22,79 @@ def told(worker: Worker, own: float, wall: float | None = None) -> TimesReported
 
 
 def desk_in_use() -> TaskScheduler:
-    desk = TaskScheduler(SHAPE, "staggered")
+    scheduler = TaskScheduler(SHAPE, "staggered")
     for worker in SHAPE.workers():
-        desk.learn(told(worker, 1.0))
-    assert desk.wants_new_schedule(FIRST_LOOK, FIRST_LOOK) is not None
-    desk.answer(question())
-    return desk
+        scheduler.learn(told(worker, 1.0))
+    assert scheduler.wants_new_schedule(FIRST_LOOK, FIRST_LOOK) is not None
+    scheduler.answer(question())
+    return scheduler
 
 
 def question(epoch: int = 1) -> ComputePlan:
     return ComputePlan(epoch=epoch, broken={}, dead=frozenset(), because="a test")
 
 
-def runs(desk: TaskScheduler, slow: dict[Worker, float]) -> dict[Worker, int]:
-    plan = desk.answer(question(), slow)
+def runs(scheduler: TaskScheduler, slow: dict[Worker, float]) -> dict[Worker, int]:
+    plan = scheduler.answer(question(), slow)
     return {w: sum(op.kind is Kind.F for op in ops) for w, ops in plan.steady.items()}
 
 
 def test_waiting_for_a_core_wants_no_new_schedule() -> None:
-    desk = desk_in_use()
+    scheduler = desk_in_use()
     for step in range(4, 200):
-        desk.learn(told(Worker(0, 0), 1.0, wall=3.0))
-        assert desk.wants_new_schedule(step, step) is None
+        scheduler.learn(told(Worker(0, 0), 1.0, wall=3.0))
+        assert scheduler.wants_new_schedule(step, step) is None
 
 
 def test_one_slow_worker_is_not_a_matter_of_stages() -> None:
-    desk = desk_in_use()
+    scheduler = desk_in_use()
     for step in range(4, 200):
-        desk.learn(told(Worker(0, 0), 3.0))
-        assert desk.wants_new_schedule(step, step) is None
+        scheduler.learn(told(Worker(0, 0), 3.0))
+        assert scheduler.wants_new_schedule(step, step) is None
 
 
 def test_a_stage_with_another_share_of_the_work_wants_one_new_schedule() -> None:
-    desk = desk_in_use()
+    scheduler = desk_in_use()
     wanted = []
     for step in range(4, 200):
         for replica in range(2):
-            desk.learn(told(Worker(replica, 1), 2.0))
-        if desk.wants_new_schedule(step, step) is not None:
-            desk.answer(question())
+            scheduler.learn(told(Worker(replica, 1), 2.0))
+        if scheduler.wants_new_schedule(step, step) is not None:
+            scheduler.answer(question())
             wanted.append(step)
     assert len(wanted) == 1
     assert wanted[0] >= LEAST_STEPS
 
 
 def test_a_slow_worker_gets_less_and_its_peer_more_and_speed_gives_it_back() -> None:
-    desk = desk_in_use()
-    home = runs(desk, {})
-    slow = runs(desk, {Worker(1, 1): 2.0})
+    scheduler = desk_in_use()
+    home = runs(scheduler, {})
+    slow = runs(scheduler, {Worker(1, 1): 2.0})
     assert set(home.values()) == {8}
     assert slow[Worker(1, 1)] == 5
     assert slow[Worker(0, 1)] == 11
     assert slow[Worker(0, 0)] == slow[Worker(1, 0)] == 8
-    assert runs(desk, {}) == home
+    assert runs(scheduler, {}) == home
 
 
 def test_a_slow_worker_does_not_count_twice_once_its_own_times_are_known() -> None:
-    desk = desk_in_use()
-    desk.answer(question(), {Worker(1, 1): 2.0})
-    desk.learn(told(Worker(1, 1), 2.0))
-    assert runs(desk, {Worker(1, 1): 2.0})[Worker(1, 1)] == 5
+    scheduler = desk_in_use()
+    scheduler.answer(question(), {Worker(1, 1): 2.0})
+    scheduler.learn(told(Worker(1, 1), 2.0))
+    assert runs(scheduler, {Worker(1, 1): 2.0})[Worker(1, 1)] == 5
 
 
 def test_where_a_whole_stage_is_slow_its_work_stays_at_home() -> None:
-    desk = desk_in_use()
+    scheduler = desk_in_use()
     slow = {Worker(0, 1): 2.0, Worker(1, 1): 2.0}
     for worker in slow:
-        desk.learn(told(worker, 2.0))
-    assert set(runs(desk, slow).values()) == {8}
+        scheduler.learn(told(worker, 2.0))
+    assert set(runs(scheduler, slow).values()) == {8}
 
 
 def test_a_very_slow_worker_keeps_no_microbatch_that_holds_the_pipeline_up() -> None:
     """Six times as long for one microbatch fits into the busiest time, but not into the pipeline's."""
-    desk = TaskScheduler(Shape(4, 2, 4), "staggered")
+    scheduler = TaskScheduler(Shape(4, 2, 4), "staggered")
     for worker in Shape(4, 2, 4).workers():
-        desk.learn(told(worker, 1.0))
-    assert runs(desk, {Worker(1, 0): 6.0})[Worker(1, 0)] == 0
+        scheduler.learn(told(worker, 1.0))
+    assert runs(scheduler, {Worker(1, 0): 6.0})[Worker(1, 0)] == 0

@@ -1,0 +1,245 @@
+"""Training across the testbed, steered, while a spine's cable dies or is cut to a tenth.
+
+    python -m harness.steered_training                 cable dead in mid-run (root)
+    python -m harness.steered_training --harm cut
+
+Two hosts, an agent in each, a coordinator in the first; every step's reduce crosses the spines. Everything is
+the real program: coordinator, agents, workers, their links. The cable is the busiest one of leaf 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from everstep.cli.client import Client
+from everstep.errors import EverstepError
+from everstep.fabric import flows_of
+from everstep.fabric.allocate import allocate
+from everstep.fabric.document import tasks_from, topology_document
+from harness import fabric_testbed
+from harness.fabric_testbed import Testbed
+
+JOB = """
+steps = {steps}
+replicas = 2
+stages = 2
+microbatches = 2
+seed = 1
+transport = "tcp"
+log = "{folder}/log"
+[model]
+preset = "gpt-tiny"
+depth = 4
+[data]
+kind = "synthetic"
+rows = 2
+[optimizer]
+lr = 1e-2
+clip = 1.0
+"""
+WORKERS = ["h1", "h1", "h2", "h2"]  # replica by replica, in it stage by stage: each reduce crosses the spines
+
+TOKEN = "testbed"
+CONTROL = "10.99.0.1"
+ADDRESS = f"http://{CONTROL}:7077"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--harm", choices=("dead", "cut", "none"), default="dead")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--at", type=int, default=40, help="the step at which it happens")
+    parser.add_argument("--unsteered", action="store_true", help="workers that know nothing of the fabric")
+    parser.add_argument("--rate", type=float, default=40.0, help="Mbit/s of a cable")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds for the run")
+    parser.add_argument("--json", action="store_true", dest="as_json")
+    args = parser.parse_args([word for word in sys.argv[1:] if not word.startswith("--inside")])
+    reason = fabric_testbed.why_not()
+    if reason is not None:
+        print(f"steered training: {reason}.", file=sys.stderr)
+        return 2
+    fabric_testbed.move_into_own_namespaces()
+    testbed = Testbed(leaves=2, spines=4, rate_mbit=args.rate)
+    with testbed.up(), tempfile.TemporaryDirectory() as folder:
+        testbed.seed(1)
+        table = train(testbed, Path(folder), args)
+    if args.as_json:
+        print(json.dumps(table))
+    else:
+        for key, value in table.items():
+            print(f"{key}: {value}")
+    return 0 if table["finished"] else 1
+
+
+def train(testbed: Testbed, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    (folder / "fabric.json").write_text(json.dumps(fabric_file(testbed)))
+    (folder / "job.toml").write_text(JOB.format(steps=args.steps, folder=folder))
+    control_network()
+    everstep = [sys.executable, "-m", "everstep.cli.main"]
+    state = ["--state", str(folder / "state")]
+    running = [start("h1", [*everstep, "coordinator", "--host", CONTROL, "--token", TOKEN, *state])]
+    try:
+        for number in (1, 2):
+            words = [
+                "agent",
+                "--coordinator",
+                ADDRESS,
+                "--node",
+                f"h{number}",
+                "--slots",
+                "2",
+                "--token",
+                TOKEN,
+            ]
+            words += ["--host", testbed.host(number)]
+            if not args.unsteered:
+                words += ["--fabric", str(folder / "fabric.json")]
+            running.append(start(f"h{number}", [*everstep, *words]))
+        return testbed.inside("h1", lambda: follow(testbed, folder, everstep, args))
+    finally:
+        for process in reversed(running):
+            process.send_signal(signal.SIGINT)
+        for process in reversed(running):
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def control_network() -> None:
+    """Clusters have another network for control; a dead spine is not to take the coordinator along."""
+    link = ["ip", "-n", "h1", "link", "add", "m0", "type", "veth", "peer", "name", "m0", "netns", "h2"]
+    subprocess.run(link, check=True)
+    for number in (1, 2):
+        name = f"h{number}"
+        subprocess.run(["ip", "-n", name, "addr", "add", f"10.99.0.{number}/24", "dev", "m0"], check=True)
+        subprocess.run(["ip", "-n", name, "link", "set", "m0", "up"], check=True)
+
+
+def follow(testbed: Testbed, folder: Path, everstep: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Submit once both nodes are there; look at the step again and again; do the harm on the way."""
+    client = Client(address=ADDRESS, token=TOKEN)
+    wait_for(lambda: sum(node["connected"] for node in client.get("/v1/status")["nodes"]) == 2, 120.0)
+    words = ["submit", str(folder / "job.toml"), "--address", ADDRESS, "--token", TOKEN]
+    start("h1", [*everstep, *words]).wait()
+    seen: list[tuple[float, int]] = []  # when each step was first seen done
+    harmed, deadline, task = None, time.monotonic() + args.limit, None
+    while time.monotonic() < deadline:
+        task = client.get("/v1/status")["tasks"][0]
+        if not seen or task["step"] > seen[-1][1]:
+            seen.append((time.monotonic(), task["step"]))
+        if task["step"] >= args.steps:
+            break
+        if harmed is None and args.harm != "none" and task["step"] >= args.at:
+            spine = busiest_spine()
+            if args.harm == "dead":
+                testbed.kill(2, spine)
+            else:
+                testbed.cut(2, spine, testbed.rate_mbit / 10)
+            harmed = time.monotonic()
+        time.sleep(0.02)
+    return summary(testbed, folder, seen, harmed, client.get("/v1/status"), args)
+
+
+def wait_for(done: Callable[[], bool], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while True:
+        with contextlib.suppress(EverstepError):
+            if done():
+                return
+        if time.monotonic() > deadline:
+            raise RuntimeError("the agents did not come up in time")
+        time.sleep(0.5)
+
+
+def fabric_file(testbed: Testbed) -> dict[str, Any]:
+    """The testbed and the task: four flows, for four spines and two directions."""
+    task = {"name": "job", "replicas": 2, "stages": 2, "gradient_bytes": 1e6, "workers": WORKERS}
+    return {**topology_document(testbed.topology()), "task": [task]}
+
+
+def planned_spines(testbed: Testbed) -> set[int]:
+    """The spines by which the plan sends what leaves h1."""
+    topology = testbed.topology()
+    flows = [flow for task in tasks_from(fabric_file(testbed), topology) for flow in flows_of(task)]
+    routing = allocate(topology, flows)
+    used = [
+        topology.links[link].receiver
+        for number, flow in enumerate(flows)
+        if flow.source[0] == "h1"
+        for link in routing.path(number)[1:-1]
+        if link >= 0
+    ]
+    return {int(name[1:]) for name in used if name.startswith("s")}
+
+
+def spine_bytes() -> dict[int, int]:
+    """What each cable out of leaf 1 has carried."""
+    command = ["ip", "-n", "l1", "-s", "-j", "link"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    sent = {row["ifname"]: row["stats64"]["tx"]["bytes"] for row in json.loads(shown.stdout)}
+    return {int(name[1:]): count for name, count in sent.items() if name[0] == "s"}
+
+
+def busiest_spine() -> int:
+    sent = spine_bytes()
+    return max(sent, key=lambda spine: sent[spine])
+
+
+def start(host: str, command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["ip", "netns", "exec", host, *command], stdout=subprocess.DEVNULL, stderr=sys.stderr
+    )
+
+
+def summary(
+    testbed: Testbed,
+    folder: Path,
+    seen: list[tuple[float, int]],
+    harmed: float | None,
+    status: dict[str, Any],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    words = [
+        line
+        for path in sorted((folder / "log").glob("*.log"))
+        for line in path.read_text(errors="replace").splitlines()
+        if "moved:" in line or "kernel's port" in line
+    ]
+    gaps = [(b[0], (b[0] - a[0]) / (b[1] - a[1])) for a, b in pairwise(seen) if a[1] > 2]
+    before = [gap for at, gap in gaps if harmed is None or at < harmed]
+    after = [gap for at, gap in gaps if harmed is not None and at >= harmed]
+    task = status["tasks"][0]
+    return {
+        "finished": task["step"] >= args.steps,
+        "planned_spines": sorted(planned_spines(testbed)),
+        "spine_bytes": spine_bytes(),
+        "steered": not args.unsteered,
+        "harm": args.harm,
+        "step_before_s": statistics.median(before) if before else None,
+        "longest_step_after_s": max(after, default=None),
+        "last_steps_s": statistics.median(after[-20:]) if after else None,
+        "steps_done": task["step"],
+        "microbatches": task["microbatches"],
+        "epoch": task["epoch"],
+        "incidents": status["incidents"]["total"],
+        "said": words,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

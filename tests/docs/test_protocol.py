@@ -1,0 +1,29 @@
+"""docs/protocol.md is what the messages' classes say, and every message says what it is."""
+
+import pytest
+
+from tools import protocol
+from tools.pages import DOCS
+
+MESSAGES = {message for _, _, kind in protocol.PARTS for message in protocol.classes(kind)}
+
+
+def test_the_page_is_current(request: pytest.FixtureRequest) -> None:
+    path = DOCS / "protocol.md"
+    if request.config.getoption("--rewrite"):
+        path.write_text(protocol.page())
+    assert path.read_text() == protocol.page(), "run python -m tools.docs protocol"
+
+
+@pytest.mark.parametrize(
+    "message", sorted(MESSAGES, key=lambda each: each.__name__), ids=lambda m: m.__name__
+)
+def test_every_message_says_what_it_is(message: type) -> None:
+    assert protocol.describe(message).endswith(".")
+
+
+def test_every_message_has_its_heading() -> None:
+    lines = protocol.page().splitlines()
+    assert MESSAGES
+    for message in MESSAGES:
+        assert lines.count(f"### {message.__name__}") == 1
