@@ -15,8 +15,8 @@ from typing import Any
 
 from everstep.fabric.catalogue import Tuple4
 from everstep.fabric.document import topology_from
-from everstep.node.intercept import Interceptor
 from everstep.node.probe import Budget, Prober
+from harness.intercept import Interceptor
 
 PORTS = range(24000, 28000)
 

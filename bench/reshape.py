@@ -5,7 +5,7 @@
     python -m bench.reshape lost                 all replicas of a stage die: back from peers' memory
 
 Every worker sits on a node of its own, so what it has not got must come from another node. `least` is what
-`layout.reshard` moves when `layout.assign.settled` has chosen who takes which place. Beside it runs the same
+`layout.reshard` moves when `harness.assignment.settled` has chosen the places. Beside it runs the same
 job, never moved; losses are compared with ==.
 """
 
@@ -24,10 +24,10 @@ from typing import Any
 from everstep.engine.job import Job
 from everstep.engine.model import partition, slots
 from everstep.engine.resolve import model_of
-from everstep.layout.assign import settled
 from everstep.layout.builders import replicated
 from everstep.layout.layout import Layout, Tensor, merged
 from everstep.layout.reshard import reshard
+from harness.assignment import settled
 from harness.cluster import Cluster, small_job
 
 NODES = 6

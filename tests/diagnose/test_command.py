@@ -123,7 +123,7 @@ def ranks() -> Any:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers[rank] = server
     addresses = {rank: f"127.0.0.1:{server.server_address[1]}" for rank, server in servers.items()}
-    addresses[2] = "127.0.0.1:9"  # nobody listens there
+    addresses[2] = "127.0.0.1:9"  # a closed port
     yield addresses
     for server in servers.values():
         server.shutdown()
@@ -138,3 +138,19 @@ def test_a_pull_tells_a_held_interpreter_from_a_process_that_is_gone(ranks: Any,
     pull.save(list(answers.values()), tmp_path, world_size=4)
     assert {f.name for f in tmp_path.iterdir()} == {"fr_rank_0.json", "fr_rank_1.json", "pull.json"}
     assert run(["diagnose", str(tmp_path), "--json"]) == 0
+
+
+def test_the_command_pulls_from_running_ranks_and_then_reads_what_they_said(
+    ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [word for rank in sorted(ranks) for word in ("--pull", ranks[rank])]
+    assert run(["diagnose", str(tmp_path / "now"), "--json", *asked]) == 0
+    assert "all_reduce 4" in json.loads(capsys.readouterr().out)["incidents"][0]["because"]
+    assert {f.name for f in (tmp_path / "now").iterdir()} == {"fr_rank_0.json", "fr_rank_1.json", "pull.json"}
+
+
+def test_a_pull_from_what_is_no_address_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["diagnose", str(tmp_path), "--pull", "nonsense"]) == 2
+    assert "neither HOST:PORT nor the path of a Unix socket" in " ".join(capsys.readouterr().err.split())

@@ -145,7 +145,7 @@ def test_a_message_sent_between_a_break_and_its_notice_does_not_hide_the_break()
 
 STRANGER = """
 import socket, sys
-from everstep.node.intercept import Interceptor
+from harness.intercept import Interceptor
 server = socket.create_server(("127.0.0.1", 0))
 target = server.getsockname()[1]
 wanted = int(sys.argv[1])

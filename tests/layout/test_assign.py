@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from everstep.errors import UserError
 from everstep.layout import Layout, Tensor, merged, reshard
 from everstep.layout import builders as build
-from everstep.layout.assign import least_cost, renamed, settled
+from harness.assignment import least_cost, renamed, settled
 from tests.layout.drawn import layouts, tensors
 
 

@@ -6,9 +6,9 @@ import pytest
 from everstep.errors import UserError
 from everstep.layout import Tensor, reshard
 from everstep.layout import builders as build
-from everstep.layout.moving import gathered, move, placed
 from everstep.layout.patterns import Patterns, read_patterns
 from everstep.layout.picture import draw
+from tests.layout.moving import gathered, move, placed
 
 LLAMA = r"""
 [[pattern]]

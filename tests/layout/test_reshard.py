@@ -10,9 +10,9 @@ from everstep.layout import Layout, Tensor, merged, reshard
 from everstep.layout import builders as build
 from everstep.layout.box import Box, flat_range, uncovered
 from everstep.layout.layout import doubly_held
-from everstep.layout.moving import gathered, move, placed
 from everstep.layout.reshard import least_bytes
 from tests.layout.drawn import layouts, tensors
+from tests.layout.moving import gathered, move, placed
 
 
 def values(over: list[Tensor], seed: int = 0) -> dict[str, np.ndarray]:

@@ -29,6 +29,13 @@ def diagnose_command(
     path: Annotated[
         Path, typer.Argument(help="A dump, or a directory of dumps, rings or traces of one job.")
     ],
+    pull: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="First ask a running rank for its records and save them to PATH. HOST:PORT, or the socket "
+            "of its worker server. Repeat it for each rank, in order of rank."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
     ] = False,
@@ -52,7 +59,11 @@ def diagnose_command(
       everstep diagnose dumps/ --pictures out/ --png
 
       everstep diagnose trace.parquet --json
+
+      everstep diagnose now/ --pull /run/job/rank_0 --pull /run/job/rank_1
     """
+    if pull:
+        _pull(path, pull)
     analysis = _analyse(path, Console(stderr=True))
     if pictures is not None:
         _draw(analysis, pictures, png)
@@ -60,6 +71,21 @@ def diagnose_command(
         sys.stdout.write(json.dumps(analysis.diagnosis.document()) + "\n")
     else:
         _show(analysis.diagnosis)
+
+
+def _pull(folder: Path, addresses: list[str]) -> None:
+    from everstep.node import pull
+
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; with --pull give a directory for the records.")
+    for address in addresses:
+        if not address.startswith("/") and not address.rpartition(":")[2].isdecimal():
+            raise UserError(f"--pull {address!r} is neither HOST:PORT nor the path of a Unix socket.")
+    answers = pull.pull(dict(enumerate(addresses)))
+    try:
+        pull.save(answers, folder, world_size=len(addresses))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
 
 
 def _analyse(path: Path, messages: Console) -> Analysis:

@@ -1,4 +1,4 @@
-"""Memory that other processes of the machine can read: boundary tensors and gradients live in it.
+"""SharedMemory that other processes of the machine can read: boundary tensors and gradients live in it.
 
 A worker's arena is a few large slabs, each exported once. A tensor in it is named by its slab and its place
 there; who gets the name maps the slab, once, and reads the bytes where they are: no copy through the host.
@@ -44,7 +44,7 @@ class Location(NamedTuple):
     offset: int
 
 
-class Memory(Protocol):
+class SharedMemory(Protocol):
     """A kind of memory that can be shared between processes."""
 
     def allocate(self, nbytes: int) -> tuple[int, str]:
@@ -79,7 +79,7 @@ class _Slab:
 class Arena:
     """What this worker shows to others."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._slabs: list[_Slab] = []
         self._free: dict[int, list[tuple[_Slab, int]]] = {}  # by size
@@ -142,7 +142,7 @@ class _Mapping:
 class Mappings:
     """What this worker sees of others."""
 
-    memory: Memory
+    memory: SharedMemory
     _open: dict[str, _Mapping] = field(default_factory=dict)
 
     def tensor(self, owner: object, at: Location, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -227,7 +227,7 @@ class _LeasedArray(np.ndarray):
 
 
 class CudaMemory:
-    """Memory of a GPU, shared by CUDA's own handles with processes that use the same GPU."""
+    """SharedMemory of a GPU, shared by CUDA's own handles with processes that use the same GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

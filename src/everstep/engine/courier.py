@@ -27,7 +27,7 @@ from torch import Tensor
 from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.engine import device as devices
 from everstep.engine import frames
-from everstep.engine.arena import Arena, CudaMemory, Location, Mappings, Memory, SharedFiles
+from everstep.engine.arena import Arena, CudaMemory, Location, Mappings, SharedFiles, SharedMemory
 from everstep.engine.completions import Completions
 from everstep.engine.links import Address, Links
 from everstep.errors import PeerError
@@ -84,7 +84,7 @@ class Courier:
     def of(
         links: Links, identity: Identity, device: torch.device, failed: Callable[[BaseException], None]
     ) -> Courier:
-        memory: Memory | None = None
+        memory: SharedMemory | None = None
         if identity.kind == "ipc":
             memory = CudaMemory(device)
         elif identity.kind == "shm":

@@ -1,6 +1,6 @@
 """The plan's paths made real: which source port a connection takes, how it fares, and when it must move.
 
-    plan ──► SourcePorts ──► a port whose probed path is the planned one ──► Links, or gloo by `intercept`
+    plan ──► SourcePorts ──► a port whose probed path is the planned one ──► Links
                ▲                                                              │
                └── reassign ◄── FlowWatch ◄── the kernel's counts of each socket (TCP_INFO)
 
