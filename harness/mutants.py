@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from everstep.core.task import owed as owed_module
+from everstep.core.task import ownership
 from everstep.core.task import phases as phases_module
 from everstep.core.task.groups import Groups
 from everstep.core.task.phases import Phases
@@ -17,14 +18,17 @@ from everstep.core.words.events import LedgerReported
 from everstep.core.words.worker_messages import (
     AssembleSum,
     Ledger,
-    Members,
+    ParcelKind,
     ReleaseGradients,
     Resume,
     SumChunk,
+    Update,
 )
+from everstep.core.worker.chunks import Chunks
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.reduction import Reduction
-from everstep.core.worker.step_state import StepState
+from everstep.core.worker.step_state import StepState, UpdateState
+from everstep.core.worker.updates import Updates
 from everstep.core.worker.worker_state import WorkerState
 
 Patch = tuple[Any, str, Any]  # owner, name, the wrong function
@@ -115,11 +119,11 @@ def group_kept_after_a_death() -> list[Patch]:
     """A stage with ops owed keeps its reduce group: a part sent before the death counts without them."""
     right = Groups.regroup
 
-    def wrong(self: Groups, low: int, since: Any, *, restarting: frozenset[int]) -> None:
+    def wrong(self: Groups, low: int, since: Any, *, restarting: frozenset[int], **rest: Any) -> None:
         before = self.members
-        right(self, low, since, restarting=frozenset())
+        right(self, low, since, restarting=frozenset(), **rest)
         if before:
-            self.members = tuple(Members(m.from_step, m.live, before[-1].rounds) for m in self.members)
+            self.members = tuple(replace(m, rounds=before[-1].rounds) for m in self.members)
 
     return [(Groups, "regroup", wrong)]
 
@@ -188,6 +192,117 @@ def sum_released_before_its_seal() -> list[Patch]:
     return [(WorkerState, "_next_of_reduce", wrong)]
 
 
+def lost_chunk_unnoticed() -> list[Patch]:
+    """Sharded: training goes on though no live worker has the state of a chunk."""
+    return [(Groups, "lost_chunk", lambda self, ledgers: None)]
+
+
+def guard_makes_no_update() -> list[Patch]:
+    """Sharded: only owners update their chunks."""
+    right = Chunks.next
+
+    def wrong(self: Chunks, now: StepState, scale: float | None) -> Any:
+        item = right(self, now, scale)
+        if isinstance(item, Update):
+            return replace(item, chunks=tuple(c for c in item.chunks if c in self.owned(now.step)))
+        return item
+
+    return [(Chunks, "next", wrong)]
+
+
+def one_holder_of_a_sum_is_enough() -> list[Patch]:
+    """Sharded: a stage counts as reduced as soon as one worker has its chunks."""
+    view = owed_module._StepView
+    return [(view, "_is_complete", lambda self, stage: bool(self.holders(stage)))]
+
+
+def sharded_update_before_its_seal() -> list[Patch]:
+    """Sharded: a worker updates when the norm is known, though a peer may lack its sums."""
+    right = Updates.next
+
+    def wrong(self: Updates) -> Any:
+        now = self.steps.now
+        if now.update is UpdateState.PENDING and (norm := self.norm(now)) is not None:
+            return self.chunks.next(now, self.rules.scale(norm))
+        return right(self)
+
+    return [(Updates, "next", wrong)]
+
+
+def held_counts_in_every_round() -> list[Patch]:
+    """Sharded: that a peer held a sum counts, though the reduce has started over since."""
+
+    def wrong(self: Reduction, step: int, sender: int) -> Any:
+        return self.mail.name(ParcelKind.HELD, step, self.me.stage, sender=sender)
+
+    return [(Reduction, "_held", wrong)]
+
+
+def fill_sent_a_step_early() -> list[Patch]:
+    """Sharded: a new holder is given a state that lacks a step whose sum it was not given."""
+    right = Chunks.obey
+
+    def wrong(self: Chunks, order: Resume) -> None:
+        right(self, replace(order, fills=tuple((c, k, first - 1) for c, k, first in order.fills)))
+
+    return [(Chunks, "obey", wrong)]
+
+
+def new_map_for_a_step_that_is_summed() -> list[Patch]:
+    """Sharded: the map of a new epoch counts for a step that was reduced by the map before."""
+    right = Groups.regroup
+
+    def wrong(
+        self: Groups, low: int, since: Any, *, restarting: Any, settled: Any = None, **rest: Any
+    ) -> None:
+        earlier = dict.fromkeys(settled, low - 1)
+        right(self, low, since, settled=earlier, **rest)
+
+    return [(Groups, "regroup", wrong)]
+
+
+def promoted_owner_sends_no_weights() -> list[Patch]:
+    """Sharded: weights that a dead owner had not sent are sent by no other holder."""
+    right = WorkerState._continue
+
+    def wrong(self: WorkerState) -> None:
+        give, self.chunks.give = self.chunks.give, lambda step, peer: None  # type: ignore[method-assign]
+        right(self)
+        self.chunks.give = give  # type: ignore[method-assign]
+
+    return [(WorkerState, "_continue", wrong)]
+
+
+def stale_chunk_counts_as_held() -> list[Patch]:
+    """Sharded: a worker that is no holder of a chunk any more still reports its state."""
+    return [(Chunks, "entered", lambda self, step: None)]
+
+
+def unfilled_holder_owns() -> list[Patch]:
+    """Sharded: a new holder is made the owner before it has the chunk's state."""
+    right = ownership.reassigned
+
+    def wrong(holders: Any, live: Any, filled: Any) -> Any:
+        return tuple(row[::-1] for row in right(holders, live, filled))
+
+    return [(ownership, "reassigned", wrong)]
+
+
+SHARD_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
+    make.__name__: make
+    for make in (
+        lost_chunk_unnoticed,
+        guard_makes_no_update,
+        one_holder_of_a_sum_is_enough,
+        sharded_update_before_its_seal,
+        held_counts_in_every_round,
+        fill_sent_a_step_early,
+        new_map_for_a_step_that_is_summed,
+        promoted_owner_sends_no_weights,
+        stale_chunk_counts_as_held,
+        unfilled_holder_owns,
+    )
+}
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     make.__name__: make
     for make in (
@@ -214,7 +329,7 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Production code with one bug, until the block ends."""
-    patches = MUTANTS[name]()
+    patches = {**MUTANTS, **SHARD_MUTANTS}[name]()
     kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
     for owner, attribute, wrong in patches:
         setattr(owner, attribute, wrong)

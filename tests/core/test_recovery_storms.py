@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from everstep.core.words.shape import CHUNKS_PER_REPLICA
 from everstep.core.worker.rules import TaskRules
 from everstep.sim.draw import Draw
 from everstep.sim.storm.faults import FaultKind
@@ -81,3 +82,13 @@ def test_a_storm_of_deaths_loses_no_microbatch_and_ends(name: str, storms: int) 
         assert report.violation is None, "\n".join([*spec.lines(), report.violation or ""])
         struck += report.deaths
     assert struck >= storms // 3, "the storms of this case hardly kill anybody"
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "tied" not in case])
+def test_with_sharded_states_a_storm_of_deaths_loses_no_microbatch_and_ends(name: str, storms: int) -> None:
+    case = CASES[name]
+    chunks = CHUNKS_PER_REPLICA * case.get("replicas", 2)
+    for seed in range(storms // 2):
+        spec = storm(seed, **case, chunks=chunks)
+        violation = run_storm(spec).violation
+        assert violation is None, "\n".join([*spec.lines(), violation or ""])

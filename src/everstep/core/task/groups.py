@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from everstep.core.task import ownership
+from everstep.core.task.ownership import Holders, without_dead
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
-from everstep.core.words.worker_messages import Members
+from everstep.core.words.worker_messages import Ledger, Members
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,15 +23,39 @@ class Groups:
         self.epoch += 1
         return self.epoch
 
-    def regroup(self, low: int, since: Mapping[Worker, int], *, restarting: frozenset[int]) -> None:
+    def lost_chunk(self, ledgers: Mapping[Worker, Ledger]) -> tuple[int, int] | None:
+        """Sharded: a stage and a chunk of it whose optimizer state no live worker has."""
+        for stage in range(self.shape.stages if self.shape.chunks and self.members else 0):
+            holders = self.members[-1].holders[stage]
+            if (chunk := ownership.lost_chunk(holders, _filled(ledgers, stage))) is not None:
+                return stage, chunk
+        return None
+
+    def regroup(
+        self,
+        low: int,
+        since: Mapping[Worker, int],
+        *,
+        restarting: frozenset[int],
+        settled: Mapping[int, int] | None = None,
+        ledgers: Mapping[Worker, Ledger] | None = None,
+    ) -> None:
         """Form the groups from the step before `low` on, which may not be sealed everywhere yet.
 
         `since` has the first step of every member. A stage that still owes ops (`restarting`) forms a new
         group even with the same members: the new plan may give an op to a worker that has contributed
         already, and its part must not count without that op.
+
+        Sharded: `settled` has of every stage the last step whose sums its workers hold by the map of before;
+        the new map is for later steps. Without ledgers, everyone loads a kept state.
         """
         table = []
-        for first in sorted({low - 1, *(step for step in since.values() if step >= low)}):
+        firsts = {low - 1, *(step for step in since.values() if step >= low)}
+        holders: list[Holders] = []
+        if self.shape.chunks:
+            holders = [self._new_holders(stage, since, ledgers) for stage in range(self.shape.stages)]
+            firsts |= set(range(low, max((settled or {}).values(), default=low) + 2))  # each by its own map
+        for first in sorted(firsts):
             live = tuple(
                 tuple(sorted(w.replica for w, s in since.items() if w.stage == stage and s <= first))
                 for stage in range(self.shape.stages)
@@ -40,8 +66,26 @@ class Groups:
                 self.epoch if stage in restarting else self._round(stage, first, live[stage])
                 for stage in range(self.shape.stages)
             )
-            table.append(Members(first, live, rounds))
+            maps = tuple(
+                without_dead(
+                    self._holders_at(stage, first) if _is_settled(settled, stage, first) else new, here
+                )
+                for stage, (new, here) in enumerate(zip(holders, live, strict=False))
+            )
+            table.append(Members(first, live, rounds, maps))
         self.members = tuple(table)
+
+    def _new_holders(
+        self, stage: int, since: Mapping[Worker, int], ledgers: Mapping[Worker, Ledger] | None
+    ) -> Holders:
+        live = sorted(worker.replica for worker in since if worker.stage == stage)
+        if ledgers is None:
+            return ownership.first_holders(self.shape.chunks, live)
+        return ownership.reassigned(self.members[-1].holders[stage], live, _filled(ledgers, stage))
+
+    def _holders_at(self, stage: int, step: int) -> Holders:
+        fitting = [m for m in self.members if m.from_step <= step] or self.members[:1]
+        return fitting[-1].holders[stage]
 
     def _round(self, stage: int, step: int, live: tuple[int, ...]) -> int:
         fitting = [m for m in self.members if m.from_step <= step]
@@ -65,3 +109,11 @@ class Groups:
         settled = [number for first, number in earlier if first <= recorded][-1:]
         unrecorded = [(first, number) for first, number in earlier if first > recorded]
         self.attempts = ((0, settled[0] if settled else 0), *unrecorded, (step, attempt))
+
+
+def _filled(ledgers: Mapping[Worker, Ledger], stage: int) -> dict[int, frozenset[int]]:
+    return {w.replica: frozenset(ledger.chunks) for w, ledger in ledgers.items() if w.stage == stage}
+
+
+def _is_settled(settled: Mapping[int, int] | None, stage: int, step: int) -> bool:
+    return settled is not None and step <= settled[stage]

@@ -32,6 +32,9 @@ class Owed:
     owing: frozenset[int]  # the stages with ops still to run in a broken step
     give: Mapping[Worker, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
     ghosts: Mapping[Worker, frozenset[tuple[int, Microbatch]]] = field(default_factory=dict)
+    settled: Mapping[int, int] = field(
+        default_factory=dict
+    )  # sharded: by stage, the last step it holds whole
     rewind: int | None = None  # a ghost's host has updated this step eagerly: that must be undone first
 
     def broken_if_undone(self, rewind: int | None) -> dict[int, BrokenStep]:
@@ -54,10 +57,19 @@ def what_is_owed(
     give: dict[Worker, dict[int, tuple[int, ...]]] = {}
     ghosts: dict[Worker, set[tuple[int, Microbatch]]] = {}
     owing: set[int] = set()
+    settled = dict.fromkeys(range(shape.stages), low - 1) if shape.chunks else {}
     for step in range(low, min(high, steps) + 1):
         view = _StepView(shape, ledgers, step)
         alive = {*ledgers, *(w for w, first in entering.items() if first <= step)}
         for stage in range(shape.stages):
+            if shape.chunks:
+                if view.complete[stage]:
+                    settled[stage] = step
+                    for worker, behind in view.ahead_and_behind(stage).items():
+                        give.setdefault(worker, {})[step] = behind
+                else:
+                    owing.add(stage)  # its reduce starts over, whoever holds what
+                continue
             holders = view.holders(stage)
             lacking = tuple(w.replica for w in view.peers(stage) if w not in holders)
             if holders and lacking:
@@ -76,6 +88,7 @@ def what_is_owed(
         owing=frozenset(owing),
         give=give,
         ghosts={w: frozenset(which) for w, which in ghosts.items()},
+        settled=settled,
         rewind=low if hosts_ahead else None,
     )
 
@@ -88,7 +101,7 @@ class _StepView:
         self.ledgers = ledgers
         self.step = step
         self.run = self._run_by_the_living()
-        self.complete = [bool(self.holders(stage)) for stage in range(shape.stages)]
+        self.complete = [self._is_complete(stage) for stage in range(shape.stages)]
         self.done: dict[Place, tuple[int, str]] = {}
         for stage in range(shape.stages):
             for microbatch in shape.all_microbatches():
@@ -110,6 +123,18 @@ class _StepView:
             if self.ledgers[w].step > self.step
             or (self.ledgers[w].step == self.step and any(op.kind is Kind.R for op in self.ledgers[w].done))
         ]
+
+    def _is_complete(self, stage: int) -> bool:
+        """Does the stage owe nothing for its sum? Where states are sharded no worker has all of it, so every
+        live one must have its chunks. If one lacks them, no worker can have sealed the step, or updated it.
+        """
+        holders = self.holders(stage)
+        return len(holders) == len(self.peers(stage)) if self.shape.chunks else bool(holders)
+
+    def ahead_and_behind(self, stage: int) -> dict[Worker, tuple[int, ...]]:
+        """Sharded: those who have updated the step, and the replicas that may lack their weights."""
+        behind = tuple(w.replica for w in self.peers(stage) if self.ledgers[w].step == self.step)
+        return {w: behind for w in self.peers(stage) if behind and self.ledgers[w].step > self.step}
 
     def giver(self, stage: int) -> Worker:
         """A holder that has reduced the step itself: one that entered after it has the state, not the sum."""

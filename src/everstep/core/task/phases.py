@@ -98,13 +98,17 @@ class Phases:
         if {worker.stage for worker in ledgers} != set(range(self.groups.shape.stages)):
             return self.assemble()
         book, groups = self._book, self.groups
+        if groups.lost_chunk(ledgers) is not None:
+            return self.assemble()
         owed = what_is_owed(groups.shape, ledgers, steps=book.last_step, entering=self._places.entering())
         book.stop_after(max(owed.high, book.recorded + 1))  # a step whose seal is still to come
         if owed.high < book.last_step:
             self._places.let_in(owed.high + 1)
         rewind = owed.rewind if phase.rewind is None else phase.rewind
         low = owed.low if rewind is None else min(owed.low, rewind)
-        groups.regroup(low, self._places.since(), restarting=owed.owing)
+        groups.regroup(
+            low, self._places.since(), restarting=owed.owing, settled=owed.settled, ledgers=ledgers
+        )
         self.to(Planning(phase.epoch, phase.because, rewind, owed, ledgers))
         return [
             ComputePlan(

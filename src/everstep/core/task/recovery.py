@@ -20,6 +20,7 @@ from typing import Any, assert_never
 
 from everstep.core.task.assembly import Assembly
 from everstep.core.task.groups import Groups
+from everstep.core.task.ownership import COPIES
 from everstep.core.task.phases import Phases
 from everstep.core.task.places import Places
 from everstep.core.task.raises import Raises
@@ -134,6 +135,8 @@ class Recovery:
                 return self._phases.take_kept(event.step)
             case ev.RestoreFailed():
                 return self._handle_failed_restore(event)
+            case ev.ChunksFilled():
+                return self._handle_filled(event)
             case ev.StopRequested():
                 self._book.stopping = event.because
                 return self._phases.interrupt_if_running(event.because)
@@ -290,6 +293,18 @@ class Recovery:
             return []
         self._places.to(event.worker, Copied(place.incarnation, place.source))
         return self._phases.interrupt_if_running(f"worker {event.worker} has caught up and joins")
+
+    def _handle_filled(self, event: ev.ChunksFilled) -> list[Action]:
+        """A new holder has its states: where a chunk has more holders than it needs, one is let go."""
+        place = self.places[event.worker]
+        if not isinstance(place, Member | Entering) or place.incarnation != event.incarnation:
+            return []
+        rows = self.members[-1].holders[event.worker.stage]
+        if not any(len(row) > COPIES and event.worker.replica in row for row in rows):
+            return []
+        return self._phases.interrupt_if_running(
+            f"worker {event.worker} has its share of the optimizer states"
+        )
 
     def _handle_failed_restore(self, event: ev.RestoreFailed) -> list[Action]:
         """The state that a worker was to load is gone. A peer of its stage may have loaded it already; if

@@ -63,7 +63,8 @@ def resume_orders(
             give=_up_to(rewind, owed.give.get(worker, {})),
             rewind=rewind,
             until=book.until,
-            awaits=_awaited(worker, owed, rewind),
+            awaits=frozenset() if groups.shape.chunks else _awaited(worker, owed, rewind),
+            fills=_fills(worker, phase, groups),
             shares=book.all_shares(),
             feeds=places.fed_by(worker),
         )
@@ -80,7 +81,7 @@ def _lists(
     lists = {
         step: ops[worker]
         if ledger is None or step > counts_up_to
-        else _without_reduce(ops[worker], ledger, step)
+        else _without_reduce(ops[worker], ledger, step, phase.owed.settled.get(worker.stage))
         for step, ops in plan.lists.items()
         if step >= at and worker in ops
     }
@@ -89,11 +90,27 @@ def _lists(
     return lists
 
 
-def _without_reduce(ops: tuple[Op, ...], ledger: Ledger, step: int) -> tuple[Op, ...]:
-    """A worker that holds a step's sum has no reduce left in it."""
+def _without_reduce(ops: tuple[Op, ...], ledger: Ledger, step: int, settled: int | None) -> tuple[Op, ...]:
+    """A worker that holds a step's sum has no reduce left in it; sharded: if its peers hold theirs, too."""
+    if settled is not None and step > settled:
+        return ops
     if ledger.step > step or (ledger.step == step and any(op.kind is Kind.R for op in ledger.done)):
         return tuple(op for op in ops if op.kind is not Kind.R)
     return ops
+
+
+def _fills(worker: Worker, phase: Planning, groups: Groups) -> tuple[tuple[int, int, int], ...]:
+    """Sharded: the chunks that this worker owns and whose state another holder lacks."""
+    found: dict[tuple[int, int], int] = {}
+    for members in groups.members if groups.shape.chunks else ():
+        if members.from_step <= phase.owed.settled[worker.stage]:
+            continue
+        for chunk, holders in enumerate(members.holders[worker.stage]):
+            for replica in holders[1:] if holders[0] == worker.replica else ():
+                ledger = phase.ledgers.get(Worker(replica, worker.stage))
+                if ledger is None or chunk not in ledger.chunks:
+                    found.setdefault((chunk, replica), members.from_step)
+    return tuple((chunk, replica, first) for (chunk, replica), first in found.items())
 
 
 def _awaited(worker: Worker, owed: Owed, rewind: int | None) -> frozenset[int]:

@@ -157,6 +157,15 @@ class RestoreFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunksFilled:
+    """Sharded states: a worker has the state of every chunk that it is a holder of."""
+
+    worker: Worker
+    incarnation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
     """This shape ends after the last step that a worker is in now."""
 
@@ -180,5 +189,6 @@ Event = (
     | StateKept
     | CopiesLost
     | RestoreFailed
+    | ChunksFilled
     | StopRequested
 )

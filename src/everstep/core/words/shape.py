@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from everstep.core.words.ops import Microbatch, Worker
 
+CHUNKS_PER_REPLICA = 4  # of a stage's optimizer state: after a death they fall to different peers
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     replicas: int
     stages: int
     microbatches: int  # per replica
+    chunks: int = 0  # of each stage's optimizer state, where its replicas share it; 0: each has all of it
 
     def workers(self) -> list[Worker]:
         return [Worker(k, s) for k in range(self.replicas) for s in range(self.stages)]

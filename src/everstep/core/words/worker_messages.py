@@ -30,7 +30,9 @@ class ParcelKind(StrEnum):
     TIED = "T"  # the sum of the tied tensor at `stage`
     NEWS = "N"  # `stage` has sealed the step; its gradient's sum of squares
     COPY = "C"  # the whole sum, for a peer whose owner of a chunk died
-    FEED = "J"  # the whole sum and its scale, for a worker that is joining
+    FEED = "J"  # the whole sum and its scale, for a worker that is joining; sharded: the working weights
+    WEIGHTS = "W"  # sharded: the working weights of chunk `owner` after the step
+    FILL = "L"  # sharded: the optimizer state of chunk `owner` after the step, for a new holder
 
 
 class Parcel(NamedTuple):
@@ -83,6 +85,7 @@ class Members:
     from_step: int
     live: tuple[tuple[int, ...], ...]  # per stage, the replicas, ascending
     rounds: tuple[int, ...]  # per stage, the epoch in which this group was formed
+    holders: tuple[tuple[tuple[int, ...], ...], ...] = ()  # sharded: per stage and chunk, the owner first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,7 @@ class Ledger:
     done_before: tuple[Op, ...] = ()  # its ops of the step before, while that one is open somewhere
     holding: tuple[Parcel, ...] = ()  # activations and gradients it has received and not used
     joining: bool = False  # not yet a member: its state is that after `step - 1`
+    chunks: tuple[int, ...] = ()  # sharded: those whose optimizer state it has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +118,7 @@ class Resume:
     feeds: Mapping[int, int | None] = field(default_factory=dict)  # joining replica -> last step to feed it
     rewind: int | None = None  # undo this step's eager update, and decide it anew
     shares: tuple[tuple[int, int, float], ...] = ()  # step, stage, its part of the norm: who knew may be dead
+    fills: tuple[tuple[int, int, int], ...] = ()  # sharded: chunk, replica to send its state to, from step
     restore: int | None = None  # load the state kept of this step (0: the initial state)
     until: int | None = (
         None  # the last step of this shape: after it the state is copied to memory, and that is all
@@ -176,6 +181,7 @@ class SumChunk:
     members: tuple[int, ...]
     parts: tuple[Parcel, ...]
     weight: float  # of all the step's microbatches
+    chunks: tuple[int, ...] = ()  # sharded: those that this worker owns
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +194,7 @@ class AssembleSum:
 
     step: int
     members: tuple[int, ...]
-    chunks: tuple[Parcel, ...]
+    chunks: tuple[Parcel, ...]  # sharded: of each owner, the chunks that this worker holds too
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +216,22 @@ class Update:
     step: int
     scale: float | None
     keep: bool
+    chunks: tuple[int, ...] = ()  # sharded: those that this worker holds
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptWeights:
+    """Sharded: take over the working weights of the chunks that others have updated."""
+
+    step: int
+    weights: tuple[Parcel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFill:
+    """Sharded: take over the optimizer state of a chunk."""
+
+    fill: Parcel
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +280,7 @@ class SaveCheckpoint:
     attempt: int  # at that step
     index: int = 0
     count: int = 1
+    chunks: tuple[int, ...] = ()  # sharded: these of `count` chunks, one part each
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +290,7 @@ class StoreCopy:
     state_step: int
     attempt: int  # at that step
     leaving: bool = False
+    chunks: tuple[int, ...] = ()  # sharded: these alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +317,8 @@ WorkItem = (
     | AssembleSum
     | CombineTied
     | Update
+    | AdoptWeights
+    | LoadFill
     | Commit
     | Undo
     | Snapshot
@@ -384,11 +410,25 @@ class TellCopied:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseChunks:
+    """Sharded: other replicas hold these chunks now; their state here is not needed again."""
+
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TellFilled:
+    """Sharded: this worker has the state of every chunk that it is a holder of."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class TellUnrestored:
     """The state that was to be loaded is not there any more."""
 
     state_step: int
 
 
-Told = TellSealed | TellInvalid | TellCopied | TellUnrestored  # what becomes a report
-Command = Send | Forget | ReleaseGradients | DropStashes | ReleaseSum | DiscardWork | Told
+Told = TellSealed | TellInvalid | TellCopied | TellUnrestored | TellFilled  # what becomes a report
+Command = Send | Forget | ReleaseGradients | DropStashes | ReleaseSum | ReleaseChunks | DiscardWork | Told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from everstep.core.words.worker_messages import SaveCheckpoint, StoreCopy, WorkItem
+from everstep.core.worker.chunks import Chunks
 from everstep.core.worker.joining import Feeder
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.open_steps import OpenSteps
@@ -10,12 +11,16 @@ from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState
 
 
-def next_chore(steps: OpenSteps, feeder: Feeder, mail: Mailbox, rules: TaskRules) -> WorkItem | None:
+def next_chore(
+    steps: OpenSteps, feeder: Feeder, mail: Mailbox, rules: TaskRules, chunks: Chunks
+) -> WorkItem | None:
     if not steps.is_trusted:
         return None
     before = steps.before
     if (before is None or before.is_sealed) and (snapshot := feeder.next(steps.now.step - 1)) is not None:
         return snapshot
+    if rules.chunks and before is not None:
+        return _save_chunks(before, mail, rules, chunks) or _store_chunks(before, mail, rules, chunks)
     return None if before is None else _save(before, mail, rules) or _store(before, mail, rules)
 
 
@@ -31,6 +36,28 @@ def _save(before: StepState, mail: Mailbox, rules: TaskRules) -> WorkItem | None
         return None
     attempt = mail.order.attempt(before.step)
     return SaveCheckpoint(before.step, attempt, peers.index(mail.me.replica), len(peers))
+
+
+def _save_chunks(before: StepState, mail: Mailbox, rules: TaskRules, chunks: Chunks) -> SaveCheckpoint | None:
+    """Sharded: the chunks that it owns. A new owner writes what the old one may not have written."""
+    if not rules.checkpoint_every or before.step % rules.checkpoint_every:
+        return None
+    due = _due(before, chunks, before.saved_chunks)
+    attempt = mail.order.attempt(before.step)
+    return SaveCheckpoint(before.step, attempt, count=rules.chunks, chunks=due) if due else None
+
+
+def _store_chunks(before: StepState, mail: Mailbox, rules: TaskRules, chunks: Chunks) -> StoreCopy | None:
+    leaving, every = before.step == mail.order.until, rules.copy_every
+    if not leaving and not (every and before.step % every == 0):
+        return None
+    due = _due(before, chunks, before.stored_chunks)
+    return StoreCopy(before.step, mail.order.attempt(before.step), leaving, due) if due else None
+
+
+def _due(before: StepState, chunks: Chunks, done: set[int]) -> tuple[int, ...]:
+    owned = chunks.owned(before.step + 1)
+    return tuple(c for c in owned if c not in done and chunks.kept.get(c) == before.step)
 
 
 def _store(before: StepState, mail: Mailbox, rules: TaskRules) -> WorkItem | None:

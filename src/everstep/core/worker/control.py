@@ -223,6 +223,8 @@ class WorkerControl:
                     transfer=transfer.number,
                     state_step=transfer.state_step,
                 )
+            case wrk.TellFilled(step=step):
+                return ev.ChunksFilled(worker=worker, incarnation=incarnation, step=step)
             case wrk.TellUnrestored(state_step=step):
                 return ev.RestoreFailed(worker=worker, incarnation=incarnation, step=step)
             case _:

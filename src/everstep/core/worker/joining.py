@@ -31,7 +31,7 @@ from everstep.core.words.worker_messages import (
     WorkItem,
 )
 from everstep.core.worker.mailbox import Mailbox
-from everstep.core.worker.step_state import StepState, SumState
+from everstep.core.worker.step_state import StepState
 
 
 class WorkerLife(StrEnum):
@@ -114,7 +114,7 @@ class Joiner:
         for parcel in [p for p in self.mail.box if p.what is ParcelKind.FEED]:
             self.mail.use(parcel)
         self.mail.drop_stale(0)
-        self.mail.drop(lambda parcel: parcel.step < step)
+        self.mail.drop(lambda parcel: parcel.step < step and parcel.what is not ParcelKind.FILL)
         return step
 
     def restore(self) -> None:
@@ -178,11 +178,11 @@ class Feeder:
         if before is not None:
             before.fed.add(joiner)  # the snapshot has it
 
-    def feed(self, state: StepState) -> None:
-        """Send a final step to every joiner that follows."""
+    def feed(self, state: StepState, *, is_over: bool) -> None:
+        """Send a final step to every joiner that follows. `is_over`: what a feed holds is gone."""
         for joiner, last in list(self.feeds.items()):
             if joiner not in state.fed and (last is None or state.step <= last):
-                if state.sum is SumState.RELEASED:  # too late for this step's sum: again from a snapshot
+                if is_over:  # again from a snapshot
                     self.copy_again(joiner)
                     continue
                 state.fed.add(joiner)

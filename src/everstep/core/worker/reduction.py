@@ -36,6 +36,7 @@ from everstep.core.words.worker_messages import (
     Wait,
     WorkItem,
 )
+from everstep.core.worker.chunks import Chunks
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState, SumState
@@ -45,8 +46,8 @@ from everstep.errors import InternalError
 class Reduction:
     """Decides for the step it is given; keeps nothing itself."""
 
-    def __init__(self, mail: Mailbox, rules: TaskRules) -> None:
-        self.mail, self.rules, self.me = mail, rules, mail.me
+    def __init__(self, mail: Mailbox, rules: TaskRules, chunks: Chunks) -> None:
+        self.mail, self.rules, self.me, self.chunks = mail, rules, mail.me, chunks
 
     def next(self, state: StepState) -> WorkItem:
         box, peers = self.mail.box, self.mail.peers(state.step)
@@ -63,8 +64,9 @@ class Reduction:
             if missing := [part for part in parts if part not in box]:
                 return Wait(str(missing[0]))
             state.everyone = self._check([state.own_part, *(box[part] for part in parts)], state.step)
-            return SumChunk(state.step, peers, parts, math.fsum(state.everyone.weights))
-        chunks = tuple(self._chunk(state, owner=k) for k in others)
+            owned = self.chunks.owned(state.step) if self.rules.chunks else ()
+            return SumChunk(state.step, peers, parts, math.fsum(state.everyone.weights), owned)
+        chunks = tuple(self._chunk(state, owner=k, receiver=self.me.replica) for k in others)
         if missing := [chunk for chunk in chunks if chunk not in box]:
             return Wait(str(missing[0]))
         return AssembleSum(state.step, peers, chunks)
@@ -86,7 +88,7 @@ class Reduction:
         for part in task.parts:
             self.mail.use(part)
         for peer in self.mail.other_peers(state.step):
-            self.mail.send(self._chunk(state, owner=self.me.replica), peer, squares)
+            self.mail.send(self._chunk(state, owner=self.me.replica, receiver=peer.replica), peer, squares)
 
     def assembled(self, state: StepState, task: AssembleSum, squares: float | None) -> None:
         """`squares`: the shell's answer, where the whole is not the sum of its chunks."""
@@ -99,7 +101,8 @@ class Reduction:
         for chunk in task.chunks:
             self.mail.use(chunk)
         state.held(self.me.stage, reduced if squares is None else squares)
-        self.mail.commands.append(ReleaseGradients(state.step))
+        if not self.rules.chunks:  # sharded: the reduce may have to start over until the seal
+            self.mail.commands.append(ReleaseGradients(state.step))
         if not self.rules.is_tied(self.me.stage):
             state.sum_of_squares = state.reduced_squares
         self.send_held(state)
@@ -131,22 +134,29 @@ class Reduction:
                 self._part(state, sender=self.me.replica, owner=peer.replica), peer, state.own_part
             )
         if state.own_chunk_squares is not None and not state.is_sealed:
-            self.mail.send(self._chunk(state, owner=self.me.replica), peer, state.own_chunk_squares)
+            chunk = self._chunk(state, owner=self.me.replica, receiver=peer.replica)
+            self.mail.send(chunk, peer, state.own_chunk_squares)
 
     def copy(self, step: int) -> Parcel:
         """Of this round: when the reduce starts over, a dead giver's copy must not reach only some peers."""
         return self.mail.name(ParcelKind.COPY, step, self.me.stage, round=self.mail.round(step))
 
     def _held(self, step: int, sender: int) -> Parcel:
-        return self.mail.name(ParcelKind.HELD, step, self.me.stage, sender=sender)
+        """Sharded: of this round, for a sum that is held can be given up before the seal."""
+        round = self.mail.round(step) if self.rules.chunks else 0
+        return self.mail.name(ParcelKind.HELD, step, self.me.stage, round=round, sender=sender)
 
     def _part(self, state: StepState, *, sender: int, owner: int) -> Parcel:
         return self.mail.name(
             ParcelKind.PART, state.step, self.me.stage, round=state.round, sender=sender, owner=owner
         )
 
-    def _chunk(self, state: StepState, *, owner: int) -> Parcel:
-        return self.mail.name(ParcelKind.SUM, state.step, self.me.stage, round=state.round, sender=owner)
+    def _chunk(self, state: StepState, *, owner: int, receiver: int) -> Parcel:
+        """Sharded: each receiver gets the chunks that it holds."""
+        to = receiver if self.rules.chunks else -1
+        return self.mail.name(
+            ParcelKind.SUM, state.step, self.me.stage, round=state.round, sender=owner, owner=to
+        )
 
     def _check(self, parts: list[Any], step: int) -> Part:
         """Exactly once, checked at run time: every microbatch is in this sum, and none twice."""

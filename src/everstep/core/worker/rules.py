@@ -17,6 +17,7 @@ class TaskRules:
     eager_below: float = 0.5  # auto: step eagerly while the last norm is below this share of the clip
     tied: tuple[int, int] | None = None  # the two stages that hold one tied tensor, lower first
     checkpoint_every: int = 0
+    chunks: int = 0  # sharded: of each stage's optimizer state
     copy_every: int = 0  # steps between two copies of the state in memory that outlives the worker
 
     @property
@@ -35,7 +36,7 @@ class TaskRules:
         Where recent norms are near the clip it would often be undone, so it waits. The last step waits too:
         no step follows that could begin earlier.
         """
-        if self.stagger == "never" or step == self.steps or self.stages == 1:
+        if self.chunks or self.stagger == "never" or step == self.steps or self.stages == 1:
             return False
         if self.stagger == "always":
             return True

@@ -46,6 +46,7 @@ class UpdateState(StrEnum):
     VALID = "valid"  # it holds, and is to be committed
     INVALID = "invalid"  # reported, and not undone yet
     WAITING = "waiting"  # undone or forbidden: it waits for the norm
+    SHARED = "shared"  # sharded: its own chunks are updated, others' weights are not all here
     FINAL = "final"  # updated for good
 
 
@@ -53,7 +54,7 @@ SUM: Mapping[SumState, frozenset[SumState]] = {  # HELD from anywhere: a peer gi
     SumState.COMPUTING: frozenset({SumState.CONTRIBUTED, SumState.HELD}),
     SumState.CONTRIBUTED: frozenset({SumState.CHUNK_SUMMED, SumState.HELD, SumState.COMPUTING}),
     SumState.CHUNK_SUMMED: frozenset({SumState.HELD, SumState.COMPUTING}),
-    SumState.HELD: frozenset({SumState.COMBINED, SumState.RELEASED}),
+    SumState.HELD: frozenset({SumState.COMBINED, SumState.RELEASED, SumState.COMPUTING}),  # sharded: no whole
     SumState.COMBINED: frozenset({SumState.RELEASED}),
     SumState.RELEASED: frozenset(),
 }
@@ -64,11 +65,14 @@ SEAL: Mapping[SealState, frozenset[SealState]] = {
     SealState.COMPLETE: frozenset(),
 }
 UPDATE: Mapping[UpdateState, frozenset[UpdateState]] = {
-    UpdateState.PENDING: frozenset({UpdateState.EAGER, UpdateState.FINAL, UpdateState.WAITING}),
+    UpdateState.PENDING: frozenset(
+        {UpdateState.EAGER, UpdateState.FINAL, UpdateState.WAITING, UpdateState.SHARED}
+    ),
     UpdateState.EAGER: frozenset({UpdateState.VALID, UpdateState.INVALID, UpdateState.WAITING}),
     UpdateState.VALID: frozenset({UpdateState.FINAL}),
     UpdateState.INVALID: frozenset({UpdateState.WAITING}),
     UpdateState.WAITING: frozenset({UpdateState.FINAL}),
+    UpdateState.SHARED: frozenset({UpdateState.FINAL}),
     UpdateState.FINAL: frozenset(),
 }
 _UPDATED = frozenset({UpdateState.EAGER, UpdateState.VALID, UpdateState.INVALID, UpdateState.FINAL})
@@ -98,6 +102,8 @@ class StepState:
     scale: float | None = None  # what the update multiplied the gradient with; None: it was skipped
     fed: set[int] = field(default_factory=set)  # the joiners that have this step
     saved_among: tuple[int, ...] = ()  # the peers that shared the writing of its checkpoint
+    saved_chunks: set[int] = field(default_factory=set)  # in a checkpoint, by this worker
+    stored_chunks: set[int] = field(default_factory=set)  # in memory that outlives this worker
     is_stored: bool = False  # in memory that outlives this worker
 
     # -------------------------------------------------------------- lifecycles
@@ -163,6 +169,13 @@ class StepState:
         if not self.holds_sum:
             self.own_part = self.own_chunk_squares = self.everyone = None
 
+    def let_go_of_sum(self, stage: int) -> None:
+        """Sharded: a peer lacks its chunks, and a holder of theirs is dead. No worker can have updated."""
+        assert not self.is_sealed, f"step {self.step} is reduced again after its seal"
+        self._move_sum(SumState.COMPUTING)
+        self.reduced_squares = self.sum_of_squares = None
+        del self.done[Op(Kind.R, None, stage)]
+
     def sealed(self) -> None:
         self._move_seal(SealState.SEALED)
 
@@ -174,6 +187,11 @@ class StepState:
 
     def updated(self, scale: float | None, *, eagerly: bool) -> None:
         self._move_update(UpdateState.EAGER if eagerly else UpdateState.FINAL)
+        self.scale = scale
+
+    def shared(self, scale: float | None) -> None:
+        """The chunks of this worker are updated."""
+        self._move_update(UpdateState.SHARED)
         self.scale = scale
 
     def validated(self) -> None:

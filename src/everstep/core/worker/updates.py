@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 
 from everstep.core.words.worker_messages import (
+    AdoptWeights,
     CombineTied,
     ParcelKind,
+    ReleaseGradients,
     TellInvalid,
     Update,
     Wait,
@@ -32,6 +34,7 @@ class Updates:
         self, mail: Mailbox, rules: TaskRules, steps: OpenSteps, reduction: Reduction, news: Announcements
     ) -> None:
         self.mail, self.rules, self.me = mail, rules, mail.me
+        self.chunks = reduction.chunks
         self.steps, self.reduction, self.news = steps, reduction, news
         self.last_norm: float | None = None
 
@@ -76,6 +79,10 @@ class Updates:
             other = self.mail.name(ParcelKind.TIED, now.step, self.rules.other_tied(self.me.stage))
             return CombineTied(now.step, other) if other in self.mail.box else Wait(str(other))
         norm = self.norm(now)
+        if self.rules.chunks:
+            if norm is None or not now.is_sealed:  # before the seal the reduce may have to start over
+                return Wait(f"the seal and norm of step {now.step}")
+            return self.chunks.next(now, self.rules.scale(norm))
         if norm is not None:
             return Update(now.step, self.rules.scale(norm), keep=False)
         return (
@@ -95,11 +102,27 @@ class Updates:
 
     def updated(self, task: Update) -> None:
         now = self.steps.now
+        if self.rules.chunks:
+            now.shared(task.scale)
+            self.mail.commands.append(ReleaseGradients(task.step))
+            self.chunks.updated(task)
+            return
         now.todo.pop()
         now.updated(task.scale, eagerly=task.keep)
         if not task.keep:
             self.last_norm = self.norm(now)
         self.steps.advance()
+
+    def adopted(self, task: AdoptWeights) -> None:
+        """Every chunk's working weights are here."""
+        now = self.steps.now
+        now.todo.pop()
+        now.committed()
+        for weights in task.weights:
+            self.mail.use(weights)
+        self.last_norm = self.norm(now)
+        self.steps.advance()
+        self.chunks.entered(self.steps.now.step)
 
     def norm(self, state: StepState) -> float | None:
         """The gradient norm over all stages, once every stage's share is known."""

@@ -13,6 +13,7 @@ was reported stays true until the worker resumes.
 
     OpenSteps       the current step, the one before, the op list
     Reduction       the gradient sum of a step        Updates         seal, validate, update
+    Chunks          sharded states: who holds what
     Joiner, Feeder  states copied between peers       Announcements   what other stages must know
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 from everstep.core.words.ops import Kind, Worker
 from everstep.core.words.worker_messages import (
+    AdoptWeights,
     ApplyFeed,
     AssembleSum,
     CombineTied,
@@ -32,6 +34,7 @@ from everstep.core.words.worker_messages import (
     DiscardWork,
     Finished,
     Ledger,
+    LoadFill,
     Parcel,
     ParcelKind,
     Paused,
@@ -50,12 +53,13 @@ from everstep.core.words.worker_messages import (
 )
 from everstep.core.worker.announcements import Announcements
 from everstep.core.worker.chores import next_chore
+from everstep.core.worker.chunks import Chunks
 from everstep.core.worker.joining import Feeder, FrameUse, Joiner, WorkerLife
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.open_steps import OpenSteps
 from everstep.core.worker.reduction import Reduction
 from everstep.core.worker.rules import TaskRules
-from everstep.core.worker.step_state import StepState, UpdateState
+from everstep.core.worker.step_state import StepState, SumState, UpdateState
 from everstep.core.worker.updates import Updates
 from everstep.errors import InternalError
 
@@ -70,7 +74,8 @@ class WorkerState:
         self.paused = True
         self.mail = Mailbox(me)
         self.steps = OpenSteps(self.mail, rules)
-        self.reduction = Reduction(self.mail, rules)
+        self.chunks = Chunks(self.mail, rules)
+        self.reduction = Reduction(self.mail, rules, self.chunks)
         self.news = Announcements(self.mail, rules)
         self.updates = Updates(self.mail, rules, self.steps, self.reduction, self.news)
         self.joiner = Joiner(self.mail, incarnation)
@@ -101,6 +106,8 @@ class WorkerState:
         attempt = self.mail.order.attempt(parcel.step)
         if parcel.attempt != attempt:
             return parcel.attempt > attempt
+        if parcel.what is ParcelKind.FILL:
+            return self.joining or self.chunks.wants(parcel, self.now.step)
         if self.paused and not self.joining:
             return self.steps.may_want(parcel)
         return self.steps.wants(parcel)
@@ -116,6 +123,7 @@ class WorkerState:
             step=now.step,
             done=(*now.done, *now.ghosts),
             done_before=() if before is None else (*before.done, *before.ghosts),
+            chunks=tuple(sorted(self.chunks.kept)),
             holding=tuple(p for p in self.mail.box if p.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT)),
         )
 
@@ -137,8 +145,12 @@ class WorkerState:
             self._continue()
         self.feeder.obey(order)
         for state in self.steps.all:
-            for peer in order.give.get(state.step, ()):
-                self.reduction.give(state, Worker(peer, self.me.stage))
+            for replica in order.give.get(state.step, ()):
+                peer = Worker(replica, self.me.stage)
+                if self.rules.chunks:
+                    self.chunks.give(state.step, peer)
+                else:
+                    self.reduction.give(state, peer)
 
     def copy_to(self, joiner: int, *, incarnation: int, transfer: int) -> None:
         """Start feeding a joining peer of this stage: a snapshot first, then every further step."""
@@ -164,6 +176,8 @@ class WorkerState:
                 self.reduction.resend(state, peer)
             if self.steps.closed is not None:
                 self.reduction.send_held_to(self.steps.closed, peer)
+            if self.rules.chunks:
+                self.chunks.resend(self.steps.now, self.steps.before, peer)
             if peer.replica in self.feeder.feeds:
                 self.feeder.copy_again(peer.replica)
         self.news.repeat()
@@ -184,6 +198,7 @@ class WorkerState:
             if self.paused:
                 return Paused()
             self.steps.enter(self.joiner.enter())
+            self.chunks.forget_all()
         if self.paused:
             return Paused()
         if self._first:
@@ -195,8 +210,22 @@ class WorkerState:
             if state.update is UpdateState.VALID:
                 return Commit(state.step)
             if state.is_final and state.is_sealed:
-                self.feeder.feed(state)
-        return next_chore(steps, self.feeder, self.mail, self.rules) or self._next_op()
+                self.feeder.feed(state, is_over=self._feed_is_over(state))
+        if self.rules.chunks:
+            self.chunks.send_fills()
+            if (fill := self.chunks.next_fill(steps.now.step)) is not None:
+                return fill
+            if (
+                steps.now.update is UpdateState.SHARED
+            ):  # its state is neither of this step nor of the one before
+                return self._next_op()
+        return next_chore(steps, self.feeder, self.mail, self.rules, self.chunks) or self._next_op()
+
+    def _feed_is_over(self, state: StepState) -> bool:
+        """A feed holds the step's sum; sharded: the working weights after it."""
+        if self.rules.chunks:
+            return self.now.update is UpdateState.SHARED
+        return state.sum is SumState.RELEASED
 
     def _next_op(self) -> WorkItem:
         now, before = self.steps.now, self.steps.before
@@ -242,6 +271,10 @@ class WorkerState:
                 self.mail.use(item.other)
             case Update():
                 self.updates.updated(item)
+            case AdoptWeights():
+                self.updates.adopted(item)
+            case LoadFill():
+                self.chunks.filled(item, steps.now)
             case Commit():
                 assert steps.before is not None
                 steps.before.committed()
@@ -251,6 +284,8 @@ class WorkerState:
                 self._first.pop(0)
                 if answer is False:
                     self._restore_failed(item)
+                elif self.rules.chunks:
+                    self.chunks.loaded(item.state_step)
             case Snapshot():
                 self.feeder.snapshot_sent(item.joiner, steps.before)
             case ApplyFeed():
@@ -258,9 +293,11 @@ class WorkerState:
             case SaveCheckpoint():
                 assert steps.before is not None
                 steps.before.saved_among = self.mail.peers(item.state_step)
+                steps.before.saved_chunks |= set(item.chunks)
             case StoreCopy():
                 assert steps.before is not None
                 steps.before.is_stored = True
+                steps.before.stored_chunks |= set(item.chunks)
             case Wait() | Paused() | Finished():
                 raise InternalError(f"{item} is not a work item that finishes")
 
@@ -269,6 +306,11 @@ class WorkerState:
     def _continue(self) -> None:
         steps = self.steps
         steps.take_list()
+        if self.rules.chunks:
+            self.chunks.obey(self.mail.order)
+            self.chunks.entered(self.now.step)
+            if self.now.holds_sum and any(op.kind is Kind.R for op in self.now.todo):
+                self.now.let_go_of_sum(self.me.stage)
         for state in steps.all:
             if state.round != self.mail.round(state.step):
                 state.restart_reduce(self.mail.round(state.step))
@@ -278,6 +320,9 @@ class WorkerState:
                 self.reduction.send_held(state)
             if state.is_sealed:
                 self.news.send_tied(state)
+        if self.now.update is UpdateState.SHARED:
+            for peer in self.mail.other_peers(self.now.step):
+                self.chunks.give(self.now.step, peer)
         self.news.repeat()
         for step, stage, share in self.mail.order.shares:
             if stage != self.me.stage:
@@ -299,6 +344,7 @@ class WorkerState:
         self.mail.commands.append(DiscardWork(None))
         self.mail.drop_stale(0)
         self.news.forget_all()
+        self.chunks.forget_all()
         self.updates.last_norm = None
         self.feeder.stop_all()
         self._first = [Restore(restore)]

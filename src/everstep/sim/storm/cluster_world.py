@@ -139,7 +139,7 @@ class ClusterWorld(World):
         submitted = msg.TaskSubmitted(
             task=TASK,
             job=None,
-            shape=Shape(rules.replicas, rules.stages, rules.microbatches),
+            shape=Shape(rules.replicas, rules.stages, rules.microbatches, rules.chunks),
             steps=rules.steps,
             secret="",
             has_checkpoints=bool(rules.checkpoint_every),
@@ -452,7 +452,7 @@ class ClusterWorld(World):
     def _move(self) -> None:
         """Another shape is asked for, which happens to be the same: everything but the arithmetic of it."""
         rules = self.spec.rules
-        shape = Shape(rules.replicas, rules.stages, rules.microbatches)
+        shape = Shape(rules.replicas, rules.stages, rules.microbatches, rules.chunks)
         self._note("move", Worker(0, 0), "another shape is asked for")
         self.hear(msg.ReshapeRequested(task=TASK, job=None, shape=shape))  # type: ignore[arg-type]
 

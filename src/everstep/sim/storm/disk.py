@@ -65,11 +65,15 @@ class CheckpointDisk:
     def begin(self, step: int, stage: int) -> None:
         self.torn[step, stage] = self.torn.get((step, stage), 0) + 1
 
-    def sync(self, step: int, stage: int, state: VirtualState, share: tuple[int, int]) -> None:
-        """One peer's share of a stage's part; the part is whole when all of them are there."""
+    def sync(
+        self, step: int, stage: int, state: VirtualState, share: tuple[int, int], chunks: tuple[int, ...] = ()
+    ) -> None:
+        """One peer's share of a stage's part; the part is whole when all of them are there. Sharded: the
+        chunks are the shares.
+        """
         index, count = share
         written = self.shares.setdefault((step, stage, count), set())
-        written.add(index)
+        written |= set(chunks) or {index}
         if len(written) == count:
             self.parts.setdefault(step, {})[stage] = state
 

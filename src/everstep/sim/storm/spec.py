@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from everstep.core.words.ops import Kind
+from everstep.core.words.shape import CHUNKS_PER_REPLICA
 from everstep.core.worker.rules import TaskRules
 from everstep.sim.draw import Draw
 from everstep.sim.storm.faults import HERE, TRIGGERS, WHO_WORKERS, FaultKind, StormFault
@@ -66,6 +67,7 @@ class Spec:
             f"weather op {w.op_us} us, hop {w.hop_us}, order {w.order_us}, plan {w.plan_us}, "
             f"sync {w.sync_us}, start {w.start_us}, exit {w.exit_us}, silence {w.silence_us}, "
             f"save {w.save_us}",
+            *([f"optimizer states in {r.chunks} chunks per stage"] if r.chunks else []),
             *([f"states in memory every {r.copy_every} steps"] if r.copy_every else []),
             *(f"another shape at {at_us / 1e3:g} ms" for at_us in self.moves),
             *(f"fault {i}: {fault}" for i, fault in enumerate(self.faults)),
@@ -103,6 +105,12 @@ def with_moves(spec: Spec) -> Spec:
     rules = replace(spec.rules, copy_every=draw.choice((0, 1, 1, 2)))
     duration = run_time_us(spec)
     return replace(spec, rules=rules, moves=tuple(draw.below(duration) for _ in range(draw.between(1, 3))))
+
+
+def with_shards(spec: Spec) -> Spec:
+    """The same storm for a task whose replicas share the optimizer states of their stage."""
+    rules = spec.rules
+    return replace(spec, rules=replace(rules, tied=None, chunks=CHUNKS_PER_REPLICA * rules.replicas))
 
 
 def with_drain(spec: Spec) -> Spec:

@@ -156,7 +156,7 @@ class RecoveryMachine:
     def __init__(self, spec: Spec) -> None:
         rules = spec.rules
         policy = RecoveryPolicy(rejoin_after_steps=spec.rejoin_after_steps, max_restarts=spec.max_restarts)
-        shape = Shape(rules.replicas, rules.stages, rules.microbatches)
+        shape = Shape(rules.replicas, rules.stages, rules.microbatches, rules.chunks)
         self.recovery = Recovery(shape, steps=rules.steps, policy=policy)
         self.first = self.recovery.begin()
         self._question: act.ComputePlan | None = None

@@ -15,10 +15,11 @@ from everstep.core.words.cluster_messages import NotifyWorker
 from everstep.core.words.ops import Kind, Worker
 from everstep.core.worker.joining import FrameUse
 from everstep.core.worker.worker_state import WorkerState
-from everstep.sim.storm.checkers import Checkers
+from everstep.sim.storm.checkers import Checkers, Violation
 from everstep.sim.storm.disk import CheckpointDisk, ShelfMemory
 from everstep.sim.storm.network import VirtualLink
 from everstep.sim.storm.truth import Truth, VirtualState, applied, weight
+from everstep.sim.storm.virtual_chunks import VirtualChunks
 
 _HALVES = {Kind.B: (Kind.I, Kind.W)}
 
@@ -40,6 +41,7 @@ class VirtualWorker:
         self.truth, self.checkers, self.disk = truth, checkers, disk
         self.state = VirtualState(0, 0)  # what the optimizer has
         self.working = self.state  # what the layers compute with: ahead of it after an eager update
+        self.chunks = VirtualChunks(self.me, walker.rules.chunks, checkers)
         self.payloads: dict[msg.Parcel, Any] = {}
         self.inputs: dict[tuple[int, Any], bool] = {}  # (step, microbatch) -> right weights so far?
         self.gradients: dict[int, list[tuple[Any, bool]]] = {}
@@ -67,7 +69,8 @@ class VirtualWorker:
         return _DO[type(task)](self, task)
 
     def _compute(self, task: msg.Compute) -> None:
-        op, right = task.op, self.working == self.truth.states[task.step - 1]
+        working = self.chunks.weights if self.chunks.count else self.working
+        op, right = task.op, working == self.truth.states[task.step - 1]
         key = (task.step, op.microbatch)
         payloads, inputs = self.payloads, self.inputs
         for kind in _HALVES.get(op.kind, (op.kind,)):
@@ -94,11 +97,18 @@ class VirtualWorker:
         for part in task.parts:
             bag += self.payloads[part]
         bag.sort()
-        self.sums[task.step] = tuple(bag)
+        if self.chunks.count:
+            self.chunks.sum_chunks(task, tuple(bag))
+        else:
+            self.sums[task.step] = tuple(bag)
         first = self.me.replica == task.members[0]
         return (self.truth.squares(task.step, self.me.stage) if first else 0.0,)
 
     def _assemble(self, task: msg.AssembleSum) -> None:
+        if self.chunks.count:
+            given = [self.payloads[chunk] for chunk in task.chunks]
+            self.chunks.assemble(task.step, given, self.walker.chunks.held(task.step))
+            return
         for chunk in task.chunks:
             bag = self.payloads[chunk]
             if chunk.what is msg.ParcelKind.COPY:
@@ -114,12 +124,29 @@ class VirtualWorker:
     def _update(self, task: msg.Update) -> None:
         for parcel in [p for p in self.payloads if p.what is msg.ParcelKind.TIED and p.step < task.step]:
             del self.payloads[parcel]
+        if self.chunks.count:
+            self.chunks.update(task)
+            return
         if task.keep:  # it may be undone: then another stage's update was invalid, and so is this sum
             self.checkers.sum_is_whole(self.me, task.step, self.sums[task.step])
             self.working = applied(self.state, task.step, task.scale)
             return
         self.checkers.sum_used(self.me, task.step, self.sums[task.step])
         self.state = self.working = applied(self.state, task.step, task.scale)
+
+    def _adopt(self, task: msg.AdoptWeights) -> None:
+        self.chunks.adopt({parcel.owner: self.payloads[parcel] for parcel in task.weights})
+        self._agree(task.step)
+
+    def _agree(self, step: int) -> None:
+        """Sharded: the state of the whole stage, as the layers have it."""
+        found = self.chunks.weights
+        if found is None:
+            raise Violation(f"the right state: {self.me} computes with weights of different steps")
+        self.state = self.working = found
+
+    def _load_fill(self, task: msg.LoadFill) -> None:
+        self.chunks.fill(task.fill, self.payloads[task.fill])
 
     def _commit(self, task: msg.Commit) -> None:
         self.checkers.sum_used(self.me, task.step, self.sums[task.step])
@@ -131,9 +158,16 @@ class VirtualWorker:
         self.working = self.state
 
     def _snapshot(self, task: msg.Snapshot) -> None:
+        if self.chunks.count:
+            self._agree(task.transfer.state_step)
         self.snapshot_out(task, self.state)
 
     def _apply_feed(self, task: msg.ApplyFeed) -> None:
+        if self.chunks.count:
+            self.state = self.working = self.payloads[task.feed]
+            self.checkers.state_restored(self.me, task.step, self.state)
+            self.chunks.follow(self.state)
+            return
         self.checkers.sum_used(self.me, task.step, self.payloads[task.feed])
         self.state = self.working = applied(self.state, task.step, task.scale)
 
@@ -150,14 +184,18 @@ class VirtualWorker:
         self.checkers.state_restored(self.me, task.state_step, state)
         assert state is not None
         self.state = self.working = state
+        if self.chunks.count:
+            self.chunks.load(state, self.walker.chunks.held(task.state_step + 1))
         return True
 
     def _shelve(self, task: msg.StoreCopy) -> None:
         self.checkers.state_saved(self.me, task.state_step, self.state)
+        self.chunks.saved(task.state_step, task.chunks)
         self.shelving += 1
 
     def _save(self, task: msg.SaveCheckpoint) -> None:
         self.checkers.state_saved(self.me, task.state_step, self.state)
+        self.chunks.saved(task.state_step, task.chunks)
         self.disk.begin(task.state_step, self.me.stage)
 
     # -------------------------------------------------------------- commands
@@ -168,6 +206,14 @@ class VirtualWorker:
                 return self.payloads[parcel]
             case msg.ParcelKind.PART:
                 return tuple(self.gradients[parcel.step])
+            case msg.ParcelKind.WEIGHTS | msg.ParcelKind.FILL:
+                return self.chunks.weights_of(parcel)
+            case msg.ParcelKind.SUM if self.chunks.count:
+                holders = self.walker.chunks.holders(parcel.step)
+                return self.chunks.sums_for(parcel.step, holders, parcel.owner)
+            case msg.ParcelKind.FEED if self.chunks.count:
+                self._agree(parcel.step)
+                return self.state
             case msg.ParcelKind.SUM | msg.ParcelKind.COPY | msg.ParcelKind.FEED:
                 return self.sums[parcel.step]
             case msg.ParcelKind.TIED:
@@ -186,6 +232,7 @@ class VirtualWorker:
         self.arriving[name] = value
         if len(self.arriving) == len(VirtualState._fields):
             self.state = self.working = VirtualState(**self.arriving)
+            self.chunks.follow(self.state)
             self.arriving.clear()
             self.walker.state_arrived(transfer)
 
@@ -201,12 +248,15 @@ class VirtualWorker:
             del self.inputs[command.step, microbatch]
 
     def release_sum(self, command: msg.ReleaseSum) -> None:
-        self.checkers.sum_used(self.me, command.step, self.sums.pop(command.step))
+        if self.chunks.count:
+            self.chunks.sums.pop(command.step)
+        else:
+            self.checkers.sum_used(self.me, command.step, self.sums.pop(command.step))
         self.checkers.kept(self.me, len(self.payloads), sum(step <= command.step for step, _ in self.inputs))
 
     def discard(self, command: msg.DiscardWork) -> None:
         first = command.from_step
-        for store in (self.gradients, self.sums):
+        for store in (self.gradients, self.sums, self.chunks.sums):
             for step in [s for s in store if first is None or s >= first]:
                 del store[step]
         self.inputs = {
@@ -221,6 +271,8 @@ _DO: dict[type, Callable[[VirtualWorker, Any], Any]] = {
     msg.AssembleSum: VirtualWorker._assemble,
     msg.CombineTied: VirtualWorker._combine,
     msg.Update: VirtualWorker._update,
+    msg.AdoptWeights: VirtualWorker._adopt,
+    msg.LoadFill: VirtualWorker._load_fill,
     msg.Commit: VirtualWorker._commit,
     msg.Undo: VirtualWorker._undo,
     msg.Snapshot: VirtualWorker._snapshot,

@@ -285,7 +285,7 @@ class World:
 
     def _saved(self, body: VirtualWorker, task: msg.SaveCheckpoint, state: VirtualState) -> None:
         if body.alive:
-            self.disk.sync(task.state_step, body.me.stage, state, (task.index, task.count))
+            self.disk.sync(task.state_step, body.me.stage, state, (task.index, task.count), task.chunks)
             self._commit()
 
     def _shelved(self, body: VirtualWorker, task: msg.StoreCopy, state: VirtualState) -> None:
@@ -396,6 +396,11 @@ class World:
     def _tell_unrestored(self, body: VirtualWorker, command: msg.TellUnrestored) -> None:
         failed = ev.RestoreFailed(worker=body.me, incarnation=body.incarnation, step=command.state_step)
         self._report(body, failed)
+
+    def _tell_filled(self, body: VirtualWorker, command: msg.TellFilled) -> None:
+        filled = ev.ChunksFilled(worker=body.me, incarnation=body.incarnation, step=command.step)
+        self._report(body, filled)
+        self._trigger("fill", body.me)
 
     def _tell_copied(self, body: VirtualWorker, command: msg.TellCopied) -> None:
         self._report(
@@ -608,6 +613,8 @@ _CARRY_OUT: dict[type, Callable[[World, VirtualWorker, Any], None]] = {
     msg.ReleaseGradients: lambda world, body, command: body.release_gradients(command),
     msg.DropStashes: lambda world, body, command: body.drop_stashes(command),
     msg.ReleaseSum: lambda world, body, command: body.release_sum(command),
+    msg.ReleaseChunks: lambda world, body, command: body.chunks.release(command.chunks),
+    msg.TellFilled: World._tell_filled,
     msg.DiscardWork: lambda world, body, command: body.discard(command),
     msg.TellSealed: World._tell_sealed,
     msg.TellInvalid: World._tell_invalid,
