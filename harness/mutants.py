@@ -252,25 +252,11 @@ def new_map_for_a_step_that_is_summed() -> list[Patch]:
     """Sharded: the map of a new epoch counts for a step that was reduced by the map before."""
     right = Groups.regroup
 
-    def wrong(
-        self: Groups, low: int, since: Any, *, restarting: Any, settled: Any = None, **rest: Any
-    ) -> None:
-        earlier = dict.fromkeys(settled, low - 1)
+    def wrong(self: Groups, low: int, since: Any, *, settled: Any = None, **rest: Any) -> None:
+        earlier = None if settled is None else dict.fromkeys(settled, low - 1)
         right(self, low, since, settled=earlier, **rest)
 
     return [(Groups, "regroup", wrong)]
-
-
-def promoted_owner_sends_no_weights() -> list[Patch]:
-    """Sharded: weights that a dead owner had not sent are sent by no other holder."""
-    right = WorkerState._continue
-
-    def wrong(self: WorkerState) -> None:
-        give, self.chunks.give = self.chunks.give, lambda step, peer: None  # type: ignore[method-assign]
-        right(self)
-        self.chunks.give = give  # type: ignore[method-assign]
-
-    return [(WorkerState, "_continue", wrong)]
 
 
 def stale_chunk_counts_as_held() -> list[Patch]:
@@ -298,7 +284,6 @@ SHARD_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
         held_counts_in_every_round,
         fill_sent_a_step_early,
         new_map_for_a_step_that_is_summed,
-        promoted_owner_sends_no_weights,
         stale_chunk_counts_as_held,
         unfilled_holder_owns,
     )

@@ -15,7 +15,7 @@ from everstep.core.cluster.nodes import Nodes
 from everstep.core.words.cluster_messages import ClusterAction
 from everstep.core.words.moment import Moment
 from everstep.sim.draw import Draw
-from everstep.sim.storm import draw_spec, run_storm, with_drain, with_moves
+from everstep.sim.storm import draw_spec, run_storm, with_drain, with_moves, with_shards
 from everstep.sim.storm.shrink import shrink
 from everstep.sim.storm.spec import ANY_SEED
 from harness.mutants import MUTANTS, planted
@@ -39,6 +39,19 @@ SEEN_AT = {
     "group_kept_after_a_death": 11,
     "feed_ends_a_step_early": 1,
     "copy_counts_without_a_source": 1,
+}
+
+
+SHARDED_SEEN_AT = {
+    "lost_chunk_unnoticed": 43,
+    "guard_makes_no_update": 0,
+    "one_holder_of_a_sum_is_enough": 37,
+    "sharded_update_before_its_seal": 51,
+    "held_counts_in_every_round": 51,
+    "fill_sent_a_step_early": 1,
+    "new_map_for_a_step_that_is_summed": 0,
+    "stale_chunk_counts_as_held": 1,
+    "unfilled_holder_owns": 1,
 }
 
 
@@ -119,6 +132,20 @@ def test_a_planted_bug_is_seen(name: str) -> None:
     with planted(name):
         assert run_storm(draw_spec(SEEN_AT[name])).violation is not None
     assert run_storm(draw_spec(SEEN_AT[name])).violation is None
+
+
+@pytest.mark.parametrize("name", SHARDED_SEEN_AT)
+def test_a_planted_bug_of_sharded_states_is_seen(name: str) -> None:
+    spec = with_shards(draw_spec(SHARDED_SEEN_AT[name]))
+    with planted(name):
+        assert run_storm(spec).violation is not None
+    assert run_storm(spec).violation is None
+
+
+def test_sixty_storms_with_sharded_states_break_nothing() -> None:
+    for seed in range(60):
+        violation = run_storm(with_shards(draw_spec(seed))).violation
+        assert violation is None, f"everstep sim storm --shards --seeds {seed}: {violation}"
 
 
 def test_a_failing_storm_shrinks_to_fewer_faults() -> None:
