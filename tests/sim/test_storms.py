@@ -49,7 +49,7 @@ SHARDED_SEEN_AT = {
     "sharded_update_before_its_seal": 51,
     "held_counts_in_every_round": 51,
     "fill_sent_a_step_early": 1,
-    "new_map_for_a_step_that_is_summed": 0,
+    "new_map_for_a_step_that_is_summed": 55,
     "stale_chunk_counts_as_held": 1,
     "unfilled_holder_owns": 1,
 }
