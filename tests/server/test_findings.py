@@ -1,4 +1,4 @@
-"""Pictures of a diagnosis, from sentences that core and diagnose really say; what the planner would do."""
+"""Pictures of a diagnosis, from the facts that core and diagnose give; what the planner would do."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from math import exp, log
 from statistics import median
 
 from everstep.core.words.cluster_messages import SlownessEnded, SlownessFound, TimesReported
+from everstep.core.words.facts import OpsTook
 from everstep.core.words.ops import Worker
 
 RATIO = 1.2  # hot: so many times as long as usual
@@ -233,7 +234,8 @@ class Watch:
         because = (
             f"worker {worker} takes {factor:.2f} times as long for the same ops as it did before step {since}"
         )
-        return self._becomes_slow(worker, pace, factor, since, because, evidence, looks)
+        ops = tuple(OpsTook(step=step, took_s=took, usual_s=usual) for step, _, took, usual in pace.hot)
+        return self._becomes_slow(worker, pace, factor, since, because, evidence, looks, ops)
 
     def _beside_peers(
         self, worker: Worker, pace: _Pace, look: _Look, looks: Mapping[Worker, _Look]
@@ -287,6 +289,7 @@ class Watch:
         because: str,
         evidence: tuple[str, ...],
         looks: Mapping[Worker, _Look],
+        ops: tuple[OpsTook, ...] = (),
     ) -> SlownessFound:
         pace.slow = _Slow(factor=factor, since=since)
         pace.hot.clear()
@@ -300,14 +303,21 @@ class Watch:
             because=because,
             evidence=evidence,
             ruled_out=self._ruled_out(worker, looks),
+            ops=ops,
+            paces={worker: round(factor, 3), **self._innocent(worker, looks)},
         )
 
-    def _ruled_out(self, worker: Worker, looks: Mapping[Worker, _Look]) -> tuple[str, ...]:
-        clear = [
-            f"{other} ({look.pace:.2f} of its usual time)"
+    def _innocent(self, worker: Worker, looks: Mapping[Worker, _Look]) -> dict[Worker, float]:
+        """The others that are not slow, and their paces."""
+        return {
+            other: look.pace
             for other, look in sorted(looks.items())
             if other != worker and look.pace is not None and self._paces[other].slow is None
-        ]
+        }
+
+    def _ruled_out(self, worker: Worker, looks: Mapping[Worker, _Look]) -> tuple[str, ...]:
+        paces = self._innocent(worker, looks)
+        clear = [f"{other} ({pace:.2f} of its usual time)" for other, pace in paces.items()]
         few = ", ".join(clear[:4]) + (f" and {len(clear) - 4} more" if len(clear) > 4 else "")
         return (
             *((f"worker {few}",) if clear else ()),

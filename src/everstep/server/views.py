@@ -224,7 +224,7 @@ def incident(record: ClusterRecord, one: Incident) -> dict[str, Any]:
                 "source": e.source,
                 "text": e.text,
                 "event": e.event,
-                "clears": findings.ruled_out(e.text) is not None,
+                "clears": bool(e.clears),
             }
             for e in one.evidence
         ],

@@ -20,6 +20,7 @@ from everstep.core.faults.severity import ErrorKind, Judgement, Severity, judge,
 from everstep.core.task.states import Member
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
+from everstep.core.words.facts import WorkerWaits, usual_sender
 from everstep.core.words.incidents import Incident
 from everstep.core.words.moment import Moment
 from everstep.core.words.ops import Worker
@@ -138,8 +139,14 @@ class Failures:
         incident.node = seat.node
         for witness in found.waiting[:SHOWN_WITNESSES]:
             report = task.failures.overdue[witness]
-            text = f"worker {witness} has waited for {report.doing} for {report.elapsed_s:.2f} s: ruled out"
-            self._incidents.tell(incident, "progress", (text,), now)
+            what = f"worker {witness} has waited for {report.doing} for {report.elapsed_s:.2f} s"
+            waits = WorkerWaits(
+                worker=witness,
+                awaits=report.doing,
+                sender=usual_sender(report.doing),
+                seconds=report.elapsed_s,
+            )
+            self._incidents.clear(incident, "progress", what, now, waits)
         judgement = known(ErrorKind.TASK_HANG, found.because)
         self._incidents.judge(incident, judgement, now)
         task.failures.overdue.clear()

@@ -8,6 +8,7 @@ from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Task
 from everstep.core.faults.severity import Judgement
 from everstep.core.words.cluster_messages import IncidentClosed
+from everstep.core.words.facts import Fact
 from everstep.core.words.incidents import Evidence, Incident, IncidentLog, Remedy, TaskIncidents, Verdict
 from everstep.core.words.moment import Moment
 from everstep.core.words.ops import Worker
@@ -52,6 +53,18 @@ class Incidents:
     def tell(self, incident: Incident, source: str, texts: Iterable[str], now: Moment) -> None:
         for text in texts:
             incident.add(Evidence(at=now.at, source=source, text=text, event=now.event))
+
+    def state(self, incident: Incident, source: str, text: str, fact: Fact, now: Moment) -> None:
+        """Evidence with the fact behind it."""
+        incident.add(Evidence(at=now.at, source=source, text=text, event=now.event, fact=fact))
+
+    def clear(
+        self, incident: Incident, source: str, what: str, now: Moment, fact: Fact | None = None
+    ) -> None:
+        """Evidence that rules somebody or something out."""
+        text = f"ruled out: {what}"
+        evidence = Evidence(at=now.at, source=source, text=text, event=now.event, clears=what, fact=fact)
+        incident.add(evidence)
 
     def judge(self, incident: Incident, judgement: Judgement, now: Moment) -> None:
         verdict = Verdict(

@@ -10,6 +10,8 @@ A link's slowness is reported too, and moves no work: a worker that waits for a 
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.policy import CoordinatorPolicy
@@ -19,6 +21,7 @@ from everstep.core.faults.remedies import Effect, Situation, choose, name_of
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
+from everstep.core.words.facts import PacesSeen
 from everstep.core.words.incidents import Incident
 from everstep.core.words.moment import Moment
 from everstep.core.words.ops import Kind, Worker
@@ -107,8 +110,15 @@ class Slowness:
     def _write_evidence(
         self, incident: Incident, event: msg.SlownessFound | msg.SlowLinkFound, now: Moment
     ) -> None:
-        self._incidents.tell(incident, "pace", event.evidence, now)
-        self._incidents.tell(incident, "pace", (f"ruled out: {text}" for text in event.ruled_out), now)
+        ops = event.ops if isinstance(event, msg.SlownessFound) else ()
+        for text, took in zip_longest(event.evidence, ops[: len(event.evidence)]):
+            if took is None:
+                self._incidents.tell(incident, "pace", (text,), now)
+            else:
+                self._incidents.state(incident, "pace", text, took, now)
+        paces = PacesSeen(paces=event.paces) if isinstance(event, msg.SlownessFound) and event.paces else None
+        for number, what in enumerate(event.ruled_out):
+            self._incidents.clear(incident, "pace", what, now, paces if number == 0 else None)
 
     def _what_would_help(self, event: msg.SlownessFound, task: Task) -> str:
         alone = all(w == event.worker or w.stage != event.worker.stage for w in task.seats)

@@ -18,6 +18,7 @@ from typing import Any
 
 from everstep.core.words.actions import ComputePlan, RecordStep
 from everstep.core.words.events import Event
+from everstep.core.words.facts import OpsTook
 from everstep.core.words.node_orders import (
     CloseTask,
     CommitCheckpoint,
@@ -254,7 +255,10 @@ class AssignmentChosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlownessFound:
-    """A worker takes `factor` times as long as it should. Told again when the factor has become another."""
+    """A worker takes `factor` times as long as it should. Reported again when the factor has changed.
+
+    `ops` are the values behind `evidence`, in the same order; `paces` are those of all workers.
+    """
 
     task: str
     worker: Worker
@@ -264,6 +268,8 @@ class SlownessFound:
     because: str
     evidence: tuple[str, ...] = ()
     ruled_out: tuple[str, ...] = ()
+    ops: tuple[OpsTook, ...] = ()
+    paces: Mapping[Worker, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

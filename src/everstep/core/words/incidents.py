@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from everstep.core.words.facts import Fact
 from everstep.core.words.lifecycle import move
 from everstep.core.words.ops import Worker
 
@@ -44,6 +45,8 @@ class Evidence:
     source: str  # exit, exception, silence, progress, kernel, link, person
     text: str
     event: int = 0  # the number of the event that brought it
+    clears: str = ""  # who or what it rules out
+    fact: Fact | None = None  # what the text says, as values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
