@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--transport", default="auto", help="auto, tcp or shm")
+    parser.add_argument("--transport", default="auto", help="auto, tcp, shm, nccl, pipe")
     parser.add_argument("--growth", action="store_true", help="4, 8 and 16 workers")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()

@@ -2,6 +2,7 @@
 
     python bench/sweep.py                 every point, a table
     python bench/sweep.py --device cuda --precision bf16
+    python bench/sweep.py --device cuda --transport nccl --part 1/4      beside three others
     python bench/sweep.py --only reduce --json
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
@@ -27,7 +28,8 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--preset", default="gpt-tiny")
-    parser.add_argument("--transport", default="auto", help="auto, tcp or shm; clean runs are by tcp")
+    parser.add_argument("--transport", default="auto", help="auto, tcp, shm, nccl, pipe; clean runs by tcp")
+    parser.add_argument("--part", default="1/1", help="2/4: every fourth point, from the second on")
     parser.add_argument("--only", default="", help="points whose name contains this")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", action="store_true")
@@ -35,7 +37,8 @@ def main() -> int:
     sweep = Sweep(
         device=given.device, precision=given.precision, preset=given.preset, transport=given.transport
     )
-    chosen = [p for p in points() if given.only in p.name] * given.repeat
+    part, parts = map(int, given.part.split("/"))
+    chosen = [p for p in points() if given.only in p.name][part - 1 :: parts] * given.repeat
     results = []
     try:
         for number, point in enumerate(chosen, 1):

@@ -250,14 +250,14 @@ def compare(clean: Outcome, healed: Outcome, job: Job) -> dict[str, Any]:
     restored = any(i.restored_from is not None for i in healed.incidents)
     once = healed.committed == healed.issued or restored
     return {
-        "max_relative_loss_difference": max(differences),
+        "max_relative_loss_difference": max(differences, default=float("inf")),
         "issued": healed.issued,
         "committed": healed.committed,
         "restored": restored,
         "replayed_ops": sum(i.replayed_ops for i in healed.incidents),
         "replayed_elsewhere": healed.replayed_elsewhere,
-        "failure": healed.failure,
+        "failure": healed.failure or clean.failure,
         "ok": healed.failure is None
         and once
-        and max(differences) <= (TOLERANCE if job.accumulate == "fp32" else 0.0),
+        and max(differences, default=float("inf")) <= (TOLERANCE if job.accumulate == "fp32" else 0.0),
     }

@@ -232,7 +232,7 @@ class CudaMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         torch.zeros(1, device=device)  # makes the context
-        self._runtime = _runtime()
+        self._runtime = cuda_runtime()
 
     def allocate(self, nbytes: int) -> tuple[int, str]:
         pointer, handle = ctypes.c_void_p(), _Handle()
@@ -256,7 +256,7 @@ class CudaMemory:
         return pointer.value
 
     def close(self, address: int, nbytes: int) -> None:
-        torch.cuda.synchronize(self._device)
+        torch.cuda.current_stream(self._device).synchronize()  # what it computes may read there
         self._runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(address))
 
     def view(self, address: int, nbytes: int, owner: object) -> Tensor:
@@ -282,7 +282,7 @@ class _CudaBytes:
         }
 
 
-def _runtime() -> ctypes.CDLL:
+def cuda_runtime() -> ctypes.CDLL:
     """The CUDA runtime that torch has loaded."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "libcudart" in line:

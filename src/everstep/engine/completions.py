@@ -69,9 +69,11 @@ class Completions:
         return found
 
     def drain(self) -> None:
-        """Return when the device has finished all it was given."""
+        """Return when the device has finished all that was computed. Lanes have streams of their own: one
+        to a dead peer never ends by itself.
+        """
         self._launched.clear()
-        torch.cuda.synchronize(self._device)
+        torch.cuda.current_stream(self._device).synchronize()
 
     def stop(self) -> None:
         self._queue.put(None)

@@ -27,6 +27,7 @@ MAX_TENSOR = 64 << 30
 MAX_TENSORS = 4096
 MAX_DIMS = 8
 STATE = "X"  # not a parcel: one tensor of a state that a joining worker copies
+LANE = "L"  # not a parcel: opens a lane between two workers, or says that one is broken
 DTYPES = [
     torch.float32,
     torch.bfloat16,
@@ -111,7 +112,7 @@ class Incoming:
         ):
             raise PeerError("a peer sent something that is not a message of Everstep")
         self.kind, self._count, self._shapes = kind.decode("ascii", "replace"), tensors, shapes
-        if self.kind != STATE:
+        if self.kind not in (STATE, LANE):
             try:
                 what = ParcelKind(self.kind)
             except ValueError:

@@ -166,7 +166,7 @@ class Job:
     device: str = "cpu"  # or "cuda"
     threads: int = 1  # of each worker
     memory_gib: float | None = None  # that each worker may use; None: its device's, shared evenly
-    transport: Literal["auto", "tcp", "shm"] = "auto"  # auto: memory of a shared GPU, else tcp
+    transport: Literal["auto", "tcp", "nccl", "shm", "pipe"] = "auto"  # of tensors; auto: the best per pair
     load_ahead: int | None = None  # microbatches of data; by default 2, for functions of your own 0
     memory_interval: int = 0  # steps between copies of the state in the memory of nodes; 0: none
     log: str | None = None  # folder of the step log

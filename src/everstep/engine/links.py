@@ -101,6 +101,7 @@ class Links:
         os.set_blocking(self._wake_out, False)
         os.set_blocking(self._wake_in, False)
         self._out: dict[Address, _Outgoing] = {}
+        self._opening = threading.Lock()
         self._ask: deque[_Outgoing] = deque()
         self._strangers: dict[socket.socket, _Receiving] = {}  # oldest first
         self._reserve = os.open(os.devnull, os.O_RDONLY)  # closed for a moment when no descriptor is left
@@ -120,9 +121,10 @@ class Links:
     def send(self, to: Address, kind: str, parcel: Parcel | None, facts: Any, *tensors: Tensor) -> None:
         """Send, or queue. Never blocks; a tensor must not be written to while this `borrows` it."""
         head = frames.encode(kind, parcel, facts, *tensors)
-        link = self._out.get(to)
-        if link is None or link.broken:
-            link = self._open(to)
+        with self._opening:  # messages of several threads to one peer share one connection, and its order
+            link = self._out.get(to)
+            if link is None or link.broken:
+                link = self._open(to)
         with link.lock:
             idle = not link.queue
             link.queue.append(memoryview(head))
@@ -132,6 +134,15 @@ class Links:
             if link.queue or link.broken:
                 self._ask.append(link)
                 self._wake()
+
+    def connect(self, to: Address) -> None:
+        """Open the connection before there is something to send."""
+        with self._opening:
+            if (known := self._out.get(to)) is not None and not known.broken:
+                return
+            link = self._open(to)
+        self._ask.append(link)
+        self._wake()
 
     def identity(self, of: Address) -> bytes | None:
         """What a peer says of itself; None while no connection to it is open."""
@@ -278,7 +289,7 @@ class Links:
         if link.broken:
             self._drop(link)
             return
-        writes = link.queue and link.handshake is None
+        writes = (link.queue or not link.connected) and link.handshake is None
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
         if not link.registered:
             self._selector.register(link.socket, wanted, link)

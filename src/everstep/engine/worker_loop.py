@@ -88,7 +88,7 @@ class WorkerLoop:
             self.stage,
             self.updater,
             replicas=self.rules.replicas,
-            borrowed=courier.links.borrows,
+            borrowed=courier.borrows,
             shared=courier,
         )
         self._arriving = ArrivingState(self.state.take_state)
@@ -144,6 +144,7 @@ class WorkerLoop:
             raise item
         else:
             if isinstance(item, NotifyWorker) and isinstance(item.words, InterruptWorkers):
+                self.courier.waits = False  # for lanes: from now on tcp bridges the time
                 self.courier.drain()  # a ledger tells what is done, not what is launched
             self._carry_out(self.control.handle(item, self.ports.clock_ns() / 1e9))
         self._carry_out(self.control.take_actions())
@@ -293,7 +294,10 @@ class WorkerLoop:
         if (told := self.times.stopwatch.step(task.step)) is not None:
             told["times"] |= self._memory()
             name, worker, incarnation = self.control.sender
-            times = TimesReported(task=name, worker=worker, incarnation=incarnation, **told)
+            carriers = self._carriers()
+            times = TimesReported(
+                task=name, worker=worker, incarnation=incarnation, carriers=carriers, **told
+            )
             self.ports.report(times)
         self._maybe_die(task.step, "U", "after")
 
@@ -349,6 +353,7 @@ class WorkerLoop:
                     self.ports.report(command.report)
                 case KeepLinks():
                     self.courier.forget({Address(*address) for address in command.addresses})
+                    self.courier.prepare(self._neighbours())
                 case msg.Send():
                     self._send(command)
                 case msg.Forget():
@@ -387,6 +392,16 @@ class WorkerLoop:
             self.courier.post(address, parcel.what, parcel, facts, tensors)
 
     # -------------------------------------------------------------- small things
+
+    def _carriers(self) -> dict[str, str]:
+        """By peer: what carries tensors to it now."""
+        book = {Address(*at): worker for worker, at in self.control.book.items()}
+        return {str(book[to]): kind for to, kind in self.courier.carriers.items() if to in book}
+
+    def _neighbours(self) -> set[Address]:
+        """Workers that this one exchanges tensors with, or may after a death: its stage and those beside."""
+        book = self.control.book.items()
+        return {Address(*at) for worker, at in book if abs(worker.stage - self.me.stage) <= 1}
 
     def _number(self, microbatch: Microbatch) -> int:
         """Its number in the whole step, whoever runs it."""

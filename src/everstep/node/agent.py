@@ -106,6 +106,7 @@ class Agent:
             beside=self._do_beside,
             host=self.settings.host,
             node=self.settings.node,
+            slots=self.settings.slots,
             logs=self.settings.words,
             fabric=self.settings.fabric,
         )
@@ -303,6 +304,7 @@ class Agent:
                             "incarnation": process.incarnation,
                             "pid": process.child.pid,
                             "reading": encode(process.beacon.read()),
+                            "carriers": self.workers.carriers(process),
                         }
                         for (task, worker), process in self.workers.processes.items()
                         if task == asked["task"]

@@ -27,6 +27,11 @@ class SlotDevice:
     uuid: str
     bus: str = ""
 
+    @property
+    def is_instance(self) -> bool:
+        """A part of a GPU that MIG has cut."""
+        return self.uuid.startswith("MIG-")
+
     def cpus(self, root: Path = Path("/sys/bus/pci/devices")) -> set[int]:
         """The CPUs nearest to it; empty: unknown."""
         domain, _, rest = self.bus.lower().partition(":")
@@ -74,6 +79,11 @@ def take(slot: int, devices: tuple[SlotDevice, ...]) -> SlotDevice | None:
     if near:
         os.sched_setaffinity(0, near)
     return device
+
+
+def is_shared(device: SlotDevice | None, devices: tuple[SlotDevice, ...], *, slots: int) -> bool:
+    """Can workers of several slots be on this device?"""
+    return device is not None and slots > len(devices)
 
 
 def _cpus(text: str) -> set[int]:

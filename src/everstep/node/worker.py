@@ -23,14 +23,14 @@ from everstep.core.words.ops import parse_worker
 from everstep.core.worker.control import LinkBroke, LinkOpened, WorkerControl, raised
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
-from everstep.engine import regions
+from everstep.engine import nccl, regions
 from everstep.engine.beacon import Beacon
 from everstep.engine.courier import Courier, identity_of
 from everstep.engine.faults import parse_fault
 from everstep.engine.fitting import room
 from everstep.engine.frames import Incoming
 from everstep.engine.job import Job
-from everstep.engine.links import Links
+from everstep.engine.links import Address, Links
 from everstep.engine.loading import Loader
 from everstep.engine.ports import Ports
 from everstep.engine.program import Program
@@ -47,7 +47,11 @@ def main(spec: dict[str, Any]) -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each way with every peer
     if str(spec["job"]["device"]).startswith("cuda"):
-        slot_devices.take(spec["slot"], slot_devices.found())
+        there = slot_devices.found()
+        device = slot_devices.take(spec["slot"], there)
+        shared = slot_devices.is_shared(device, there, slots=spec["slots"])
+        forced = spec["job"].get("transport") == "nccl"
+        nccl.prepare(spec["host"], alone=device is not None and (device.is_instance or (forced and shared)))
     if spec["lifeline"] is not None:
         lifeline = Lifeline(Path(spec["lifeline"]))
         lifeline.hold()  # until the end
@@ -92,6 +96,14 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
     if spec["beacon"] is not None:
         recorder = WorkerRecorder.beside(spec["beacon"], me, replicas=job.replicas, stages=job.stages)
 
+    def arrived(frame: Incoming) -> None:
+        if not courier.takes(frame):
+            deliver(frame)
+
+    def broke(address: Address) -> None:
+        courier.link_broke(address)
+        inbox.put(LinkBroke(address))
+
     def deliver(frame: Incoming) -> None:
         if recorder is not None and frame.parcel is not None and frame.tensors:
             recorder.got(frame.parcel, frame.nbytes)  # now: this worker may be busy for long
@@ -101,15 +113,16 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
     links = Links(
         token=bytes.fromhex(spec["token"]),
         host=spec["host"],
-        deliver=deliver,
-        broken=lambda address: inbox.put(LinkBroke(address)),
+        deliver=arrived,
+        broken=broke,
         opened=lambda address: inbox.put(LinkOpened(address)),
         failed=inbox.put,
         empty=lambda shape, dtype: devices.host_empty(shape, dtype, device),
         source_port=None if steering is None else steering.ports,
         identity=identity.encode(),
     )
-    courier = Courier.of(links, identity, device, inbox.put)
+    waits = job.transport in ("nccl", "pipe") and sender.incarnation == 1
+    courier = Courier.of(links, identity, device, deliver=deliver, failed=inbox.put, waits=waits)
     beacon = None if spec["beacon"] is None else Beacon(Path(spec["beacon"]))
     states = States(
         sender, job, node=spec["node"], memory_root=Path(spec["memory"]), secret=spec["token"], say=line.say

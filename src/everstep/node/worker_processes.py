@@ -88,15 +88,18 @@ class WorkerProcesses:
         beside: Callable[[Callable[[], Any], Done], None] = at_once,
         host: str = "127.0.0.1",
         node: str = "here",
+        slots: int = 1,
         logs: Path | None = None,
         detect: bool = True,
         fabric: FabricSettings | None = None,
     ) -> None:
         """`folder`: for sockets and beacons; `logs`: for what workers print, if the job names no folder.
+        `slots`: of this node, to know whether they share devices.
         `decide`: where `machine` is a part of a larger one. `beside`: how to do what takes long.
         `detect` off leaves pidfds alone to notice anything: to measure what the rest costs.
         """
         self.machine, self.report, self.folder, self.host, self.node = machine, report, folder, host, node
+        self.slots = slots
         self.memory = MemoryStore()
         self.tasks: dict[str, TaskHere] = {}
         self._loop, self._fork_server, self._beside = loop, fork_server, beside
@@ -156,6 +159,11 @@ class WorkerProcesses:
         folder.mkdir(parents=True, exist_ok=True)
         prefix = "" if job.log is not None else f"{task}-"
         return folder / f"{prefix}worker-{worker.replica}-{worker.stage}.log"
+
+    def carriers(self, process: WorkerProcess) -> dict[str, str]:
+        """By peer: the transport that carries tensors to it, as the worker said last."""
+        known = self.machine.processes.get(process.sender)
+        return {} if known is None else dict(known.carriers)
 
     def readings(self, task: str) -> dict[Worker, BeaconReading | None]:
         """What every live worker of a task is doing right now."""
@@ -294,6 +302,7 @@ class WorkerProcesses:
             "job": here.job.to_dict(),
             "node": self.node,
             "slot": slot,
+            "slots": self.slots,
             "fabric": None if self._fabric is None else self._fabric.of(sender, slot),
             "memory": str(self.memory.folder),
         }

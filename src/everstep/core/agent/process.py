@@ -56,6 +56,7 @@ class Process:
         default_factory=list
     )  # when the orders were sent that it has not taken yet
     raised: str = ""  # why it will end, in its own words
+    carriers: dict[str, str] = field(default_factory=dict)  # by peer: the transport of tensors to it
     doing: str = ""  # what its beacon showed last
     moment: int = 0  # and when it wrote that
     moved_at: float = 0.0  # when that last changed

@@ -249,8 +249,9 @@ class NodeProcesses:
             case OrderTaken():
                 del process.unanswered[:1]
                 return []
-            case msg.TimesReported(times=times):
+            case msg.TimesReported(times=times, carriers=carriers):
                 self.progress.expects(process.sender.task, process.sender.worker, times)
+                process.carriers = dict(carriers)
         return [SendToCoordinator(event.report, event.sender)]
 
     def _misspoke(self, event: ProcessMisspoke, now: float) -> Actions:

@@ -134,6 +134,7 @@ class TimesReported:
     step: int = 0
     ops: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     seconds: float = 0.0  # since the last telling
+    carriers: Mapping[str, str] = field(default_factory=dict)  # by peer: the transport of tensors to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

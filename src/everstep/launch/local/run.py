@@ -110,6 +110,7 @@ class LocalTask:
                 report=self._reported,
                 folder=folder,
                 fork_server=lambda job: self.fork_server,
+                slots=self._slots,
                 detect=self._detect,
             )
             self.workers.open()
@@ -184,6 +185,7 @@ class LocalTask:
                 "incarnation": process.incarnation,
                 "pid": process.child.pid,
                 "reading": encode(process.beacon.read()),
+                "carriers": self.workers.carriers(process),
             }
             for worker, process in self.processes.items()
         ]

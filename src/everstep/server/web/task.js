@@ -198,6 +198,7 @@ export class TaskView {
     write(middle, !seat ? (over ? "ended" : "work rerouted") : seat.leaving || (seat.state !== "member" ? PLACES[seat.state] ?? seat.state : "")
       || (op ? OPS[op[2]].words : reading?.doing && (reading.busy ? reading.doing : awaited(reading.doing))) || "no reading");
     write(small, !seat ? "" : `${reading ? `${reading.done} done, ${reading.num_ops} to do · ` : ""}${seat.node}:${seat.slot}`);
-    cell.title = seat ? `${worker} on ${seat.node}, slot ${seat.slot}: ${reading ? `step ${reading.step}, ${reading.doing}` : seat.state}` : `${worker}: empty`;
+    const carried = Object.entries(row?.carriers ?? {}).map(([peer, by]) => `\ntensors to ${peer} by ${by}`).join("");
+    cell.title = seat ? `${worker} on ${seat.node}, slot ${seat.slot}: ${reading ? `step ${reading.step}, ${reading.doing}` : seat.state}${carried}` : `${worker}: empty`;
   }
 }

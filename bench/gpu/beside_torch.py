@@ -1,0 +1,250 @@
+"""Step times over NCCL, in turns on the same GPU: Everstep, torch DDP, a flat all-reduce, torch pipelining.
+
+    python bench/gpu/beside_torch.py                 gpt-350m, 2 x 1 and 2 x 2
+    python bench/gpu/beside_torch.py --mps --turns 2 --json
+
+Every process shares the one GPU and has its own NCCL_HOSTID, so NCCL talks through sockets for both. All
+train the same number of microbatches per step on the same data, with fp32 sums of gradients; Everstep's
+default sums (strict) are in a row of their own.
+
+    ddp          DistributedDataParallel, fp32 weights, bf16 autocast, no_sync but for the last microbatch
+    flat         bf16 weights with fp32 masters, one all-reduce of a flat fp32 buffer after the last backward
+    pipelining   torch.distributed.pipelining, 1F1B, then a flat all-reduce per stage
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+sys.path[:0] = [str(HERE.parents[2] / "src"), str(HERE.parent)]  # where nothing can be installed
+
+
+def torch_rank(spec: dict[str, Any], rank: int) -> list[float]:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+
+    from everstep.engine.data import Synthetic
+    from everstep.engine.gpt import gpt
+    from everstep.engine.model import built
+    from everstep.engine.optimizer import adamw
+    from everstep.engine.presets import shape
+
+    torch.set_float32_matmul_precision("high")
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    dist.init_process_group("nccl", rank=rank, world_size=spec["world"], device_id=torch.device("cuda", 0))
+    form, model = shape(spec["preset"]), gpt(spec["preset"])
+    replicas, stages = spec["replicas"], spec["stages"]
+    replica, stage = rank % replicas, rank // replicas
+    per_replica = spec["microbatches"] // replicas
+    data = Synthetic(vocab=form.vocab, sequence=form.context, rows=spec["rows"])
+    names = list(model.layers)
+    cut = [names[i * len(names) // stages : (i + 1) * len(names) // stages] for i in range(stages)]
+    layers = nn.Sequential(*(built(model, name) for name in cut[stage])).cuda()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(x.float().flatten(0, -2), y.flatten())
+
+    def batches(step: int) -> list[tuple[Tensor, Tensor]]:
+        first = replica * per_replica
+        found = (data.batch(step, first + m) for m in range(per_replica))
+        return [(x.cuda(non_blocking=True), y.cuda(non_blocking=True)) for x, y in found]
+
+    def clipped(parameters: list[Tensor]) -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    if spec["what"] == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(layers, gradient_as_bucket_view=True)
+        optimizer = adamw(lr=3e-4)(list(layers.named_parameters()))
+
+        def one(step: int) -> Any:
+            total = []
+            for number, (x, y) in enumerate(batches(step)):
+                wrapped.require_backward_grad_sync = number == per_replica - 1
+                with torch.autocast("cuda", torch.bfloat16):
+                    out = wrapped(x)
+                loss = loss_of(out, y)
+                (loss / per_replica).backward()
+                total.append(loss.detach())
+            clipped(list(layers.parameters()))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            return torch.stack(total).mean().item()
+
+    elif spec["what"] == "flat":
+        working = list(layers.bfloat16().parameters())
+        masters = [nn.Parameter(p.detach().float()) for p in working]
+        optimizer = adamw(lr=3e-4)([(str(i), p) for i, p in enumerate(masters)])
+        sizes = [p.numel() for p in masters]
+        flat = torch.zeros(sum(sizes), device="cuda")
+        sums = [part.view(p.shape) for part, p in zip(flat.split(sizes), masters, strict=True)]
+
+        def one(step: int) -> Any:
+            total = []
+            for x, y in batches(step):
+                loss = loss_of(layers(x), y)
+                loss.backward()
+                with torch.no_grad():
+                    torch._foreach_add_(sums, [p.grad for p in working])
+                for p in working:
+                    p.grad = None
+                total.append(loss.detach())
+            dist.all_reduce(flat)
+            flat.div_(spec["microbatches"])
+            for p, g in zip(masters, sums, strict=True):
+                p.grad = g
+            clipped(masters)
+            optimizer.step()
+            with torch.no_grad():
+                torch._foreach_copy_(working, [p.detach() for p in masters])
+            flat.zero_()
+            return torch.stack(total).mean().item()
+
+    else:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        class Part(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = layers
+
+            def forward(self, x: Tensor) -> Tensor:
+                with torch.autocast("cuda", torch.bfloat16):
+                    y = self.layers(x)
+                return y if stage == stages - 1 else y.bfloat16()
+
+        pipes = [dist.new_group([s * replicas + k for s in range(stages)]) for k in range(replicas)]
+        peers = [dist.new_group([s * replicas + k for k in range(replicas)]) for s in range(stages)]
+        part = Part()
+        pipe = PipelineStage(part, stage, stages, torch.device("cuda", 0), group=pipes[replica])
+        schedule = Schedule1F1B(pipe, n_microbatches=per_replica, loss_fn=loss_of)
+        optimizer = adamw(lr=3e-4)(list(part.named_parameters()))
+        flat = torch.zeros(sum(p.numel() for p in part.parameters()), device="cuda")
+        sizes = [p.numel() for p in part.parameters()]
+        for p, view in zip(part.parameters(), flat.split(sizes), strict=True):
+            p.grad = view.view(p.shape)
+
+        def one(step: int) -> Any:
+            found = batches(step)
+            losses: list[Tensor] = []
+            if stage == 0:
+                schedule.step(torch.cat([x for x, _ in found]))
+            elif stage == stages - 1:
+                schedule.step(target=torch.cat([y for _, y in found]), losses=losses)
+            else:
+                schedule.step()
+            dist.all_reduce(flat, group=peers[stage])
+            flat.div_(replicas)
+            norm = flat.norm().square()
+            dist.all_reduce(norm, group=pipes[replica])
+            flat.mul_(torch.clamp(1.0 / norm.sqrt(), max=1.0))
+            optimizer.step()
+            flat.zero_()
+            torch.cuda.synchronize()
+            return float(torch.stack(losses).mean()) if losses else None
+
+    times = []
+    for step in range(1, spec["steps"] + 1):
+        began = time.monotonic()
+        loss = one(step)
+        times.append(time.monotonic() - began)
+        if step in (1, spec["steps"]):
+            print(f"rank {rank} step {step} loss {loss}", file=sys.stderr, flush=True)
+    return times
+
+
+def torch_run(spec: dict[str, Any]) -> list[float]:
+    world = spec["replicas"] * spec["stages"]
+    spec = {**spec, "world": world}
+    same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    ranks = []
+    for rank in range(world):
+        environment = {**os.environ, **same, "NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        command = [sys.executable, __file__, "--spec", json.dumps(spec), "--rank", str(rank)]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    try:
+        said = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for one in ranks:
+            one.kill()
+    if any(one.returncode for one in ranks):
+        raise RuntimeError(f"a rank of {spec['what']} failed")
+    return [max(row) for row in zip(*(json.loads(text.splitlines()[-1]) for text in said), strict=True)]
+
+
+def everstep_run(spec: dict[str, Any]) -> list[float]:
+    command = [sys.executable, str(HERE.parent / "steps.py"), "--spec", json.dumps(spec)]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    times: list[float] = json.loads(ran.stdout.strip().splitlines()[-1])["times"]
+    return times
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--preset", default="gpt-350m")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=8, help="of the whole step")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--only", default="", help="names of rows, separated by commas")
+    parser.add_argument("--mps", action="store_true", help="start MPS, and stop it at the end")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--spec", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.spec:
+        print(json.dumps(torch_rank(json.loads(given.spec), given.rank)), flush=True)
+        os._exit(0)
+    same = {name: getattr(given, name) for name in ("preset", "rows", "microbatches", "steps", "warmup")}
+    fp32 = {"transport": "nccl", "accumulate": "fp32"}
+    rows: dict[str, Any] = {
+        "everstep 2x1 fp32": (everstep_run, {"shape": "2x1", "job": fp32}),
+        "ddp 2x1": (torch_run, {"what": "ddp", "replicas": 2, "stages": 1}),
+        "flat 2x1": (torch_run, {"what": "flat", "replicas": 2, "stages": 1}),
+        "everstep 2x1 strict": (everstep_run, {"shape": "2x1", "job": {"transport": "nccl"}}),
+        "everstep 2x2 fp32": (everstep_run, {"shape": "2x2", "job": fp32}),
+        "pipelining 2x2": (torch_run, {"what": "pipelining", "replicas": 2, "stages": 2}),
+        "everstep 2x2 strict": (everstep_run, {"shape": "2x2", "job": {"transport": "nccl"}}),
+    }
+    wanted = [name for name in given.only.split(",") if name]
+    rows = {name: row for name, row in rows.items() if not wanted or name in wanted}
+    found: dict[str, list[float]] = {name: [] for name in rows}
+    if given.mps:
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+    try:
+        for _ in range(given.turns):
+            for name, (run, spec) in rows.items():
+                try:
+                    times = run({**same, **spec})
+                except (subprocess.SubprocessError, RuntimeError, ValueError) as error:
+                    print(f"{name} failed: {str(error)[-300:]}", file=sys.stderr, flush=True)
+                    continue
+                found[name].append(round(statistics.median(times[given.warmup :]), 4))
+                print(name, found[name][-1], [round(t, 3) for t in times], file=sys.stderr, flush=True)
+    finally:
+        if given.mps:
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
+    medians = {name: statistics.median(values) for name, values in found.items() if values}
+    if given.json:
+        print(json.dumps({**same, "mps": given.mps, "step_s": medians, "turns": found}))
+    else:
+        for name, value in medians.items():
+            print(f"{name:24} {value:.3f} s")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    main()

@@ -1,0 +1,268 @@
+"""Lanes: transfers in announced order on a wire of their own, and what a break touches."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from everstep.core.words.worker_messages import Parcel, ParcelKind
+from everstep.engine import frames
+from everstep.engine.lanes import Lane, Lanes, LaneState
+from everstep.engine.links import Address, Links
+from everstep.engine.pipe_wire import PipeWire
+from everstep.engine.transport import Announcement, Identity, LaneOpening, LaneOrder, chosen
+from everstep.errors import PeerError
+
+SIZES = [dtype.itemsize for dtype in frames.DTYPES]
+GPU_A, GPU_B = (Identity("ipc", f"boot {gpu}", "nccl 22809") for gpu in "ab")
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "by"),
+    [
+        (GPU_A, GPU_A, "ipc"),
+        (GPU_A, GPU_B, "nccl"),
+        (GPU_A, Identity("ipc", "boot b", "nccl 22907"), "tcp"),  # two versions do not talk
+        (GPU_A, Identity("ipc", "boot b"), "tcp"),
+        (Identity("tcp", "", "nccl 22809"), Identity("tcp", "", "nccl 22809"), "nccl"),  # asked for
+        (Identity("shm", "pids"), Identity("shm", "pids"), "shm"),
+        (Identity("shm", "pids"), Identity("shm", "others"), "tcp"),
+        (Identity("tcp", "", "pipe pids"), Identity("tcp", "", "pipe pids"), "pipe"),
+        (Identity("tcp", ""), Identity("tcp", ""), "tcp"),
+        (GPU_A, Identity("tcp", ""), "tcp"),
+    ],
+)
+def test_the_transport_of_a_pair_follows_from_what_both_say(
+    mine: Identity, theirs: Identity, by: str
+) -> None:
+    assert chosen(mine, theirs) == chosen(theirs, mine) == by
+    assert Identity.decode(mine.encode()) == mine
+
+
+def test_announcements_and_openings_are_read_back() -> None:
+    announced = Announcement("h:1/2", 7, (((3, 4), 1), ((), 0), ((0,), 6)))
+    assert Announcement.decode(announced.encode(), SIZES) == announced
+    opening = LaneOpening("h:1/2", "h", 1, b"\0meet")
+    assert LaneOpening.decode(opening.encode()["open"]) == opening
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        None,
+        [],
+        ["lane", -1, []],
+        ["lane", True, []],
+        ["", 1, []],
+        ["x" * 200, 1, []],
+        ["lane", 1, [[[2], 99]]],
+        ["lane", 1, [[[-2], 0]]],
+        ["lane", 1, [[[1 << 40], 0]]],
+        ["lane", 1, [[[1] * 9, 0]]],
+        ["lane", 1, [[["2"], 0]]],
+    ],
+)
+def test_an_announcement_that_makes_no_sense_is_refused(fact: Any) -> None:
+    with pytest.raises(PeerError):
+        Announcement.decode(fact, SIZES)
+
+
+@pytest.mark.parametrize("fact", [None, ["lane", "h", 1], ["lane", "h", "1", ""], ["lane", "h", 1, "xyz"]])
+def test_an_opening_that_makes_no_sense_is_refused(fact: Any) -> None:
+    with pytest.raises(PeerError):
+        LaneOpening.decode(fact)
+
+
+def test_a_gap_in_the_numbers_breaks_the_order() -> None:
+    sender, receiver = LaneOrder(), LaneOrder()
+    receiver.expect(sender.take())
+    sender.take()
+    with pytest.raises(PeerError, match="transfer 3 was announced where 2 was due"):
+        receiver.expect(sender.take())
+
+
+# ------------------------------------------------------------------ two ends
+
+
+class Slow(PipeWire):
+    """A wire that carries nothing until it is let."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__()
+        self._gate, self._first = gate, True
+
+    def is_done(self) -> bool:
+        if not self._first and not self._gate.is_set():
+            return False
+        done = super().is_done()
+        self._first = self._first and not done
+        return done
+
+
+class LateName(PipeWire):
+    """As NCCL's: making a name takes a while, and messages are posted meanwhile."""
+
+    def name(self) -> bytes:
+        time.sleep(0.1)
+        return super().name()
+
+
+class End:
+    def __init__(self, wire: Callable[[], PipeWire] = PipeWire) -> None:
+        self.got: queue.Queue[frames.Incoming] = queue.Queue()
+        self.broken: queue.Queue[Address] = queue.Queue()
+        self.said: list[str] = []
+        self.links = Links(
+            token=b"secret",
+            host="127.0.0.1",
+            deliver=self._arrived,
+            broken=self._broke,
+            failed=lambda error: None,
+            empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
+        )
+        self.lanes = Lanes(self.links, wire, deliver=self.got.put, kind="pipe", log=self.said.append)
+        self.links.start()
+
+    def _arrived(self, frame: frames.Incoming) -> None:
+        if not self.lanes.take(frame):
+            self.got.put(frame)
+
+    def _broke(self, address: Address) -> None:
+        self.lanes.link_broke(address)
+        self.broken.put(address)
+
+    def lane(self, to: End) -> Lane:
+        lane = self.lanes.lane(to.links.address)
+        assert lane is not None
+        return lane
+
+    def send(self, to: End, number: int, *tensors: Tensor) -> None:
+        lane = self.lane(to)
+        parcel = Parcel(ParcelKind.PART, 0, number, 0, sender=0, owner=1)
+        self.lanes.send(lane, parcel.what, parcel, {"n": number}, self.lanes.reserve(lane, tensors))
+
+
+@pytest.fixture
+def ends() -> Iterator[Callable[..., End]]:
+    made: list[End] = []
+
+    def make(wire: Callable[[], PipeWire] = PipeWire) -> End:
+        made.append(End(wire))
+        return made[-1]
+
+    yield make
+    for end in made:
+        end.lanes.stop()
+        end.links.stop()
+
+
+def until(holds: Callable[[], Any]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("wire", [PipeWire, LateName])
+def test_transfers_arrive_whole_and_in_order_with_their_facts(
+    ends: Callable[..., End], wire: type[PipeWire]
+) -> None:
+    a, b = ends(wire), ends()
+    sent = [torch.randn(300_000 + i) for i in range(8)]
+    for number, tensor in enumerate(sent):
+        a.send(b, number, tensor, tensor[:3].bfloat16(), torch.empty(0))
+    for number, tensor in enumerate(sent):
+        frame = b.got.get(timeout=20)
+        assert frame.parcel is not None
+        assert (frame.parcel.step, frame.facts) == (number, {"n": number})
+        assert torch.equal(frame.tensors[0], tensor)
+        assert torch.equal(frame.tensors[1], tensor[:3].bfloat16())
+        assert frame.tensors[2].numel() == 0
+    assert a.lane(b).state is LaneState.READY
+    until(lambda: not a.lanes.borrows(sent[0]))
+
+
+def test_both_directions_at_once_do_not_wait_for_each_other(ends: Callable[..., End]) -> None:
+    a, b = ends(), ends()
+    large = torch.randn(4 << 20)
+    for number in range(3):
+        a.send(b, number, large)
+        b.send(a, number, large)
+    for end in (a, b):
+        for _ in range(3):
+            assert torch.equal(end.got.get(timeout=20).tensors[0], large)
+
+
+def test_a_tensor_is_borrowed_from_its_reservation_until_the_wire_has_let_go(
+    ends: Callable[..., End],
+) -> None:
+    gate = threading.Event()
+    a, b = ends(lambda: Slow(gate)), ends()
+    buffer, other = torch.randn(1000), torch.randn(10)
+    lane = a.lane(b)
+    assert not a.lanes.borrows(buffer)
+    a.lanes.reserve(lane, (other,))
+    assert a.lanes.borrows(other)
+    a.send(b, 1, buffer[100:200])
+    until(lambda: lane.state is LaneState.READY)
+    assert a.lanes.borrows(buffer), "a view of it is on its way"
+    gate.set()
+    b.got.get(timeout=20)
+    until(lambda: not a.lanes.borrows(buffer))
+    assert a.lanes.borrows(other), "not sent yet"
+
+
+def test_a_dead_peer_breaks_its_lanes_and_no_others(ends: Callable[..., End]) -> None:
+    gate = threading.Event()
+    a, dead, live = ends(lambda: Slow(gate)), ends(), ends()
+    a.send(live, 1, torch.ones(1))
+    stuck = torch.ones(5)
+    a.send(dead, 1, stuck)
+    lane, other = a.lane(dead), a.lane(live)
+    until(lambda: lane.state is LaneState.READY and other.state is LaneState.READY)
+    a.lanes.forget({live.links.address})
+    assert lane.state is LaneState.BROKEN
+    until(lambda: not a.lanes.borrows(stuck))
+    gate.set()
+    assert live.got.get(timeout=20).facts == {"n": 1}
+    a.send(live, 2, torch.ones(1))
+    assert live.got.get(timeout=20).facts == {"n": 2}
+    assert other.state is LaneState.READY
+    assert a.broken.empty(), "no link of a live peer was touched"
+
+
+def test_a_wire_that_breaks_counts_as_a_broken_link_at_the_sender(ends: Callable[..., End]) -> None:
+    gate = threading.Event()
+    a, b = ends(), ends(lambda: Slow(gate))
+    a.send(b, 1, torch.ones(1))
+    first = a.lane(b)
+    until(lambda: first.state is LaneState.READY and b.lanes._from)
+    (end,) = b.lanes._from.values()
+    b.lanes._broke(end, "a test")  # the receiver cannot go on
+    assert a.broken.get(timeout=20) == b.links.address
+    assert first.state is LaneState.BROKEN
+    gate.set()
+    a.send(b, 2, torch.full((3,), 2.0))  # on a new lane
+    assert a.lane(b) is not first
+    frame = b.got.get(timeout=20)
+    assert frame.facts == {"n": 2}, "what the broken lane had is sent again by who owes it, not by the lane"
+
+
+def test_a_lane_that_cannot_be_opened_is_given_up_after_a_few_attempts(ends: Callable[..., End]) -> None:
+    class Never(PipeWire):
+        def begin_open(self, name: bytes, *, sends: bool) -> None:
+            raise PeerError("no")
+
+    a, b = ends(Never), ends()
+    for _ in range(3):
+        lane = a.lanes.lane(b.links.address)
+        assert lane is not None
+        until(lambda lane=lane: lane.state is LaneState.BROKEN and b.links.address not in a.lanes._to)
+    assert a.lanes.lane(b.links.address) is None, "tcp has to do"
