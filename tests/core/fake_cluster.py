@@ -20,7 +20,6 @@ from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Ledger
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
-from everstep.plan.ask import choose
 
 
 @dataclass
@@ -52,6 +51,7 @@ class FakeCluster:
         self.cut: set[str] = set()  # nodes that are not heard
         self.lost: list[msg.Dispatch] = []  # what was sent to them
         self.actions: list[msg.ClusterAction] = []
+        self.heard: list[msg.ClusterEvent] = []
         self._driver = ClusterDriver(
             self,
             clock=self,
@@ -188,13 +188,13 @@ class FakeCluster:
 
     def handled(self, one: HandledEvent) -> None:
         assert one.event is not None
+        self.heard.append(one.event)
+        self.thinking.handled(one, self.coordinator)
         self._write(">", one.event)
         for action in one.actions:
             assert action.cause == self.coordinator.events, "every action names its cause"
             self.actions.append(action)
             self._write("<", action)
-            if isinstance(action, msg.TaskReshaped):
-                self.thinking.forget(action.task)
 
     def send(self, action: msg.Dispatch) -> None:
         if action.node in self.cut:
@@ -208,7 +208,7 @@ class FakeCluster:
 
     def choose(self, action: msg.ChooseAssignment) -> None:
         if action.version == self.coordinator.version:
-            self.hear(choose(self.coordinator, action.version, action.because))
+            self.hear(self.thinking.choose(self.coordinator, action, self.now))
 
     def think(self, action: msg.Think) -> None:
         answer = self.thinking.answer(self.coordinator, action)

@@ -11,7 +11,7 @@ from everstep.core.words.ops import Worker
 from everstep.plan import Assignment, Cluster, Costs, TaskSpec, assign, decide, from_table, replicated
 from everstep.plan.events import PlanWorld, after
 from everstep.plan.explain import least_change
-from everstep.plan.options import OptionKind
+from everstep.plan.option import OptionKind
 from everstep.plan.reroute import throughput_ratio
 from everstep.plan.shape import ParallelShape
 from everstep.plan.transition import Source

@@ -1,4 +1,4 @@
-"""The commands of a running cluster: submit, status, drain, cancel, pause, resume, resize, logs."""
+"""The commands of a running cluster: submit, status, drain, expect, cancel, pause, resume, resize, logs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.train import KILL
 from everstep.errors import EverstepError, UserError
+from everstep.plan.events import duration
 
 JSON = typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
 AsJson = Annotated[bool, JSON]
@@ -143,6 +144,27 @@ def drain_command(
     return _report(client.post(f"/v1/nodes/{node}/{'readmit' if readmit else 'drain'}"), "node", as_json)
 
 
+def expect_command(
+    node: Annotated[str, typer.Argument(help="Name of the node.")],
+    back_in: Annotated[str, typer.Argument(help="Time until it is back: 90s, 20min, 2h, 3d.")],
+    address: Address = DEFAULT_ADDRESS,
+    token: Token = "",
+    ca: Ca = None,
+    as_json: AsJson = False,
+) -> int:
+    """Announce when a lost or drained node will be back.
+
+    The planner then weighs waiting for it against changing tasks now.
+
+    [bold]Example[/bold]
+
+      everstep expect node-3 20min
+    """
+    seconds = duration(back_in, "BACK_IN")
+    client = Client(address=address, token=token, ca=ca)
+    return _report(client.post(f"/v1/nodes/{node}/expect", {"back_in_s": seconds}), "node", as_json)
+
+
 def cancel_command(
     task: Annotated[str, typer.Argument(help="Name of the task.")],
     address: Address = DEFAULT_ADDRESS,
@@ -201,6 +223,7 @@ def resize_command(
     task: Annotated[str, typer.Argument(help="Name of the task.")],
     workers: Annotated[int | None, typer.Argument(help="Maximum number of workers.")] = None,
     shape: Annotated[str, typer.Option(help="replicas x stages, such as 3x2.")] = "",
+    release: Annotated[bool, typer.Option("--release", help="Let the planner choose again.")] = False,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
@@ -208,15 +231,22 @@ def resize_command(
 ) -> int:
     """Limit a task's workers, or change its shape. Its batches and its losses stay the same.
 
-    With --shape the workers hand their state over in memory at the next step boundary.
+    With --shape the workers hand their state over in memory at the next step boundary. The planner keeps to
+    the size or the shape you give until you --release it.
 
     [bold]Examples[/bold]
 
       everstep resize llama-8b 48
 
       everstep resize llama-8b --shape 3x2
+
+      everstep resize llama-8b --release
     """
     client = Client(address=address, token=token, ca=ca)
+    if release:
+        if shape or workers is not None:
+            raise UserError("--release takes neither a number of workers nor --shape; leave them out.")
+        return _report(client.post(f"/v1/tasks/{task}/release"), "task", as_json)
     if shape:
         words = shape.lower().split("x")
         if workers is not None or len(words) != 2 or not all(word.strip().isdecimal() for word in words):

@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
+from everstep.cli.plans import pick_plan, show_plan
 from everstep.core.faults.remedies import REMEDIES, first_remedy
 from everstep.core.faults.severity import MEANINGS, TABLE, ErrorKind, Severity
 from everstep.core.faults.symptoms import SYMPTOMS
@@ -30,7 +31,9 @@ _STYLES = {Severity.SEV1: "bold red", Severity.SEV2: "yellow", Severity.SEV3: "g
 def explain_command(
     what: Annotated[
         str,
-        typer.Argument(help="The number of an incident, `event:NUMBER`, or `severities`.", metavar="WHAT"),
+        typer.Argument(
+            help="The number of an incident, `event:NUMBER`, `plan`, or `severities`.", metavar="WHAT"
+        ),
     ],
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
@@ -45,13 +48,16 @@ def explain_command(
     """Explain an incident: evidence, verdict and remedies, with time, reason and the event behind each.
 
     `event:NUMBER` shows an event of the recent past, what the coordinator did about it, and the chain of
-    causes behind it.
+    causes behind it. `plan` shows the planner's last decision: what each task could have done, with numbers,
+    and why the chosen option won; `plan:EVENT` an earlier one.
 
     [bold]Examples[/bold]
 
       everstep explain 7
 
       everstep explain event:1234
+
+      everstep explain plan
 
       everstep explain severities
 
@@ -64,12 +70,16 @@ def explain_command(
         client = Client(address=address, token=token, ca=ca)
         document = client.get(f"/v1/events/{what.removeprefix('event:')}")
         _emit(document) if as_json else _show_chain(document)
+    elif what == "plan" or (what.startswith("plan:") and what.removeprefix("plan:").isdecimal()):
+        plans = Client(address=address, token=token, ca=ca).get("/v1/plans")
+        document = pick_plan(plans, what)
+        _emit(document) if as_json else show_plan(document)
     elif what.isdecimal():
         document = fetch_incident(int(what), Client(address=address, token=token, ca=ca))
         _emit(document) if as_json else _show_incident(document)
     else:
         raise UserError(
-            f"{what!r} cannot be explained; give the number of an incident, event:NUMBER, or severities."
+            f"{what!r} cannot be explained; give the number of an incident, event:NUMBER, plan or severities."
         )
 
 

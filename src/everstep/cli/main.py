@@ -26,6 +26,7 @@ _COMMANDS = {  # name: module and function
     "submit": "everstep.cli.cluster:submit_command",
     "status": "everstep.cli.cluster:status_command",
     "drain": "everstep.cli.cluster:drain_command",
+    "expect": "everstep.cli.cluster:expect_command",
     "cancel": "everstep.cli.cluster:cancel_command",
     "pause": "everstep.cli.cluster:pause_command",
     "resume": "everstep.cli.cluster:resume_command",

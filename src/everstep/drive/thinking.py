@@ -1,6 +1,8 @@
-"""What is known of tasks beside the coordinator's state: how long ops take. It feeds schedules and verdicts.
+"""What is known of tasks beside the coordinator's state: how long ops, steps and changes take. It feeds
+schedules, verdicts and the planner.
 
-It is not in the journal: a restart forgets it, and workers report their times again within a step.
+Times of ops are not in the journal: a restart forgets them, and workers report them again within a step.
+Times of steps are derived from what is replayed.
 """
 
 from __future__ import annotations
@@ -10,9 +12,14 @@ from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.task import Task
+from everstep.core.task.states import Member
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.diagnose.watch import Watch
+from everstep.drive.ports import HandledEvent
+from everstep.plan.ahead import ReadyAnswers
+from everstep.plan.ask import choose
+from everstep.plan.measured import Measurements
 from everstep.schedule.modes import training_mode
 from everstep.schedule.task_scheduler import TaskScheduler
 
@@ -22,6 +29,8 @@ class Thinking:
 
     def __init__(self) -> None:
         self.schedulers: dict[str, TaskScheduler] = {}
+        self.measured = Measurements()
+        self.ready = ReadyAnswers()
         self._watches: dict[str, Watch] = {}
 
     def scheduler(self, task: Task) -> TaskScheduler:
@@ -43,6 +52,49 @@ class Thinking:
         answer = self.scheduler(task).answer(action.question, action.slow)
         return msg.PlanAnswered(task=action.task, event=answer)
 
+    def choose(self, machine: Coordinator, action: msg.ChooseAssignment, now: float) -> msg.AssignmentChosen:
+        """How many workers each task gets, and in which shape."""
+        self._measure_ops(machine)
+        return choose(
+            machine,
+            action.version,
+            action.because,
+            now=now,
+            measured=self.measured,
+            ready=self.ready.table,
+        )
+
+    def think_ahead(self, machine: Coordinator, now: float) -> int:
+        """In an idle moment: prepare the planner's answer to one of the events that may come next."""
+        if not machine.policy.planned:
+            return 0
+        self._measure_ops(machine)
+        return self.ready.prepare(machine, now, self.measured)
+
+    def handled(self, one: HandledEvent, machine: Coordinator) -> None:
+        """Learn from what was handled, also from what is read from the journal."""
+        for action in one.actions:
+            match action:
+                case msg.RecordRow():
+                    if (task := machine.tasks.get(action.task)) is not None:
+                        self.measured.stepped(task.name, task.shape, _members(task), one.at)
+                case msg.TaskReshaped():
+                    self.measured.reshaped(action.task)
+                    self.forget(action.task)
+                case msg.TaskEnded(state=state):
+                    self.measured.paused(action.task) if state == "paused" else self.measured.ended(
+                        action.task
+                    )
+                    self.forget(action.task)
+                case msg.NodeChanged():
+                    is_here = machine.nodes[action.node].reachable
+                    self.measured.node_changed(action.node, is_here=is_here, at=one.at)
+
+    def _measure_ops(self, machine: Coordinator) -> None:
+        for name, scheduler in self.schedulers.items():
+            if (task := machine.tasks.get(name)) is not None:
+                self.measured.of(name).instance = scheduler.profile.measured(task.speeds.slow)
+
     def outdated(self, task: Task, step: int, first: int) -> msg.PlanAnswered | None:
         """After this step: another schedule, if times have changed. `first`: the first step of this run."""
         if step >= task.steps:
@@ -56,6 +108,11 @@ class Thinking:
     def forget(self, task: str) -> None:
         self.schedulers.pop(task, None)
         self._watches.pop(task, None)
+
+
+def _members(task: Task) -> int:
+    places = task.recovery.places if task.recovery is not None else {}
+    return sum(isinstance(standing, Member) for standing in places.values())
 
 
 def mode_of(job: Any) -> str:

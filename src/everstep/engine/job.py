@@ -157,6 +157,7 @@ class Job:
     steps: int = 100  # optimizer steps
     replicas: int = 1  # data-parallel copies
     stages: int = 1  # pipeline parts; at most as many as there are layers
+    min_stages: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `stages`
     microbatches: int = 4  # that each replica brings to a step
     precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; weights are kept in fp32
     accumulate: Literal["strict", "strict32", "fp64", "fp32"] = "strict"  # how gradients are summed
@@ -176,6 +177,7 @@ class Job:
         for name in ("steps", "replicas", "stages", "microbatches", "threads"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
+        at_least("min_stages", self.min_stages, 0)
         at_least("memory_interval", self.memory_interval, 0)
         if self.memory_gib is not None:
             positive("memory_gib", self.memory_gib)

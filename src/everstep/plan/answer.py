@@ -17,7 +17,8 @@ from everstep.errors import UserError
 from everstep.plan.allocate import best_split
 from everstep.plan.cluster import Assignment, Cluster
 from everstep.plan.explain import Gain, RunnerUp, gains_of, reasons, runner_up_sentence
-from everstep.plan.options import Horizon, Options, TaskOption, options
+from everstep.plan.option import Horizon, TaskOption
+from everstep.plan.options import Options, options
 from everstep.plan.placement import Placement, Unplaceable, place
 from everstep.plan.running import Period, periods
 from everstep.plan.task import TaskSituation, TaskSpec, situation

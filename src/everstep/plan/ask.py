@@ -1,72 +1,287 @@
 """The coordinator's state as a question to the planner, and its answer as an event.
 
+    coordinator, measurements ──► question ──► think ──► AssignmentChosen (workers, shapes, what was weighed)
+
 A running Everstep task can use any number of workers from one per stage up to its shape: places without a
-worker are worked around, and its batch and its losses stay what they are. So its curve is the relative
-throughput of its schedule with so many places empty, in units of one worker's work; what a worker does in
-FLOP/s is the same for all tasks here, as they share the machines.
+worker are worked around, and its batch and its losses stay what they are. It can also take another shape, at
+a step boundary. So its options are (shape, workers) pairs (`shapes.py`), each with its price (`offers.py`);
+what a worker does in FLOP/s is the same for all tasks here, as they share the machines.
+
+A change of shape stops the whole task, and whether it pays depends on when the next event comes, which is not
+known. So it is made once staying has cost as much as the change would: whatever comes next, no more than
+twice the least possible is lost, and no constant says when. A question holds rounded numbers only, so that
+the same situation is the same question, and an answer that was prepared can be used (`ahead.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Protocol
 
-from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.task import OVER, TaskState
 from everstep.core.cluster.task import Task as RunningTask
-from everstep.core.words.cluster_messages import AssignmentChosen
-from everstep.core.words.ops import Worker
+from everstep.core.words.cluster_messages import AssignmentChosen, ChosenShape, Patience
+from everstep.core.words.incidents import IncidentLog
 from everstep.core.words.shape import Shape
-from everstep.plan.answer import assign
-from everstep.plan.cluster import Assignment, Cluster, PlanNode, SlotPlace
+from everstep.plan.answer import Decision, decide, explained
+from everstep.plan.cluster import DAY_S, FAILURES_PER_1000_NODE_DAYS, Assignment, Cluster, PlanNode, SlotPlace
 from everstep.plan.curve import from_table
+from everstep.plan.measured import Measurements, TaskMeasurements
+from everstep.plan.offers import ChangeTimes
+from everstep.plan.option import OptionKind, TaskOption
+from everstep.plan.shape import ParallelShape
+from everstep.plan.shapes import offered, rounded, throughput_now, throughput_of
 from everstep.plan.task import TaskSpec
-from everstep.schedule.bounds import relative_throughput
-from everstep.schedule.instance import Instance, uniform
+from everstep.plan.weigh import KINDS, weigh, with_only
 
 TRANSITION_S = 2.0  # of a task of whose state nothing is known yet
 AGREE_S = 0.2  # to stop between two ops, report ledgers and resume
+START_S = 3.0  # for other processes to start and build the model
+RESTORE_S = 10.0  # for a state from disk, beside the work since then
 PACE = 500e6  # bytes/s at which a worker takes over a state, until a move has been measured
+HEALS = 5  # the last ones count
 
 
-def choose(coordinator: Coordinator, version: int, event: str) -> AssignmentChosen:
-    """How many workers each task shall have, now that `event` has happened."""
-    tasks = [t for t in coordinator.tasks.values() if t.state not in OVER and t.state is not TaskState.PAUSED]
-    nodes = [
-        PlanNode(name=node.name, slots=node.slots, lost=node.admin is not NodeAdmin.UP or not node.reachable)
-        for node in coordinator.nodes.values()
-    ]
-    if not tasks or not any(not node.lost for node in nodes):
+class ClusterView(Protocol):
+    """What a question is made from: a coordinator, or what it would be after an event."""
+
+    @property
+    def nodes(self) -> Mapping[str, Node]: ...
+
+    @property
+    def tasks(self) -> Mapping[str, RunningTask]: ...
+
+    @property
+    def log(self) -> IncidentLog: ...
+
+    @property
+    def patience(self) -> Patience: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanQuestion:
+    """All an answer depends on, but for how long a change of shape was wished for."""
+
+    nodes: tuple[PlanNode, ...]
+    tasks: tuple[TaskSpec, ...]
+    places: tuple[tuple[str, tuple[SlotPlace | None, ...]], ...]
+    shapes: tuple[tuple[str, ParallelShape], ...]
+    running_s: float
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        tasks = tuple(
+            (t.name, t.weight, t.max_workers, t.offers, t.times, t.throughput_now) for t in self.tasks
+        )
+        return self.nodes, tasks, self.places, self.shapes, self.running_s
+
+    def cluster(self) -> Cluster:
+        return Cluster(nodes=self.nodes, running_s=self.running_s)
+
+    def now(self) -> Assignment:
+        return Assignment(places=dict(self.places), shapes=dict(self.shapes))
+
+
+def choose(
+    view: ClusterView,
+    version: int,
+    event: str,
+    *,
+    now: float = 0.0,
+    measured: Measurements | None = None,
+    ready: Mapping[object, Decision] | None = None,
+) -> AssignmentChosen:
+    """How many workers each task shall have, and in which shape, now that `event` has happened."""
+    asked = question(view, now, measured or Measurements())
+    if asked is None:
         return AssignmentChosen(version=version, workers={}, because="there is nothing to share out")
-    now = Assignment(
-        places={
-            task.name: tuple(
-                SlotPlace(seat.node, seat.slot) for seat in task.seats.values() if not seat.leaving
-            )
-            for task in tasks
-            if task.seats
-        }
+    prepared = (ready or {}).get(asked.key)
+    chosen = _chosen(view, version, event, prepared or think(asked), now)
+    return replace(chosen, is_prepared=prepared is not None)
+
+
+def think(asked: PlanQuestion) -> Decision:
+    """The best for the whole cluster."""
+    return decide(asked.cluster(), asked.tasks, asked.now())
+
+
+def question(view: ClusterView, now: float, measured: Measurements) -> PlanQuestion | None:
+    tasks = [t for t in view.tasks.values() if t.state not in OVER and t.state is not TaskState.PAUSED]
+    nodes = tuple(_node(view, node, now, measured) for node in view.nodes.values())
+    capacity = sum(node.slots for node in nodes if not node.lost)
+    if not tasks or not capacity:
+        return None
+    slots = sum(node.slots for node in nodes)
+    return PlanQuestion(
+        nodes=nodes,
+        tasks=tuple(_spec(view, task, measured.of(task.name), slots) for task in tasks),
+        places=tuple((task.name, _places(task)) for task in tasks if task.seats),
+        shapes=tuple(
+            (task.name, ParallelShape(task.shape.replicas, task.shape.stages)) for task in tasks if task.seats
+        ),
+        running_s=_running_s(view, now),
     )
-    plan = assign(Cluster(nodes=nodes), [_spec(task) for task in tasks], now, event, second=False)
-    return AssignmentChosen(version=version, workers=plan.allocation, because=plan.because)
+
+
+def _node(view: ClusterView, node: Node, now: float, measured: Measurements) -> PlanNode:
+    lost = node.admin is not NodeAdmin.UP or not node.reachable
+    back_at = node.back_at
+    if back_at is None and node.admin is NodeAdmin.ISOLATED and node.reachable:
+        back_at = node.admin_since + view.patience.isolation_s
+    back_in_s = None if back_at is None else max(1.0, back_at - now)
+    if back_in_s is None and not node.reachable and (usual := measured.usual_absence_s()) is not None:
+        left = usual - measured.away_for_s(node.name, now)
+        back_in_s = max(1.0, left) if left > 0 else None
+    return PlanNode(
+        name=node.name,
+        slots=node.slots,
+        lost=lost,
+        back_in_s=rounded(back_in_s) if lost and back_in_s is not None else None,
+    )
+
+
+def _running_s(view: ClusterView, now: float) -> float:
+    """The expected time to the next event: one at the published rate of failures, and those seen here."""
+    up = sum(node.reachable and node.admin is NodeAdmin.UP for node in view.nodes.values())
+    usual_s = 1000 * DAY_S / (FAILURES_PER_1000_NODE_DAYS * max(1, up))
+    began = min((task.submitted_at for task in view.tasks.values()), default=now)
+    seen = sum(incident.stops_training for incident in view.log.incidents)
+    return rounded((usual_s + max(0.0, now - began)) / (1 + seen))
+
+
+def _places(task: RunningTask) -> tuple[SlotPlace | None, ...]:
+    seats = {worker: seat for worker, seat in task.seats.items() if not seat.leaving}
+    return tuple(
+        SlotPlace(seats[w].node, seats[w].slot) if w in seats else None for w in task.shape.workers()
+    )
+
+
+def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: int) -> TaskSpec:
+    """`slots`: of all nodes, those under repair too."""
+    may_change = (
+        task.request.most_stages > 0
+        and not task.bounds.is_shape_kept
+        and task.next_shape is None
+        and task.state in (TaskState.RUNNING, TaskState.WAITING)
+    )
+    stages = range(max(1, task.request.least_stages), task.request.most_stages + 1) if may_change else None
+    offers = offered(task.shape, stages, slots, known, task.speeds.slow)
+    best = [max(offer.at(w) for offer in offers) for w in range(len(offers[0].throughput))]
+    seats = {worker for worker, seat in task.seats.items() if not seat.leaving}
+    dead = frozenset(worker for worker in task.shape.workers() if worker not in seats)
+    return TaskSpec(
+        name=task.name,
+        curve=from_table(best),
+        weight=task.weight,
+        max_workers=task.bounds.workers,
+        must_run=True,
+        offers=offers,
+        times=_times(view, task, known),
+        throughput_now=throughput_now(task.shape, dead, known, task.speeds.slow) if seats else 0.0,
+    )
+
+
+def _times(view: ClusterView, task: RunningTask, known: TaskMeasurements) -> ChangeTimes:
+    heals = [
+        incident.resumed_at - incident.planned_at
+        for incident in view.log.incidents
+        if incident.task == task.name
+        and incident.stops_training
+        and incident.resumed_at is not None
+        and incident.planned_at is not None
+    ][-HEALS:]
+    agree_s = rounded(max(median(heals), 1e-3)) if heals else AGREE_S
+    copy_s = rounded(transition_s(task) - AGREE_S)
+    reshape_s = known.reshape_s if known.reshape_s else AGREE_S + START_S + copy_s
+    kept = max(task.checkpoints.newest, task.copies.newest or 0)
+    redone = 1 << max(0, task.next_step - 1 - kept).bit_length()  # coarse: it changes with every step
+    step_s = known.step_s(known.last) if known.last is not None else None
+    return ChangeTimes(
+        agree_s=agree_s,
+        copy_s=copy_s,
+        reshape_s=rounded(reshape_s),
+        restore_s=rounded(RESTORE_S + redone * (step_s or 0.0)),
+    )
+
+
+def _chosen(view: ClusterView, version: int, event: str, decision: Decision, now: float) -> AssignmentChosen:
+    weighed = weigh(decision, _interesting(decision))
+    waits: dict[str, float] = {}
+    wishes: dict[str, Shape] = {}
+    carried_out = decision
+    for name, choice in decision.choices.items():
+        task = view.tasks[name]
+        if choice.kind is not OptionKind.RESHAPE or not decision.situations[name].rerouted:
+            continue
+        wishes[name] = _shape(task, choice)
+        stay = with_only(carried_out, name, STAY)
+        since = task.wish.since if task.wish is not None and task.wish.shape == wishes[name] else now
+        wait_s = since + _payback_s(decision, name, stay) - now
+        if stay is not None and wait_s > 0:
+            carried_out, waits[name] = stay, wait_s
+    because = explained(decision.period.cluster, carried_out)
+    if waits:
+        name = min(waits, key=lambda n: waits[n])
+        shape = wishes[name]
+        because += (
+            f" {name} takes the shape {shape.replicas} x {shape.stages} in {waits[name]:.1f} s if nothing "
+            "else happens: then staying has cost as much as the change."
+        )
+    shapes = {
+        name: ChosenShape(in_shape(view.tasks[name].job, shape), shape)
+        for name, choice in carried_out.choices.items()
+        if choice.workers and (shape := _shape(view.tasks[name], choice)) != view.tasks[name].shape
+    }
+    return AssignmentChosen(
+        version=version,
+        workers={name: choice.workers for name, choice in carried_out.choices.items()},
+        because=f"{event}: {because}" if event else because,
+        shapes=shapes,
+        wishes={name: shape for name, shape in wishes.items() if name in waits},
+        review_s=min(waits.values()) if waits else None,
+        weighed=weighed,
+    )
+
+
+STAY = frozenset().union(*(kinds for kinds in KINDS if OptionKind.RESHAPE not in kinds)) - {OptionKind.STOP}
+
+
+def _payback_s(decision: Decision, name: str, stay: Decision | None) -> float:
+    """When staying will have cost as much as the change."""
+    if stay is None:
+        return 0.0
+    choice, other = decision.choices[name], stay.choices[name]
+    rate = decision.options[name].task.weight * (choice.throughput - other.throughput)
+    return (choice.cost + choice.way_back) / rate if rate > 0 else 0.0
+
+
+def _interesting(decision: Decision) -> list[str]:
+    """Tasks that change first."""
+    return sorted(decision.choices, key=lambda name: decision.choices[name].kind is OptionKind.KEEP)
+
+
+def _shape(task: RunningTask, choice: TaskOption) -> Shape:
+    if choice.shape is None:
+        return task.shape
+    total = task.shape.replicas * task.shape.microbatches
+    return Shape(choice.shape.replicas, choice.shape.stages, total // choice.shape.replicas)
+
+
+def in_shape(job: Any, shape: Shape) -> Any:
+    """The same job, cut otherwise; a job that is no table is passed on as it is."""
+    if not isinstance(job, Mapping):
+        return job
+    cut = {"replicas": shape.replicas, "stages": shape.stages, "microbatches": shape.microbatches}
+    return {**job, **cut}
 
 
 def worth(task: RunningTask, workers: int) -> float:
     """What so many workers bring to the sum the planner maximises, in one worker's work."""
-    curve = _curve(task.shape)
-    return task.weight * curve[min(workers, len(curve) - 1)]
-
-
-def _spec(task: RunningTask) -> TaskSpec:
-    return TaskSpec(
-        name=task.name,
-        curve=from_table(_curve(task.shape)),
-        weight=task.weight,
-        min_workers=task.shape.stages,
-        transition_s=transition_s(task),
-        must_run=True,
-    )
+    return task.weight * throughput_of(task.shape, workers)
 
 
 def transition_s(task: RunningTask) -> float:
@@ -77,33 +292,11 @@ def transition_s(task: RunningTask) -> float:
     kept = task.copies.states.get(task.copies.newest or 0)
     if kept is None:
         return TRANSITION_S
-    largest = max(int(part["bytes"]) for copies in kept.copies.values() for part in copies.values())
+    parts = [part for copies in kept.copies.values() for part in copies.values()]
+    largest = max(int(part.get("bytes", 0)) for part in parts)
     pace = PACE
     if fetched := task.copies.fetched:
         moved = fetched[max(fetched)]
         readers = max(1, kept.stages)  # at the least
         pace = max(1.0, (moved.bytes_here + moved.bytes_elsewhere) / readers / max(moved.seconds, 1e-3))
     return AGREE_S + largest / pace
-
-
-@cache
-def _curve(shape: Shape) -> tuple[float, ...]:
-    """Throughput by workers, from 0, in workers' worth of work."""
-    alike = uniform(replicas=shape.replicas, stages=shape.stages, value=1.0)
-    healthy = Instance(
-        replicas=shape.replicas,
-        stages=shape.stages,
-        microbatches=shape.microbatches,
-        forward=alike,
-        input_grad=alike,
-        weight_grad=alike,
-    )
-    places = shape.replicas * shape.stages
-    curve = [0.0] * (places + 1)
-    for workers in range(shape.stages, places + 1):
-        each, more = divmod(workers, shape.stages)
-        dead = frozenset(
-            Worker(k, s) for s in range(shape.stages) for k in range(each + (s < more), shape.replicas)
-        )
-        curve[workers] = places * relative_throughput(replace(healthy, dead=dead), "staggered")
-    return tuple(curve)

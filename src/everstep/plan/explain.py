@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everstep.plan.cluster import Assignment, Cluster
-from everstep.plan.options import OptionKind, Options, TaskOption
+from everstep.plan.option import OptionKind, TaskOption
+from everstep.plan.options import Options
 from everstep.plan.placement import Placement
 from everstep.plan.running import Period
 from everstep.plan.shape import ParallelShape

@@ -6,112 +6,26 @@ An option takes some units (slots, or nodes) and is worth
 
 the first two terms are Unicron's, with our D_transition; the third is what going back will cost when a repair
 ends the period (`running.py`). Options come in layers: the best shape for every number of units; today's cut
-with more or fewer replicas; and staying as we are, whole or re-routed around the dead.
+with more or fewer replicas; and staying as we are, whole or re-routed around the dead. A task that says which
+shapes it may take (`TaskSpec.offers`, as running tasks do) has one layer of its own: `offered.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from everstep.plan.cluster import Cluster
 from everstep.plan.memory import Floats
+from everstep.plan.offered import charged, offered_layer
+from everstep.plan.option import MUST_RUN, NEVER, Horizon, Ints, Layer, OptionKind, TaskOption
 from everstep.plan.reroute import live_per_stage
 from everstep.plan.shape import ParallelShape
 from everstep.plan.task import TaskSituation, TaskSpec
 from everstep.plan.transition import Source
-
-Ints = npt.NDArray[np.int64]
-NEVER = -np.inf
-MUST_RUN = 1e4  # stopping a task that must run costs so many times the most it could earn
-
-
-class OptionKind(IntEnum):
-    STOP = 0
-    KEEP = 1
-    REROUTE = 2
-    DROP = 3
-    GROW = 4
-    RESHAPE = 5
-    START = 6
-
-    @property
-    def verb(self) -> str:
-        return {
-            OptionKind.STOP: "stops",
-            OptionKind.KEEP: "keeps its workers",
-            OptionKind.REROUTE: "keeps its shape and re-routes",
-            OptionKind.DROP: "drops replicas",
-            OptionKind.GROW: "adds replicas",
-            OptionKind.RESHAPE: "changes shape",
-            OptionKind.START: "starts",
-        }[self]
-
-    @property
-    def infinitive(self) -> str:
-        return {
-            OptionKind.STOP: "stop",
-            OptionKind.KEEP: "keep its workers",
-            OptionKind.REROUTE: "re-route",
-            OptionKind.DROP: "drop replicas",
-            OptionKind.GROW: "add replicas",
-            OptionKind.RESHAPE: "change shape",
-            OptionKind.START: "start",
-        }[self]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskOption:
-    """One option, written out."""
-
-    kind: OptionKind
-    units: int
-    workers: int
-    shape: ParallelShape | None
-    throughput: float
-    transition_s: float
-    back_s: float = 0.0
-    reward: float = 0.0  # w T D_running
-    cost: float = 0.0  # w T(today) D_transition
-    way_back: float = 0.0  # P(repair) w T(after) D_back
-
-    @property
-    def worth(self) -> float:
-        return self.reward - self.cost - self.way_back
-
-    def same(self, other: TaskOption | None) -> bool:
-        return other is not None and (self.kind, self.workers, self.shape) == (
-            other.kind,
-            other.workers,
-            other.shape,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layer:
-    """Options side by side, as columns."""
-
-    units: Ints
-    workers: Ints
-    throughput: Floats
-    transition_s: Floats
-    kind: npt.NDArray[np.int8]
-    cut: Ints  # index into the curve's cuts, -1: unknown
-    back_s: Floats
-    worth: Floats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Horizon:
-    """What the worth of an option is counted over."""
-
-    running_s: float
-    ends_by_repair: float = 0.0
-    target: TaskOption | None = None  # what the task will want when the repair comes
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +68,8 @@ class Options:
         shape: ParallelShape | None = None
         if kind in (OptionKind.KEEP, OptionKind.REROUTE):
             shape = self.situation.shape
+        elif cut >= 0 and self.task.offers:
+            shape = self.task.offers[cut].shape
         elif cut >= 0:
             same_cut = self.task.curve.cuts[cut]
             shape = same_cut.shape(workers // (same_cut.stages * same_cut.shards))
@@ -167,7 +83,7 @@ class Options:
             transition_s=float(layer.transition_s[index]),
             back_s=float(layer.back_s[index]),
             reward=w * throughput * self.horizon.running_s,
-            cost=w * self.situation.throughput * float(layer.transition_s[index]),
+            cost=w * charged(self.task, self.situation, throughput) * float(layer.transition_s[index]),
             way_back=self.horizon.ends_by_repair
             * w
             * (target.throughput if target else 0.0)
@@ -188,6 +104,17 @@ class Options:
             return None
         return Options(self.task, self.situation, self.horizon, tuple(layers))
 
+    def only(self, kinds: frozenset[OptionKind]) -> Options | None:
+        """The same options less those of other kinds."""
+        wanted = np.array([int(kind) for kind in kinds])
+        layers = tuple(
+            replace(layer, worth=np.where(np.isin(layer.kind, wanted), layer.worth, NEVER))
+            for layer in self.layers
+        )
+        if not any((layer.worth > NEVER).any() for layer in layers):
+            return None
+        return Options(self.task, self.situation, self.horizon, layers)
+
 
 def _fraction(part: Floats, whole: float) -> Floats:
     return part / whole if whole > 0 else np.zeros_like(part)
@@ -195,6 +122,8 @@ def _fraction(part: Floats, whole: float) -> Floats:
 
 def options(task: TaskSpec, situation: TaskSituation, cluster: Cluster, horizon: Horizon) -> Options:
     """All options of a task on a cluster of this size."""
+    if task.offers:
+        return Options(task, situation, horizon, (offered_layer(task, situation, cluster, horizon),))
     build = _Build(task, situation, cluster, horizon)
     return Options(task, situation, horizon, tuple(build.layers()))
 

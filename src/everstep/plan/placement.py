@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from everstep.plan.cluster import Assignment, Cluster, SlotPlace
-from everstep.plan.options import OptionKind, TaskOption
+from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.shape import ParallelShape
 
 

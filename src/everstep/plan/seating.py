@@ -8,7 +8,7 @@ from typing import Any
 
 from everstep.errors import UserError
 from everstep.plan.cluster import Assignment, Cluster, SlotPlace
-from everstep.plan.options import OptionKind, TaskOption
+from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.placement import Unplaceable, place
 from everstep.plan.shape import ParallelShape
 from everstep.plan.task import TaskSpec

@@ -9,9 +9,12 @@ from everstep.core.words.ops import Worker
 from everstep.errors import UserError
 from everstep.plan.cluster import Assignment, Cluster
 from everstep.plan.curve import Curve
+from everstep.plan.offers import ChangeTimes, Offer
 from everstep.plan.reroute import dead_groups, live_per_stage, throughput_ratio
 from everstep.plan.shape import ParallelShape
 from everstep.plan.transition import Source
+
+UNKNOWN_TIMES = ChangeTimes(agree_s=1.0, copy_s=0.0, reshape_s=10.0, restore_s=60.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,9 @@ class TaskSpec:
     transition_s: float | None = None  # what any change costs, if it is known better
     must_run: bool = False  # not to be stopped while any other plan is possible
     expected: bool = False  # not submitted yet; kept in mind for the table of next events
+    offers: tuple[Offer, ...] = ()  # shapes it may take, where they are listed; then `curve` is not asked
+    times: ChangeTimes = UNKNOWN_TIMES  # of its changes, where it lists its shapes
+    throughput_now: float | None = None  # with the places that are filled today, where it lists its shapes
 
     def __post_init__(self) -> None:
         if not (self.weight > 0 and math.isfinite(self.weight)):
@@ -51,12 +57,14 @@ class TaskSituation:
     dead: frozenset[Worker]  # groups of shards that are not whole now
     rerouted: float  # throughput if it goes on with what is left, same shape
     source: Source  # the nearest state
+    lost: int = 0  # workers lost by the event
+    listed: bool = False  # its throughput is listed by number of workers
 
     @property
     def live_workers(self) -> int:
         """What re-routing uses: whole groups only."""
-        if self.shape is None:
-            return self.workers - len(self.missing)
+        if self.shape is None or self.listed:
+            return self.workers - self.lost
         return (self.shape.groups - len(self.dead)) * self.shape.shards
 
 
@@ -78,6 +86,8 @@ def situation(task: TaskSpec, cluster: Cluster, now: Assignment) -> TaskSituatio
         )
     if not before:
         shape = None
+    if task.offers:
+        return _offered(task, shape, before, holes, gone)
     if shape is None:
         whole = task.curve.at(before) if before else 0.0
         source = Source.LIVE if before > len(gone) and task.curve.replicated else _fallback(cluster)
@@ -90,6 +100,7 @@ def situation(task: TaskSpec, cluster: Cluster, now: Assignment) -> TaskSituatio
             dead=frozenset(),
             rerouted=0.0,
             source=source,
+            lost=len(gone),
         )
     whole = task.curve.of_shape(shape)
     before_dead, after_dead = dead_groups(shape, holes), dead_groups(shape, holes + gone)
@@ -107,6 +118,31 @@ def situation(task: TaskSpec, cluster: Cluster, now: Assignment) -> TaskSituatio
         dead=after_dead,
         rerouted=whole * ratio[after_dead] if task.curve.replicated or not after_dead else 0.0,
         source=Source.LIVE if alive and (task.curve.replicated or not gone) else _fallback(cluster),
+    )
+
+
+def _offered(
+    task: TaskSpec, shape: ParallelShape | None, before: int, holes: list[int], gone: list[int]
+) -> TaskSituation:
+    """A task that lists its shapes: throughput by workers, none once a stage has none."""
+    offer = next((offer for offer in task.offers if offer.shape == shape), None)
+    now = after = 0.0
+    if offer is not None and shape is not None:
+        covered = min(live_per_stage(shape, dead_groups(shape, holes))) > 0
+        now = task.throughput_now if task.throughput_now is not None else offer.at(before) if covered else 0.0
+        left = min(live_per_stage(shape, dead_groups(shape, holes + gone))) > 0
+        after = now if not gone else min(now, offer.at(before - len(gone))) if left else 0.0
+    return TaskSituation(
+        workers=before,
+        throughput=now,
+        shape=shape,
+        damaged=bool(gone),
+        missing=tuple(sorted(holes + gone)),
+        dead=frozenset(),
+        rerouted=after,
+        source=Source.LIVE if after > 0 else Source.MEMORY,
+        lost=len(gone),
+        listed=True,
     )
 
 

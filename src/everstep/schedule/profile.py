@@ -87,12 +87,18 @@ class Profile:
         """
         self._slow = dict(slow or {})
         self._planned = self._shares()
-        even = {w: times for w, times in self._times.items() if w not in self._slow}
-        for worker in self._slow.keys() & self._times.keys():  # where a whole stage is slow
+        return self._with_speeds(self._slow)
+
+    def measured(self, slow: Mapping[Worker, float]) -> Instance | None:
+        """The same, for whoever only compares; None: a stage has not told its times."""
+        return None if self._shares() is None else self._with_speeds(slow)
+
+    def _with_speeds(self, slow: Mapping[Worker, float]) -> Instance:
+        even = {w: times for w, times in self._times.items() if w not in slow}
+        for worker in slow.keys() & self._times.keys():  # where a whole stage is slow
             if all(w.stage != worker.stage for w in even):
-                factor = self._slow[worker]
-                even[worker] = {kind: seconds / factor for kind, seconds in self._times[worker].items()}
-        return self._instance(even, self._slow)
+                even[worker] = {kind: seconds / slow[worker] for kind, seconds in self._times[worker].items()}
+        return self._instance(even, slow)
 
     def alone(self, hosted: Mapping[Worker, int]) -> Instance | None:
         """The same task with times as if every worker had a core; None where no worker has reported them.

@@ -22,8 +22,6 @@ from everstep.core.cluster.snapshot import digest
 from everstep.core.cluster.task import OVER, Task
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import parse_worker
-from everstep.engine.job import MOST_WORKERS
-from everstep.engine.tables import shown
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, requests, views
@@ -94,6 +92,7 @@ class Api:
                 web.get("/v1/watch", self._watch),
                 web.get("/v1/news", self._news),
                 web.get("/v1/outlook", self._outlook),
+                web.get("/v1/plans", self._plans),
                 web.get("/v1/digest", self._digest),
                 web.get("/v1/events/{number}", self._event),
                 web.get("/v1/incidents", self._incidents),
@@ -152,6 +151,10 @@ class Api:
     async def _outlook(self, request: web.Request) -> web.Response:
         """What the planner would do if the next likely thing happened."""
         return web.json_response(self._dashboards.outlook.foreseen())
+
+    async def _plans(self, request: web.Request) -> web.Response:
+        """What the planner has decided recently, with the alternatives it weighed; the newest first."""
+        return web.json_response(list(reversed(self.record.plans)))
 
     async def _digest(self, request: web.Request) -> web.Response:
         """A hash of the whole state: two coordinators that have read the same journal agree on it."""
@@ -308,17 +311,15 @@ class Api:
             case "unpause":
                 event = msg.UnpauseRequested(task=task.name)
             case "resize":
-                workers = (await requests.body(request)).get("workers")
-                if type(workers) is not int or not task.shape.stages <= workers <= MOST_WORKERS:
-                    raise UserError(
-                        f"workers is {shown(workers)}; give at least {task.shape.stages}, one per stage."
-                    )
+                workers = requests.workers(await requests.body(request), task)
                 event = msg.ResizeRequested(task=task.name, workers=workers)
+            case "release":
+                event = msg.ResizeReleased(task=task.name)
             case "reshape":
                 slots = sum(n.slots for n in self.record.machine.nodes.values() if n.state is NodeState.UP)
                 event = requests.reshape(task, await requests.body(request), slots=slots)
             case _:
-                return _refuse(404, f"{verb!r} is not cancel, pause, unpause, resize or reshape.")
+                return _refuse(404, f"{verb!r} is not cancel, pause, unpause, resize, reshape or release.")
         if task.state in OVER:
             raise UserError(f"task {task.name} is {task.state}; {verb} is not possible.")
         await self.served.handle(event)
@@ -331,8 +332,11 @@ class Api:
                 await self.served.handle(msg.DrainRequested(node=node.name))
             case "readmit":
                 await self.served.handle(msg.ReadmitRequested(node=node.name, by="an operator"))
+            case "expect":
+                seconds = requests.repair_s(await requests.body(request), node)
+                await self.served.handle(msg.RepairPromised(node=node.name, back_in_s=seconds))
             case _:
-                return _refuse(404, f"{verb!r} is not drain or readmit.")
+                return _refuse(404, f"{verb!r} is not drain, readmit or expect.")
         return web.json_response({"node": node.name, "state": node.state, "because": node.because})
 
     def _named_task(self, request: web.Request) -> Task:

@@ -22,7 +22,7 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeLiveness
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.task.states import Member
-from everstep.plan.ask import choose, worth
+from everstep.plan.ask import ClusterView, choose, worth
 from everstep.server.record import ClusterRecord
 
 KEPT = 2000
@@ -112,8 +112,8 @@ def _if_joined(machine: Coordinator, slots: int, what: str) -> dict[str, Any]:
 def _asked(
     machine: Coordinator, nodes: Mapping[str, Node], tasks: Mapping[str, Task], what: str
 ) -> dict[str, Any]:
-    supposed = cast("Coordinator", SimpleNamespace(nodes=nodes, tasks=tasks))
-    chosen = choose(supposed, machine.version, what)
+    supposed = SimpleNamespace(nodes=nodes, tasks=tasks, log=machine.log, patience=machine.patience)
+    chosen = choose(cast(ClusterView, supposed), machine.version, what)
     return {
         "if": what,
         "then": [

@@ -15,6 +15,7 @@ from typing import Any
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.faults.detector import Heartbeats
 from everstep.core.words import cluster_messages as msg
+from everstep.core.words.codec import encode
 from everstep.drive.causes import Causes
 from everstep.drive.ports import HandledEvent
 from everstep.drive.step_rows import StepRows, begins_training, rows_document, rows_from
@@ -22,6 +23,7 @@ from everstep.server import words
 from everstep.server.step_files import StepFiles
 
 KEPT_NEWS = 2000
+KEPT_PLANS = 50
 SILENCE_S = 1.0
 
 
@@ -41,6 +43,7 @@ class ClusterRecord:
         self.ahead_s = 0.0  # from the machine's moments to those of the wall clock
         self.steps: dict[str, StepRows] = {}
         self.news: deque[dict[str, Any]] = deque(maxlen=KEPT_NEWS)
+        self.plans: deque[dict[str, Any]] = deque(maxlen=KEPT_PLANS)
         self.listeners: set[Callable[[dict[str, Any]], None]] = set()
         self.handled_s: deque[float] = deque(maxlen=10_000)  # time to decide
         self.files = files
@@ -51,6 +54,7 @@ class ClusterRecord:
         self.machine, self.hearts, self.number = machine, hearts, number
         self.leads = False
         self.news.clear()
+        self.plans.clear()
         self.causes = Causes(of_event=words.event, of_action=words.decision)
         self.steps = {task: rows_from(document) for task, document in (steps or {}).items()}
 
@@ -74,6 +78,8 @@ class ClusterRecord:
         self.number = one.number
         self.causes.handled(one)
         at = one.at + self.ahead_s
+        if isinstance(one.event, msg.AssignmentChosen) and one.event.version == self.machine.version:
+            self._keep_plan(one.event, one.number, at)
         for action in one.actions:
             if begins_training(action):
                 assert isinstance(action, msg.Dispatch)
@@ -84,6 +90,20 @@ class ClusterRecord:
                 self._announce(action, at)
                 if not one.replayed:
                     self._say(action)
+
+    def _keep_plan(self, chosen: msg.AssignmentChosen, number: int, at: float) -> None:
+        plan = {
+            "event": number,
+            "at": at,
+            "because": chosen.because,
+            "workers": dict(chosen.workers),
+            "shapes": {task: [s.shape.replicas, s.shape.stages] for task, s in chosen.shapes.items()},
+            "wishes": {task: [s.replicas, s.stages] for task, s in chosen.wishes.items()},
+            "review_s": chosen.review_s,
+            "prepared": chosen.is_prepared,
+            "weighed": [encode(option) for option in chosen.weighed],
+        }
+        self.plans.append(plan)
 
     def _steps(self, task: str) -> StepRows:
         return self.steps.setdefault(task, StepRows())

@@ -10,15 +10,18 @@ from typing import Any
 
 from aiohttp import web
 
+from everstep.core.cluster.node import Node
+from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.words.cluster_messages import ReshapeRequested, TaskSubmitted
 from everstep.core.words.shape import Shape
 from everstep.engine.faults import check_fault, parse_fault
-from everstep.engine.job import Job
+from everstep.engine.job import MOST_WORKERS, Job
 from everstep.engine.tables import shown
 from everstep.errors import UserError
 
 MOST_WEIGHT = 1_000_000
+MOST_REPAIR_S = 365 * 86_400
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -38,6 +41,7 @@ def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted
     weight = given.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MOST_WEIGHT:
         raise UserError(f"weight is {shown(weight)}; give a number above 0, at most {MOST_WEIGHT:,}.")
+    script = _script(given.get("script", []))
     return TaskSubmitted(
         task=name,
         job=job.to_dict(),
@@ -46,7 +50,9 @@ def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted
         secret=secrets.token_hex(32),
         weight=float(weight),
         has_checkpoints=job.checkpoint is not None,
-        script=_script(given.get("script", [])),
+        least_stages=min(job.stages, job.min_stages or job.stages),
+        most_stages=0 if script else job.most_stages() or job.stages,
+        script=script,
         faults=_faults(given.get("faults", []), job),
     )
 
@@ -76,6 +82,28 @@ async def body(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise UserError("the body is not a JSON object.")
     return body
+
+
+def repair_s(given: dict[str, Any], node: Node) -> float:
+    """The seconds until a node is back."""
+    seconds: Any = given.get("back_in_s")
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not 1 <= seconds <= MOST_REPAIR_S:
+        raise UserError(
+            f"back_in_s is {shown(seconds)}; give the seconds until the node is back, at most "
+            f"{MOST_REPAIR_S:,}."
+        )
+    if node.state is NodeState.UP:
+        raise UserError(f"node {node.name} is up; only a node that is away can be expected back.")
+    return float(seconds)
+
+
+def workers(given: dict[str, Any], task: Task) -> int:
+    """How many workers a task may have at most."""
+    count = given.get("workers")
+    if type(count) is not int or not task.shape.stages <= count <= MOST_WORKERS:
+        raise UserError(f"workers is {shown(count)}; give at least {task.shape.stages}, one per stage.")
+    return count
 
 
 def _faults(texts: Any, job: Job) -> tuple[str, ...]:

@@ -24,13 +24,13 @@ from everstep.core.words.codec import decode, encode
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
 from everstep.errors import PeerError, UserError
-from everstep.plan.ask import choose
 from everstep.server.agent_connections import AgentConnections
 from everstep.server.journal import Journal, JournalEntry, LostLeadership
 from everstep.server.record import ClusterRecord
 from everstep.server.returns import Returns
 
 TICK_S = 0.05
+AHEAD_S = 0.5  # between two answers of the planner that are prepared
 SNAPSHOT_EVERY = 5000  # entries
 REPLAYED_AT_ONCE = 100  # entries, before the loop may do something else: the lease must be kept alive
 _ZIPPED = b"z"
@@ -176,10 +176,9 @@ class Term:
 
     def _take(self, one: HandledEvent) -> None:
         self._ports.take(one)
+        self.thinking.handled(one, self.machine)
         for action in one.actions:
             match action:
-                case msg.TaskEnded() | msg.TaskReshaped():
-                    self.thinking.forget(action.task)
                 case msg.RecordRow() if not one.replayed:
                     first = self.record.steps[action.task].first
                     task = self.machine.tasks[action.task]
@@ -195,7 +194,7 @@ class Term:
         """`_tick` looks often enough."""
 
     async def _tick(self) -> None:
-        last = time.monotonic()
+        last = looked_ahead = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
@@ -206,6 +205,9 @@ class Term:
             for node, silent_s in self.hearts.fell_silent(now):
                 self.hear(msg.NodeFellSilent(node=node, silent_s=silent_s))
             self.driver.look_at_clock()
+            if now - looked_ahead > AHEAD_S:
+                looked_ahead = now
+                self.thinking.think_ahead(self.machine, self._clock())
 
     # -------------------------------------------------------------- the journal
 
@@ -244,7 +246,7 @@ class Term:
     async def _choose(self, action: msg.ChooseAssignment) -> None:
         await asyncio.sleep(0)  # several changes at once are one question: the last
         if action.version == self.machine.version:
-            self.hear(choose(self.machine, action.version, action.because))
+            self.hear(self.thinking.choose(self.machine, action, self._clock()))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         job = asyncio.create_task(work)

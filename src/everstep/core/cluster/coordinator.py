@@ -45,6 +45,7 @@ TaskRequest = (
     | msg.PauseRequested
     | msg.UnpauseRequested
     | msg.ResizeRequested
+    | msg.ResizeReleased
     | msg.ReshapeRequested
     | msg.PlanAnswered
     | msg.SlownessFound
@@ -168,6 +169,8 @@ class Coordinator:
     def due_at(self) -> float | None:
         """When `TimePassed` is wanted next, if at all."""
         dues = self._nodes.due_at()
+        if self.question.review_at is not None:
+            dues.append(self.question.review_at)
         for task in self.tasks.values():
             dues += task.starts.due_at()
             if task.checkpoints.search_at is not None:
@@ -208,7 +211,13 @@ class Coordinator:
                 return self._handle_report(event, now)
             case msg.NodeJoined():
                 return self._nodes.joined(event, now)
-            case msg.NodeFellSilent() | msg.NodeLeft() | msg.DrainRequested() | msg.ReadmitRequested():
+            case (
+                msg.NodeFellSilent()
+                | msg.NodeLeft()
+                | msg.DrainRequested()
+                | msg.ReadmitRequested()
+                | msg.RepairPromised()
+            ):
                 node = self.nodes.get(event.node)
                 return [] if node is None else self._handle_node_event(node, event, now)
             case msg.TaskSubmitted():
@@ -226,7 +235,11 @@ class Coordinator:
     def _handle_node_event(
         self,
         node: Node,
-        event: msg.NodeFellSilent | msg.NodeLeft | msg.DrainRequested | msg.ReadmitRequested,
+        event: msg.NodeFellSilent
+        | msg.NodeLeft
+        | msg.DrainRequested
+        | msg.ReadmitRequested
+        | msg.RepairPromised,
         now: Moment,
     ) -> Actions:
         match event:
@@ -238,6 +251,8 @@ class Coordinator:
                 return self._nodes.drain(node, now)
             case msg.ReadmitRequested():
                 return self._nodes.readmit(node, event.by, now)
+            case msg.RepairPromised():
+                return self._nodes.promised(node, event.back_in_s, now)
 
     def _handle_task_event(self, task: Task, event: TaskRequest, now: Moment) -> Actions:
         match event:
@@ -249,6 +264,8 @@ class Coordinator:
                 return self._tasks.unpause(task)
             case msg.ResizeRequested():
                 return self._tasks.resize(task, event.workers, "a person resized it", now)
+            case msg.ResizeReleased():
+                return self._tasks.release(task)
             case msg.ReshapeRequested():
                 return self._tasks.reshape(task, event, now)
             case msg.PlanAnswered():
@@ -267,6 +284,7 @@ class Coordinator:
         actions: Actions = []
         for task in list(self.tasks.values()):
             actions += self._tasks.time_passed(task, now)
+        self._tasks.review_if_due(now)
         return actions + self._nodes.time_passed(now)
 
     def _handle_pace(self, task: Task, event: msg.SlownessFound | msg.SlownessEnded, now: Moment) -> Actions:
@@ -281,6 +299,7 @@ class Coordinator:
             because = f"a new schedule: {event.because}" if event.worker in task.speeds.slow else ""
             actions += self._slowness.ended(task, event.worker, event.because, now)
         if because:
+            self._later.slots_changed(because)
             actions += self._training.inform(task, ev.ProfileChanged(because=because), now)
         return actions
 

@@ -31,6 +31,7 @@ class Node:
     isolations: list[float] = field(default_factory=list)
     lost_slots: set[int] = field(default_factory=set)  # held by processes that outlive SIGKILL
     memory_port: int = 0
+    back_at: float | None = None  # promised, of a node that takes no workers now
 
     @property
     def state(self) -> NodeState:

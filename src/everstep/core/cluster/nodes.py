@@ -7,7 +7,7 @@ from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.memory_copies import MemoryCopies
 from everstep.core.cluster.node import Node
-from everstep.core.cluster.node_states import NodeAdmin, NodeLiveness
+from everstep.core.cluster.node_states import NodeAdmin, NodeLiveness, NodeState
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.roster import Roster
@@ -131,9 +131,20 @@ class Nodes:
         self._later.slots_changed(f"node {node.name} was readmitted")
         return self._set_admin(node, NodeAdmin.UP, f"readmitted by {by}", now)
 
+    def promised(self, node: Node, back_in_s: float, now: Moment) -> Actions:
+        """Somebody repairs it: the planner counts on it until the time has passed."""
+        if node.state is NodeState.UP:
+            return []
+        node.back_at = now.at + back_in_s
+        self._later.slots_changed(f"node {node.name} is promised back in {back_in_s:.0f} s")
+        return []
+
     def time_passed(self, now: Moment) -> Actions:
         actions: Actions = []
         for node in self._roster.nodes.values():
+            if node.back_at is not None and node.back_at <= now.at:
+                node.back_at = None
+                self._later.slots_changed(f"node {node.name} is not back as promised")
             over = now.at - node.admin_since >= self._policy.patience.isolation_s
             if node.admin is NodeAdmin.ISOLATED and over:
                 actions += self._set_admin(node, NodeAdmin.UP, "its time of isolation is over", now)
@@ -149,14 +160,18 @@ class Nodes:
                 dues += [] if ends_at is None else [ends_at]
             if node.admin is NodeAdmin.ISOLATED:
                 dues.append(node.admin_since + self._policy.patience.isolation_s)
+            if node.back_at is not None:
+                dues.append(node.back_at)
         return dues
 
     def _set_admin(self, node: Node, admin: NodeAdmin, because: str, now: Moment) -> Actions:
         node.set_admin(admin, because, now.at)
+        node.back_at = None if node.state is NodeState.UP else node.back_at
         return self._changed(node, because, now)
 
     def _set_liveness(self, node: Node, liveness: NodeLiveness, because: str, now: Moment) -> Actions:
         node.set_liveness(liveness, because, now.at)
+        node.back_at = None if node.state is NodeState.UP else node.back_at
         return self._changed(node, because, now)
 
     def _changed(self, node: Node, because: str, now: Moment) -> Actions:

@@ -47,6 +47,7 @@ def thaw(coordinator: Coordinator, frozen: dict[str, Any]) -> None:
     coordinator.events = frozen["events"]
     question: PlannerQuestion = decode(PlannerQuestion, frozen["question"])
     coordinator.question.version, coordinator.question.is_open = question.version, question.is_open
+    coordinator.question.review_at = question.review_at
     policy = coordinator.policy
     policy.patience, policy.planned = decode(Patience, frozen["patience"]), frozen["planned"]
     coordinator.log.incidents = [decode(Incident, data) for data in frozen["incidents"]]

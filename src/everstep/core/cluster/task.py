@@ -184,6 +184,22 @@ class Speeds:
     planned: dict[Worker, float] = field(default_factory=dict)  # what the last schedule was asked with
 
 
+@dataclass(frozen=True, slots=True)
+class WishedShape:
+    """A change of shape that pays if nothing else happens, and since when that is so."""
+
+    shape: Shape
+    since: float
+
+
+@dataclass(slots=True)
+class Bounds:
+    """What an operator has set for this task; the planner keeps to it until it is released."""
+
+    workers: int | None = None
+    is_shape_kept: bool = False
+
+
 @dataclass(slots=True, kw_only=True)
 class Task:
     """`Tasks` changes its state, `Staffing` its seats."""
@@ -194,7 +210,9 @@ class Task:
     because: str = "no slot was given to it yet"
     ending: Ending | None = None  # while it is ending
     next_shape: NextShape | None = None
-    most: int | None = None  # workers it may have; None: as many as its shape
+    most: int | None = None  # workers the planner gives it; None: as many as its shape; 0: it waits
+    bounds: Bounds = field(default_factory=Bounds)
+    wish: WishedShape | None = None
     seats: dict[Worker, Seat] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     starts: HeldStarts = field(default_factory=HeldStarts)
@@ -244,8 +262,16 @@ class Task:
         self.because = because
 
     def wanted(self) -> int:
+        """Workers it may have."""
+        if self.most == 0:
+            return 0
         places = self.shape.replicas * self.shape.stages
-        return places if self.most is None else min(places, max(self.most, self.shape.stages))
+        limits = [limit for limit in (self.most, self.bounds.workers) if limit is not None]
+        return max(self.shape.stages, min([places, *limits]))
+
+    @property
+    def has_every_stage(self) -> bool:
+        return len({worker.stage for worker in self.seats}) == self.shape.stages
 
     def staying(self) -> frozenset[Worker]:
         """The workers that have a seat and were not asked to go."""

@@ -21,7 +21,7 @@ from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.staffing import Staffing
-from everstep.core.cluster.task import OVER, Ending, NextShape, Task, TaskState
+from everstep.core.cluster.task import OVER, Bounds, Ending, NextShape, Task, TaskState, WishedShape
 from everstep.core.cluster.training import Training
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
@@ -36,6 +36,7 @@ class PlannerQuestion:
 
     version: int = 0
     is_open: bool = False
+    review_at: float | None = None  # when it is asked again, though nothing has changed
 
 
 class Tasks:
@@ -86,38 +87,78 @@ class Tasks:
     def resize(self, task: Task, workers: int, because: str, now: Moment) -> Actions:
         if task.state in OVER:
             return []
-        task.most = max(task.shape.stages, workers)
+        task.bounds.workers, task.most = max(task.shape.stages, workers), None
         self._later.slots_changed(because)
         return self._staffing.shrink(task, because, now)
+
+    def release(self, task: Task) -> Actions:
+        """An operator's size and shape do not bind the planner any more."""
+        task.bounds = Bounds()
+        self._later.slots_changed(f"the size of task {task.name} is released")
+        return []
 
     def reshape(self, task: Task, event: msg.ReshapeRequested, now: Moment) -> Actions:
         """At the next step boundary: its workers leave their states in memory and go, others come."""
         if task.state in OVER:
             return []
-        task.next_shape = NextShape(event.job, event.shape)
-        shape = event.shape
+        task.bounds = Bounds(is_shape_kept=True)
+        return self._reshape(task, NextShape(event.job, event.shape), now)
+
+    def _reshape(self, task: Task, after: NextShape, now: Moment) -> Actions:
+        task.next_shape, task.wish = after, None
         if task.state is TaskState.RUNNING:
-            because = f"it takes the shape {shape.replicas} x {shape.stages}"
-            return self._training.inform(task, ev.StopRequested(because=because), now)
+            because = f"it takes the shape {after.shape.replicas} x {after.shape.stages}"
+            return self._leave(task, because, now)
         if task.state in (TaskState.WAITING, TaskState.PAUSED):
             self._later.slots_changed(f"task {task.name} has another shape")
             return self._take_shape(task, now)
         return []  # it is on its way to begin or to end; the API refuses this in words
+
+    def _leave(self, task: Task, because: str, now: Moment) -> Actions:
+        """At the next step boundary, with its states in memory; at once where it does not train anyway."""
+        if task.has_every_stage:
+            return self._training.inform(task, ev.StopRequested(because=because), now)
+        self._later.endings.append((task, Ending(state=TaskState.WAITING, because=because, gently=True)))
+        return []
 
     def assigned(self, event: msg.AssignmentChosen, now: Moment) -> Actions:
         """The planner has said how many workers each task gets."""
         if event.version != self._question.version:
             return []  # something has happened since it was asked
         self._question.is_open = False
+        self._question.review_at = None if event.review_s is None else now.at + event.review_s
+        given = {
+            name: (task, workers)
+            for name, workers in event.workers.items()
+            if (task := self._roster.tasks.get(name)) is not None and task.state not in OVER
+        }
+        lacking = sum(max(0, workers - len(task.staying())) for task, workers in given.values())
+        is_short = lacking > len(self._roster.free())
         actions: Actions = []
-        for name, workers in event.workers.items():
-            task = self._roster.tasks.get(name)
-            if task is not None and task.state not in OVER:
-                task.most = max(task.shape.stages, workers)
-                actions += self._staffing.shrink(task, event.because, now)
+        for task, workers in given.values():
+            actions += self._give(task, workers, event, is_short, now)
         self._later.slots_changed(event.because)
         self._later.keep_plan = True
         return actions
+
+    def _give(
+        self, task: Task, workers: int, event: msg.AssignmentChosen, is_short: bool, now: Moment
+    ) -> Actions:
+        """What the planner has chosen for one task. `is_short`: others need slots that are not free."""
+        wished = event.wishes.get(task.name)
+        if wished is None:
+            task.wish = None
+        elif task.wish is None or task.wish.shape != wished:
+            task.wish = WishedShape(wished, now.at)
+        after = event.shapes.get(task.name)
+        if after is not None and not task.bounds.is_shape_kept and task.next_shape is None:
+            return self._reshape(task, NextShape(after.job, after.shape), now)
+        # A task that lacks a stage, and whose slots no other task needs, waits with the workers it has.
+        waits = not workers and task.state is TaskState.RUNNING and not is_short
+        task.most = task.shape.stages if waits else workers
+        if not workers and not waits and task.state is TaskState.RUNNING:
+            return self._leave(task, f"the planner gives its slots to others: {event.because}", now)
+        return self._staffing.shrink(task, event.because, now)
 
     # -------------------------------------------------------------- where it starts
 
@@ -268,6 +309,12 @@ class Tasks:
         later.keep_plan = False
         return actions
 
+    def review_if_due(self, now: Moment) -> None:
+        """A change of shape has been wished for long enough: the planner is asked again."""
+        if self._question.review_at is not None and self._question.review_at <= now.at:
+            self._question.review_at = None
+            self._later.slots_changed("a change of shape has been worth its cost for long enough")
+
     def unfinished(self) -> Actions:
         """The planner's answer, if one is waited for."""
         because = "the coordinator has started"
@@ -292,7 +339,7 @@ class Tasks:
                 task.because = f"{task.shape.stages} slots are needed, {len(self._roster.free())} are free"
         if self._policy.planned and not self._later.keep_plan:
             self._question.version += 1
-            self._question.is_open = True
+            self._question.is_open, self._question.review_at = True, None
             version = self._question.version
             actions.append(msg.ChooseAssignment(version=version, because=because, cause=now.event))
         return actions

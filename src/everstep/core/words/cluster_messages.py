@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.core.words.actions import ComputePlan, RecordStep
+from everstep.core.words.decisions import WeighedOption
 from everstep.core.words.events import Event
 from everstep.core.words.facts import OpsTook
 from everstep.core.words.node_orders import (
@@ -190,6 +191,14 @@ class ReadmitRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepairPromised:
+    """An operator, or a repair system, says when this node will be back."""
+
+    node: str
+    back_in_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSubmitted:
     """`job` is opaque here: agents hand it to workers. By `secret` the task's workers know each other."""
 
@@ -200,6 +209,8 @@ class TaskSubmitted:
     secret: str
     weight: float = 1.0
     has_checkpoints: bool = False
+    least_stages: int = 0  # the planner may cut the model into so many stages …
+    most_stages: int = 0  # … up to so many; 0: it keeps the shape
     script: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()  # scripted ones, for demonstrations
 
@@ -221,15 +232,24 @@ class UnpauseRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeRequested:
-    """At most this many workers from now on."""
+    """At most this many workers from now on, until an operator releases it."""
 
     task: str
     workers: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeReleased:
+    """The planner may choose workers and shape again."""
+
+    task: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReshapeRequested:
-    """Another shape from the next step boundary on. `job`: the same one, in that shape."""
+    """Another shape from the next step boundary on, kept until an operator releases it. `job`: the same one,
+    in that shape.
+    """
 
     task: str
     job: Any
@@ -244,13 +264,29 @@ class PlanAnswered:
     event: Event
 
 
+class ChosenShape(NamedTuple):
+    """Another shape for a task, and its job in that shape."""
+
+    job: Any
+    shape: Shape
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignmentChosen:
-    """The planner's answer to `ChooseAssignment`: how many workers each task shall have."""
+    """The planner's answer to `ChooseAssignment`: how many workers each task shall have, and in which shape.
+
+    `shapes`: changes of shape, now. `wishes`: changes that would pay if nothing else happened; they are made
+    once staying has cost as much as the change would, which is when `review_s` have passed.
+    """
 
     version: int
     workers: Mapping[str, int]
     because: str
+    shapes: Mapping[str, ChosenShape] = field(default_factory=dict)
+    wishes: Mapping[str, Shape] = field(default_factory=dict)
+    review_s: float | None = None
+    weighed: tuple[WeighedOption, ...] = ()
+    is_prepared: bool = False  # the answer was thought of before it was asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,11 +338,13 @@ ClusterEvent = (
     | NodeLeft
     | DrainRequested
     | ReadmitRequested
+    | RepairPromised
     | TaskSubmitted
     | CancelRequested
     | PauseRequested
     | UnpauseRequested
     | ResizeRequested
+    | ResizeReleased
     | ReshapeRequested
     | PlanAnswered
     | AssignmentChosen

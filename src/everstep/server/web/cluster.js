@@ -119,6 +119,7 @@ export class ClusterView {
   async foresee() {
     if (Date.now() - this.foresaw < FORESEE_MS || document.hidden || document.body.dataset.known === undefined) return;
     this.foresaw = Date.now();
+    this.explain();
     const rows = await call("GET", "/v1/outlook").catch(() => []);
     document.getElementById("outlook-part").hidden = rows.length === 0;
     document.getElementById("outlook").replaceChildren(...rows.map((row) => {
@@ -126,6 +127,22 @@ export class ClusterView {
       const then = moved.length ? moved.map(({ task, before, after }) => `${task} ${before} → ${after} workers`).join(", ") : "no change of workers";
       return element("li", {}, `If ${row.if}: `, element("b", {}, then), element("p", {}, row.because));
     }));
+  }
+
+  // What the planner weighed at its last decision.
+  async explain() {
+    const [plan] = await call("GET", "/v1/plans").catch(() => []);
+    document.getElementById("plan-part").hidden = !plan;
+    if (!plan || plan.event === this.explained) return;
+    this.explained = plan.event;
+    write(document.getElementById("plan-because"), plan.because + (plan.prepared ? " (prepared before the event)" : ""));
+    document.querySelector("#plan-options tbody").replaceChildren(...plan.weighed.map((option) => element("tr", option.chosen ? { class: "chosen" } : {},
+      element("td", {}, option.task),
+      element("td", {}, (option.chosen ? "→ " : "") + option.what),
+      element("td", { class: "number" }, String(option.workers)),
+      element("td", { class: "number" }, option.throughput.toFixed(2)),
+      element("td", { class: "number" }, option.transition_s ? `${option.transition_s.toPrecision(2)} s` : ""),
+      element("td", {}, option.because))));
   }
 
   figures() {

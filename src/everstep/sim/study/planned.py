@@ -15,7 +15,7 @@ import numpy as np
 
 from everstep.plan import Assignment, Cluster, Costs, PlanNode, SlotPlace, TaskSpec, decide
 from everstep.plan.memory import Floats
-from everstep.plan.options import OptionKind, TaskOption
+from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.placement import Unplaceable, place
 from everstep.sim.study.failures import Failure, Seen
 from everstep.sim.study.life import Life, StudyTask

@@ -1,0 +1,84 @@
+"""What was measured in each task: how long steps took in each shape, and what changes of shape have cost.
+
+It is fed by whoever runs the coordinator, from what the journal holds anyway. What was never measured, the
+model fills (`shapes.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from everstep.core.words.shape import Shape
+from everstep.schedule.instance import Instance
+
+KEPT_STEPS = 9
+LEAST_STEPS = 3  # fewer say little: the first ones after a change are slow
+KEPT_ABSENCES = 16
+Placed = tuple[int, int, int]  # replicas, stages, workers
+
+
+@dataclass(slots=True)
+class TaskMeasurements:
+    """Of one task."""
+
+    steps: dict[Placed, deque[float]] = field(default_factory=dict)
+    reshape_s: float | None = None  # of the last change of shape
+    instance: Instance | None = None  # op times in the shape it has
+    last_at: float | None = None  # when its last step was recorded
+    last: Placed | None = None
+    is_moving: bool = False
+
+    def step_s(self, placed: Placed) -> float | None:
+        known = self.steps.get(placed, ())
+        return median(known) if len(known) >= LEAST_STEPS else None
+
+
+class Measurements:
+    """Of all tasks, and how long nodes that went away stayed away."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[str, TaskMeasurements] = {}
+        self.absences: deque[float] = deque(maxlen=KEPT_ABSENCES)
+        self._away: dict[str, float] = {}
+
+    def of(self, task: str) -> TaskMeasurements:
+        return self.tasks.setdefault(task, TaskMeasurements())
+
+    def stepped(self, task: str, shape: Shape, workers: int, at: float) -> None:
+        """A step was recorded, with so many workers taking part."""
+        known, placed = self.of(task), (shape.replicas, shape.stages, workers)
+        seconds = None if known.last_at is None else max(0.0, at - known.last_at)
+        if known.is_moving and seconds is not None:
+            usual = known.step_s(placed) or 0.0
+            known.reshape_s, known.is_moving = max(0.0, seconds - usual), False
+        elif seconds and known.last == placed:
+            known.steps.setdefault(placed, deque(maxlen=KEPT_STEPS)).append(seconds)
+        known.last_at, known.last = at, placed
+
+    def reshaped(self, task: str) -> None:
+        """It takes another shape; the next step that is recorded ends the change."""
+        known = self.of(task)
+        known.is_moving, known.instance = True, None
+
+    def paused(self, task: str) -> None:
+        """The time to its next step is not a step's."""
+        known = self.of(task)
+        known.last_at, known.last, known.is_moving = None, None, False
+
+    def ended(self, task: str) -> None:
+        self.tasks.pop(task, None)
+
+    def node_changed(self, node: str, *, is_here: bool, at: float) -> None:
+        if not is_here:
+            self._away.setdefault(node, at)
+        elif node in self._away:
+            self.absences.append(max(0.0, at - self._away.pop(node)))
+
+    def usual_absence_s(self) -> float | None:
+        """How long a node that went away without a promise has usually stayed away; None: not known."""
+        return median(self.absences) if self.absences else None
+
+    def away_for_s(self, node: str, at: float) -> float:
+        return max(0.0, at - self._away.get(node, at))

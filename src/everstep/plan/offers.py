@@ -1,0 +1,42 @@
+"""The shapes a running task may take, what each brings, and what it costs to get from one to another.
+
+A running Everstep task needs one worker per stage; any other place may be empty, and its peers do its work.
+So an option is a shape and a number of workers, and there are four prices, of this task, measured where it
+has made such a change before:
+
+    agree     fewer workers in the same shape: a new epoch
+    copy      more workers: each copies a stage's state while training continues
+    reshape   another shape: training stops until other workers have the states, from memory
+    restore   a stage has no worker left: the newest kept state is loaded, and the work since then redone
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.plan.shape import ParallelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A shape a task may take, and its throughput by workers, from 0; 0: a stage would have none."""
+
+    shape: ParallelShape
+    throughput: tuple[float, ...]
+
+    def at(self, workers: int) -> float:
+        return self.throughput[min(workers, len(self.throughput) - 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeTimes:
+    """Seconds that changes of a task take."""
+
+    agree_s: float
+    copy_s: float
+    reshape_s: float
+    restore_s: float
+
+    def fill_s(self, gain: float) -> float:
+        """`gain`: what the new workers add, as a fraction of today's throughput. It is missed meanwhile."""
+        return self.agree_s + self.copy_s * max(0.0, gain)

@@ -1,0 +1,221 @@
+"""The throughput of a running task in every shape it may take: measured where it was tried, else modelled.
+
+In the work of one worker: a step's work, in seconds of ops, over the time of the step. For a shape that was
+never tried the work is spread evenly over its stages and the step takes what the scheduler's bound says,
+times what the bound has been off by in the shape the task has now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
+from everstep.plan.measured import TaskMeasurements
+from everstep.plan.offers import Offer
+from everstep.plan.shape import ParallelShape
+from everstep.schedule.bounds import lower_bound
+from everstep.schedule.instance import Grid, Instance, uniform
+
+MODE = "staggered"
+MOST_WORKERS = 64  # of a shape that the task does not have: larger ones are not offered
+MOST_SHAPES = 24
+DIGITS = 2  # significant ones of a measured time: noise must not make another question of the same one
+
+
+def offered(
+    shape: Shape,
+    stages: range | None,
+    most_workers: int,
+    known: TaskMeasurements,
+    slow: Mapping[Worker, float],
+) -> tuple[Offer, ...]:
+    """`stages`: how many it may be cut into, beside as many as it is cut into now; None: no other shape."""
+    base = _base(shape, known, slow)
+    work = _work(base)
+    off = _off_by(shape, base, known)
+    found = [_offer(shape, base, work, off, known)]
+    if stages is not None:
+        found += [
+            _offer(other, _recut(base, other, stages), work, off, known)
+            for other in _others(shape, stages, most_workers)
+        ]
+    return tuple(found)
+
+
+def throughput_now(
+    shape: Shape, dead: frozenset[Worker], known: TaskMeasurements, slow: Mapping[Worker, float]
+) -> float:
+    """With exactly these places empty; 0: a stage has no worker."""
+    if len({w.stage for w in shape.workers() if w not in dead}) < shape.stages:
+        return 0.0
+    base = _base(shape, known, slow)
+    placed = (shape.replicas, shape.stages, len(shape.workers()) - len(dead))
+    measured = known.step_s(placed)
+    seconds = (
+        rounded(measured) if measured else _period(replace(base, dead=dead)) * _off_by(shape, base, known)
+    )
+    return _work(base) / seconds
+
+
+def throughput_of(shape: Shape, workers: int) -> float:
+    """As the model says, with so many workers of this shape."""
+    if workers < shape.stages:
+        return 0.0
+    base = _base(shape, TaskMeasurements(), {})
+    filled = min(workers, shape.replicas * shape.stages)
+    return _work(base) / _period(replace(base, dead=_balanced(shape, filled)))
+
+
+def rounded(seconds: float) -> float:
+    return float(f"{seconds:.{DIGITS - 1}e}")
+
+
+def _base(shape: Shape, known: TaskMeasurements, slow: Mapping[Worker, float]) -> Instance:
+    """The task with every place filled, in the shape it has."""
+    if known.instance is not None and (known.instance.replicas, known.instance.stages) == (
+        shape.replicas,
+        shape.stages,
+    ):
+        return _smooth(known.instance)
+    even = uniform(replicas=shape.replicas, stages=shape.stages, value=1.0)
+    grid = tuple(
+        tuple(slow.get(Worker(k, s), 1.0) * t for s, t in enumerate(row)) for k, row in enumerate(even)
+    )
+    return Instance(
+        replicas=shape.replicas,
+        stages=shape.stages,
+        microbatches=shape.microbatches,
+        forward=grid,
+        input_grad=grid,
+        weight_grad=grid,
+    )
+
+
+def _smooth(instance: Instance) -> Instance:
+    def grid(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(rounded(t) if t else 0.0 for t in row) for row in rows)
+
+    return replace(
+        instance,
+        forward=grid(instance.forward),
+        input_grad=grid(instance.input_grad),
+        weight_grad=grid(instance.weight_grad),
+        reduce=tuple(rounded(t) if t else 0.0 for t in instance.reduce),
+        update=tuple(rounded(t) if t else 0.0 for t in instance.update),
+        dead=frozenset(),
+    )
+
+
+def _stage_work(base: Instance) -> tuple[float, float, float]:
+    """F, I and W of one microbatch through all stages, on the quickest worker of each."""
+    grids = (base.forward, base.input_grad, base.weight_grad)
+    f, i, w = (sum(min(row[s] for row in grid) for s in range(base.stages)) for grid in grids)
+    return f, i, w
+
+
+def _work(base: Instance) -> float:
+    return base.replicas * base.microbatches * sum(_stage_work(base))
+
+
+def _off_by(shape: Shape, base: Instance, known: TaskMeasurements) -> float:
+    """What the bound is off by where this shape was measured last."""
+    for workers in range(shape.replicas * shape.stages, shape.stages - 1, -1):
+        measured = known.step_s((shape.replicas, shape.stages, workers))
+        if measured:
+            return max(1.0, rounded(measured) / _period(replace(base, dead=_balanced(shape, workers))))
+    return 1.0
+
+
+def _others(shape: Shape, stages: range, most_workers: int) -> list[Shape]:
+    total = shape.replicas * shape.microbatches
+    found = [
+        Shape(replicas, count, total // replicas)
+        for count in sorted({*stages, shape.stages}, key=lambda s: (abs(s - shape.stages), s))
+        for replicas in range(1, total + 1)
+        if total % replicas == 0
+        and replicas * count <= MOST_WORKERS
+        and count <= most_workers
+        and (replicas, count) != (shape.replicas, shape.stages)
+        # larger than the slots there are only by less than one worker per stage: else a smaller one serves
+        and (replicas - 1) * count < most_workers
+    ]
+    return found[:MOST_SHAPES]
+
+
+def _recut(base: Instance, shape: Shape, stages: range) -> Instance:
+    """Layers are not cut: the largest stage has its share rounded up."""
+    layers = max(stages.stop - 1, base.stages, shape.stages)
+    uneven = _largest(shape.stages, layers) / _largest(base.stages, layers)
+    f, i, w = (
+        uniform(replicas=shape.replicas, stages=shape.stages, value=total / shape.stages * uneven)
+        for total in _stage_work(base)
+    )
+    reduce_s, update_s = sum(base.reduce) / shape.stages, sum(base.update) / shape.stages
+    return Instance(
+        replicas=shape.replicas,
+        stages=shape.stages,
+        microbatches=shape.microbatches,
+        forward=f,
+        input_grad=i,
+        weight_grad=w,
+        reduce=(reduce_s,) * shape.stages if base.reduce else (),
+        update=(update_s,) * shape.stages if base.update else (),
+    )
+
+
+def _largest(stages: int, layers: int) -> float:
+    """The largest stage over the mean one."""
+    return stages * -(-layers // stages) / layers
+
+
+def _offer(shape: Shape, base: Instance, work: float, off: float, known: TaskMeasurements) -> Offer:
+    places = shape.replicas * shape.stages
+    throughput = [0.0] * (places + 1)
+    for workers in range(shape.stages, places + 1):
+        measured = known.step_s((shape.replicas, shape.stages, workers))
+        seconds = (
+            rounded(measured) if measured else off * _period(replace(base, dead=_balanced(shape, workers)))
+        )
+        throughput[workers] = work / seconds
+    return Offer(shape=ParallelShape(shape.replicas, shape.stages), throughput=tuple(throughput))
+
+
+def _balanced(shape: Shape, workers: int) -> frozenset[Worker]:
+    """The places that are empty when so many workers are spread evenly over the stages."""
+    each, more = divmod(workers, shape.stages)
+    return frozenset(
+        Worker(k, s) for s in range(shape.stages) for k in range(each + (s < more), shape.replicas)
+    )
+
+
+def _period(instance: Instance) -> float:
+    grids = (instance.forward, instance.input_grad, instance.weight_grad)
+    return _bound(grids, instance.microbatches, instance.hop, instance.reduce, instance.update, instance.dead)
+
+
+@lru_cache(maxsize=8192)
+def _bound(
+    grids: tuple[Grid, Grid, Grid],
+    microbatches: int,
+    hop: float,
+    reduce: tuple[float, ...],
+    update: tuple[float, ...],
+    dead: frozenset[Worker],
+) -> float:
+    forward, input_grad, weight_grad = grids
+    instance = Instance(
+        replicas=len(forward),
+        stages=len(forward[0]),
+        microbatches=microbatches,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        hop=hop,
+        reduce=reduce,
+        update=update,
+        dead=dead,
+    )
+    return lower_bound(instance, MODE)

@@ -1,0 +1,165 @@
+"""The coordinator acts on the planner's decision by itself, and keeps to what an operator has set."""
+
+from __future__ import annotations
+
+import json
+
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.snapshot import digest, freeze, thaw
+from everstep.core.cluster.task import TaskState
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
+from tests.core.fake_cluster import FakeCluster
+
+ANY_STAGES = {"least_stages": 1, "most_stages": 8}
+
+
+def workers(cluster: FakeCluster, name: str) -> int:
+    return len(cluster.coordinator.tasks[name].seats)
+
+
+def decided(cluster: FakeCluster) -> list[msg.AssignmentChosen]:
+    return [event for event in cluster.heard if isinstance(event, msg.AssignmentChosen)]
+
+
+def lose(cluster: FakeCluster, *nodes: str) -> None:
+    for node in nodes:
+        cluster.actors = {key: actor for key, actor in cluster.actors.items() if actor.node != node}
+        cluster.hear(msg.NodeLeft(node=node))
+
+
+def three_of_four() -> FakeCluster:
+    """A task of 2 x 2 that may take any shape, on four nodes of one slot; one of them is lost."""
+    cluster = FakeCluster(nodes=dict.fromkeys("abcd", 1), planned=True, memory_port=7)
+    cluster.submit(shape=Shape(2, 2, 6), steps=40, **ANY_STAGES)
+    for _ in range(4):
+        cluster.wait(1.0)
+        cluster.seal()
+    lose(cluster, "d")
+    return cluster
+
+
+def test_an_operators_size_binds_the_planner_until_it_is_released() -> None:
+    cluster = FakeCluster(planned=True)
+    cluster.submit()
+    cluster.hear(msg.ResizeRequested(task="t", workers=2))
+    assert workers(cluster, "t") == 2
+    cluster.join("c")
+    assert workers(cluster, "t") == 2, "a new node is no reason to forget it"
+    cluster.hear(msg.ResizeReleased(task="t"))
+    assert workers(cluster, "t") == 4
+
+
+def test_a_heavy_task_that_lost_a_stage_takes_the_slots_of_a_light_one_and_gives_them_back() -> None:
+    cluster = FakeCluster(nodes={"a": 1, "b": 1, "c": 1}, planned=True)
+    cluster.submit("heavy", Shape(1, 2, 4), weight=3.0, steps=40, has_checkpoints=False)
+    cluster.submit("light", Shape(1, 1, 4), weight=1.0, steps=40)
+    cluster.seal("heavy")
+    cluster.seal("light")
+    lost = cluster.coordinator.tasks["heavy"].seats[Worker(0, 1)].node
+    lose(cluster, lost)
+    cluster.copy_to_memory(2, away=False, name="light")
+    cluster.seal("light")
+    assert workers(cluster, "heavy") == 2
+    assert cluster.coordinator.tasks["light"].state is TaskState.WAITING
+    cluster.seal("heavy")
+    cluster.join(lost, 1, boot="2")
+    assert workers(cluster, "heavy") == 2
+    assert cluster.coordinator.tasks["light"].state is TaskState.RUNNING
+
+
+def test_a_change_of_shape_is_made_once_staying_has_cost_as_much_and_not_before() -> None:
+    cluster = three_of_four()
+    task, chosen = cluster.coordinator.tasks["t"], decided(cluster)[-1]
+    assert task.next_shape is None
+    assert chosen.wishes["t"] == Shape(3, 1, 4)
+    assert chosen.review_s is not None
+    assert 0.5 < chosen.review_s < 60
+    cluster.wait(chosen.review_s / 2)
+    assert task.next_shape is None
+    cluster.wait(chosen.review_s / 2 + 0.1)
+    assert task.next_shape is not None, "nothing else has happened: now it pays"
+    cluster.copy_to_memory(5, away=False)
+    cluster.seal()
+    assert (task.shape, workers(cluster, "t")) == (Shape(3, 1, 4), 3)
+    assert task.job["replicas"] == 3
+    cluster.seal()
+    assert not [i for i in cluster.coordinator.log.incidents if not i.closed]
+
+
+def test_a_node_that_is_back_before_the_change_has_paid_leaves_the_shape_as_it_is() -> None:
+    cluster = three_of_four()
+    task = cluster.coordinator.tasks["t"]
+    cluster.wait(0.2)
+    cluster.join("d", 1, boot="2")
+    cluster.seal()
+    cluster.wait(600.0)
+    assert task.wish is None
+    assert (task.shape, workers(cluster, "t")) == (Shape(2, 2, 6), 4)
+
+
+def test_a_promised_repair_is_waited_for_and_a_broken_promise_is_not() -> None:
+    cluster = three_of_four()
+    cluster.hear(msg.RepairPromised(node="d", back_in_s=2.0))
+    task = cluster.coordinator.tasks["t"]
+    assert not decided(cluster)[-1].wishes, "the change would not pay in two seconds"
+    assert any("until d is back" in option.what for option in decided(cluster)[-1].weighed)
+    cluster.wait(2.1)
+    assert decided(cluster)[-1].wishes, "it did not come"
+    wait_s = decided(cluster)[-1].review_s
+    assert wait_s is not None
+    cluster.wait(wait_s + 0.1)
+    assert task.next_shape is not None
+
+
+def test_a_shape_an_operator_has_set_is_kept() -> None:
+    cluster = three_of_four()
+    cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 2, 12)))
+    cluster.copy_to_memory(5, away=False)
+    cluster.seal()
+    task = cluster.coordinator.tasks["t"]
+    assert task.shape == Shape(1, 2, 12)
+    cluster.wait(600.0)
+    assert (task.next_shape, decided(cluster)[-1].wishes) == (None, {})
+    cluster.hear(msg.ResizeReleased(task="t"))
+    assert decided(cluster)[-1].wishes, "now the planner may use the third slot"
+
+
+def test_the_answer_to_a_loss_is_ready_before_it_comes_and_is_the_same() -> None:
+    cluster = FakeCluster(nodes=dict.fromkeys("abcd", 1), planned=True)
+    cluster.submit(shape=Shape(2, 2, 6), steps=40, **ANY_STAGES)
+    cluster.seal()
+    while cluster.thinking.think_ahead(cluster.coordinator, cluster.now):
+        pass
+    lose(cluster, "b")
+    ready = decided(cluster)[-1]
+    assert ready.is_prepared
+    cluster.thinking.ready.table.clear()
+    question = msg.ChooseAssignment(version=ready.version, because="again")
+    again = cluster.thinking.choose(cluster.coordinator, question, cluster.now)
+    assert not again.is_prepared
+    assert (again.workers, again.wishes) == (ready.workers, ready.wishes)
+
+
+def test_every_task_shows_what_it_could_have_done_and_why_it_did_not() -> None:
+    chosen = decided(three_of_four())[-1]
+    whats = [(option.what, option.chosen) for option in chosen.weighed]
+    assert whats[0] == ("change shape to 3x1", True)
+    assert ("continue with rerouting", False) in whats
+    assert all(option.because for option in chosen.weighed)
+    behind = [option.behind for option in chosen.weighed]
+    assert behind == sorted(behind)
+    assert behind[0] == 0 < behind[1]
+
+
+def test_a_wish_an_operators_bounds_and_a_promise_are_in_the_snapshot() -> None:
+    cluster = three_of_four()
+    cluster.hear(msg.ResizeRequested(task="t", workers=3))
+    cluster.hear(msg.RepairPromised(node="d", back_in_s=500.0))
+    again = Coordinator()
+    thaw(again, json.loads(json.dumps(freeze(cluster.coordinator))))
+    assert digest(again) == digest(cluster.coordinator)
+    assert again.nodes["d"].back_at == cluster.coordinator.nodes["d"].back_at is not None
+    assert again.tasks["t"].bounds.workers == 3
+    assert again.due_at() == cluster.coordinator.due_at()
