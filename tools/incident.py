@@ -75,7 +75,8 @@ def main() -> None:
         numbers = [incident["number"] for incident in cluster.incidents()]
         more = ["--json"] if options.as_json else []
         for number in numbers:
-            subprocess.run([*EVERSTEP, "explain", str(number), "--address", address, *more], check=True)
+            words = ["explain", str(number), "--address", address, "--token", cluster.token, *more]
+            subprocess.run([*EVERSTEP, *words], check=True)
 
 
 def job(folder: Path) -> dict[str, Any]:
