@@ -49,14 +49,14 @@ def served(
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
     try:
-        address = told.get(timeout=20)
+        address = told.get(timeout=90)
         assert isinstance(address, str), address
         while not Client(address=address).get("/v1/health")["leads"]:
             threading.Event().wait(0.01)
         yield address
     finally:
         stop[0]()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -79,7 +79,7 @@ class WordyAgent:
     async def beat(self, done: int = 0) -> None:
         await self.line.send_str(json.dumps({"beat": 0, "done": done}))
 
-    async def until(self, kind: type, *, within_s: float = 10.0) -> Any:
+    async def until(self, kind: type, *, within_s: float = 60.0) -> Any:
         """The next order of this kind."""
         while True:
             message = await self.line.receive_json(timeout=within_s)
@@ -90,7 +90,7 @@ class WordyAgent:
                 if isinstance(order, kind):
                     return order
 
-    async def acknowledged(self, number: int, *, within_s: float = 10.0) -> None:
+    async def acknowledged(self, number: int, *, within_s: float = 60.0) -> None:
         while self.heard < number:
             message = await self.line.receive_json(timeout=within_s)
             self.heard = max(self.heard, message.get("heard", 0))
@@ -107,4 +107,4 @@ async def agent(
     ):
         hello = {"node": node, "boot": boot, "slots": slots, "host": "127.0.0.1"}
         await line.send_str(json.dumps({"hello": hello, "done": done}))
-        yield WordyAgent(line, await line.receive_json(timeout=10))
+        yield WordyAgent(line, await line.receive_json(timeout=60))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from everstep.cli.client import Client
 from everstep.core.words import cluster_messages as msg
+from everstep.errors import EverstepError
 from everstep.server.daemon import Daemon
 from everstep.server.gateway import Gateway, text_of
 from everstep.server.journal import SqliteJournal
@@ -21,6 +23,9 @@ from everstep.server.term import pack
 from harness.etcd import ABSENT, BINARY, Etcd
 from tests.core.fake_cluster import FakeCluster
 from tests.server.served import agent, served
+
+LIMIT_S = 120  # for events that come within a second on a quiet machine
+EVENT = msg.KernelSpoke(text="an event, so that it writes")
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +43,32 @@ async def depose(etcd: Etcd, prefix: str) -> None:
 
 
 async def until_leading(client: Client) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         while True:
-            health = await asyncio.to_thread(client.get, "/v1/health")
-            if health["leads"]:
-                return await asyncio.to_thread(client.get, "/v1/status")
+            with contextlib.suppress(EverstepError):  # deposed between the two questions
+                if (await asyncio.to_thread(client.get, "/v1/health"))["leads"]:
+                    return await asyncio.to_thread(client.get, "/v1/status")
+            await asyncio.sleep(0.05)
+
+
+async def until_closed(line: aiohttp.ClientWebSocketResponse) -> list[dict[str, Any]]:
+    """What was still said before the line was closed."""
+    said = []
+    async with asyncio.timeout(LIMIT_S):
+        while (message := await line.receive()).type is aiohttp.WSMsgType.TEXT:
+            said.append(json.loads(message.data))
+    return said
+
+
+async def until_heard(address: str, node: str, report: msg.NodeReport) -> None:
+    """Say it, as an agent does, until a leader has written it down: a lease may end again."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, ConnectionError, TypeError):
+                async with agent(address, node) as line:
+                    await line.say(1, report)
+                    await line.acknowledged(1)
+                    return
             await asyncio.sleep(0.05)
 
 
@@ -54,9 +80,9 @@ def test_a_coordinator_that_is_elected_again_knows_what_it_knew(tmp_path: Path, 
         async with agent(address, "a"), agent(address, "b") as b:
             before = await until_leading(client)
             await depose(etcd, "/again")
-            await b.say(1, msg.KernelSpoke(text="an event, so that it writes"))
-            while (await b.line.receive(timeout=20)).type is not aiohttp.WSMsgType.CLOSE:
-                pass
+            with contextlib.suppress(ConnectionError):  # it may have found out by itself
+                await b.say(1, EVENT)
+            await until_closed(b.line)
             after = await until_leading(client)
             assert {node["node"] for node in after["nodes"]} == {"a", "b"}
             assert after["journal"] >= before["journal"]
@@ -72,15 +98,11 @@ def test_a_deposed_coordinator_lets_its_agents_go_and_takes_no_more_of_their_rep
     async def play(address: str) -> None:
         async with agent(address, "a") as line:
             await depose(etcd, "/deposed")
-            await line.say(1, msg.KernelSpoke(text="an event, so that it writes"))
-            async with asyncio.timeout(20):
-                while (message := await line.line.receive()).type is aiohttp.WSMsgType.TEXT:
-                    assert "heard" not in json.loads(message.data), "what it could not write is not heard"
-            assert message.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
-        await until_leading(Client(address=address))
-        async with agent(address, "a", done=0) as line:  # it leads again: what was not heard is said again
-            await line.say(1, msg.KernelSpoke(text="an event, so that it writes"))
-            await line.acknowledged(1)
+            with contextlib.suppress(ConnectionError):  # it may have found out by itself
+                await line.say(1, EVENT)
+            said = await until_closed(line.line)
+            assert not [message for message in said if "heard" in message], "it could not write: not heard"
+        await until_heard(address, "a", EVENT)  # it leads again: what was not heard is said again
 
     with served(tmp_path, etcd=tuple(etcd.endpoints), etcd_prefix="/deposed", name="x") as address:
         asyncio.run(play(address))
