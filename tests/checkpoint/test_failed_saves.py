@@ -14,6 +14,7 @@ from everstep.checkpoint.folder import complete_steps
 from everstep.core.cluster.checkpoints import NOT_SAVED
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from everstep.launch.local import fork_servers
+from everstep.launch.local.api import result_of
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 
@@ -125,3 +126,11 @@ def test_partial_folders_of_a_dead_run_are_removed_and_complete_ones_are_not(
     trained(fork_server, tmp_path, lambda kind, what: None, interval=5)
     assert left_over(tmp_path) == []
     assert complete_steps(tmp_path) == [5, STEPS]
+
+
+def test_a_run_resumed_at_its_last_step_knows_its_loss(nursery: ForkServer, tmp_path: Path) -> None:
+    """`result.losses[N]` was a KeyError."""
+    first = trained(nursery, tmp_path, lambda kind, what: None, interval=5)
+    again = trained(nursery, tmp_path, lambda kind, what: None, interval=5)
+    assert again.outcome.resumed_from == STEPS
+    assert result_of(again.outcome, again.job).losses == {STEPS: first.outcome.by_step()[STEPS].loss}

@@ -77,7 +77,7 @@ class FakeCluster:
             msg.TaskSubmitted(task=name, job={"job": name}, shape=shape, steps=steps, secret="s", **more)
         )
 
-    def seal(self, name: str = "t") -> None:
+    def seal(self, name: str = "t", *, sum_of_squares: float = 0.0) -> None:
         """Every stage seals the next step."""
         task = self.coordinator.tasks[name]
         assert task.recovery is not None
@@ -95,6 +95,7 @@ class FakeCluster:
                 microbatches=total,
                 executed=3 * total,
                 losses=losses,
+                sum_of_squares=sum_of_squares,
             )
             self.report(name, worker, msg.TaskEvent(task=name, event=sealed))
         for (of, _), actor in self.actors.items():

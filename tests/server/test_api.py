@@ -270,3 +270,22 @@ def test_the_viewers_line_tells_what_happens(address: str) -> None:
                 assert told["state"] == "up"
 
     asyncio.run(play())
+
+
+def test_a_drain_that_costs_steps_is_refused_unless_forced(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = "task t would go back from step 9 to step 5: only node a has stage 1"
+    monkeypatch.setattr("everstep.server.api.cost_of_drain", lambda roster, node: [cost])
+
+    async def play() -> None:
+        async with agent(address, "a"):
+            status, refusal = await asyncio.to_thread(call, address, "/v1/nodes/a/drain", body=b"{}")
+            assert status == 400
+            assert cost in str(refusal)
+            assert "--force" in str(refusal)
+            forced = b'{"force": true}'
+            status, told = await asyncio.to_thread(call, address, "/v1/nodes/a/drain", body=forced)
+            assert (status, json.loads(told)["state"]) == (200, "draining")
+
+    asyncio.run(play())

@@ -32,6 +32,7 @@ START_OVER = "set checkpoint.start_over = true (everstep train --start-over)"
 class Newest:
     step: int  # 0: there is none
     refused: tuple[str, ...] = ()  # a sentence for each newer one that was set aside
+    loss: float | None = None  # of that step, if it is known
 
 
 class NoStart(EverstepError):
@@ -70,8 +71,8 @@ def _newest(place: Place, known: int, pass_over: bool, start_over: bool) -> Newe
     refused: list[str] = []
     for _, name in reversed(place.complete()):
         try:
-            step = _verified_step(place, name)
-            return Newest(_not_older(place, step, known, refused, start_over), tuple(refused))
+            step, loss = _verified_step(place, name)
+            return Newest(_not_older(place, step, known, refused, start_over), tuple(refused), loss)
         except UnusableCheckpointError as error:
             sentence = str(error).rstrip(".")
             if error.kind == "unknown" and not start_over:
@@ -91,15 +92,16 @@ def _newest(place: Place, known: int, pass_over: bool, start_over: bool) -> Newe
     return Newest(_not_older(place, 0, known, refused, start_over), tuple(refused))
 
 
-def _verified_step(place: Place, name: str) -> int:
-    """All its bytes are read."""
+def _verified_step(place: Place, name: str) -> tuple[int, float | None]:
+    """All its bytes are read. Its step, and the loss of that step if it says one."""
     try:
         found = open_in(place, name)
     except Refused as refused:
         raise unusable(f"{place}/{name}", refused) from refused
     try:
         found.verify()
-        return found.step
+        loss = found.meta.get("loss")
+        return found.step, loss if isinstance(loss, float) else None
     finally:
         found.close()
 

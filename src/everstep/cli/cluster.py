@@ -125,12 +125,16 @@ def drain_command(
     readmit: Annotated[
         bool, typer.Option("--readmit", help="Undo a drain: workers may run there again.")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Drain also if a task loses steps.")] = False,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
     """Move all workers off a node and start no new ones there.
+
+    It is refused if a task would lose steps: a stage has its only workers on that node, and its last steps
+    are not saved. --force drains the node anyway.
 
     --readmit undoes it, also for a lemon: a node that was isolated repeatedly.
 
@@ -141,7 +145,8 @@ def drain_command(
       everstep drain node-3 --readmit
     """
     client = Client(address=address, token=token, ca=ca)
-    return _report(client.post(f"/v1/nodes/{node}/{'readmit' if readmit else 'drain'}"), "node", as_json)
+    answer = client.post(f"/v1/nodes/{node}/{'readmit' if readmit else 'drain'}", {"force": force})
+    return _report(answer, "node", as_json)
 
 
 def expect_command(

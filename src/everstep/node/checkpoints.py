@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Collection, Iterable
 from typing import Any, assert_never
 
@@ -29,14 +30,14 @@ class CheckpointDirectory:
         root = folder.root_of(self.job.base, spec.folder)
         return newest_to_use(root, known=known, start_over=spec.start_over)
 
-    def commit(self, step: int, described: list[dict[str, Any]]) -> None:
+    def commit(self, step: int, described: list[dict[str, Any]], loss: float | None = None) -> None:
         """All parts of this step lie in the folder: from now on it is a checkpoint."""
         spec = self.job.checkpoint
         assert spec is not None
         root = folder.root_of(self.job.base, spec.folder)
         groups = merged(group for part in described for group in part.get("groups", ()))
         parts = [{key: value for key, value in part.items() if key != "groups"} for part in described]
-        folder.commit(root, step, parts, self._meta(step), spec.keep, groups=groups)
+        folder.commit(root, step, parts, self._meta(step, loss), spec.keep, groups=groups)
         place_of(root).clean(before=step)  # what is not whole by now never will be
 
     def discard(self, step: int, keep: Collection[int] = ()) -> None:
@@ -45,7 +46,7 @@ class CheckpointDirectory:
         if spec is not None:
             folder.discard(folder.root_of(self.job.base, spec.folder), step, keep)
 
-    def _meta(self, step: int) -> dict[str, Any]:
+    def _meta(self, step: int, loss: float | None) -> dict[str, Any]:
         """What a run needs besides tensors. Data and random draws are functions of (seed, step, microbatch),
         the rate of the step: the step is the position of them all.
         """
@@ -53,6 +54,7 @@ class CheckpointDirectory:
         return {
             "seed": job.seed,
             "steps": job.steps,
+            **({} if loss is None or not math.isfinite(loss) else {"loss": loss}),
             "precision": job.precision,
             **job.model_card(),
             "shape": {"replicas": job.replicas, "stages": job.stages, "microbatches": job.microbatches},
@@ -112,7 +114,9 @@ def _found(order: msg.FindCheckpoint) -> msg.NodeReport:
         found = CheckpointDirectory(Job.from_dict(order.job)).newest(order.known)
     except NoStart as error:
         return _unusable(order, str(error), passing=error.passing)
-    return msg.CheckpointFound(task=order.task, step=found.step, refused=found.refused, search=order.search)
+    return msg.CheckpointFound(
+        task=order.task, step=found.step, refused=found.refused, search=order.search, loss=found.loss
+    )
 
 
 def _committed(order: msg.CommitCheckpoint, job: Job | None) -> msg.NodeReport:
@@ -120,7 +124,7 @@ def _committed(order: msg.CommitCheckpoint, job: Job | None) -> msg.NodeReport:
         return _not_saved(order, "the agent was started anew and does not know the task")
     checkpoints = CheckpointDirectory(job)
     try:
-        checkpoints.commit(order.step, list(order.parts))
+        checkpoints.commit(order.step, list(order.parts), order.loss)
     except Exception as error:  # a full disk, a store that is away: what was written makes room
         with contextlib.suppress(Exception):
             checkpoints.discard(order.step)

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
+from everstep.core.cluster.progress import cost_of_drain
 from everstep.core.cluster.snapshot import digest
 from everstep.core.cluster.task import OVER, Task
 from everstep.core.words import cluster_messages as msg
@@ -329,6 +330,7 @@ class Api:
         node, verb = self._named_node(request), request.match_info["verb"]
         match verb:
             case "drain":
+                self._check_drain(node, await requests.body(request))
                 await self.served.handle(msg.DrainRequested(node=node.name))
             case "readmit":
                 await self.served.handle(msg.ReadmitRequested(node=node.name, by="an operator"))
@@ -338,6 +340,17 @@ class Api:
             case _:
                 return _refuse(404, f"{verb!r} is not drain, readmit or expect.")
         return web.json_response({"node": node.name, "state": node.state, "because": node.because})
+
+    def _check_drain(self, node: Node, body: Mapping[str, Any]) -> None:
+        """A drain that would cost steps needs an operator's word."""
+        if not isinstance(body.get("force", False), bool):
+            raise UserError(f"force is {shown(body['force'])}; give true or false.")
+        cost = cost_of_drain(self.record.machine.roster, node.name)
+        if cost and not body.get("force", False):
+            raise UserError(
+                f"node {node.name} is not drained: {'; '.join(cost)}. Free slots on another node or wait for "
+                f"the next checkpoint, or use everstep drain {node.name} --force."
+            )
 
     def _named_task(self, request: web.Request) -> Task:
         name = request.match_info["task"]

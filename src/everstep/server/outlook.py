@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node import Node
-from everstep.core.cluster.node_states import NodeLiveness
+from everstep.core.cluster.node_states import NodeLiveness, NodeState
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.task.states import Member
 from everstep.plan.ask import ClusterView, choose, worth
@@ -101,7 +101,25 @@ def _if_lost(machine: Coordinator, name: str, what: str) -> dict[str, Any]:
         task.name: replace(task, seats={w: s for w, s in task.seats.items() if s.node != name})
         for task in machine.tasks.values()
     }
-    return _asked(machine, nodes, tasks, what)
+    told = _asked(machine, nodes, tasks, what)
+    left = sum(node.slots for node in nodes.values() if node.state is NodeState.UP)
+    stopped = [task for task in _running(machine) if task.shape.stages > left]
+    for task in stopped:  # the planner speaks of those it can place
+        told["then"] = [row for row in told["then"] if row["task"] != task.name]
+        told["then"].append({"task": task.name, "before": len(task.seats), "after": 0})
+    if stopped:
+        told["because"] = "; ".join(_stops(task, left) for task in stopped)
+    return told
+
+
+def _running(machine: Coordinator) -> list[Task]:
+    return [task for task in machine.tasks.values() if task.state is TaskState.RUNNING]
+
+
+def _stops(task: Task, left: int) -> str:
+    step = f"step {task.protected + 1}" if task.protected else "the beginning"
+    needs = f"{task.shape.stages} slots are needed, {left} are left"
+    return f"{task.name} stops ({needs}), and resumes from {step}"
 
 
 def _if_joined(machine: Coordinator, slots: int, what: str) -> dict[str, Any]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from statistics import median
 from typing import Any, NamedTuple
 
 from everstep.core.cluster.node import Node
+from everstep.core.cluster.progress import empty_stages, why_stalled
 from everstep.core.cluster.task import Task
 from everstep.core.task.states import Absent, Copied, Copying, Entering, Member, Started, Starting
 from everstep.core.words.codec import encode
 from everstep.core.words.incidents import Incident
 from everstep.drive.causes import CauseLink
+from everstep.drive.step_rows import StepRows
 from everstep.server import findings
 from everstep.server.record import ClusterRecord
 
 STORIES = 30
+USUAL_OF = 9  # steps whose median is the usual time of one
 QUIET_S = 1.0  # without a heartbeat; they come four times a second
 _PLACE_STATES: dict[type, str] = {
     Absent: "absent",
@@ -121,11 +126,12 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
     steps = record.steps.get(task.name)
     last = steps.rows[-1] if steps is not None and steps.rows else None
     recovery = task.recovery
+    stalled = _stalled(steps, task)
     total = task.shape.replicas * task.shape.microbatches
     return {
         "task": task.name,
-        "state": task.state,
-        "because": task.because,
+        "state": "stalled" if stalled else task.state,
+        "because": stalled or task.because,
         "weight": task.weight,
         "shape": {
             "replicas": task.shape.replicas,
@@ -150,6 +156,14 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
     }
 
 
+def _stalled(steps: StepRows | None, task: Task) -> str:
+    if steps is None or not steps.last_at:
+        return ""
+    recent = [row.seconds for row in itertools.islice(reversed(steps.rows), USUAL_OF)]
+    usual_s = median(recent) if recent else 0.0
+    return why_stalled(task, since_step_s=time.time() - steps.last_at, usual_step_s=usual_s)
+
+
 def saved_row(task: Task) -> dict[str, Any]:
     """Up to where a task is protected: what it would keep if all its workers were lost now."""
     return {
@@ -168,6 +182,7 @@ def task(record: ClusterRecord, task: Task, *, rows: int | None = None) -> dict[
     places = task.recovery.places if task.recovery is not None else {}
     return task_row(record, task) | {
         "submitted_at": task.submitted_at + record.ahead_s,
+        "empty_stages": empty_stages(task) if task.recovery is not None else [],
         "seats": [
             {
                 "worker": str(worker),

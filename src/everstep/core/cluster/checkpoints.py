@@ -18,7 +18,6 @@ from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.task import Task, WrittenParts
 from everstep.core.faults.severity import ErrorKind, judge, known
 from everstep.core.words import cluster_messages as msg
-from everstep.core.words.incidents import Incident
 from everstep.core.words.moment import Moment
 
 NOT_SAVED = "its checkpoint cannot be saved"  # what an incident says
@@ -77,7 +76,10 @@ class Checkpoints:
                 attempt = written[step].attempt
                 for older in [s for s in written if s <= step]:
                     del written[older]  # what is not whole by now never will be
-                order = msg.CommitCheckpoint(task=task.name, step=step, parts=parts, attempt=attempt)
+                loss = task.progress.losses.get(step)
+                order = msg.CommitCheckpoint(
+                    task=task.name, step=step, parts=parts, attempt=attempt, loss=loss
+                )
                 because = f"every stage has written its part of step {step}"
                 task.checkpoints.committing[step] = seats[0].node
                 actions += self._orders.send(seats[0].node, order, because, now)
@@ -135,7 +137,7 @@ class Checkpoints:
     def _tell(self, task: Task, report: msg.SaveFailed, now: Moment) -> None:
         """One incident for a disk that stays full, however many saves fail."""
         what = NOT_SAVED if report.memory_of is None else NOT_COPIED
-        incident = self._open_one(task, what)
+        incident = self._incidents.named(task, what)
         if incident is None:
             incident = self._incidents.new(task=task, what=what, now=now, step=report.step)
             incident.stops_training = False
@@ -152,11 +154,8 @@ class Checkpoints:
             self._incidents.treat(incident, "remove the incomplete files, save again later", because, now)
 
     def _over(self, task: Task, what: str, outcome: str, now: Moment) -> Actions:
-        incident = self._open_one(task, what)
+        incident = self._incidents.named(task, what)
         return [] if incident is None else self._incidents.close(incident, outcome, now)
-
-    def _open_one(self, task: Task, what: str) -> Incident | None:
-        return next((i for i in self._incidents.open_ones(task.name) if i.what == what), None)
 
 
 def _recorded(task: Task) -> int:

@@ -24,6 +24,10 @@ class Incidents:
     def open_ones(self, task: str) -> list[Incident]:
         return [incident for incident in self.log.open_ones() if incident.task == task]
 
+    def named(self, task: Task, what: str) -> Incident | None:
+        """The open incident of a task that has this name."""
+        return next((incident for incident in self.open_ones(task.name) if incident.what == what), None)
+
     def lost_slot(self, node: str, slot: int, now: Moment) -> Incident:
         """A slot that a process holds which nothing can end: of no task, because it outlives the task."""
         incident = self.new(task=None, what=_lost(node, slot), now=now)

@@ -72,6 +72,15 @@ class NextShape:
 
 
 @dataclass(slots=True)
+class SkipCount:
+    """Steps of this run, and those of them without an update. `SkippedSteps` changes it."""
+
+    recorded: int = 0
+    total: int = 0
+    in_a_row: int = 0
+
+
+@dataclass(slots=True)
 class Progress:
     """The task's recovery, and what is known of its steps. `Training` changes it."""
 
@@ -79,6 +88,8 @@ class Progress:
     question: ComputePlan | None = None  # asked and not answered
     recorded: int = 0
     lived: Lived = field(default_factory=Lived)  # before it was paused or took another shape
+    skips: SkipCount = field(default_factory=SkipCount)
+    losses: dict[int, float] = field(default_factory=dict)  # of the last steps, for their checkpoints
 
 
 @dataclass(slots=True)

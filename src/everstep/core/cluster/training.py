@@ -15,6 +15,7 @@ from everstep.core.cluster.memory_copies import MemoryCopies
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.roster import Roster
+from everstep.core.cluster.skipped_steps import SkippedSteps
 from everstep.core.cluster.slowness import Slowness
 from everstep.core.cluster.task import Ending, Task, TaskState
 from everstep.core.task.recovery import Recovery
@@ -47,6 +48,7 @@ class Training:
         self._roster, self._orders, self._incidents = roster, orders, incidents
         self._slowness, self._checkpoints, self._copies = slowness, checkpoints, copies
         self._policy, self._later = policy, later
+        self._skips = SkippedSteps(incidents=incidents)
 
     def begin(self, task: Task, step: int, now: Moment) -> Actions:
         """From the state after this step on."""
@@ -161,7 +163,9 @@ class Training:
                         msg.IncidentClosed(number=incident.number, because=because, cause=now.event)
                     )
                 case act.FinishTask():
-                    self._ends(task, TaskState.FINISHED, wish.because, gently=True)
+                    failed = self._skips.why_failed(task, now)
+                    state = TaskState.FAILED if failed else TaskState.FINISHED
+                    self._ends(task, state, failed or wish.because, gently=True)
                 case act.FinishShape():
                     self._ends(task, TaskState.WAITING, wish.because, gently=True)
                 case act.FailTask():
@@ -181,7 +185,8 @@ class Training:
     def _record(self, task: Task, wish: act.RecordStep, now: Moment) -> Actions:
         task.progress.recorded = wish.step
         row = msg.RecordRow(task=task.name, record=wish, because=wish.because, cause=now.event)
-        return [row, *self._checkpoints.commit(task, now), *self.count_copies(task, now)]
+        found: Actions = [row, *self._skips.recorded(task, wish, now)]
+        return [*found, *self._checkpoints.commit(task, now), *self.count_copies(task, now)]
 
     def _start(self, task: Task, wish: act.StartWorker, now: Moment) -> Actions:
         seat, starts = task.seats[wish.worker], task.starts

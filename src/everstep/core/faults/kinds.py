@@ -70,6 +70,7 @@ class ErrorKind(StrEnum):
     OTHER_NETWORK = "other network error"
     SLOW_WORKER = "slow worker"
     SLOW_LINK = "slow link"
+    NOT_FINITE = "non-finite gradient"
 
 
 class KindRow(NamedTuple):
@@ -123,4 +124,5 @@ KINDS: dict[ErrorKind, KindRow] = {
     E.OTHER_NETWORK: KindRow(SEV3, "another network failure"),
     E.SLOW_WORKER: KindRow(SEV3, "a worker takes longer for the same work than before, or than its peers"),
     E.SLOW_LINK: KindRow(SEV3, "messages between two workers take longer than before, or than elsewhere"),
+    E.NOT_FINITE: KindRow(SEV3, "gradients are infinite or not numbers, so steps are skipped"),
 }

@@ -114,6 +114,7 @@ class CommitCheckpoint:
     step: int
     parts: tuple[Any, ...]
     attempt: int = 0  # to be said again if it fails
+    loss: float | None = None  # of this step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ class CheckpointFound:
     step: int
     refused: tuple[str, ...] = ()
     search: int = 1  # the number of the search
+    loss: float | None = None  # of that step, where the checkpoint says it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

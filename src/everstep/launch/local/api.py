@@ -190,8 +190,9 @@ def _modules(job: Job) -> tuple[str, ...]:
 
 def result_of(outcome: Outcome, job: Job) -> Result:
     rows = outcome.by_step()
+    before = {} if outcome.resumed_loss is None else {outcome.resumed_from: outcome.resumed_loss}
     return Result(
-        losses={step: rows[step].loss for step in sorted(rows)},
+        losses=before | {step: rows[step].loss for step in sorted(rows)},
         grad_norms={step: rows[step].grad_norm for step in sorted(rows)},
         document=document(outcome, steps=job.steps),
     )

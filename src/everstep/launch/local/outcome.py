@@ -25,6 +25,7 @@ class Outcome:
     failure: str | None = None
     refused_checkpoints: list[str] = field(default_factory=list)
     resumed_from: int = 0
+    resumed_loss: float | None = None  # of that step, if its checkpoint says it
     losses: dict[int, dict[Microbatch, float]] = field(default_factory=dict)
 
     @property

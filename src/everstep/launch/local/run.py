@@ -296,7 +296,7 @@ class LocalTask:
                         self._driver.hear(found)
                 return
             case msg.CheckpointFound():
-                self.outcome.resumed_from = report.step
+                self.outcome.resumed_from, self.outcome.resumed_loss = report.step, report.loss
                 self.outcome.refused_checkpoints = list(report.refused)
             case msg.TaskEvent(event=ev.WorkerRaised() as raised):
                 self.watch("raised", (raised.worker, raised.error, raised.traceback))

@@ -92,8 +92,8 @@ export class ClusterView {
     const short = tasks.filter((task) => task.state === "running" && task.workers < task.places);
     for (const task of short.slice(0, 3)) said.push(`${task.task} runs on ${task.workers} of ${task.places} workers`);
     if (short.length > 3) said.push(`${short.length - 3} more tasks run with fewer workers`);
-    const stuck = tasks.filter((task) => ["failed", "waiting"].includes(task.state));
-    for (const task of stuck.slice(0, 2)) said.push(`${task.task} ${task.state === "failed" ? "failed" : "is waiting"}: ${task.because}`);
+    const stuck = tasks.filter((task) => ["failed", "waiting", "stalled"].includes(task.state));
+    for (const task of stuck.slice(0, 2)) said.push(`${task.task} ${task.state === "failed" ? "failed" : `is ${task.state}`}: ${task.because}`);
     if (open) said.push(`${count(open, "incident")} open`);
     const running = tasks.filter((task) => task.state === "running").length, number = this.store.nodes.size;
     const goes = `${count(running, "task")} running`;

@@ -188,6 +188,7 @@ export class TaskView {
   fill(cell, worker, seat, row) {
     const [big, middle, small] = cell.children;
     const over = OVER.includes(this.detail.state);
+    const stopped = (this.detail.empty_stages ?? []).includes(Number(worker.split(":")[1])); // none to reroute to
     const reading = row?.reading, op = reading && OP.exec(reading.doing);
     const elsewhere = op?.[3] !== undefined && op[3] !== worker.split(":")[0];
     const away = seat && ["absent", "starting", "joining"].includes(seat.state);
@@ -195,7 +196,7 @@ export class TaskView {
     cell.classList.toggle("elsewhere", Boolean(elsewhere));
     cell.style.setProperty("--c", op && reading.busy ? OPS[op[2]].colour : "var(--left)");
     write(big, !seat ? (over ? "–" : "✕") : away ? (seat.state === "absent" ? "✕" : "↻") : op ? `${op[2]}${op[3] === undefined ? "" : ` ${op[3]}.${op[4]}`}${elsewhere ? " ⇄" : ""}` : reading ? "…" : "·");
-    write(middle, !seat ? (over ? "ended" : "work rerouted") : seat.leaving || (seat.state !== "member" ? PLACES[seat.state] ?? seat.state : "")
+    write(middle, !seat ? (over ? "ended" : stopped ? "no worker" : "work rerouted") : seat.leaving || (seat.state === "absent" && stopped ? "no worker" : seat.state !== "member" ? PLACES[seat.state] ?? seat.state : "")
       || (op ? OPS[op[2]].words : reading?.doing && (reading.busy ? reading.doing : awaited(reading.doing))) || "no reading");
     write(small, !seat ? "" : `${reading ? `${reading.done} done, ${reading.num_ops} to do · ` : ""}${seat.node}:${seat.slot}`);
     const carried = Object.entries(row?.carriers ?? {}).map(([peer, by]) => `\ntensors to ${peer} by ${by}`).join("");

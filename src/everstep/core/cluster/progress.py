@@ -1,0 +1,55 @@
+"""What is said of a task's progress: derived from its workers and its steps, not from what is intended.
+
+stalled          it is running by intent, but a stage has no worker that takes part and no step is made
+cost of a drain  a stage whose workers are all on one node loses its state with them
+"""
+
+from __future__ import annotations
+
+from everstep.core.cluster.roster import Roster
+from everstep.core.cluster.task import Task, TaskState
+from everstep.core.task.states import Member
+
+STALLED_AFTER_STEPS = 10.0  # times the usual step
+STALLED_AFTER_S = 5.0  # and at least so long
+
+
+def empty_stages(task: Task, *, without: str = "") -> list[int]:
+    """The stages in which no worker takes part; those on the node `without` do not count."""
+    places = task.recovery.places if task.recovery is not None else {}
+    there = {
+        worker.stage
+        for worker, seat in task.seats.items()
+        if isinstance(places.get(worker), Member) and seat.node != without
+    }
+    return [stage for stage in range(task.shape.stages) if stage not in there]
+
+
+def why_stalled(task: Task, *, since_step_s: float, usual_step_s: float) -> str:
+    """Why a task that should run does not; empty: it trains, or is about to."""
+    if task.state is not TaskState.RUNNING:
+        return ""
+    if since_step_s < max(STALLED_AFTER_S, STALLED_AFTER_STEPS * usual_step_s):
+        return ""
+    empty = empty_stages(task)
+    if not empty:
+        return ""
+    return f"no step for {since_step_s:.0f} s: {_stages(empty)} without a worker; {task.because}"
+
+
+def cost_of_drain(roster: Roster, node: str) -> list[str]:
+    """A sentence for each task that would lose steps if this node's workers were ended now."""
+    found = []
+    for task in roster.tasks_on_node(node):
+        if task.state is not TaskState.RUNNING or task.recovery is None:
+            continue
+        lost = sorted(set(empty_stages(task, without=node)) - set(empty_stages(task)))
+        steps = task.recovery.recorded - task.protected
+        if lost and steps > 0:
+            back = f"go back from step {task.recovery.recorded} to step {task.protected}"
+            found.append(f"task {task.name} would {back}: only node {node} has {_stages(lost)}")
+    return found
+
+
+def _stages(stages: list[int]) -> str:
+    return f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"

@@ -1,0 +1,64 @@
+"""Steps without an update: the gradient was not finite, so the step was skipped.
+
+One skipped step is part of training in low precision. Many in a row are an incident, and a run of which every
+step was skipped has trained nothing: it fails, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+
+from everstep.core.cluster.incidents import Incidents
+from everstep.core.cluster.orders import Actions
+from everstep.core.cluster.task import Task
+from everstep.core.faults.severity import ErrorKind, known
+from everstep.core.words.actions import RecordStep
+from everstep.core.words.moment import Moment
+
+MOST_IN_A_ROW = 10
+NOT_FINITE = "its steps are skipped"  # what an incident says
+KEPT_LOSSES = 64
+
+
+class SkippedSteps:
+    """Changes `task.progress.skips` and `task.progress.losses`."""
+
+    def __init__(self, *, incidents: Incidents) -> None:
+        self._incidents = incidents
+
+    def recorded(self, task: Task, record: RecordStep, now: Moment) -> Actions:
+        skips, losses = task.progress.skips, task.progress.losses
+        found = [loss for _, loss in record.losses]
+        if found and math.isfinite(mean := sum(found) / len(found)):
+            losses[record.step] = mean
+        while len(losses) > KEPT_LOSSES:
+            del losses[min(losses)]
+        skips.recorded += 1
+        if math.isfinite(record.norm):
+            skips.in_a_row = 0
+            incident = self._incidents.named(task, NOT_FINITE)
+            outcome = f"step {record.step} was updated again"
+            return [] if incident is None else self._incidents.close(incident, outcome, now)
+        skips.in_a_row += 1
+        skips.total += 1
+        if skips.in_a_row == MOST_IN_A_ROW:
+            self._tell(task, record.step, now)
+        return []
+
+    def why_failed(self, task: Task, now: Moment) -> str:
+        """At the end of a run: empty, if at least one step was updated."""
+        skips = task.progress.skips
+        if not skips.recorded or skips.total < skips.recorded:
+            return ""
+        if self._incidents.named(task, NOT_FINITE) is None:
+            self._tell(task, task.steps, now)
+        return f"all {skips.recorded} steps were skipped, their gradients were not finite: nothing is trained"
+
+    def _tell(self, task: Task, step: int, now: Moment) -> None:
+        incident = self._incidents.new(task=task, what=NOT_FINITE, now=now, step=step)
+        incident.stops_training = False
+        text = f"the gradients of {task.progress.skips.in_a_row} steps up to step {step} were not finite"
+        self._incidents.tell(incident, "progress", (text,), now)
+        self._incidents.judge(incident, known(ErrorKind.NOT_FINITE, text), now)
+        because = "a skipped step changes no weight; a lower learning rate, other data or precision may help"
+        self._incidents.treat(incident, "none: an operator can help", because, now)

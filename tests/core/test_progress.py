@@ -1,0 +1,90 @@
+"""What is said of a task follows from its progress; and what a drain would cost is said before."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from everstep.core.cluster.progress import cost_of_drain, why_stalled
+from everstep.core.cluster.skipped_steps import MOST_IN_A_ROW, NOT_FINITE
+from everstep.core.cluster.task import Task, TaskState
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words.shape import Shape
+from everstep.server.outlook import foresee
+from tests.core.fake_cluster import FakeCluster
+
+
+def pipeline(nodes: dict[str, int], **more: Any) -> FakeCluster:
+    """One replica of two stages, two steps done."""
+    cluster = FakeCluster(nodes=nodes)
+    cluster.submit(shape=Shape(1, 2, 2), **more)
+    cluster.seal()
+    cluster.seal()
+    return cluster
+
+
+def task_of(cluster: FakeCluster) -> Task:
+    return cluster.coordinator.tasks["t"]
+
+
+def test_a_drain_that_takes_the_only_workers_of_a_stage_says_what_it_costs() -> None:
+    """It stopped the task, which was seen at an earlier step afterwards."""
+    cluster = pipeline({"a": 1, "b": 1})
+    (sentence,) = cost_of_drain(cluster.coordinator.roster, "a")
+    assert "from step 2 to step 0" in sentence
+    assert "only node a has stage" in sentence
+
+
+def test_a_drain_costs_nothing_where_another_replica_lives_or_the_state_is_saved() -> None:
+    cluster = FakeCluster()
+    cluster.submit()
+    cluster.seal()
+    assert cost_of_drain(cluster.coordinator.roster, "a") == []
+    cluster = pipeline({"a": 1, "b": 1}, has_checkpoints=True)
+    task_of(cluster).checkpoints.newest = 2
+    assert cost_of_drain(cluster.coordinator.roster, "a") == []
+
+
+def test_a_task_without_a_worker_in_a_stage_does_not_train_whatever_it_is_meant_to() -> None:
+    """Page and status said "running" and "work re-routed"."""
+    cluster = pipeline({"a": 1, "b": 1})
+    assert why_stalled(task_of(cluster), since_step_s=60.0, usual_step_s=0.1) == ""
+    cluster.hear(msg.DrainRequested(node="a"))
+    assert task_of(cluster).state is TaskState.RUNNING
+    said = why_stalled(task_of(cluster), since_step_s=60.0, usual_step_s=0.1)
+    assert said.startswith("no step for 60 s: stage")
+    assert why_stalled(task_of(cluster), since_step_s=2.0, usual_step_s=0.1) == ""
+    assert why_stalled(task_of(cluster), since_step_s=60.0, usual_step_s=30.0) == ""
+
+
+def test_if_the_only_node_is_lost_the_task_stops() -> None:
+    """The page said that every task keeps its workers."""
+    cluster = FakeCluster(nodes={"a": 2})
+    cluster.submit(shape=Shape(1, 2, 2))
+    cluster.seal()
+    (lost,) = (told for told in foresee(cluster.coordinator) if "fails" in told["if"])
+    assert lost["then"] == [{"task": "t", "before": 2, "after": 0}]
+    assert "stops (2 slots are needed, 0 are left), and resumes from the beginning" in lost["because"]
+
+
+def test_a_run_whose_every_step_was_skipped_fails_with_an_incident() -> None:
+    """It ended with exit code 0 and "no incident"."""
+    cluster = FakeCluster()
+    cluster.submit(steps=3)
+    for _ in range(3):
+        cluster.seal(sum_of_squares=math.nan)
+    assert task_of(cluster).state is TaskState.FAILED
+    assert "all 3 steps were skipped" in task_of(cluster).because
+    assert [incident.what for incident in cluster.coordinator.log.incidents] == [NOT_FINITE]
+
+
+def test_many_skipped_steps_in_a_row_are_an_incident_that_the_next_update_closes() -> None:
+    cluster = FakeCluster()
+    cluster.submit(steps=MOST_IN_A_ROW + 5)
+    for _ in range(MOST_IN_A_ROW):
+        cluster.seal(sum_of_squares=math.inf)
+    (incident,) = cluster.coordinator.log.incidents
+    assert not incident.closed
+    cluster.seal()
+    assert incident.closed
+    assert task_of(cluster).state is TaskState.RUNNING
