@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from everstep.launch.slurm import rules
+from everstep.launch.slurm.keeper import LOOK_MOST_S, LOOKS_PER_S, TURN_S, look_every_s
 from everstep.launch.slurm.words import SlurmJob, SlurmNode
 
 UP = rules.AllocatedNode(state="up", connected=True)
@@ -130,3 +131,10 @@ def test_slots_are_the_gpus_or_the_cpus_of_the_job_on_this_node() -> None:
     assert rules.slots_of({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96"}) == 8
     assert rules.slots_of({"SLURM_CPUS_ON_NODE": "96"}) == 96
     assert rules.slots_of({}) == 0
+
+
+def test_many_keepers_look_at_the_shared_folder_no_more_often_than_a_few() -> None:
+    """Each opened a file twice per second."""
+    assert look_every_s(4) == TURN_S
+    assert look_every_s(400) == 400 / LOOKS_PER_S
+    assert look_every_s(100_000) == LOOK_MOST_S

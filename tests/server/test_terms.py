@@ -175,3 +175,37 @@ def test_a_step_log_that_cannot_be_written_stops_nothing_and_is_completed_later(
     (tmp_path / "tasks").unlink()
     files.append("t", {"step": 3, "at": 3.0})
     assert steps_in(tmp_path / "tasks" / "t.jsonl") == [0, 1, 2, 3]
+
+
+def test_a_clock_that_is_behind_the_last_coordinators_delays_no_timer(tmp_path: Path) -> None:
+    """Time stood still until the clock had caught up, and with it every timer."""
+
+    async def play() -> tuple[float, float]:
+        journal = SqliteJournal(tmp_path / "journal.sqlite")
+        await journal.open()
+        await journal.append([pack(msg.NodeJoined(node="a", boot="1", slots=1, host="h"), 5000.0)])
+        daemon = Daemon(journal, folder=tmp_path, clock=lambda: 1000.0, say=lambda line: None)
+        term = await daemon.begin()
+        first = term.time()
+        await asyncio.sleep(0.05)
+        second = term.time()
+        term.close()
+        await journal.close()
+        return first, second
+
+    first, second = asyncio.run(play())
+    assert first >= 5000.0
+    assert second >= first + 0.04
+
+
+def test_rows_that_were_journaled_at_once_are_all_in_the_file_in_the_end(tmp_path: Path) -> None:
+    """Found by a storm: rows of one moment, a kill after the first; by time alone the rest was not new."""
+    rows = [
+        {"step": step, "loss": 1.0, "at": 7.0, "epoch": 1, "attempt": 0, "grad_norm": 1.0, "seconds": 0.0}
+        for step in range(1, 6)
+    ]
+    StepFiles(tmp_path, print).append("t", rows[0])
+    StepFiles(tmp_path, print).complete("t", rows)
+    StepFiles(tmp_path, print).complete("t", rows)
+    lines = (tmp_path / "tasks" / "t.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]

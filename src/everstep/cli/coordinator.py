@@ -46,6 +46,10 @@ def coordinator_command(
         str,
         typer.Option(envvar="EVERSTEP_ETCD_TOKEN", help="Authentication token for etcd.", show_default=False),
     ] = "",
+    etcd_compact: Annotated[
+        bool,
+        typer.Option(help="Compact the whole etcd after a snapshot; switch it off for an etcd you share."),
+    ] = True,
     name: Annotated[
         str, typer.Option(help="Name of this coordinator among several.", show_default=False)
     ] = "",
@@ -114,6 +118,7 @@ def coordinator_command(
         etcd=tuple(filter(None, etcd.split(","))),
         etcd_prefix=etcd_prefix,
         etcd_token=etcd_token or None,
+        etcd_compacts=etcd_compact,
         etcd_ca=etcd_ca,
         etcd_cert=etcd_cert,
         etcd_key=etcd_key,

@@ -70,20 +70,26 @@ class Driver(Generic[E, A]):
         time_passed: E,
         decide: Callable[[E, float], list[A]] | None = None,
         number: int = 0,
+        now: float = 0.0,
         most_at_once: int = MOST_AT_ONCE,
     ) -> None:
-        """`number`: of the last event that is already in the machine's state. `decide`: in place of
+        """`number`, `now`: of the last event that is already in the machine's state. `decide`: in place of
         `machine.handle`, to measure it or to survive its errors.
         """
         self.machine, self.number = machine, number
         self._clock, self._store, self._port = clock, store, port
         self._decide = decide or machine.handle
         self._time_passed, self._most_at_once = time_passed, most_at_once
-        self._now = 0.0
+        self._now = now
         self._waiting: deque[tuple[E, Callable[[], None] | None]] = deque()
         self._is_writing = self._is_pumping = self._is_closed = False
         self._is_time_waiting = False
         self._woken_for: float | None = None
+
+    @property
+    def now(self) -> float:
+        """The time of the last event."""
+        return self._now
 
     def hear(self, event: E, handled: Callable[[], None] | None = None) -> None:
         """Something has happened. `handled` is called once it is durable and carried out."""

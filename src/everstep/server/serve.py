@@ -35,6 +35,7 @@ class ServerSettings:
     etcd_ca: Path | None = None
     etcd_cert: Path | None = None
     etcd_key: Path | None = None
+    etcd_compacts: bool = True
     name: str = ""
     silence_s: float = SILENCE_S
     cert: Path | None = None
@@ -145,4 +146,5 @@ def _journal(settings: ServerSettings) -> Journal:
         name=settings.name,
         token=settings.etcd_token,
         tls=settings.etcd_tls(),
+        compacts=settings.etcd_compacts,
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_HELD = 2000  # rows of a task that wait for the disk
+_NAME = ("at", "step", "epoch", "attempt")  # of a row
 _TAIL_BYTES = 1 << 16  # the last line is shorter than this
 
 
@@ -39,13 +40,12 @@ class StepFiles:
     def complete(self, task: str, rows: Sequence[dict[str, Any]]) -> None:
         """After a restart: add the rows that the file lacks, `rows` being the newest of the task."""
         try:
-            last_at = self._mend(self._path(task))
+            last = self._mend(self._path(task))
         except OSError as error:
             self._say(f"the step log of task {task} cannot be read ({error.strerror})")
             return
-        for row in rows:
-            if row["at"] > last_at:
-                self.append(task, row)
+        for row in _after(rows, last):
+            self.append(task, row)
 
     def _write(self, task: str, rows: Sequence[dict[str, Any]]) -> None:
         path = self._path(task)
@@ -60,10 +60,10 @@ class StepFiles:
                 os.ftruncate(file.fileno(), size)  # no half of a line stays
                 raise
 
-    def _mend(self, path: Path) -> float:
-        """Cut off half a line, if a crash left one; the time of the last whole row."""
+    def _mend(self, path: Path) -> dict[str, Any] | None:
+        """Cut off half a line, if a crash left one; the last whole row."""
         if not path.exists():
-            return float("-inf")
+            return None
         with path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
             start = max(0, size - _TAIL_BYTES)
@@ -73,7 +73,17 @@ class StepFiles:
             if len(whole) < len(tail):
                 file.truncate(start + len(whole))
         lines = whole.splitlines()
-        return float(json.loads(lines[-1])["at"]) if lines else float("-inf")
+        return dict(json.loads(lines[-1])) if lines else None
 
     def _path(self, task: str) -> Path:
         return self._folder / f"{task}.jsonl"
+
+
+def _after(rows: Sequence[dict[str, Any]], last: dict[str, Any] | None) -> Sequence[dict[str, Any]]:
+    """The rows that follow this one. Not by time alone: rows that were journaled at once have one time."""
+    if last is None:
+        return rows
+    same = [number for number, row in enumerate(rows) if all(row[key] == last.get(key) for key in _NAME)]
+    if same:
+        return rows[same[-1] + 1 :]
+    return [row for row in rows if row["at"] > last["at"]]

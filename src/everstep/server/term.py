@@ -3,7 +3,10 @@
 A coordinator that loses its leadership throws the whole term away: agents are disconnected and find the new
 leader, callers that wait get an error, and the next term of the same process starts from the journal again.
 
-Times are wall-clock seconds that never run backwards, because they outlive the process.
+Times are wall-clock seconds, because they outlive the process. A term reads the wall clock once, when it
+begins; after that its time goes on with the monotonic clock, from the wall's or from the journal's last
+entry, whichever is later. So a clock that is set, or one that is behind that of the last coordinator, delays
+no timer: with the wall clock alone, time would stand still until the clock has caught up.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ class Term:
         self.lines = AgentConnections(self)
         self.returns = Returns(self.hearts)
         self._clock = clock
+        self._began_at, self._began = clock(), time.monotonic()
         self._ports = ClusterPorts(self.lines, self, record)
         self._to_write: asyncio.Queue[tuple[list[bytes], Callable[[], None]]] = asyncio.Queue()
         self._snapshot_at = 0
@@ -61,7 +65,7 @@ class Term:
         self._is_over = False
         self.driver = self._driver(0)
 
-    def _driver(self, number: int) -> ClusterDriver:
+    def _driver(self, number: int, now: float = 0.0) -> ClusterDriver:
         return ClusterDriver(
             self.machine,
             clock=self,
@@ -70,6 +74,7 @@ class Term:
             time_passed=msg.TimePassed(),
             decide=self._decide,
             number=number,
+            now=now,
         )
 
     # -------------------------------------------------------------- life
@@ -78,20 +83,21 @@ class Term:
         """Read the journal; be where the last coordinator was."""
         began = time.monotonic()
         snapshot = await self.journal.latest_snapshot()
-        number, steps = 0, None
+        number, steps, at = 0, None, 0.0
         if snapshot is not None:
             number, body = snapshot
             document = json.loads(zlib.decompress(body))
             thaw(self.machine, document["state"])
-            steps = document["steps"]
+            steps, at = document["steps"], document.get("at", 0.0)
         self._snapshot_at = number
-        self.driver = self._driver(number)
+        self.driver = self._driver(number, at)
         self.record.begin(self.machine, self.hearts, number, steps)
         while entries := await self.journal.entries(after=self.driver.number):
             for start in range(0, len(entries), REPLAYED_AT_ONCE):
                 page = entries[start : start + REPLAYED_AT_ONCE]
                 self.driver.replay(_readable(page))
                 await asyncio.sleep(0)
+        self._began_at, self._began = max(self._clock(), self.driver.now), time.monotonic()
         self.returns.expect([n.name for n in self.machine.nodes.values() if n.reachable], time.monotonic())
         self.record.lead()
         self.record.say(
@@ -188,7 +194,7 @@ class Term:
     # -------------------------------------------------------------- the clock
 
     def time(self) -> float:
-        return self._clock()
+        return self._began_at + time.monotonic() - self._began
 
     def wake_at(self, when: float) -> None:
         """`_tick` looks often enough."""
@@ -224,7 +230,11 @@ class Term:
 
     async def _snapshot(self) -> None:
         number = self._snapshot_at = self.driver.number
-        document = {"state": freeze(self.machine), "steps": self.record.snapshot()}
+        document = {
+            "state": freeze(self.machine),
+            "steps": self.record.snapshot(),
+            "at": self.driver.now,
+        }
         text = json.dumps(document, separators=(",", ":"))
         await self.journal.snapshot(number, zlib.compress(text.encode(), 1))
 

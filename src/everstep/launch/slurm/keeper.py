@@ -37,6 +37,8 @@ EVERSTEP = (sys.executable, "-m", "everstep.cli.main")
 TURN_S = 0.5
 FIRST_TRY_S, TRY_EVERY_S, TRY_BY_RANK_S = 2.0, 2.0, 0.5
 ASK_ABOUT_JOB_S = 15.0
+LOOKS_PER_S = 20.0  # of all keepers together, at the run's folder: it is on a shared file system
+LOOK_MOST_S = 30.0
 RESTART_FIRST_S, RESTART_MOST_S = 1.0, 30.0
 CALM_S = 60.0  # a child that lived so long is restarted without waiting
 MAX_FAILURES = 8  # of an agent, one after the other: then this node is of no use to the run
@@ -61,6 +63,11 @@ class KeeperSettings:
     ca: Path | None = None
     interface: str = ""
     watch_s: float = 5.0
+
+
+def look_every_s(nodes: int) -> float:
+    """How often one of so many keepers looks into the run's folder."""
+    return min(LOOK_MOST_S, max(TURN_S, nodes / LOOKS_PER_S))
 
 
 class KeptProcess:
@@ -118,6 +125,7 @@ class Keeper:
         self.leader: Leader | None = None
         self._words = self.run_folder.logs / f"keeper-{settings.node}.log"
         self._end_signal = 0
+        self._look_at = 0.0
         self._port = settings.port
         self._asked_at = time.monotonic()
         self._try_at = time.monotonic() + (0.0 if settings.rank == 0 else self._patience_s)
@@ -142,7 +150,7 @@ class Keeper:
         try:
             while not self._end_signal:
                 now = time.monotonic()
-                if (code := run.exit_code) is not None:
+                if self._looks(now) and (code := run.exit_code) is not None:
                     self.say("the task has ended")
                     return code
                 agent.keep(now)
@@ -166,6 +174,13 @@ class Keeper:
             agent.end()
             if coordinator is not None:
                 coordinator.end()
+
+    def _looks(self, now: float) -> bool:
+        """Is it time to look whether the task has ended? The leader knows at once, for it says so itself."""
+        if self.leader is None and now < self._look_at:
+            return False
+        self._look_at = now + look_every_s(self.settings.wanted)
+        return True
 
     def say(self, line: str) -> None:
         """Into a file of its own too: what srun gathers ends with the first node, by a broken pipe."""

@@ -41,6 +41,8 @@ class Truth:
         draw = Draw(seed, "norms")
         values = (0.01, 0.05, 0.6, 3.0, math.nan) if rules.clip is not None else (0.01,)
         self.norms = [[draw.choice(values) for _ in range(rules.stages)] for _ in range(rules.steps + 1)]
+        if not any(all(map(math.isfinite, norms)) for norms in self.norms[1:]):
+            self.norms[-1] = [0.01] * rules.stages  # a run that trains nothing fails, and rightly
         self.states = [VirtualState(0, 0)]
         for step in range(1, rules.steps + 1):
             self.states.append(applied(self.states[-1], step, self._scale(rules, step)))
