@@ -23,6 +23,7 @@ from everstep.core.cluster.snapshot import digest
 from everstep.core.cluster.task import OVER, Task
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import parse_worker
+from everstep.engine.tables import shown
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, requests, views
