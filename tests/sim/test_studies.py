@@ -9,7 +9,8 @@ import pytest
 
 from everstep.cli.main import run as everstep
 from everstep.errors import UserError
-from everstep.sim.study import readers, sources
+from everstep.plan.curve import from_table
+from everstep.sim.study import churn, readers, sources
 from everstep.sim.study.failures import CAUSES, Failure, Seen, Trace
 from everstep.sim.study.life import StudyTask
 from everstep.sim.study.request import Request, from_document
@@ -181,3 +182,36 @@ def test_a_storm_by_command_prints_one_document(capsys: pytest.CaptureFixture[st
     assert everstep(["sim", "storm", "--seeds", "0:5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["passed"], found["failed"]) == (5, [])
+
+
+def share_of_ideal(kind: str, days: float, *names: str) -> dict[str, float]:
+    results = earned(Request(trace=kind, seeds=1, days=days, tasks=("gpt3-1.3b",)), *names, "ideal")
+    return {name: results[name].accumulated_waf / results["ideal"].accumulated_waf for name in names}
+
+
+@pytest.mark.parametrize("kind", ["churn-minutes", "churn-diurnal"])
+def test_on_churn_ours_is_above_those_who_have_one_of_its_means(kind: str) -> None:
+    """It lost to re-routing alone: a newcomer stayed idle unless it made a shape whole."""
+    got = share_of_ideal(kind, 0.25, "recycle", "unicron", "everstep")
+    assert got["everstep"] > max(got["recycle"], got["unicron"]) + 0.02
+
+
+def test_every_kind_of_churn_is_the_same_for_the_same_seed() -> None:
+    for kind in churn.KINDS:
+        trace = churn.churn(kind, 3, days=1.0)
+        assert trace == churn.churn(kind, 3, days=1.0)
+        assert trace != churn.churn(kind, 4, days=1.0)
+        assert trace.spot
+        assert trace.failures
+        assert trace.nodes == churn.NODES
+
+
+def test_nodes_that_join_at_once_are_one_change() -> None:
+    task = StudyTask(name="t", curve=from_table([0.0, 1.0]))
+    task.healthy = task.rate = 1.0
+    for seconds in (3.0, 5.0, 4.0):
+        task.pause(seconds)
+    assert task.stalls == [("transition", 5.0)]
+    task.advance(1.0)
+    task.pause(2.0)
+    assert task.stalls == [("transition", 4.0), ("transition", 2.0)]

@@ -59,6 +59,9 @@ class Curve:
     replicated: bool = True  # a live replica holds all there is; not so when ZeRO-1 splits the optimizer
     _index: Mapping[tuple[int, int], int] = field(default_factory=dict)
     _by_units: dict[int, tuple[Floats, Ints]] = field(default_factory=dict, init=False, repr=False)
+    kept: dict[str, object] = field(
+        default_factory=dict, init=False, repr=False
+    )  # what others derived from it
 
     def by_units(self, unit: int) -> tuple[Floats, Ints]:
         """For 1, 2, ... units the best throughput that needs so many, and its number of workers. Kept."""

@@ -43,6 +43,7 @@ def offered_layer(task: TaskSpec, today: TaskSituation, cluster: Cluster, horizo
         transition_s=np.array([row.seconds for row in rows]),
         kind=np.array([row.kind for row in rows], dtype=np.int8),
         cut=np.array([row.offer for row in rows], dtype=np.int64),
+        replicas=np.zeros(len(rows), dtype=np.int64),  # an offer has its own shape
         back_s=np.array([_way_back_s(task, today, horizon.target, row) for row in rows]),
         worth=np.array(worth),
     )

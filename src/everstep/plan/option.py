@@ -87,6 +87,7 @@ class Layer:
     transition_s: Floats
     kind: npt.NDArray[np.int8]
     cut: Ints  # index into the curve's cuts, -1: unknown
+    replicas: Ints  # of a shape with places left empty; 0: as many as its workers fill
     back_s: Floats
     worth: Floats
 

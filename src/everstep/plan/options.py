@@ -6,8 +6,9 @@ An option takes some units (slots, or nodes) and is worth
 
 the first two terms are Unicron's, with our D_transition; the third is what going back will cost when a repair
 ends the period (`running.py`). Options come in layers: the best shape for every number of units; today's cut
-with more or fewer replicas; and staying as we are, whole or re-routed around the dead. A task that says which
-shapes it may take (`TaskSpec.offers`, as running tasks do) has one layer of its own: `offered.py`.
+with more or fewer replicas; shapes with places left empty; and staying as we are, whole or re-routed around
+the dead. A task that says which shapes it may take (`TaskSpec.offers`, as running tasks do) has one layer of
+its own: `offered.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everstep.plan.cluster import Cluster
+from everstep.plan.holes import num_moving, with_holes
 from everstep.plan.memory import Floats
 from everstep.plan.offered import charged, offered_layer
 from everstep.plan.option import MUST_RUN, NEVER, Horizon, Ints, Layer, OptionKind, TaskOption
@@ -72,7 +74,8 @@ class Options:
             shape = self.task.offers[cut].shape
         elif cut >= 0:
             same_cut = self.task.curve.cuts[cut]
-            shape = same_cut.shape(workers // (same_cut.stages * same_cut.shards))
+            filled = workers // (same_cut.stages * same_cut.shards)
+            shape = same_cut.shape(int(layer.replicas[index]) or filled)
         w, target = self.task.weight, self.horizon.target
         return TaskOption(
             kind=kind,
@@ -143,6 +146,8 @@ class _Build:
 
     def layers(self) -> Iterator[Layer]:
         yield self._best_shapes()
+        if self.curve.replicated and self.curve.cuts:
+            yield self._places_empty()
         if self.cut_today >= 0 and self.today.workers:
             yield self._todays_cut()
         yield self._stay()
@@ -167,6 +172,20 @@ class _Build:
         cut = np.where(workers <= curve.most, curve.cut_of[np.minimum(workers, curve.most)], -1)
         return self._layer(units, workers, best, cut)
 
+    def _places_empty(self) -> Layer:
+        """For each number of workers the best shape that has more places than that."""
+        found, task = with_holes(self.curve), self.task
+        most = min(self.top * self.unit, self.curve.most, task.max_workers or self.curve.most)
+        workers = np.flatnonzero(found.throughput[: most + 1])
+        workers = workers[workers >= task.min_workers]
+        return self._layer(
+            -(-workers // self.unit),
+            workers,
+            found.throughput[workers],
+            found.cut[workers],
+            found.replicas[workers],
+        )
+
     def _todays_cut(self) -> Layer:
         same = self.curve.cuts[self.cut_today]
         each = same.stages * same.shards
@@ -179,9 +198,13 @@ class _Build:
             -(-workers // self.unit), workers, throughput, np.full(len(workers), self.cut_today)
         )
 
-    def _layer(self, units: Ints, workers: Ints, throughput: Floats, cut: Ints) -> Layer:
+    def _layer(
+        self, units: Ints, workers: Ints, throughput: Floats, cut: Ints, replicas: Ints | None = None
+    ) -> Layer:
         kind, seconds = self._change(workers, throughput, cut)
-        return self._worth(units, workers, throughput, cut, kind, seconds)
+        if replicas is None:
+            replicas = np.zeros(len(workers), dtype=np.int64)
+        return self._worth(units, workers, throughput, cut, kind, seconds, replicas)
 
     def _change(self, workers: Ints, throughput: Floats, cut: Ints) -> tuple[npt.NDArray[np.int8], Floats]:
         """What kind of change leads there, and its seconds."""
@@ -196,10 +219,11 @@ class _Build:
             fewer = same & (workers <= today.live_workers)
             more = same & ~fewer
             kind[fewer], kind[more] = OptionKind.DROP, OptionKind.GROW
-            seconds = np.where(fewer, costs.groups(count), seconds)
+            seconds = np.where(fewer, costs.epoch(count), seconds)
             gain = _fraction(throughput - today.rerouted, today.throughput)
             grown = costs.grow_s(self.curve.state_bytes, count, float(self.parts[self.cut_today]), gain)
             seconds = np.where(more, grown, seconds)
+            seconds = seconds + np.where(same, self._roles_s(workers), 0.0)
         seconds = seconds + self._broken_step_s()
         if self.cut_today < 0:
             kind[:] = np.where(workers > today.live_workers, OptionKind.GROW, OptionKind.DROP)
@@ -209,6 +233,17 @@ class _Build:
             still = (workers == today.workers) & (cut == self.cut_today) & (not today.missing)
             kind[still], seconds = OptionKind.KEEP, np.where(still, 0.0, seconds)
         return kind, seconds
+
+    def _roles_s(self, workers: Ints) -> Floats:
+        """Where stages have lost unevenly, live workers change their stage: they fetch its state."""
+        shape = self.today.shape
+        assert shape is not None
+        live = live_per_stage(shape, self.today.dead)
+        moving = num_moving(live, workers // shape.shards, shape.stages)
+        fetch = self.costs.fetch_s(
+            Source.LIVE, self.curve.state_bytes, np.array(float(self.parts[self.cut_today]))
+        )
+        return np.where(moving > 0, fetch, 0.0)
 
     def _stay(self) -> Layer:
         """Stop; continue as today; continue without the failed workers."""
@@ -229,6 +264,7 @@ class _Build:
             np.full(len(rows), self.cut_today),
             np.array(kinds, dtype=np.int8),
             np.array(seconds_, dtype=np.float64),
+            np.zeros(len(rows), dtype=np.int64),
         )
         if self.task.must_run:
             most = self.task.weight * float(self.curve.throughput.max()) * self.horizon.running_s
@@ -267,6 +303,7 @@ class _Build:
         cut: Ints,
         kind: npt.NDArray[np.int8],
         seconds: Floats,
+        replicas: Ints,
     ) -> Layer:
         w, today, horizon = self.task.weight, self.today, self.horizon
         back = self._way_back(workers, throughput, cut, kind)
@@ -283,6 +320,7 @@ class _Build:
             transition_s=seconds,
             kind=kind,
             cut=cut,
+            replicas=replicas,
             back_s=back,
             worth=worth,
         )
@@ -301,7 +339,7 @@ class _Build:
             gain = _fraction(target.throughput - throughput, target.throughput)
             grown = self.costs.grow_s(self.curve.state_bytes, count, float(self.parts[goal]), gain)
             fewer = same & (workers > target.workers)
-            seconds = np.where(same, np.where(fewer, self.costs.groups(count), grown), seconds)
+            seconds = np.where(same, np.where(fewer, self.costs.epoch(count), grown), seconds)
         restored = self.costs.reshape_s(Source.DISK, self.curve.state_bytes, count, parts)
         seconds = np.where(kind == OptionKind.STOP, restored, seconds)
         if self.fixed_s is not None:

@@ -17,8 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from everstep.plan.cluster import Assignment, Cluster, SlotPlace
+from everstep.plan.holes import per_stage
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.shape import ParallelShape
+
+Groups = dict[tuple[int, int], tuple[SlotPlace, ...]]  # (replica, stage) -> places
 
 
 class Unplaceable(Exception):
@@ -43,7 +46,7 @@ class _Seat:
     name: str
     choice: TaskOption
     shape: ParallelShape
-    groups: dict[tuple[int, int], tuple[SlotPlace, ...]]  # (replica, stage) -> places that stay
+    groups: Groups  # that stay
     had: frozenset[SlotPlace]
     own: list[SlotPlace] = field(default_factory=list)  # slots it may keep for other parts of the model
     on_node: Counter[tuple[int, str]] = field(default_factory=Counter)  # (stage, node) -> replicas
@@ -76,7 +79,7 @@ def place(cluster: Cluster, now: Assignment, choices: Mapping[str, TaskOption]) 
     for seat in sorted(seats, key=lambda seat: (-seat.shape.shards, not seat.had, -seat.shape.workers)):
         _fill(room, seat, warnings)
     for seat in seats:
-        places[seat.name] = _in_order(seat)
+        places[seat.name] = _with_holes(seat, seat.shape.workers)
     ordered = {name: places[name] for name in choices if name in places}
     moves = {name: _num_new(now.of(name), seated) for name, seated in ordered.items()}
     return Placement(Assignment(places=ordered, shapes=shapes), moves, tuple(warnings))
@@ -102,9 +105,10 @@ def _keep_what_stays(cluster: Cluster, now: Assignment, name: str, choice: TaskO
         cut = shape
     if cut is not None and cut.same_cut(shape):
         groups = _live_groups(cut, live)
-        seat.groups = groups if choice.kind is OptionKind.REROUTE else _chosen(groups, shape)
+        seat.groups = groups if choice.kind is OptionKind.REROUTE else _chosen(groups, shape, choice.workers)
     elif cut is None and choice.shape is None:
-        seat.groups = _chosen({(i, 0): (p,) for i, p in enumerate(live) if p is not None}, shape)
+        alone: Groups = {(i, 0): (p,) for i, p in enumerate(live) if p is not None}
+        seat.groups = _chosen(alone, shape, choice.workers)
     else:
         seat.own = [p for p in live if p is not None]
     for (_, stage), group in seat.groups.items():
@@ -112,9 +116,7 @@ def _keep_what_stays(cluster: Cluster, now: Assignment, name: str, choice: TaskO
     return seat
 
 
-def _live_groups(
-    shape: ParallelShape, live: Sequence[SlotPlace | None]
-) -> dict[tuple[int, int], tuple[SlotPlace, ...]]:
+def _live_groups(shape: ParallelShape, live: Sequence[SlotPlace | None]) -> Groups:
     found = {}
     for index in range(shape.groups):
         members = live[index * shape.shards : (index + 1) * shape.shards]
@@ -124,20 +126,18 @@ def _live_groups(
     return found
 
 
-def _chosen(
-    groups: dict[tuple[int, int], tuple[SlotPlace, ...]], shape: ParallelShape
-) -> dict[tuple[int, int], tuple[SlotPlace, ...]]:
-    """Of each stage as many groups as there will be replicas, renumbered. Who sits where most of the task
+def _chosen(groups: Groups, shape: ParallelShape, workers: int) -> Groups:
+    """Of each stage as many groups as it will have, renumbered. Who sits where most of the task
     sits stays, so that whole nodes come free, but never all on one node if it can be helped."""
     weight = Counter(group[0].node for group in groups.values())
     by_stage: dict[int, list[tuple[int, tuple[SlotPlace, ...]]]] = defaultdict(list)
     for (replica, stage), group in groups.items():
         by_stage[stage].append((replica, group))
     chosen = {}
-    for stage in range(shape.stages):
+    for stage, count in enumerate(per_stage(workers // shape.shards, shape.stages)):
         mine = by_stage[stage]
         mine.sort(key=lambda item: (-weight[item[1][0].node], item[0]))
-        kept, rest = mine[: shape.replicas], mine[shape.replicas :]
+        kept, rest = mine[:count], mine[count:]
         nodes = {group[0].node for _, group in kept}
         elsewhere = [item for item in rest if item[1][0].node not in nodes]
         if len(kept) > 1 and len(nodes) == 1 and elsewhere:
@@ -221,14 +221,17 @@ class _Room:
 
 def _fill(room: _Room, seat: _Seat, warnings: list[str]) -> None:
     """Find a place for every group that has none."""
-    if not room.racks:
+    if not room.racks and seat.choice.workers == seat.shape.workers:
         _fill_node_by_node(room, seat)
+    missing = Counter(dict(enumerate(per_stage(seat.choice.workers // seat.shape.shards, seat.shape.stages))))
+    missing.subtract(stage for _, stage in seat.groups)
     used = {group[0].node for group in seat.groups.values()}
     near = dict.fromkeys([*(place.node for place in seat.own), *sorted(used)])
     for replica in range(seat.shape.replicas):
         for stage in range(seat.shape.stages):
-            if (replica, stage) in seat.groups:
+            if (replica, stage) in seat.groups or missing[stage] <= 0:
                 continue
+            missing[stage] -= 1
             node = _best_node(room, seat, stage, used, near)
             if node is None:
                 raise Unplaceable(seat.name)
@@ -300,15 +303,6 @@ def _warn(seat: _Seat, warnings: list[str]) -> None:
                 "the last copy."
             )
             return
-
-
-def _in_order(seat: _Seat) -> tuple[SlotPlace | None, ...]:
-    return tuple(
-        place
-        for replica in range(seat.shape.replicas)
-        for stage in range(seat.shape.stages)
-        for place in seat.groups[replica, stage]
-    )
 
 
 def _with_holes(seat: _Seat, count: int) -> tuple[SlotPlace | None, ...]:

@@ -18,6 +18,9 @@ from everstep.schedule.bounds import lower_bound
 
 SCHEDULED_OPS = 2_000  # above this the bound is asked
 MODES = {"staggered": "staggered"}  # schedule of the stack -> mode of the scheduler; others fuse the backward
+# What a whole step is compared with. `unstaggered`: a stack with few bubbles while nothing is lost, that
+# re-routes in a 1F1B step with all of them.
+BASES = {"unstaggered": "staggered"}
 
 
 def dead_groups(shape: ParallelShape, missing: Iterable[int]) -> frozenset[Worker]:
@@ -40,11 +43,12 @@ def throughput_ratio(shape: ParallelShape, dead: frozenset[Worker], *, batch: in
     rows = max(1, shape.microbatch)
     count = batch // (shape.replicas * rows) if batch else 4 * shape.stages
     lost = tuple(shape.replicas - live for live in per_stage)
-    return _ratio(shape.replicas, shape.stages, max(1, count), lost, MODES.get(schedule, "reroute"))
+    mode = MODES.get(schedule, "reroute")
+    return _ratio(shape.replicas, shape.stages, max(1, count), lost, mode, BASES.get(schedule, mode))
 
 
 @lru_cache(maxsize=4096)
-def _ratio(replicas: int, stages: int, count: int, lost: tuple[int, ...], mode: str) -> float:
+def _ratio(replicas: int, stages: int, count: int, lost: tuple[int, ...], mode: str, base: str) -> float:
     """Replicas of a stage are alike, so only how many of each stage are gone matters."""
     one, two = (uniform(replicas=replicas, stages=stages, value=v) for v in (1.0, 1.0))
     dead = frozenset(Worker(k, s) for s, gone in enumerate(lost) for k in range(gone))
@@ -59,5 +63,5 @@ def _ratio(replicas: int, stages: int, count: int, lost: tuple[int, ...], mode: 
     )
     whole = broken.fault_free()
     if 3 * replicas * stages * count <= SCHEDULED_OPS:
-        return min(1.0, plan(whole, mode).value / plan(broken, mode).value)
-    return min(1.0, lower_bound(whole, mode) / lower_bound(broken, mode))
+        return min(1.0, plan(whole, base).value / plan(broken, mode).value)
+    return min(1.0, lower_bound(whole, base) / lower_bound(broken, mode))

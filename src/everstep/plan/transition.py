@@ -3,9 +3,9 @@
     keep        nothing
     re-route    a moment to agree, then the dead workers' ops of the broken step on peers; no state moves.
                 A task that was hurt pays this whatever it does next, for changes happen between two steps
-    drop        replicas fewer, same cut: every stage's reduce group is formed anew; no state moves
-    grow, fill  replicas more, same cut: new workers copy the state of a live peer *while training goes on*;
-                the task loses what it would have gained in that time, and the forming of the groups
+    drop        workers fewer, same cut: a new epoch between two steps; no state moves
+    grow, fill  workers more, same cut: they start and copy the state of a live peer *while training goes on*,
+                and enter at a step boundary; the task loses what it would have gained in that time
     reshape     another cut: the task stands still while every worker fetches its new part
     restore     no live replica of some stage is left: the state comes from the memory of other hosts, or
                 from disk, and the work since then is lost
@@ -36,7 +36,8 @@ class Costs:
 
     transition_s: float | None = None
     reroute_s: float = 1.0  # stop after the op in hand, tell the ledger, take the new lists
-    groups_s: float = 5.0  # forming reduce groups, however few
+    join_s: float = 1.0  # a new epoch of the same cut: NCCL needs 0.1 s for a group of four more (H200)
+    groups_s: float = 5.0  # forming all groups of another cut, however few
     groups_per_worker_s: float = 0.002  # and for every worker in them: 17 s at 16k GPUs, 200 s at 98k
     network_bandwidth: float = 20e9  # bytes/s a worker receives from another node
     disk_bandwidth: float = 20e9  # bytes/s of the shared storage, all readers together
@@ -46,6 +47,10 @@ class Costs:
 
     def groups(self, workers: Floats) -> Floats:
         return self.groups_s + self.groups_per_worker_s * workers
+
+    def epoch(self, workers: Floats) -> Floats:
+        """Workers more or fewer of the same cut: only the groups that they touch are formed anew."""
+        return self.join_s + self.groups_per_worker_s * workers
 
     def lost_work_s(self, source: Source, step_s: float) -> float:
         """Seconds of work done again because it is in no state that is left."""
@@ -69,7 +74,7 @@ class Costs:
     def grow_s(self, state_bytes: float, workers: Floats, parts: float, gain: Floats) -> Floats:
         """`gain`: how much of today's throughput the new workers will add, as a fraction of it."""
         copying = self.fetch_s(Source.LIVE, state_bytes, np.array(parts))
-        return self.groups(workers) + copying * np.maximum(gain, 0.0)
+        return self.epoch(workers) + copying * np.maximum(gain, 0.0)
 
     def interrupted_s(self, step_s: float, dead_share: float) -> float:
         """A death in mid-step: the dead workers' ops of that step are run again by their peers, whatever

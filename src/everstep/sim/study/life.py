@@ -37,6 +37,7 @@ class StudyTask:
     done: float = 0.0  # FLOPs that count
     lost: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     running_s: float = 0.0
+    decided_now: float = 0.0  # seconds of the last pause, if no time has passed since
 
     def step_s(self) -> float:
         """Seconds of a step at the healthy rate."""
@@ -51,14 +52,22 @@ class StudyTask:
         order = [(kind, seconds[kind]) for kind in ("detection", "transition") if seconds.get(kind)]
         replay = seconds.get("replay", 0.0) + owed
         self.stalls = order + ([("replay", replay)] if replay > 0 else [])
+        self.decided_now = 0.0
 
     def pause(self, seconds: float) -> None:
-        """A change made on purpose: one more transition, after whatever is under way."""
-        if seconds > 0:
-            self.stalls.append(("transition", seconds))
+        """A change made on purpose: one more transition, after whatever is under way. Changes decided at the
+        same moment (several nodes join at once) are one, as long as the longest of them.
+        """
+        if seconds <= self.decided_now:
+            return
+        if self.decided_now:
+            self.stalls.pop()
+        self.stalls.append(("transition", seconds))
+        self.decided_now = seconds
 
     def advance(self, dt: float) -> None:
         left = dt
+        self.decided_now = 0.0
         while left > 0 and self.stalls and not self.waiting:
             kind, seconds = self.stalls[0]
             spent = min(left, seconds)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from everstep.plan import Assignment, Cluster, Costs, PlanNode, SlotPlace, TaskSpec, decide
+from everstep.plan.holes import per_stage
 from everstep.plan.memory import Floats
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.placement import Unplaceable, place
@@ -64,8 +65,9 @@ class DetectionTimes:
 # iterations after three of them.
 UNICRON_TIMES = DetectionTimes(exception_s=0.3, exit_s=1.8, silence_s=5.6, hang_steps=3.0)
 # Exits by pidfd and exceptions by hook in tens of milliseconds (bench/heal.py: 24 ms, 41 ms at the 95th
-# percentile; 0.1 s here), a lost node like Unicron, a hang by one op overdue, at most one iteration.
-EVERSTEP_TIMES = DetectionTimes(exception_s=0.1, exit_s=0.1, silence_s=5.6, hang_steps=1.0)
+# percentile; 0.1 s here), a lost node by a second of silence (bench/reshape.py lost: training continues 1.4 s
+# after a node is gone; all of it counts as detection here), a hang by one op overdue, at most one iteration.
+EVERSTEP_TIMES = DetectionTimes(exception_s=0.1, exit_s=0.1, silence_s=1.4, hang_steps=1.0)
 
 
 class PlannedPolicy(Policy):
@@ -73,6 +75,8 @@ class PlannedPolicy(Policy):
 
     def __init__(self, means: Means, times: DetectionTimes) -> None:
         self.means, self.times = means, times
+        same_cut_s = Costs().join_s if means.reroute else Costs().groups_s
+        self._costs = Costs(memory_copies=True, join_s=same_cut_s)
 
     def begin(self, life: Life) -> None:
         super().begin(life)
@@ -138,9 +142,7 @@ class PlannedPolicy(Policy):
             was_running = not task.waiting and task.rate > 0
             changed = choice.kind is not OptionKind.KEEP
             if task in hit and failure is not None:
-                extra = (
-                    0.0 if self.means.mid_step or choice.kind is not OptionKind.REROUTE else self._again(task)
-                )
+                extra = 0.0 if self.means.mid_step else self._again(task)
                 seen = self.times.of(failure.seen, task.step_s())
                 task.stall(detection=seen, transition=choice.transition_s, replay=extra)
             elif changed and (was_running or choice.throughput > 0) and self._differs(before, task, choice):
@@ -174,7 +176,7 @@ class PlannedPolicy(Policy):
             nodes=nodes,
             whole_nodes=not self.means.placement and life.slots > 1,
             failures_per_1000_node_days=life.severe_per_1000_node_days,
-            costs=Costs(memory_copies=True),
+            costs=self._costs,
         )
 
     def _spec(self, task: StudyTask) -> TaskSpec:
@@ -191,7 +193,7 @@ class PlannedPolicy(Policy):
         """Without staggering: a fused backward, and one optimizer step for all stages. Without re-routing:
         a lost worker's state comes from another host's memory, and the task is formed anew.
         """
-        schedule = "staggered" if self.means.stagger else "1f1b"
+        schedule = "staggered" if self.means.stagger else "unstaggered"
         curve, reroute = task.curve, self.means.reroute
         if curve.schedule != schedule or curve.replicated != reroute:
             task.curve = replace(curve, schedule=schedule, replicated=reroute)
@@ -224,7 +226,12 @@ class PlannedPolicy(Policy):
         free.reverse()
         for name, shape in shapes.items():
             if name not in places:
-                places[name] = [free.pop() if free else None for _ in range(shape.workers)]
+                left = per_stage(choices[name].workers // shape.shards, shape.stages)
+                places[name] = [None] * shape.workers
+                for index in range(shape.workers):
+                    stage = index // shape.shards % shape.stages
+                    if index // (shape.shards * shape.stages) < left[stage] and free:
+                        places[name][index] = free.pop()
         return Assignment(places=places, shapes=shapes)
 
     def _indices(self, task: StudyTask, node: int) -> list[int]:

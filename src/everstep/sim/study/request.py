@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from everstep.errors import UserError
-from everstep.sim.study import readers, sources
+from everstep.sim.study import churn, readers, sources
 from everstep.sim.study.failures import DAY_S, Trace
 from everstep.sim.study.policies import Elastic, Megatron, Policy
 from everstep.sim.study.setting import DEFAULT_MIX, Asked, build, of_mix, parse_task
@@ -62,8 +62,11 @@ class Request:
                 ]
             case "poisson":
                 return [self._poisson(seed) for seed in range(self.seeds)]
+        if self.trace in churn.KINDS:
+            nodes, days = self.nodes or churn.NODES, self.days or churn.DAYS
+            return [churn.churn(self.trace, seed, nodes=nodes, days=days) for seed in range(self.seeds)]
         if self.text is None:
-            known = ("trace-a", "trace-b", "llama3", "poisson")
+            known = ("trace-a", "trace-b", "llama3", "poisson", *churn.KINDS)
             near = get_close_matches(self.trace, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(known)} or a file."
             raise UserError(f"trace {self.trace!r} is neither a name nor a file; {hint}")
