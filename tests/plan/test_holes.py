@@ -11,7 +11,7 @@ from everstep.core.words.ops import Worker
 from everstep.plan import Assignment, Cluster, PlanNode, SlotPlace, TaskSpec, assign
 from everstep.plan.curve import Curve, from_table
 from everstep.plan.holes import num_moving, per_stage, ratio, with_holes
-from everstep.plan.options import OptionKind
+from everstep.plan.option import OptionKind
 from everstep.plan.reroute import throughput_ratio
 from everstep.plan.shape import ParallelShape
 
