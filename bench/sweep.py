@@ -30,15 +30,22 @@ def main() -> int:
     parser.add_argument("--preset", default="gpt-tiny")
     parser.add_argument("--transport", default="auto", help="auto, tcp, shm, nccl, pipe; clean runs by tcp")
     parser.add_argument("--part", default="1/1", help="2/4: every fourth point, from the second on")
+    parser.add_argument(
+        "--shards", type=int, default=1, help="processes per worker; kills strike each in turn"
+    )
     parser.add_argument("--only", default="", help="points whose name contains this")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     sweep = Sweep(
-        device=given.device, precision=given.precision, preset=given.preset, transport=given.transport
+        device=given.device,
+        precision=given.precision,
+        preset=given.preset,
+        transport=given.transport,
+        shards=given.shards,
     )
     part, parts = map(int, given.part.split("/"))
-    chosen = [p for p in points() if given.only in p.name][part - 1 :: parts] * given.repeat
+    chosen = [p for p in points(given.shards) if given.only in p.name][part - 1 :: parts] * given.repeat
     results = []
     try:
         for number, point in enumerate(chosen, 1):

@@ -143,8 +143,26 @@ def staggered() -> list[Point]:
     ]
 
 
-def points() -> list[Point]:
-    return [*every_op(), *in_reduce_and_update(), *pairs(), *staggered()]
+def in_collectives(shards: int) -> list[Point]:
+    """A shard dies inside a collective of its worker, in every op that has one."""
+    return [
+        Point(f"inside {text}", (text,))
+        for shard in range(shards)
+        for stage, op in ((0, "F1"), (1, "F2"), (0, "I1"), (1, "I0"), (0, "R"), (1, "R"))
+        for text in (f"stage={stage},replica={shard % 2},step=3,op={op},when=inside,shard={shard}",)
+    ]
+
+
+def points(shards: int = 1) -> list[Point]:
+    """With shards, every point kills another one of its worker's: the leader, a follower, …"""
+    found = [*every_op(), *in_reduce_and_update(), *pairs(), *staggered()]
+    if shards == 1:
+        return found
+    turned = [
+        replace(point, faults=tuple(f"{fault},shard={i % shards}" for fault in point.faults))
+        for i, point in enumerate(found)
+    ]
+    return [*turned, *in_collectives(shards)]
 
 
 class Sweep:
@@ -159,6 +177,7 @@ class Sweep:
         steps: int = 6,
         limit_s: float = 120.0,
         transport: str = "auto",
+        shards: int = 1,
     ) -> None:
         """Healed runs take `transport`; clean ones are by tcp, so that two ways of carrying are compared."""
         self.transport = transport
@@ -169,6 +188,7 @@ class Sweep:
             device=device,
             precision=precision,
             transport="tcp",
+            shards=shards,
         )  # type: ignore[arg-type]
         self.limit_s = limit_s
         self.fork_server = ForkServer().start()

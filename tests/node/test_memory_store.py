@@ -11,6 +11,7 @@ import torch
 
 from everstep.checkpoint import memory
 from everstep.errors import UserError
+from everstep.layout.box import Box, whole
 from everstep.node.memory_store import MemoryServer, MemoryStore, token_of
 
 SECRET = "ab" * 32
@@ -37,6 +38,10 @@ def state(stage: int) -> dict[str, torch.Tensor]:
     return {f"model/s{stage}.{name}": torch.randn(300, 70, generator=generator) for name in "ab"}
 
 
+def whole_slices(tensors: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
+    return [(name, tuple(t.shape), whole(t.shape), t) for name, t in tensors.items()]
+
+
 def remote(door: MemoryServer, token: str = token_of(SECRET)) -> memory.Remote:
     return memory.Remote("127.0.0.1", door.port, token)
 
@@ -53,8 +58,8 @@ def ask(door: MemoryServer, method: str, path: str, token: str = token_of(SECRET
 def test_a_state_of_two_stages_is_read_from_this_node_and_from_another(
     door: MemoryServer, here: Path
 ) -> None:
-    first = memory.put(here, "t", 8, "stage-0-0", state(0))
-    second = memory.put(here, "t", 8, "stage-1-0", state(1))
+    first = memory.put(here, "t", 8, "stage-0-0", whole_slices(state(0)))
+    second = memory.put(here, "t", 8, "stage-1-0", whole_slices(state(1)))
     memory.send(here, second, remote(door), "t", 8)
     (memory.folder_of(here, "t", 8) / "stage-1-0.safetensors").unlink()
     kept = memory.open_copies("t", 8, [(here, first), (remote(door), second)])
@@ -65,7 +70,7 @@ def test_a_state_of_two_stages_is_read_from_this_node_and_from_another(
 
 
 def test_a_state_that_is_gone_or_damaged_is_refused(door: MemoryServer, here: Path) -> None:
-    part = memory.put(here, "t", 8, "stage-0-0", state(0))
+    part = memory.put(here, "t", 8, "stage-0-0", whole_slices(state(0)))
     path = memory.folder_of(here, "t", 8) / "stage-0-0.safetensors"
     memory.send(here, part, remote(door), "t", 8)
     kept = memory.open_copies("t", 8, [(remote(door), part)])
@@ -100,7 +105,7 @@ def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_is_not(door: 
 
 def test_older_states_make_room(door: MemoryServer, here: Path) -> None:
     for step in (1, 2, 3):
-        memory.put(here, "t", step, "stage-0-0", state(0))
+        memory.put(here, "t", step, "stage-0-0", whole_slices(state(0)))
     memory.drop(here, "t", 3)
     assert [path.name for path in (here / "t").iterdir()] == ["step-00000003"]
 

@@ -67,12 +67,13 @@ def write_slices(
     slices: Iterable[tuple[str, Sequence[int], Box, Tensor]],
     *,
     chunk_bytes: int = CHUNK_BYTES,
+    progress: Progress = lambda count: None,
 ) -> Part:
     """Write what this worker owns: (tensor, its whole shape, the box, the box's values)."""
     planned = [
         PlannedSlice(key, tuple(shape), box, stored_of(key, values)) for key, shape, box, values in slices
     ]
-    return place_of(root).write_part(step, name, planned, chunk_bytes=chunk_bytes)
+    return place_of(root).write_part(step, name, planned, chunk_bytes=chunk_bytes, progress=progress)
 
 
 def commit(

@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from everstep.checkpoint.places import STEP, step_name
 from everstep.checkpoint.ranges import Access, LocalFile, RangeFile
 from everstep.checkpoint.reader import Checkpoint, read_small
 from everstep.errors import UserError
+from everstep.layout.box import Box
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,11 +54,18 @@ def folder_of(store: Path, task: str, step: int) -> Path:
     return store / task / step_name(step)
 
 
-def put(store: Path, task: str, step: int, name: str, tensors: Mapping[str, Tensor]) -> Label:
-    """Write a part to this node's store; returns what a reader needs to know."""
-    stored = {key: parts.stored_of(key, tensor) for key, tensor in tensors.items()}
+def put(
+    store: Path, task: str, step: int, name: str, slices: Iterable[tuple[str, Sequence[int], Box, Tensor]]
+) -> Label:
+    """Write a part to this node's store; returns what a reader needs to know. Slices as for
+    `folder.write_slices`.
+    """
+    planned = [
+        parts.PlannedSlice(key, tuple(shape), box, parts.stored_of(key, values))
+        for key, shape, box, values in slices
+    ]
     folder = folder_of(store, task, step)
-    part = parts.write_part(folder, name, parts.plan_whole(stored), chunk_bytes=CHUNK_BYTES)
+    part = parts.write_part(folder, name, planned, chunk_bytes=CHUNK_BYTES)
     text = json.dumps(part, separators=(",", ":")).encode()
     (folder / f"{name}.json").write_bytes(text)
     return {"name": name, "bytes": part["bytes"], "index_bytes": len(text), "xxh3": digest(memoryview(text))}

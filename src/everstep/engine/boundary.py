@@ -15,13 +15,14 @@ its gradients by the sum of the weights, once, after the reduce.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from everstep.errors import UserError
 
+Shapes = tuple[tuple[int, ...] | None, ...]
 Value = Any  # a Tensor, None, bool, int, float or str; or a tuple, list or dict of values
 
 
@@ -32,6 +33,7 @@ class Boundary:
     tensors: tuple[Tensor, ...]
     tree: Any
     graded: tuple[int, ...]
+    shapes: Shapes = ()  # of tensors of which only a shard's slice is here
 
     @staticmethod
     def of(value: Value) -> Boundary:
@@ -41,14 +43,14 @@ class Boundary:
 
     @staticmethod
     def arrived(tensors: tuple[Tensor, ...], facts: Any) -> Boundary:
-        return Boundary(tensors, facts["tree"], tuple(facts["graded"]))
+        return Boundary(tensors, facts["tree"], tuple(facts["graded"]), _shapes(facts))
 
     @property
     def facts(self) -> Any:
-        return {"tree": self.tree, "graded": self.graded}
+        return {"tree": self.tree, "graded": self.graded, **_told(self.shapes)}
 
     def moved(self, keep: Callable[[Tensor], Tensor]) -> Boundary:
-        return Boundary(tuple(map(keep, self.tensors)), self.tree, self.graded)
+        return replace(self, tensors=tuple(map(keep, self.tensors)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +60,26 @@ class Gradients:
     tensors: tuple[Tensor, ...]
     of: tuple[int, ...]  # which tensors of the boundary; one that was not used has none
     weight: float
+    shapes: Shapes = ()
 
     @staticmethod
     def arrived(tensors: tuple[Tensor, ...], facts: Any) -> Gradients:
-        return Gradients(tensors, tuple(facts["of"]), float(facts["weight"]))
+        return Gradients(tensors, tuple(facts["of"]), float(facts["weight"]), _shapes(facts))
 
     @property
     def facts(self) -> Any:
-        return {"of": self.of, "weight": self.weight}
+        return {"of": self.of, "weight": self.weight, **_told(self.shapes)}
 
     def moved(self, keep: Callable[[Tensor], Tensor]) -> Gradients:
-        return Gradients(tuple(map(keep, self.tensors)), self.of, self.weight)
+        return replace(self, tensors=tuple(map(keep, self.tensors)))
+
+
+def _told(shapes: Shapes) -> dict[str, Shapes]:
+    return {"shapes": shapes} if shapes else {}
+
+
+def _shapes(facts: Any) -> Shapes:
+    return tuple(None if shape is None else tuple(shape) for shape in facts.get("shapes", ()))
 
 
 def take_apart(value: Value) -> tuple[list[Tensor], Any]:

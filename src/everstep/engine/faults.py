@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from everstep.core.words.ops import Worker
 from everstep.errors import UserError
 
-WHENS = ("before", "after", "during", "sending")
+WHENS = ("before", "after", "during", "sending", "inside")
 LASTING = ("slow", "lag")
 _OP = re.compile(r"[FIW](\d+\.)?\d+|R|U")
 _FACTOR = re.compile(r"\d{1,4}(\.\d{1,6})?")
-_FIELDS = ("stage", "replica", "step", "op", "when", "how", "factor", "until")
+_FIELDS = ("stage", "replica", "step", "op", "when", "how", "factor", "until", "shard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedFault:
-    """`op` None: at the first op of the step. `when`: before or after an op; in R also while sending or
-    summing.
+    """`op` None: at the first op of the step. `when`: before or after an op, inside a collective of the
+    worker's shards; in R also while sending or summing.
     """
 
     worker: Worker
@@ -33,6 +33,7 @@ class PlantedFault:
     how: str = "kill"  # or "raise", "slow", "lag"
     factor: float = 2.0  # slow: how many times longer; lag: by how many milliseconds
     until: int | None = None  # slow, lag: its last step; None: to the end
+    shard: int = 0  # of the worker
 
     def strikes(self, step: int, op: str, when: str) -> bool:
         """Is this the moment? A fused backward is hit by the name of either half."""
@@ -63,6 +64,7 @@ class PlantedFault:
         parts += [f"how={self.how}"] if self.how != "kill" else []
         parts += [f"factor={self.factor:g}"] if self.how in LASTING else []
         parts += [f"until={self.until}"] if self.until is not None else []
+        parts += [f"shard={self.shard}"] if self.shard else []
         return ",".join(parts)
 
 
@@ -87,6 +89,8 @@ def parse_fault(text: str) -> PlantedFault:
         raise UserError(f"--kill {text!r}: factor is a number from 1 to 1000, not {factor!r}.")
     if (until := fields.get("until")) is not None and not until.isdigit():
         raise UserError(f"--kill {text!r}: give until as a number, for example until=30.")
+    if not (shard := fields.get("shard", "0")).isdigit():
+        raise UserError(f"--kill {text!r}: give shard as a number, for example shard=1.")
     return PlantedFault(
         worker=Worker(int(fields["replica"]), int(fields["stage"])),
         step=int(fields["step"]),
@@ -95,6 +99,7 @@ def parse_fault(text: str) -> PlantedFault:
         how=how,
         factor=float(factor),
         until=None if until is None else int(until),
+        shard=int(shard),
     )
 
 

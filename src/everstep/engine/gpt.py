@@ -21,6 +21,18 @@ from everstep.engine.presets import shape as named_shape
 from everstep.engine.regions import region
 from everstep.errors import UserError
 
+SHARD_PLAN = {
+    "embed.tokens": "vocab",
+    "blocks.*.attention.q": "column",
+    "blocks.*.attention.k": "column",
+    "blocks.*.attention.v": "column",
+    "blocks.*.attention.out": "row",
+    "blocks.*.mlp.gate": "column",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
+    "head.logits": "logits",
+}
+
 
 def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
     """`gpt("gpt-1m")`, `gpt("gpt-1m", dropout=0.1)`, `gpt(width=96, heads=6)`, or a whole `Shape`."""
@@ -31,6 +43,7 @@ def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
         layers={"embed": partial(Embed, form), **blocks, "head": partial(Head, form)},
         tied=tied,
         assembly=ModelAssembly(check=partial(check_tokens, form.vocab)),
+        shard_plan=SHARD_PLAN,
     )
 
 
@@ -82,7 +95,7 @@ class Attention(nn.Module):
     def __init__(self, form: GptShape) -> None:
         super().__init__()
         self.heads, self.kv_heads = form.heads, form.kv_heads or form.heads
-        size = form.width // form.heads
+        self.size = size = form.width // form.heads
         self.q = _linear(form.width, form.width)
         self.k = _linear(form.width, size * self.kv_heads)
         self.v = _linear(form.width, size * self.kv_heads)
@@ -91,9 +104,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
-        q = self.rotary(self.q(x).view(rows, length, self.heads, -1))
-        k = self.rotary(self.k(x).view(rows, length, self.kv_heads, -1))
-        v = self.v(x).view(rows, length, self.kv_heads, -1)
+        q = self.rotary(self.q(x).view(rows, length, -1, self.size))  # a shard has some of the heads
+        k = self.rotary(self.k(x).view(rows, length, -1, self.size))
+        v = self.v(x).view(rows, length, -1, self.size)
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),

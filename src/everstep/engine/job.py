@@ -14,12 +14,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_type_hints
 
+from everstep.core.words.shape import Shape
 from everstep.engine import presets
 from everstep.engine.tables import at_least, at_most, checked, one_of, positive, read, refuse_unknown
 from everstep.errors import UserError
 
 # A schedule holds every op of a step: beyond this the coordinator would plan for minutes.
 MOST_WORKERS, MOST_OPS = 16_384, 1 << 20
+MOST_SHARDS = 64  # of a worker: they are on one node
 HF_ARGUMENTS = ("weights", "train", "freeze", "prepare")  # of `everstep.hf`; other keys are its config's
 
 
@@ -158,6 +160,7 @@ class Job:
     replicas: int = 1  # data-parallel copies
     stages: int = 1  # pipeline parts; at most as many as there are layers
     min_stages: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `stages`
+    shards: int = 1  # processes, each with a device of its own, that share every layer of a worker
     microbatches: int = 4  # that each replica brings to a step
     precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; weights are kept in fp32
     accumulate: Literal["strict", "strict32", "fp64", "fp32"] = "strict"  # how gradients are summed
@@ -174,7 +177,7 @@ class Job:
     base: str = "."  # the job file's folder: paths and modules are looked up from here
 
     def __post_init__(self) -> None:
-        for name in ("steps", "replicas", "stages", "microbatches", "threads"):
+        for name in ("steps", "replicas", "stages", "shards", "microbatches", "threads"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
         at_least("min_stages", self.min_stages, 0)
@@ -185,12 +188,16 @@ class Job:
         at_most("threads", self.threads, 1024)
         at_least("load_ahead", self.load_ahead, 0)
         at_most("load_ahead", self.load_ahead, 1024)
+        at_most("shards", self.shards, MOST_SHARDS)
         at_most("replicas * stages", self.replicas * self.stages, MOST_WORKERS)
         at_most("replicas * stages * microbatches", self.replicas * self.stages * self.microbatches, MOST_OPS)
 
     @property
     def microbatches_in_step(self) -> int:
         return self.replicas * self.microbatches
+
+    def task_shape(self) -> Shape:
+        return Shape(self.replicas, self.stages, self.microbatches, shards=self.shards)
 
     def reshaped(self, replicas: int, stages: int) -> Self:
         """The same training, the same batch, cut otherwise."""

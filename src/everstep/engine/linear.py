@@ -177,12 +177,21 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None
 
 
+def queued_linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: Queue) -> Tensor:
+    output: Tensor = _Linear.apply(x, weight, bias, queue)  # type: ignore[no-untyped-call]
+    return output
+
+
+def queued_embedding(tokens: Tensor, weight: Tensor, padding: int | None, queue: Queue) -> Tensor:
+    output: Tensor = _Embedding.apply(tokens, weight, padding, queue)  # type: ignore[no-untyped-call]
+    return output
+
+
 class QueuedLinear(nn.Linear):
     queue: Queue  # set by take_over
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = _Linear.apply(input, self.weight, self.bias, self.queue)  # type: ignore[no-untyped-call]
-        return output
+        return queued_linear(input, self.weight, self.bias, self.queue)
 
 
 class QueuedConv1D(nn.Module):
@@ -201,10 +210,7 @@ class QueuedEmbedding(nn.Embedding):
     queue: Queue  # set by take_over
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.padding_idx, self.queue
-        )
-        return output
+        return queued_embedding(input, self.weight, self.padding_idx, self.queue)
 
 
 def take_over(module: nn.Module, queue: Queue) -> int:

@@ -88,13 +88,14 @@ class Links:
         empty: Any,
         source_port: Callable[[str, int], int | None] | None = None,
         identity: bytes = b"",
+        listener: socket.socket | None = None,
     ) -> None:
         self._token, self._identity = token, identity
         self._deliver, self._broken, self._failed, self._empty = deliver, broken, failed, empty
         self._opened = opened
         self._source_port = source_port
         self._selector = selectors.DefaultSelector()
-        self._listener = socket.create_server((host, 0), backlog=128)
+        self._listener = listener or socket.create_server((host, 0), backlog=128)
         self._listener.setblocking(False)
         self.address = Address(*self._listener.getsockname()[:2])
         self._wake_out, self._wake_in = os.pipe()

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from everstep.engine import keys
 from everstep.engine.boundary import Value
 from everstep.engine.regions import region
+from everstep.engine.shards.plan import Cut
 from everstep.errors import UserError
 
 Factory = Callable[[], nn.Module]
@@ -84,6 +85,7 @@ class Model:
     loss: Loss = cross_entropy  # of (output, targets): a mean, or (sum, weight) such as `token_loss`
     tied: tuple[tuple[str, str], ...] = ()  # such as (("embed.weight", "head.weight"),)
     assembly: ModelAssembly = ModelAssembly()  # for families of models, such as `everstep.hf` makes
+    shard_plan: Mapping[str, str] = field(default_factory=dict)  # pattern of modules -> how shards split them
 
     def __post_init__(self) -> None:
         layers = self.layers
@@ -194,14 +196,17 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def slots(model: Model, layers: range, align: int = 64) -> dict[str, Slot]:
-    """A place for every trained parameter of some layers, each start a multiple of `align` elements."""
+def slots(model: Model, layers: range, align: int = 64, cut: Cut | None = None) -> dict[str, Slot]:
+    """A place for every trained parameter of some layers, each start a multiple of `align` elements. `cut`:
+    for one shard's parts of them.
+    """
     found: dict[str, Slot] = {}
     offset = 0
     for layer in model.names[layers.start : layers.stop]:
         for name, parameter in trained(layer, skeleton(model, layer)).items():
-            found[name] = Slot(offset, tuple(parameter.shape))
-            offset += -(-parameter.numel() // align) * align
+            shape = tuple(parameter.shape)
+            slot = found[name] = Slot(offset, shape if cut is None else cut.local_shape(name, shape))
+            offset += -(-slot.size // align) * align
     return found
 
 

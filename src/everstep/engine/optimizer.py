@@ -19,7 +19,7 @@ of parameters at a time, where the optimizer treats every parameter by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ import torch._dynamo  # torch's optimizers import it in their first step: 2 s, b
 from torch import Tensor, nn
 
 from everstep.engine.model import Slot
+from everstep.engine.shards.collectives import summed
 from everstep.engine.stage import Stage
 from everstep.errors import UserError
 from everstep.schedule.footprint import BUCKET
@@ -93,8 +94,41 @@ class Updater:
 
     def sum_of_squares(self, flat: Tensor) -> float:
         """For the global norm, in fp64. A tied pair counts once in the whole model, as its sum."""
-        parts = [*(flat[part] for part in self._counted), *self._joined(flat).values()]
-        return float(sum(torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts))
+        own = [flat[both] for part in self._counted for both in self._own(part)]
+        joined = [total for (name, _), total in self._joined(flat).items() if self._is_own(name)]
+        return self._summed([[*own, *joined]])[0]
+
+    def squares(self, flat: Tensor, chunks: Sequence[slice]) -> tuple[float, ...]:
+        """The sum of squares of each chunk. What every shard has whole counts on the first one."""
+        return self._summed([[flat[both] for both in self._own(chunk)] for chunk in chunks])
+
+    def _summed(self, parts: list[list[Tensor]]) -> tuple[float, ...]:
+        norms = [
+            sum(
+                (torch.linalg.vector_norm(one, dtype=torch.float64).square() for one in some),
+                torch.zeros((), dtype=torch.float64, device=self.stage.device),
+            )
+            for some in parts
+        ]
+        found = tuple(torch.stack(norms).tolist()) if norms else ()
+        shards = self.stage.shards
+        return found if shards is None else summed(shards, found, self.stage.device)
+
+    def _is_own(self, name: str) -> bool:
+        """Does this shard count this parameter?"""
+        return self.stage.cut.index == 0 or self.stage.cut.is_split(name)
+
+    def _own(self, part: slice) -> list[slice]:
+        """Of a stretch of the flat buffers, what this shard counts."""
+        if self.stage.cut.index == 0:
+            return [part]
+        spans = [
+            (slot.offset, slot.offset + slot.size)
+            for name, slot in self.stage.slots.items()
+            if self._is_own(name)
+        ]
+        met = [slice(max(part.start, a), min(part.stop, b)) for a, b in spans]
+        return [one for one in met if one.start < one.stop]
 
     # A step, and back.
 

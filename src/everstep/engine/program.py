@@ -13,6 +13,7 @@ from everstep.engine.job import Job
 from everstep.engine.model import Model, partition, slots
 from everstep.engine.optimizer import OptimizerFactory, Updater
 from everstep.engine.resolve import data_of, model_of, optimizer_of
+from everstep.engine.shards.collectives import Collectives
 from everstep.engine.stage import Stage
 from everstep.engine.sums import Empty
 from everstep.errors import UserError
@@ -45,9 +46,16 @@ class Program:
         )
 
     def build(
-        self, stage: int, *, device: torch.device | None = None, empty: Empty | None = None
+        self,
+        stage: int,
+        *,
+        device: torch.device | None = None,
+        empty: Empty | None = None,
+        shards: Collectives | None = None,
     ) -> tuple[Stage, Updater]:
-        """One worker's layers and their optimizer. `empty` gives the buffers that peers read from."""
+        """One worker's layers and their optimizer. `empty` gives the buffers that peers read from. `shards`:
+        for one shard of the worker.
+        """
         job = self.job
         made = Stage(
             self.model,
@@ -60,6 +68,7 @@ class Program:
             accumulate=job.accumulate,
             recompute=job.recompute,
             contributions=job.microbatches_in_step,
+            shards=shards,
         )
         return made, Updater(made, self.optimizer, lambda step: job.rate(step - 1))
 

@@ -47,6 +47,10 @@ from everstep.engine.model import (
     token_loss,
     trained,
 )
+from everstep.engine.shards import loss as sharded_loss
+from everstep.engine.shards.collectives import Collectives
+from everstep.engine.shards.layers import cut, join
+from everstep.engine.shards.plan import Cut
 from everstep.engine.sums import Accumulate, Empty, GradientSums
 from everstep.errors import InternalError, UserError
 
@@ -84,12 +88,17 @@ class Stage:
         recompute: bool = False,
         contributions: int = 256,
         empty: Empty | None = None,
+        shards: Collectives | None = None,
     ) -> None:
         """`contributions`: the microbatches of a step, or more. `empty`: where gradient buffers come from."""
         self.model, self.layers, self.data, self.device, self.seed = model, layers, data, device, seed
         self.precision, self.accumulate, self.recompute = precision, accumulate, recompute
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.layers)
-        self.slots: dict[str, Slot] = slots(model, layers)
+        self.shards = shards
+        self.cut = (
+            Cut(model.shard_plan) if shards is None else Cut(model.shard_plan, shards.index, shards.count)
+        )
+        self.slots: dict[str, Slot] = slots(model, layers, cut=self.cut)
         self.size = end(self.slots)
         tied = {name for pair in model.tied for name in pair}
         self.tied_names = tuple(name for name in self.slots if name in tied)
@@ -102,6 +111,7 @@ class Stage:
         )
         self._queue: Queue = []
         self.parameters: dict[str, nn.Parameter] = {}  # what the layers compute with, by logical name
+        self._summed: list[nn.Parameter] = []  # whole, with a gradient from every shard
         self._through = model.assembly.join(layers, _build(self), device)
         again = model.assembly.recomputed
         names = (model.names[:-1] if again is None else again) if recompute else ()
@@ -167,6 +177,9 @@ class Stage:
             torch.autograd.backward([stash.outputs[i] for i in given.of], grads)
         stash.queue, stash.outputs = self._queue.copy(), None
         self._queue.clear()
+        for whole in self._summed:
+            if self.shards is not None and whole.grad is not None:
+                self.shards.sum(whole.grad)
         for parameter in self._index:
             if parameter.grad is not None:
                 stash.others.append((parameter, parameter.grad))
@@ -306,7 +319,7 @@ class Stage:
 
     def _loss(self, output: Value, targets: Value) -> tuple[Tensor, Tensor | float]:
         """The loss to differentiate, and what it counts."""
-        loss = self.model.loss
+        loss = self._sharded_loss() or self.model.loss
         if loss not in (cross_entropy, token_loss) and not getattr(loss, "any_precision", False):
             output = mapped(lambda t: t.float() if t.is_floating_point() else t, output)
         made = loss(output, mapped(lambda t: devices.to_device(t, self.device), targets))
@@ -319,6 +332,17 @@ class Stage:
         if shapes != self._target_shapes:
             raise UserError(uneven(self._target_shapes, shapes))
         return made, 1.0
+
+    def _sharded_loss(self) -> Any:
+        """For logits whose vocabulary is split over the shards."""
+        if self.shards is None or "logits" not in self.model.shard_plan.values():
+            return None
+        known = {cross_entropy: sharded_loss.cross_entropy, token_loss: sharded_loss.token_loss}
+        if self.model.loss not in known:
+            raise UserError(
+                'shard_plan splits "logits", and the loss is your own; use "column_gather" there.'
+            )
+        return _AnyPrecision(partial(known[self.model.loss], collectives=self.shards))
 
     def _keep_weight(self, step: int, microbatch: int, weight: float) -> None:
         if not 0 <= weight < math.inf:
@@ -357,6 +381,18 @@ class Stage:
         return slot.of(self.sums.flat)
 
 
+class _AnyPrecision:
+    """A loss that takes the logits as they are."""
+
+    any_precision = True
+
+    def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
+        self._loss = loss
+
+    def __call__(self, output: Any, targets: Any) -> Any:
+        return self._loss(output, targets)
+
+
 class _Measured(saved_tensors_hooks):
     """What the first forward keeps for its backward."""
 
@@ -391,6 +427,7 @@ def _build(stage: Stage) -> list[nn.Module]:
                     else every_parameter(owner, drawn(stage.model, index_of[owner], stage.seed))
                 )
                 here[second].data.copy_(source[first].data)
+        cut(layer, module, stage.cut)
         for name, parameter in parameters.items():
             master, working = stage.slots[name].of(stage.masters), stage.slots[name].of(stage.working)
             working.copy_(master.copy_(parameter.data))
@@ -398,5 +435,7 @@ def _build(stage: Stage) -> list[nn.Module]:
         stage.parameters.update(parameters)
         in_precision(module.to(stage.device), DTYPES[stage.precision])
         take_over(module, stage._queue)
+        if stage.shards is not None:
+            stage._summed += join(layer, module, stage.cut, stage.shards)
         modules.append(module.train())
     return modules

@@ -158,8 +158,7 @@ class StepTensors:
         mean = self._sum(task.step)
         self.stage.sums.means(mine, chunks, ordered, task.weight, mean)
         self._peaks[task.step] = peaks_of(ordered)
-        norms = [torch.linalg.vector_norm(mean[chunk], dtype=torch.float64) for chunk in chunks]
-        return tuple(torch.stack(norms).square().tolist())
+        return self.updater.squares(mean, chunks)
 
     def assemble(self, task: AssembleSum) -> float | None:
         """The whole sum, from the owners' chunks or from a peer's copy."""
@@ -171,7 +170,11 @@ class StepTensors:
             is_copy = chunk.what is ParcelKind.COPY
             where = slice(None) if is_copy else self._stretch(task.members, chunk.sender)
             mean[where].copy_(total, non_blocking=True)
-        return self.updater.sum_of_squares(mean) if self.stage.has_tied_pair else None
+        if self.stage.has_tied_pair:
+            return self.updater.sum_of_squares(mean)
+        if self.stage.shards is not None:  # no shard reads from a peer any more when the leader says HELD
+            self.stage.shards.gather(mean[:1])
+        return None
 
     def combine(self, task: CombineTied) -> float:
         """Add the other stage's half of a tied tensor. The sum is sealed, but may still be queued.
@@ -193,7 +196,7 @@ class StepTensors:
 
     def updated(self, step: int) -> None:
         """The step's update is made: the sums of the next step begin, within limits that follow from it."""
-        self.stage.limits.follow(step, self._peaks[step])
+        self.stage.limits.follow(step, self._of_all_shards(self._peaks[step]))
         self._begin(step + 1)
         self.forget([p for p in self.payloads if p.what is ParcelKind.TIED and p.step < step])
 
@@ -235,6 +238,16 @@ class StepTensors:
         if step not in self._sums:
             self._sums[step] = self._buffers.take()
         return self._sums[step]
+
+    def _of_all_shards(self, peaks: list[int]) -> list[int]:
+        """A parameter has one limit, whatever part of it a shard has: states are then one state."""
+        shards = self.stage.shards
+        if shards is None or not peaks:
+            return peaks
+        found: list[int] = shards.max(
+            torch.tensor(peaks, dtype=torch.int64, device=self.stage.device)
+        ).tolist()
+        return found
 
     def _stretch(self, members: tuple[int, ...], owner: int) -> slice:
         """All chunks of one owner: they lie side by side."""

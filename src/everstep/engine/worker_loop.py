@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everstep.core.words import shard_messages as sh
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.actions import InterruptWorkers
 from everstep.core.words.agent_messages import SAVING, PlantFaults, WorkerOrder
@@ -49,6 +50,9 @@ from everstep.engine.op_times import Began, OpTimes
 from everstep.engine.optimizer import Updater
 from everstep.engine.ports import Ports
 from everstep.engine.recorder import WorkerRecorder
+from everstep.engine.shards.collectives import summed
+from everstep.engine.shards.leader import SMALL, Contents, FollowerSays, ShardLeader
+from everstep.engine.shards.slices import sliced, together
 from everstep.engine.stage import Stage
 from everstep.engine.step_tensors import StepTensors
 from everstep.engine.transfers import ArrivingState, send_state
@@ -56,7 +60,7 @@ from everstep.errors import PeerError
 from everstep.schedule.profile import HELD_FORWARD, HELD_WEIGHT, ROOM
 
 # the last: the links failed
-InboxItem = frames.Incoming | WorkerOrder | LinkBroke | LinkOpened | BaseException
+InboxItem = frames.Incoming | WorkerOrder | LinkBroke | LinkOpened | FollowerSays | BaseException
 
 
 class WorkerLoop:
@@ -72,7 +76,11 @@ class WorkerLoop:
         recorder: WorkerRecorder | None = None,
         loader: Loader | None = None,
         faults: tuple[PlantedFault, ...] = (),
+        shard: int = 0,
+        leader: ShardLeader | None = None,
     ) -> None:
+        """`leader`: if this worker has shards and this is the first of them; the others are `Follower`s."""
+        self.shard, self.leader = shard, leader
         self.control, self.ports, self.courier, self.inbox = control, ports, courier, inbox
         self.links = courier.links
         self.state, self.me, self.rules = control.state, control.sender.worker, control.state.rules
@@ -80,7 +88,8 @@ class WorkerLoop:
         self.recorder = recorder
         self.loader = loader
         self._data_waited_s = 0.0
-        self.faults = list(faults)
+        self.faults = [fault for fault in faults if fault.shard == shard]
+        self._op = (0, "")  # what it is in, for faults inside a collective
         self._build = build
         self.stage, self.updater = build()
         self.tensors = StepTensors(
@@ -103,21 +112,29 @@ class WorkerLoop:
             while not self.inbox.empty():
                 self._take(self.inbox.get())
             self._let_time_pass()
-            task = self.control.next()
-            self._carry_out(self.control.take_actions())
+            if self.leader is not None:
+                self.leader.tell(sh.ShardLooks())
+            task = self.turn()
             if self.control.may_leave(task):
                 self.show_saving()  # what its saver has in hand is written after this
                 return
             if isinstance(task, msg.Wait | msg.Paused | msg.Finished):
-                self._show(
-                    busy=False, doing=task.missing if isinstance(task, msg.Wait) else type(task).__name__
-                )
                 self._wait()
-                continue
-            began = self.ports.clock_ns() / 1e9
-            answer = self._do(task)
-            self.control.finished(task, answer, began=began)
-            self._carry_out(self.control.take_actions())
+
+    def turn(self) -> msg.WorkItem:
+        """Look for the next work item, and run it if there is one to run."""
+        task = self.control.next()
+        self._carry_out(self.control.take_actions())
+        if self.control.may_leave(task):
+            return task
+        if isinstance(task, msg.Wait | msg.Paused | msg.Finished):
+            self._show(busy=False, doing=task.missing if isinstance(task, msg.Wait) else type(task).__name__)
+            return task
+        began = self.ports.clock_ns() / 1e9
+        answer = self._do(task)
+        self.control.finished(task, answer, began=began)
+        self._carry_out(self.control.take_actions())
+        return task
 
     def _wait(self) -> None:
         """For something to arrive, or for a moment that was put off to come."""
@@ -131,38 +148,83 @@ class WorkerLoop:
     def _let_time_pass(self) -> None:
         due, now = self.control.due_at(), self.ports.clock_ns() / 1e9
         if due is not None and due <= now:
-            self._carry_out(self.control.handle(TimePassed(), now))
-            self._carry_out(self.control.take_actions())
+            self._hear(TimePassed(), now)
 
     def _take(self, item: InboxItem) -> None:
         """One thing from the inbox."""
         if isinstance(item, frames.Incoming):
             self._arrived(item)
-        elif isinstance(item, PlantFaults):
-            self.faults = list(map(parse_fault, item.faults))
+        elif isinstance(item, FollowerSays):
+            self._hear_follower(item.shard, item.message)
         elif isinstance(item, BaseException):
             raise item
         else:
-            if isinstance(item, NotifyWorker) and isinstance(item.words, InterruptWorkers):
-                self.courier.waits = False  # for lanes: from now on tcp bridges the time
-                self.courier.drain()  # a ledger tells what is done, not what is launched
-            self._carry_out(self.control.handle(item, self.ports.clock_ns() / 1e9))
+            self._hear(item, self.ports.clock_ns() / 1e9)
         self._carry_out(self.control.take_actions())
+
+    def _hear(self, event: WorkerOrder | LinkBroke | LinkOpened | TimePassed, now: float) -> None:
+        if self.leader is not None:
+            self.leader.tell(sh.ShardTakes(event=event, now=now))
+        self.hear(event, now)
+
+    def hear(self, event: WorkerOrder | LinkBroke | LinkOpened | TimePassed, now: float) -> None:
+        """An order, a broken link, or the time."""
+        if isinstance(event, PlantFaults):
+            self.faults = [fault for fault in map(parse_fault, event.faults) if fault.shard == self.shard]
+            return
+        if isinstance(event, NotifyWorker) and isinstance(event.words, InterruptWorkers):
+            self.courier.waits = False  # for lanes: from now on tcp bridges the time
+            self.courier.drain()  # a ledger tells what is done, not what is launched
+        self._carry_out(self.control.handle(event, now))
+        self._carry_out(self.control.take_actions())
+
+    def _hear_follower(self, shard: int, message: sh.FromShard) -> None:
+        assert self.leader is not None
+        match message:
+            case sh.ParcelIsHere(parcel=parcel):
+                if self.leader.others(shard, parcel):
+                    self.accept(parcel, self.leader.take(parcel))
+            case sh.StateIsHere(transfer=transfer):
+                if self.leader.others_state(shard, transfer):
+                    self.load_state(transfer, self.leader.take_state(transfer))
+            case sh.ShardLink(event=event):
+                self._hear(event, self.ports.clock_ns() / 1e9)
+            case sh.ShardReports() | sh.ShardRaised():
+                pass  # for whoever watches the processes
 
     def _arrived(self, frame: frames.Incoming) -> None:
         if frame.kind == frames.STATE:
             self._state_arrived(frame)
             return
-        assert frame.parcel is not None
+        contents = self.opened(frame)
         parcel = frame.parcel
+        if contents is None or parcel is None:
+            return
+        if self.leader is None or parcel.what in SMALL:
+            self.accept(parcel, contents)
+        elif self.leader.own(parcel, contents):
+            self.accept(parcel, self.leader.take(parcel))
+
+    def opened(self, frame: frames.Incoming) -> Contents | None:
         try:
             facts, tensors = self.courier.opened(frame)
         except PeerError as error:  # its owner died before it was opened: as if it had not come
-            print(f"{parcel} was lost: {error}", file=sys.stderr, flush=True)
-            return
+            print(f"{frame.parcel} was lost: {error}", file=sys.stderr, flush=True)
+            return None
         facts, beside = step_tensors.parted(facts)
-        if self.state.arrived(parcel, frames.value_of(parcel.what, facts)):
-            self.tensors.received(parcel, facts, tensors, beside)
+        return Contents(facts, tensors, beside)
+
+    def accept(self, parcel: msg.Parcel, contents: Contents) -> bool:
+        """A parcel is here, on every shard. False: it is of no use."""
+        wanted = self.state.arrived(parcel, frames.value_of(parcel.what, contents.facts))
+        if wanted:
+            self.tensors.received(parcel, contents.facts, contents.tensors, contents.beside)
+        if self.leader is not None:
+            value = contents.facts if parcel.what in SMALL else None
+            self.leader.tell(
+                sh.ShardReceives(parcel=parcel, value=value) if wanted else sh.ShardDrops(parcel=parcel)
+            )
+        return wanted
 
     # -------------------------------------------------------------- tasks
 
@@ -192,7 +254,7 @@ class WorkerLoop:
                 self._apply(task.step, self.tensors.fed(task.step, task.feed), task.scale)
                 return self.tensors.updated(task.step)
             case msg.Restore():
-                return self._restore(task.state_step)
+                return self._all_have(self._restore(task.state_step))
             case msg.SaveCheckpoint():
                 self._show(busy=True, doing=SAVING)  # it may wait for the disk: no op's time is billed
                 share = task.index, task.count
@@ -211,12 +273,15 @@ class WorkerLoop:
         microbatch = op.microbatch
         assert microbatch is not None
         self._show(busy=True, doing=str(op))
+        self._op = task.step, f"{op.kind}{microbatch.home}.{microbatch.number}"
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
         number = self._number(microbatch)
         if op.kind is Kind.F:
             self._load_data(task.step, number, str(op))
         began = self.times.begin()
-        given: Any = None if task.input is None else self.tensors.boundaries[task.input]
+        given: Any = None
+        if task.input is not None:
+            given = together(self.tensors.boundaries[task.input], self.stage.shards, self.stage.device)
         output: Boundary | Gradients | None = None
         if op.kind is Kind.F:
             output = self.stage.forward(task.step, number, given)
@@ -228,7 +293,7 @@ class WorkerLoop:
                 self.stage.weight_grad(task.step, number)
         if task.output is not None:
             assert output is not None
-            self.tensors.boundaries[task.output] = output.moved(self.courier.kept)
+            self.tensors.boundaries[task.output] = sliced(output, self.stage.shards).moved(self.courier.kept)
         self._time(op.kind, began)
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
 
@@ -267,6 +332,7 @@ class WorkerLoop:
 
     def _sum_chunk(self, task: msg.SumChunk) -> tuple[float, ...]:
         began = self.times.begin()
+        self._op = task.step, "R"
         self._maybe_die(task.step, "R", "during")
         squares = self.tensors.sum_chunk(task)
         self._time(Kind.R, began)
@@ -312,7 +378,7 @@ class WorkerLoop:
         address = self.control.book.get(Worker(task.joiner, self.me.stage))
         if address is None:
             return
-        target = Address(*address)
+        target = self._address(address)
         state = {
             name: devices.to_host(t) if t.is_cuda else t.detach().clone()
             for name, t in self.updater.state(task.transfer.state_step).items()
@@ -322,8 +388,17 @@ class WorkerLoop:
     def _state_arrived(self, frame: frames.Incoming) -> None:
         if (found := self._arriving.take(frame)) is not None:
             transfer, state = found
-            self._load(transfer.state_step, state)
-            self.state.state_arrived(transfer)
+            if self.leader is None:
+                self.load_state(transfer, state)
+            elif self.leader.own_state(transfer, state):
+                self.load_state(transfer, self.leader.take_state(transfer))
+
+    def load_state(self, transfer: msg.StateTransfer, state: Mapping[str, Tensor]) -> None:
+        """All frames of a transfer are here, on every shard."""
+        self._load(transfer.state_step, state)
+        self.state.state_arrived(transfer)
+        if self.leader is not None:
+            self.leader.tell(sh.ShardLoads(transfer=transfer))
 
     def _restore(self, state_step: int) -> bool:
         """False: the state is gone."""
@@ -339,6 +414,13 @@ class WorkerLoop:
             self._load(state_step, state)
         return state is not None
 
+    def _all_have(self, mine: bool) -> bool:
+        """A state that one shard could not load is gone for all."""
+        shards = self.stage.shards
+        if shards is None:
+            return mine
+        return not summed(shards, [0.0 if mine else 1.0], self.stage.device)[0]
+
     def _load(self, state_step: int, state: Mapping[str, Tensor]) -> None:
         self._touched = True
         self.updater.load(state, state_step)
@@ -352,7 +434,7 @@ class WorkerLoop:
                 case SendReport():
                     self.ports.report(command.report)
                 case KeepLinks():
-                    self.courier.forget({Address(*address) for address in command.addresses})
+                    self.courier.forget({self._address(address) for address in command.addresses})
                     self.courier.prepare(self._neighbours())
                 case msg.Send():
                     self._send(command)
@@ -370,10 +452,10 @@ class WorkerLoop:
 
     def _send(self, command: msg.Send) -> None:
         address = self.control.book.get(Worker(command.replica, command.stage))
-        if address is not None:
+        if address is not None and (self.shard == 0 or command.parcel.what not in SMALL):
             parcel = command.parcel
             facts, tensors = self.tensors.contents(command, self.state.mail.peers(parcel.step))
-            self._post(Address(*address), command, facts, tensors)
+            self._post(self._address(address), command, facts, tensors)
             if self.recorder is not None and tensors:
                 sent = sum(tensor.nbytes for tensor in tensors)
                 self.recorder.sent(parcel, command.replica, command.stage, sent)
@@ -395,13 +477,23 @@ class WorkerLoop:
 
     def _carriers(self) -> dict[str, str]:
         """By peer: what carries tensors to it now."""
-        book = {Address(*at): worker for worker, at in self.control.book.items()}
+        book = {self._address(at): worker for worker, at in self.control.book.items()}
         return {str(book[to]): kind for to, kind in self.courier.carriers.items() if to in book}
 
     def _neighbours(self) -> set[Address]:
         """Workers that this one exchanges tensors with, or may after a death: its stage and those beside."""
         book = self.control.book.items()
-        return {Address(*at) for worker, at in book if abs(worker.stage - self.me.stage) <= 1}
+        return {self._address(at) for worker, at in book if abs(worker.stage - self.me.stage) <= 1}
+
+    def _address(self, address: tuple[str, int]) -> Address:
+        """Of the same shard of that worker: shards listen on neighbouring ports."""
+        host, port = address
+        return Address(host, port + self.shard)
+
+    def entering(self) -> None:
+        """This shard enters a collective."""
+        step, op = self._op
+        self._maybe_die(step, op, "inside")
 
     def _number(self, microbatch: Microbatch) -> int:
         """Its number in the whole step, whoever runs it."""

@@ -16,13 +16,16 @@ from typing import Any
 from torch import Tensor
 
 from everstep.checkpoint import folder, memory
+from everstep.checkpoint.reader import Checkpoint
 from everstep.checkpoint.saver import AsyncSaver, share_of
 from everstep.core.words.agent_messages import WorkerReport
 from everstep.core.words.cluster_messages import PartWritten, SaveFailed, Sender, StateFetched
 from everstep.core.words.text import clipped
 from everstep.core.worker.control import StateDirections
 from everstep.engine.job import Job
+from everstep.engine.shards.plan import Cut
 from everstep.errors import UserError
+from everstep.layout.box import Box, whole
 from everstep.node.memory_store import token_of
 
 LOOK_S = 1.0
@@ -30,11 +33,23 @@ Say = Callable[[WorkerReport], None]
 
 
 class States:
-    def __init__(self, me: Sender, job: Job, *, node: str, memory_root: Path, secret: str, say: Say) -> None:
+    def __init__(
+        self,
+        me: Sender,
+        job: Job,
+        *,
+        node: str,
+        memory_root: Path,
+        secret: str,
+        say: Say,
+        cut: Cut | None = None,
+    ) -> None:
+        """`cut`: which part of every tensor is this shard's, if the worker has shards."""
         self._task, self._me, self._incarnation = me
         self._job, self._node, self._memory_root = job, node, memory_root
         self._token = token_of(secret)
         self._say = say
+        self._cut = cut or Cut({})
         self._saver = AsyncSaver()
         self._written_bytes = 0
 
@@ -51,7 +66,7 @@ class States:
         """A share of this stage's part of the checkpoint on disk, and the optimizer's groups."""
         self._saver.save(
             step,
-            share_of(state, *share),
+            share_of(self._own(state), *share),
             write=lambda step, tensors: self._write_to_disk(step, attempt, share, tensors, groups),
         )
 
@@ -68,7 +83,7 @@ class States:
             return
         self._saver.save(
             step,
-            state,
+            self._own(state),
             write=lambda step, tensors: self._write_copies(step, attempt, tensors, directions, leaving),
         )
 
@@ -89,9 +104,12 @@ class States:
         groups: list[dict[str, Any]],
     ) -> None:
         # By its incarnation: a process that was given up may still write, and not over another's file.
+        share = share[0] * self._cut.count + self._cut.index, share[1] * self._cut.count
         name = f"stage-{self._me.stage}-{share[0] + 1}-of-{share[1]}-i{self._incarnation}"
         try:
-            part = folder.write_part(self._root, step, name, tensors, progress=self._progressed)
+            part = folder.write_slices(
+                self._root, step, name, self._slices(tensors), progress=self._progressed
+            )
         except Exception as error:  # whatever a disk or a store can say: training goes on
             self._not_saved(step, attempt, f"{type(error).__name__}: {error}")
             return
@@ -122,9 +140,10 @@ class States:
         self, step: int, attempt: int, tensors: dict[str, Tensor], directions: StateDirections, leaving: bool
     ) -> None:
         name = f"stage-{self._me.stage}-{self._me.replica}"
+        name += f"-shard-{self._cut.index}" if self._cut.count > 1 else ""
         node: str | None = None
         try:
-            label = memory.put(self._memory_root, self._task, step, name, tensors)
+            label = memory.put(self._memory_root, self._task, step, name, self._slices(tensors))
             self._say(self._written(step, attempt, label, memory_of=self._node))
             if leaving or directions.copy_to is None or directions.copy_to.node == self._node:
                 return
@@ -158,12 +177,16 @@ class States:
         copies = directions.copies
         if not copies:
             checkpoint = folder.open_step(self._root, f"step-{step:08d}")
-            return checkpoint.read([name for name in checkpoint.tensors if _parameter(name) in wanted])
+            return self._read(checkpoint, wanted)
         began = time.monotonic()
         try:
-            sources = [(self._source(*address), part) for address, part in copies]
+            sources = [
+                (self._source(*address), label)
+                for address, part in copies
+                for label in part.get("shards", [part])  # of a worker with shards: one each
+            ]
             checkpoint = memory.open_copies(self._task, step, sources)
-            found = checkpoint.read([name for name in checkpoint.tensors if _parameter(name) in wanted])
+            found = self._read(checkpoint, wanted)
         except (UserError, OSError) as error:
             print(f"the state of step {step} in memory cannot be read: {error}", file=sys.stderr)
             return None
@@ -179,6 +202,49 @@ class States:
         )
         self._say(fetched)
         checkpoint.close()
+        return found
+
+    # -------------------------------------------------------------- shards
+
+    def _own(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What this shard writes: its parts; what all shards have whole is the first one's."""
+        return {
+            name: tensor
+            for name, tensor in state.items()
+            if self._cut.index == 0 or self._is_split(name, tensor)
+        }
+
+    def _slices(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, tuple[int, ...], Box, Tensor]]:
+        """Each tensor as a box of the logical one: (name, whole shape, box, values)."""
+        found = []
+        for name, tensor in tensors.items():
+            split = self._cut.split_of_part(_parameter(name), tuple(tensor.shape))
+            shape = tuple(tensor.shape)
+            split = split if self._is_split(name, tensor) else None
+            found.append(
+                (name, *((shape, whole(shape)) if split is None else (split.whole, split.box)), tensor)
+            )
+        return found
+
+    def _is_split(self, name: str, tensor: Tensor) -> bool:
+        """Parameters and what an optimizer keeps per element; not its counters, not the limits of sums."""
+        return tensor.ndim > 0 and not name.startswith("extra/") and self._cut.is_split(_parameter(name))
+
+    def _read(self, checkpoint: Checkpoint, wanted: set[str]) -> dict[str, Tensor]:
+        names = [name for name in checkpoint.tensors if _parameter(name) in wanted]
+        if self._cut.count == 1:
+            return checkpoint.read(names)
+        found = {}
+        for name in names:
+            shape = checkpoint.tensors[name].shape
+            split = (
+                None
+                if name.startswith("extra/")
+                else self._cut.split(_parameter(name), shape)
+                if shape
+                else None
+            )
+            found[name] = checkpoint.read_box(name, None if split is None else split.box)
         return found
 
     def _source(self, node: str, host: str, port: int) -> Path | memory.Remote:

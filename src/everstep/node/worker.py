@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import queue
 import resource
+import signal
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -16,10 +18,19 @@ from typing import Any
 
 import torch
 
-from everstep.core.words.agent_messages import EndWorker, WorkerHello, WorkerOrder, WorkerReport
-from everstep.core.words.cluster_messages import Sender
+from everstep.core.words import shard_messages as sh
+from everstep.core.words.agent_messages import (
+    EndWorker,
+    FromWorker,
+    ShardEnded,
+    WorkerHello,
+    WorkerOrder,
+    WorkerReport,
+)
+from everstep.core.words.cluster_messages import PartWritten, SaveFailed, Sender, StateFetched
 from everstep.core.words.framing import Unpacker, pack
 from everstep.core.words.ops import parse_worker
+from everstep.core.words.text import MOST_TRACEBACK, clipped
 from everstep.core.worker.control import LinkBroke, LinkOpened, WorkerControl, raised
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
@@ -35,23 +46,35 @@ from everstep.engine.loading import Loader
 from everstep.engine.ports import Ports
 from everstep.engine.program import Program
 from everstep.engine.recorder import WorkerRecorder
+from everstep.engine.shards.collectives import GroupCollectives
+from everstep.engine.shards.follower import Follower
+from everstep.engine.shards.leader import FollowerSays, ShardLeader
+from everstep.engine.shards.plan import Cut
 from everstep.engine.worker_loop import InboxItem, WorkerLoop
 from everstep.node import slot_devices
 from everstep.node.lifeline import Lifeline
+from everstep.node.shard_group import ShardGroup, fork
 from everstep.node.state_keeper import States
 from everstep.node.steer import steering_from, watch_links
+
+ECHO_S = 0.5  # after a shard has ended, the others' collectives fail within this time
 
 
 def main(spec: dict[str, Any]) -> int:
     """Run the worker that `spec` describes; the process's exit code."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each way with every peer
+    shards = int(spec["job"].get("shards", 1))
+    folder = None if spec["beacon"] is None else Path(spec["beacon"]).parent
+    group = fork(shards, spec["host"], folder) if shards > 1 else None
     if str(spec["job"]["device"]).startswith("cuda"):
-        there = slot_devices.found()
-        device = slot_devices.take(spec["slot"], there)
+        there, slots = slot_devices.found(), [spec["slot"], *spec.get("more_slots", ())]
+        device = slot_devices.take(slots[0 if group is None else group.index % len(slots)], there)
         shared = slot_devices.is_shared(device, there, slots=spec["slots"])
-        forced = spec["job"].get("transport") == "nccl"
+        forced = spec["job"].get("transport") == "nccl" or shards > 1
         nccl.prepare(spec["host"], alone=device is not None and (device.is_instance or (forced and shared)))
+    if group is not None and group.index:
+        return _follow(spec, group)
     if spec["lifeline"] is not None:
         lifeline = Lifeline(Path(spec["lifeline"]))
         lifeline.hold()  # until the end
@@ -64,12 +87,14 @@ def main(spec: dict[str, Any]) -> int:
         if spec.get("script"):
             from everstep.node import script
 
-            script.run(spec, lambda program: train(me, spec, program, line))
+            script.run(spec, lambda program: train(me, spec, program, line, group))
         else:
-            train(me, spec, Program.of(Job.from_dict(spec["job"])), line)
+            train(me, spec, Program.of(Job.from_dict(spec["job"])), line, group)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except BaseException as error:
+        if group is not None and group.first_dead(ECHO_S) is not None:
+            group.wait()  # a collective failed because a shard has ended: its watcher says so, and ends all
         text = f"{type(error).__name__}: {error}"
         line.say(raised(me, text, where=line.where(), traceback=traceback.format_exc(limit=50)))
         traceback.print_exc()
@@ -77,7 +102,31 @@ def main(spec: dict[str, Any]) -> int:
     return 0
 
 
-def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -> None:
+def _follow(spec: dict[str, Any], group: ShardGroup) -> int:
+    """The whole life of a shard that does not lead."""
+    me = Sender(spec["task"], parse_worker(spec["worker"]), spec["incarnation"])
+    try:
+        if spec.get("script"):
+            from everstep.node import script
+
+            script.run(spec, lambda program: train(me, spec, program, _Pipe(group), group))
+        else:
+            train(me, spec, Program.of(Job.from_dict(spec["job"])), _Pipe(group), group)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
+    except BaseException as error:
+        traceback.print_exc()
+        text = clipped(f"{type(error).__name__}: {error}")
+        group.tell(
+            sh.ShardRaised(error=text, traceback=clipped(traceback.format_exc(limit=50), MOST_TRACEBACK))
+        )
+        return 1
+    return 0
+
+
+def train(
+    sender: Sender, spec: dict[str, Any], program: Program, line: _Line | _Pipe, group: ShardGroup | None
+) -> None:
     me = sender.worker
     job = program.job
     loader = None
@@ -85,7 +134,8 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
         loader = Loader(program.data, ahead=job.load_ahead)
         program = replace(program, data=loader)
     torch.set_num_threads(job.threads)
-    inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    is_leader = group is None or group.index == 0
     device = devices.pick(job.device)
     if job.compile:
         regions.enable()
@@ -93,7 +143,7 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
         devices.exact(device)
     steering = steering_from(spec["fabric"]) if spec.get("fabric") else None
     recorder = None
-    if spec["beacon"] is not None:
+    if spec["beacon"] is not None and is_leader:
         recorder = WorkerRecorder.beside(spec["beacon"], me, replicas=job.replicas, stages=job.stages)
 
     def arrived(frame: Incoming) -> None:
@@ -120,17 +170,31 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
         empty=lambda shape, dtype: devices.host_empty(shape, dtype, device),
         source_port=None if steering is None else steering.ports,
         identity=identity.encode(),
+        listener=None if group is None else group.listener,
     )
     waits = job.transport in ("nccl", "pipe") and sender.incarnation == 1
     courier = Courier.of(links, identity, device, deliver=deliver, failed=inbox.put, waits=waits)
-    beacon = None if spec["beacon"] is None else Beacon(Path(spec["beacon"]))
+    beacon = Beacon(Path(spec["beacon"])) if spec["beacon"] is not None and is_leader else None
+    enter: list[Callable[[], None]] = []
+    shards = None
+    if group is not None:
+        shards = GroupCollectives(
+            group.store, group.index, group.count, device, entered=lambda: _call_all(enter)
+        )
+    leader = None if group is None or not is_leader else ShardLeader(group.count, group.tell, line.say)
     states = States(
-        sender, job, node=spec["node"], memory_root=Path(spec["memory"]), secret=spec["token"], say=line.say
+        sender,
+        job,
+        node=spec["node"],
+        memory_root=Path(spec["memory"]),
+        secret=spec["token"],
+        say=line.say if leader is None else partial(leader.report, 0),
+        cut=Cut(program.model.shard_plan, 0 if group is None else group.index, job.shards),
     )
     control = WorkerControl(sender, WorkerState(me, program.rules(), incarnation=sender.incarnation))
     loop = WorkerLoop(
         control,
-        lambda: program.build(me.stage, device=device, empty=courier.empty),
+        lambda: program.build(me.stage, device=device, empty=courier.empty, shards=shards),
         ports=Ports(
             report=line.say,
             save=states.save,
@@ -144,20 +208,91 @@ def train(sender: Sender, spec: dict[str, Any], program: Program, line: _Line) -
         recorder=recorder,
         loader=loader,
         faults=tuple(parse_fault(text) for text in spec.get("faults", ())),
+        shard=0 if group is None else group.index,
+        leader=leader,
     )
     line.where = control.where
+    if group is not None:
+        enter += [group.enter, loop.entering]
     links.start()
+    if isinstance(line, _Pipe):
+        assert group is not None
+        group.follow(inbox.put)
+        Follower(loop, inbox, group.tell).run()
+        states.finish(lambda: None)
+        if loader is not None:
+            loader.close()
+        courier.stop()
+        links.stop()
+        return
+    if group is not None:
+        assert leader is not None
+        group.watch(
+            partial(_heard, inbox, line, sender, leader, group),
+            lambda shard, how: _shard_ended(line, sender, shard, how),
+        )
     flows = None if steering is None else watch_links(steering, links, lambda kind, row: None)
     line.listen(inbox)
     line.say(control.started(links.address).report)
     loop.run()
+    line.over = True
     states.finish(loop.show_saving)
     if loader is not None:
         loader.close()
+    if group is not None:
+        group.wait()
     courier.stop()
     if flows is not None:
         flows.stop()
     links.stop()
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
+def _heard(
+    inbox: queue.SimpleQueue[Any],
+    line: _Line,
+    me: Sender,
+    leader: ShardLeader,
+    group: ShardGroup,
+    shard: int,
+    message: sh.FromShard,
+) -> None:
+    if isinstance(message, sh.ShardReports):
+        leader.report(shard, message.report)
+        return
+    if not isinstance(message, sh.ShardRaised):
+        inbox.put(FollowerSays(shard, message))
+        return
+    dead = group.first_dead(ECHO_S, but=shard)
+    if dead is not None:
+        return  # what was raised is the echo of another shard's end, of which its watcher tells
+    line.say(raised(me, f"shard {shard}: {message.error}", where=line.where(), traceback=message.traceback))
+    os._exit(1)
+
+
+def _shard_ended(line: _Line, me: Sender, shard: int, how: str) -> None:
+    """A worker is all of its shards or none."""
+    if line.over:
+        return
+    print(f"shard {shard} of worker {me.worker} {how}: the worker ends", file=sys.stderr, flush=True)
+    line.say(ShardEnded(task=me.task, worker=me.worker, incarnation=me.incarnation, shard=shard, how=how))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Pipe:
+    """What a shard that follows has instead of a line to the agent: its reports go through the leader."""
+
+    def __init__(self, group: ShardGroup) -> None:
+        self._group = group
+        self.where: Callable[[], str] = lambda: "starting"
+
+    def say(self, report: WorkerReport) -> None:
+        if isinstance(report, PartWritten | SaveFailed | StateFetched):
+            self._group.tell(sh.ShardReports(report=report))
 
 
 class _Line:
@@ -167,8 +302,9 @@ class _Line:
         self._socket = sock
         self._lock = threading.Lock()
         self.where: Callable[[], str] = lambda: "starting"
+        self.over = False  # it is leaving, and so are its shards
 
-    def say(self, message: WorkerHello | WorkerReport) -> None:
+    def say(self, message: FromWorker) -> None:
         data = pack(message)
         with self._lock:
             self._socket.sendall(data)

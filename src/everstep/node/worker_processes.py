@@ -304,6 +304,7 @@ class WorkerProcesses:
             "slot": slot,
             "slots": self.slots,
             "fabric": None if self._fabric is None else self._fabric.of(sender, slot),
+            "more_slots": self.machine.processes[sender].order.more_slots,
             "memory": str(self.memory.folder),
         }
 

@@ -14,7 +14,6 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.words.cluster_messages import ReshapeRequested, TaskSubmitted
-from everstep.core.words.shape import Shape
 from everstep.engine.faults import check_fault, parse_fault
 from everstep.engine.job import MOST_WORKERS, Job
 from everstep.engine.tables import shown
@@ -45,7 +44,7 @@ def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted
     return TaskSubmitted(
         task=name,
         job=job.to_dict(),
-        shape=Shape(job.replicas, job.stages, job.microbatches),
+        shape=job.task_shape(),
         steps=job.steps,
         secret=secrets.token_hex(32),
         weight=float(weight),
@@ -70,7 +69,7 @@ def reshape(task: Task, given: Mapping[str, Any], *, slots: int) -> ReshapeReque
         raise UserError(f"stages is {job.stages}, and the model has {most} layers.")
     if job.stages > slots:
         raise UserError(f"shape {job.replicas}x{job.stages} needs one slot per stage; {slots} are available.")
-    shape = Shape(job.replicas, job.stages, job.microbatches)
+    shape = job.task_shape()
     return ReshapeRequested(task=task.name, job=job.to_dict(), shape=shape)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everstep.core.faults.detector import Glance
-from everstep.core.words.agent_messages import WorkerOrder, WorkerReport
+from everstep.core.words.agent_messages import ShardEnded, WorkerOrder, WorkerReport
 from everstep.core.words.cluster_messages import (
     CommitCheckpoint,
     DiscardPartial,
@@ -58,7 +58,7 @@ class ProcessGreeted:
 @dataclass(frozen=True, slots=True)
 class ProcessSpoke:
     sender: Sender
-    report: WorkerReport
+    report: WorkerReport | ShardEnded
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from everstep.core.agent.process import ProcessState as _S
 from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
-from everstep.core.words.agent_messages import SAVING, EndWorker, OrderTaken
+from everstep.core.words.agent_messages import SAVING, EndWorker, OrderTaken, ShardEnded
 from everstep.core.words.cluster_messages import Sender, StartProcess
 from everstep.core.words.text import clipped
 
@@ -106,7 +106,7 @@ class NodeProcesses:
         """What must hold between events."""
         places = [p.sender[:2] for p in self.processes.values()]
         assert len(places) == len(set(places)), "a worker has two processes here"
-        held = [p.order.slot for p in self.processes.values()]
+        held = [slot for p in self.processes.values() for slot in _slots(p.order)]
         assert len(held) == len(set(held)), "a slot is held by two processes"
         for order in self.waiting.values():
             assert any(True for _ in self._in_the_way(order)), f"{order.worker} waits for nothing"
@@ -155,7 +155,8 @@ class NodeProcesses:
     def _in_the_way(self, order: StartProcess) -> Iterator[Process]:
         """Those who hold its slot, and an earlier process of the same worker."""
         for process in self.processes.values():
-            if process.order.slot == order.slot or process.sender[:2] == (order.task, order.worker):
+            shared = _slots(process.order) & _slots(order)
+            if shared or process.sender[:2] == (order.task, order.worker):
                 yield process
 
     def _kill_ordered(self, order: msg.KillProcess, now: float) -> Actions:
@@ -248,6 +249,9 @@ class NodeProcesses:
                 process.raised = f"raised {error}"
             case OrderTaken():
                 del process.unanswered[:1]
+                return []
+            case ShardEnded(shard=shard, how=how):
+                process.raised = f"lost its shard {shard} ({how})"
                 return []
             case msg.TimesReported(times=times, carriers=carriers):
                 self.progress.expects(process.sender.task, process.sender.worker, times)
@@ -346,6 +350,10 @@ class NodeProcesses:
 
 def _alive(process: Process) -> bool:
     return process.state in ALIVE
+
+
+def _slots(order: StartProcess) -> frozenset[int]:
+    return frozenset((order.slot, *order.more_slots))
 
 
 def _never_started(order: StartProcess, because: str) -> SendToCoordinator:

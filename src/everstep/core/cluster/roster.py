@@ -6,7 +6,8 @@ is. So no slot is ever owned twice, also while a worker moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeLiveness, NodeState
@@ -20,7 +21,12 @@ class Roster:
         self.tasks: dict[str, Task] = {}
 
     def taken(self) -> set[tuple[str, int]]:
-        return {(seat.node, seat.slot) for task in self.tasks.values() for seat in task.seats.values()}
+        return {
+            (seat.node, slot)
+            for task in self.tasks.values()
+            for seat in task.seats.values()
+            for slot in seat.slots
+        }
 
     def free(self) -> list[tuple[str, int]]:
         taken = self.taken()
@@ -48,12 +54,14 @@ class Roster:
 
     def can_do_without(self, name: str) -> bool:
         """Would every task with workers on this node still have, or find, a worker for each stage?"""
-        free = sum(1 for node, _ in self.free() if node != name)
-        needed = 0
+        free = Counter(node for node, _ in self.free() if node != name)
+        needed = []
         for task in self.tasks_on_node(name):
             elsewhere = {w.stage for w, seat in task.seats.items() if seat.node != name}
-            needed += task.shape.stages - len(elsewhere)
-        return free >= needed and any(n.name != name and n.state is NodeState.UP for n in self.nodes.values())
+            needed += [task.shape.shards] * (task.shape.stages - len(elsewhere))
+        return _have_room(free, needed) and any(
+            n.name != name and n.state is NodeState.UP for n in self.nodes.values()
+        )
 
     def seat_workers(self, task: Task) -> list[Worker]:
         """Give free slots to places of this task that have none, in the order that keeps it safest.
@@ -67,27 +75,52 @@ class Roster:
         if not empty or len(task.seats) >= task.wanted():
             return []  # asked at every change of the cluster, by every task: most lack nothing
         free = self.free()
-        if _uncovered(task, task.seats.keys()) > len(free):
+        shards = task.shape.shards
+        room = Counter(node for node, _ in free)
+        if not _have_room(room, [shards] * _uncovered(task, task.seats.keys())):
             return []
         seated: list[Worker] = []
-        while free and empty and len(task.seats) < task.wanted():
+        while empty and len(task.seats) < task.wanted():
+            roomy = [place for place in free if room[place[0]] >= shards]  # its shards are on one node
+            if not roomy:
+                break
             worker = min(empty, key=lambda w: (_replicas_of(task, w.stage), w.replica, w.stage))
-            node, slot = min(free, key=lambda place: _unease(task, worker, place[0]))
-            task.seats[worker] = Seat(node, slot)
-            free.remove((node, slot))
+            node, _ = min(roomy, key=lambda place: _unease(task, worker, place[0]))
+            slots = [slot for name, slot in free if name == node][:shards]
+            task.seats[worker] = Seat(node, slots[0], more=tuple(slots[1:]))
+            free = [place for place in free if place[0] != node or place[1] not in slots]
+            room[node] -= shards
             empty.remove(worker)
             seated.append(worker)
         return seated
 
     def validate(self) -> None:
-        owned = [(seat.node, seat.slot) for task in self.tasks.values() for seat in task.seats.values()]
+        owned = [
+            (seat.node, slot)
+            for task in self.tasks.values()
+            for seat in task.seats.values()
+            for slot in seat.slots
+        ]
         assert len(owned) == len(set(owned)), "a slot is owned twice"
         for task in self.tasks.values():
             assert not (task.state in OVER and task.seats), f"{task.name} is over and holds slots"
             for worker, seat in task.seats.items():
                 node = self.nodes[seat.node]
                 assert node.reachable, f"{task.name} {worker} sits on {node.name}, which is gone"
-                assert 0 <= seat.slot < node.slots
+                assert all(0 <= slot < node.slots for slot in seat.slots)
+                assert len(seat.slots) == task.shape.shards or task.next_shape is not None
+
+
+def _have_room(free: Mapping[str, int], wanted: list[int]) -> bool:
+    """Is there room for groups of so many slots, each on one node? The largest first, where it fits best."""
+    left = sorted(free.values())
+    for size in sorted(wanted, reverse=True):
+        fitting = next((i for i, count in enumerate(left) if count >= size), None)
+        if fitting is None:
+            return False
+        left[fitting] -= size
+        left.sort()
+    return True
 
 
 def _uncovered(task: Task, seated: Iterable[Worker]) -> int:

@@ -52,6 +52,11 @@ class Seat:
     incarnation: int = 0  # 0: no process yet
     address: tuple[str, int] | None = None
     leaving: str = ""  # why it was asked to go, if it was
+    more: tuple[int, ...] = ()  # the slots of its other shards
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        return (self.slot, *self.more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,7 +196,11 @@ class Training:
         starts.not_before.pop(wish.worker, None)
         seat.incarnation, seat.address = wish.incarnation, None
         order = msg.StartProcess(
-            task=task.name, worker=wish.worker, incarnation=wish.incarnation, slot=seat.slot
+            task=task.name,
+            worker=wish.worker,
+            incarnation=wish.incarnation,
+            slot=seat.slot,
+            more_slots=seat.more,
         )
         return self._open(task, seat.node, now) + self._orders.send(seat.node, order, wish.because, now)
 

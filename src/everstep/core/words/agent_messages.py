@@ -44,8 +44,19 @@ class OrderTaken:
     """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEnded:
+    """One of a worker's shards is gone, and so the worker is. For its agent, which says why it ended."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    shard: int
+    how: str  # killed by SIGKILL
+
+
 WorkerReport = OrderTaken | TaskEvent | PartWritten | SaveFailed | StateFetched | TimesReported | LinkMended
-FromWorker = WorkerHello | WorkerReport
+FromWorker = WorkerHello | WorkerReport | ShardEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ class StartProcess:
     worker: Worker
     incarnation: int
     slot: int
+    more_slots: tuple[int, ...] = ()  # of its other shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

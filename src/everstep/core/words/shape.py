@@ -1,4 +1,4 @@
-"""The shape of a task: how many replicas, stages and microbatches, and the places that follow from it."""
+"""The shape of a task: how many replicas, stages, shards and microbatches, and the places that follow."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ class Shape:
     stages: int
     microbatches: int  # per replica
     chunks: int = 0  # of each stage's optimizer state, where its replicas share it; 0: each has all of it
+    shards: int = 1  # processes per worker, each with a slot, on one node
 
     def workers(self) -> list[Worker]:
         return [Worker(k, s) for k in range(self.replicas) for s in range(self.stages)]

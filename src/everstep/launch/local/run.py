@@ -26,7 +26,6 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.codec import encode
 from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.step_rows import begins_training
 from everstep.drive.thinking import Thinking
@@ -69,7 +68,7 @@ class LocalTask:
         """`detect` off: only deaths are noticed; to measure what detection costs. `slots`: for the largest
         shape it may take, if it is to change its shape.
         """
-        self._slots = slots or job.replicas * job.stages
+        self._slots = slots or job.replicas * job.stages * job.shards
         self._page = page
         self.job, self.fork_server, self.faults, self.watch, self.script = (
             job,
@@ -79,7 +78,7 @@ class LocalTask:
             script,
         )
         self.tick_s = min(tick_s, LOOK_EVERY_S)
-        self.shape = Shape(job.replicas, job.stages, job.microbatches)
+        self.shape = job.task_shape()
         self.outcome = Outcome()
         self.coordinator = Coordinator(patience=patience)
         self._thinking = Thinking()
@@ -166,7 +165,7 @@ class LocalTask:
     def reshape(self, replicas: int, stages: int) -> None:
         """Take another shape at the next step boundary; training goes on from where it is."""
         job = self.job.reshaped(replicas, stages)
-        shape = Shape(job.replicas, job.stages, job.microbatches)
+        shape = job.task_shape()
         self._driver.hear(msg.ReshapeRequested(task=TASK, job=job.to_dict(), shape=shape))
 
     def words(self, worker: Worker) -> Path:

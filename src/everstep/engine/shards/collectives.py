@@ -1,0 +1,90 @@
+"""Collectives among the shards of one worker: gloo over loopback on CPUs, NCCL on GPUs.
+
+The shards live and die together (`node.shard_group`), so nothing here can be left waiting for a dead member:
+its own process is ended first. That is why plain process groups of torch will do, where between workers they
+would not (`links`). For a given number of shards the order of additions is fixed, so the bits are too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_c10d: Any = dist  # more is there than its annotations say
+_NEVER = datetime.timedelta(days=365)  # who waits too long is found by the detector, which names the shard
+
+
+class Collectives(Protocol):
+    """Of one shard; every shard calls the same ones in the same order."""
+
+    index: int
+    count: int
+
+    def sum(self, tensor: Tensor) -> Tensor: ...  # in place, and returned
+
+    def max(self, tensor: Tensor) -> Tensor: ...
+
+    def gather(self, tensor: Tensor) -> list[Tensor]: ...  # of every shard, in order
+
+
+class GroupCollectives:
+    """Over a process group that is nobody else's: torch's global group stays free for the user's code.
+
+    `entered` is called before each one, so that a shard that stays behind can be named.
+    """
+
+    def __init__(
+        self,
+        store: Path,
+        index: int,
+        count: int,
+        device: torch.device,
+        entered: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.index, self.count, self._entered = index, count, entered
+        self._group = _group(_c10d.FileStore(str(store), count), index, count, device)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        return self._reduced(tensor, dist.ReduceOp.MAX)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        self._entered()
+        found = [torch.empty_like(tensor) for _ in range(self.count)]
+        self._group.allgather([found], [tensor.contiguous()]).wait()
+        return found
+
+    def _reduced(self, tensor: Tensor, how: Any) -> Tensor:
+        self._entered()
+        options = dist.AllreduceOptions()
+        options.reduceOp = how
+        self._group.allreduce([tensor], options).wait()
+        return tensor
+
+
+def summed(collectives: Collectives, values: Sequence[float], device: torch.device) -> tuple[float, ...]:
+    """Each value added up over the shards, correctly rounded, so the same on every one."""
+    own = torch.tensor(values, dtype=torch.float64, device=device)
+    rows = [one.tolist() for one in collectives.gather(own)]
+    return tuple(math.fsum(column) for column in zip(*rows, strict=True))
+
+
+def _group(store: Any, index: int, count: int, device: torch.device) -> Any:
+    if device.type == "cuda":
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = _NEVER
+        torch.cuda.set_device(device)
+        return dist.ProcessGroupNCCL(store, index, count, options)
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = _NEVER
+    return dist.ProcessGroupGloo(store, index, count, options)

@@ -1,0 +1,98 @@
+"""A shard that follows: it runs the worker's loop, with the leader's events instead of its own.
+
+Its parcels and states arrive on its own links, from the same shard of the other workers. It says what is here
+and waits until the leader says that it counts.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+from torch import Tensor
+
+from everstep.core.words import shard_messages as sh
+from everstep.core.words import worker_messages as msg
+from everstep.core.words.worker_messages import Parcel, ParcelKind, StateTransfer
+from everstep.core.worker.control import LinkBroke, LinkOpened
+from everstep.core.worker.joining import FrameUse
+from everstep.engine import frames
+from everstep.engine.shards.leader import Contents
+from everstep.engine.transfers import ArrivingState
+from everstep.engine.worker_loop import WorkerLoop
+from everstep.errors import InternalError
+
+FollowerItem = frames.Incoming | LinkBroke | LinkOpened | BaseException | sh.ToShard
+
+
+class Follower:
+    def __init__(
+        self,
+        loop: WorkerLoop,
+        inbox: queue.SimpleQueue[FollowerItem],
+        say: Callable[[sh.FromShard], None],
+    ) -> None:
+        self.loop, self.inbox, self._say = loop, inbox, say
+        self._parcels: dict[Parcel, Contents] = {}
+        self._states: dict[StateTransfer, dict[str, Tensor]] = {}
+        self._newest: StateTransfer | None = None
+        self._arriving = ArrivingState(self._use)
+
+    def run(self) -> None:
+        """Until the leader leaves."""
+        while True:
+            item = self.inbox.get()
+            match item:
+                case frames.Incoming():
+                    self._arrived(item)
+                case LinkBroke(address=(host, port)) | LinkOpened(address=(host, port)):
+                    self._say(sh.ShardLink(event=type(item)((host, port - self.loop.shard))))
+                case sh.ShardTakes(event=event, now=now):
+                    self.loop.hear(event, now)
+                case sh.ShardReceives(parcel=parcel, value=value):
+                    self._receive(parcel, value)
+                case sh.ShardDrops(parcel=parcel):
+                    self._parcels.pop(parcel, None)
+                case sh.ShardLoads(transfer=transfer):
+                    self.loop.load_state(transfer, self._states[transfer])
+                    self._states.clear()
+                case sh.ShardLooks():
+                    if self.loop.control.may_leave(self._look()):
+                        return
+                case BaseException():
+                    raise item
+
+    def _look(self) -> msg.WorkItem:
+        before = self.loop.state.now.step
+        item = self.loop.turn()
+        if self.loop.state.now.step != before:
+            for parcel in [p for p in self._parcels if p.step < before and p.what is not ParcelKind.FEED]:
+                del self._parcels[parcel]
+        return item
+
+    def _arrived(self, frame: frames.Incoming) -> None:
+        if frame.kind == frames.STATE:
+            if (found := self._arriving.take(frame)) is not None:
+                transfer, state = found
+                self._states[transfer] = state
+                self._say(sh.StateIsHere(transfer=transfer))
+            return
+        contents = self.loop.opened(frame)
+        if contents is not None:
+            assert frame.parcel is not None
+            self._parcels[frame.parcel] = contents
+            self._say(sh.ParcelIsHere(parcel=frame.parcel))
+
+    def _receive(self, parcel: Parcel, value: object) -> None:
+        contents = self._parcels.pop(parcel, None) or Contents(value, (), None)
+        if not self.loop.accept(parcel, contents):
+            raise InternalError(f"{parcel} counts for the leader of this worker and not for its shard")
+
+    def _use(self, transfer: StateTransfer) -> FrameUse:
+        """The newest transfer; whether it counts is the leader's to say."""
+        if transfer == self._newest:
+            return FrameUse.DROP if transfer in self._states else FrameUse.ADD
+        if self._newest is not None and transfer < self._newest:
+            return FrameUse.DROP
+        self._newest = transfer
+        return FrameUse.BEGIN

@@ -1,0 +1,148 @@
+"""Which matrices are split over the shards, and how: a table of patterns, in the form of transformers' own.
+
+    "blocks.*.attention.q": "column"      the outputs are split; every shard has some of them
+    "blocks.*.attention.out": "row"       the inputs are split; the shards' outputs are added up
+    "embed.tokens": "vocab"               a table's rows are split; the shards' lookups are added up
+    "head.logits": "logits"               the outputs are split, and the loss is computed on the parts
+    "lm_head": "column_gather"            the outputs are split, and put together again
+    "*.q_norm": "whole_summed"            not split, but used on split values: its gradients are added up
+
+What no pattern names is whole on every shard, and every shard computes the same with it.
+
+A tensor's name is the same for any number of shards, and so are its first values: the whole of a layer is
+drawn from (seed, layer) and each shard keeps its slice. So checkpoints, copies in memory and live reshape
+know a shard's tensors as boxes of the logical ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from everstep.errors import UserError
+from everstep.layout.box import Box
+
+PlanOfShards = Mapping[str, str]  # pattern of modules -> style
+
+# style -> the dimension of the weight and of the bias that is split; None: whole
+STYLES: Mapping[str, tuple[int | None, int | None]] = {
+    "column": (0, 0),
+    "column_gather": (0, 0),
+    "logits": (0, 0),
+    "row": (1, None),
+    "vocab": (0, None),
+    "whole": (None, None),
+    "whole_summed": (None, None),
+}
+# What transformers calls them.
+THEIRS: Mapping[str, str] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_rep": "column_gather",
+    "colwise_gather_output": "column_gather",
+    "embedding_rowwise": "vocab",
+    "replicated": "whole",
+    "replicated_with_grad_allreduce": "whole_summed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One parameter of one shard as a box of the logical tensor."""
+
+    whole: tuple[int, ...]
+    dim: int
+    index: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(n // self.count if d == self.dim else n for d, n in enumerate(self.whole))
+
+    @property
+    def box(self) -> Box:
+        size = self.shape
+        start = tuple(self.index * n if d == self.dim else 0 for d, n in enumerate(size))
+        return Box(start, size)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This shard's part of the whole tensor."""
+        size = self.shape[self.dim]
+        return tensor.narrow(self.dim, self.index * size, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The plan for one shard: its number among `count`."""
+
+    plan: PlanOfShards
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        for pattern, style in self.plan.items():
+            if style not in STYLES:
+                known = ", ".join(STYLES)
+                raise UserError(f"shard_plan[{pattern!r}] is {style!r}; the styles are {known}.")
+
+    def style(self, module: str) -> str:
+        """Of a module by its logical name; the first pattern that fits."""
+        if self.count == 1:
+            return "whole"
+        return next((style for pattern, style in self.plan.items() if fnmatchcase(module, pattern)), "whole")
+
+    def split(self, name: str, shape: tuple[int, ...]) -> Split | None:
+        """How a parameter is split; None: it is whole."""
+        module, _, parameter = name.rpartition(".")
+        dims = STYLES[self.style(module)]
+        dim = dims[0] if parameter == "weight" else dims[1] if parameter == "bias" else None
+        if dim is None:
+            return None
+        if dim >= len(shape) or shape[dim] % self.count:
+            raise UserError(
+                f"shards is {self.count}, which does not divide dimension {dim} of {name} {list(shape)}; "
+                "choose a number of shards that does, or change the model."
+            )
+        return Split(shape, dim, self.index, self.count)
+
+    def split_of_part(self, name: str, shape: tuple[int, ...]) -> Split | None:
+        """As `split`, from the shape of this shard's part."""
+        module, _, parameter = name.rpartition(".")
+        dims = STYLES[self.style(module)]
+        dim = dims[0] if parameter == "weight" else dims[1] if parameter == "bias" else None
+        if dim is None or dim >= len(shape):
+            return None
+        whole = tuple(n * self.count if d == dim else n for d, n in enumerate(shape))
+        return Split(whole, dim, self.index, self.count)
+
+    def local_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        found = self.split(name, shape)
+        return shape if found is None else found.shape
+
+    def is_split(self, name: str) -> bool:
+        module, _, parameter = name.rpartition(".")
+        dims = STYLES[self.style(module)]
+        return (parameter == "weight" and dims[0] is not None) or (
+            parameter == "bias" and dims[1] is not None
+        )
+
+    def check(self, layer: str, module: nn.Module) -> int:
+        """How many parameters of a layer are split; a sentence where one cannot be."""
+        shapes = {f"{layer}.{name}": tuple(p.shape) for name, p in module.named_parameters()}
+        return sum(self.split(name, shape) is not None for name, shape in shapes.items())
+
+
+def from_theirs(plan: Mapping[str, str]) -> dict[str, str]:
+    """A `tp_plan` of transformers in our words."""
+    found = {}
+    for pattern, style in plan.items():
+        if style not in THEIRS:
+            raise UserError(
+                f"the model's own tp_plan splits {pattern} as {style!r}, which Everstep does not know; "
+                "train it with shards = 1."
+            )
+        found[pattern] = THEIRS[style]
+    return found

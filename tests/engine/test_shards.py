@@ -1,0 +1,183 @@
+"""Shards of one worker, as real processes with real collectives: the same losses as one process, the norm
+counted once, states as boxes of the logical tensors.
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from everstep.engine.data import Synthetic
+from everstep.engine.gpt import gpt
+from everstep.engine.model import Model
+from everstep.engine.optimizer import Updater, adamw
+from everstep.engine.shards.collectives import GroupCollectives
+from everstep.engine.shards.plan import Cut, from_theirs
+from everstep.engine.stage import Stage
+from everstep.errors import UserError
+from everstep.layout.box import Box
+
+CPU = torch.device("cpu")
+DATA = Synthetic(vocab=128, sequence=16, rows=2, seed=1)
+
+
+def small_gpt(**changes: Any) -> Model:
+    return gpt(**{"width": 32, "heads": 4, "depth": 2, "vocab": 128, "context": 16, **changes})
+
+
+def in_shards(count: int, work: Callable[[GroupCollectives], Any]) -> list[Any]:
+    """What `work` gives in each of `count` processes; this one is the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = []
+        for index in range(1, count):
+            read, write = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    made = json.dumps(work(GroupCollectives(Path(folder) / "store", index, count, CPU)))
+                    os.write(write, made.encode())
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(code)
+            os.close(write)
+            pipes.append((pid, read))
+        try:
+            found = [json.loads(json.dumps(work(GroupCollectives(Path(folder) / "store", 0, count, CPU))))]
+            for pid, read in pipes:
+                with os.fdopen(read, "rb") as pipe:
+                    found.append(json.loads(pipe.read()))
+                os.waitpid(pid, 0)
+        except BaseException:
+            for pid, _ in pipes:
+                os.kill(pid, signal.SIGKILL)
+            raise
+        return found
+
+
+def trained(model: Model, shards: GroupCollectives | None, *, steps: int = 3, **more: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    layers = range(len(model.layers))
+    stage = Stage(model, layers, data=DATA, device=CPU, accumulate="fp32", shards=shards, **more)
+    updater = Updater(stage, adamw(lr=1e-3))
+    losses, norms = [], []
+    for step in range(1, steps + 1):
+        for microbatch in range(2):
+            stage.forward(step, microbatch)
+            losses.append(float(stage.loss(step, microbatch)))
+            stage.input_grad(step, microbatch)
+            stage.weight_grad(step, microbatch)
+        mean = updater.mean(stage.take_gradients(), 2).clone()
+        norms.append(updater.sum_of_squares(mean))
+        updater.apply(step, mean)
+    return {"losses": losses, "norms": norms}
+
+
+@pytest.mark.parametrize(("count", "changes"), [(2, {}), (4, {}), (2, {"tied": True}), (2, {"kv_heads": 2})])
+def test_losses_and_norms_are_those_of_one_process(count: int, changes: dict[str, Any]) -> None:
+    one = trained(small_gpt(**changes), None)
+    found = in_shards(count, lambda shards: trained(small_gpt(**changes), shards))
+    assert all(shard == found[0] for shard in found), "every shard has the same losses and norms, to the bit"
+    assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
+    assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
+
+
+def test_recompute_and_dropout_are_functions_of_the_logical_tensors() -> None:
+    model = small_gpt(dropout=0.1)
+    one = trained(model, None, recompute=True)
+    found = in_shards(2, lambda shards: trained(model, shards, recompute=True))
+    assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
+
+
+class Net(nn.Module):
+    """A user's layer, with biases, and a norm on split values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.scale = nn.RMSNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.up(x))
+        return x + self.down(self.scale(hidden.unflatten(-1, (-1, 8))).flatten(-2))
+
+
+PLAN = {
+    "embed": "vocab",
+    "*.up": "column",
+    "*.down": "row",
+    "*.scale": "whole_summed",
+    "head": "column_gather",
+}
+
+
+def own_model() -> Model:
+    layers = {
+        "embed": lambda: nn.Embedding(128, 32),
+        "net": Net,
+        "more": Net,
+        "head": lambda: nn.Linear(32, 128),
+    }
+    return Model(layers=layers, shard_plan=PLAN)
+
+
+def test_a_model_of_ones_own_is_split_by_a_plan_of_patterns() -> None:
+    one = trained(own_model(), None)
+    found = in_shards(2, lambda shards: trained(own_model(), shards))
+    assert found[0] == found[1]
+    assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
+    assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
+
+
+def test_a_shards_tensors_are_boxes_of_the_logical_ones() -> None:
+    cut = Cut({"*.out": "row", "*.q": "column"}, index=1, count=2)
+    out = cut.split("b.out.weight", (6, 8))
+    assert out is not None
+    assert (out.shape, out.box) == ((6, 4), Box((0, 4), (6, 4)))
+    assert cut.split_of_part("b.out.weight", (6, 4)) == out
+    assert cut.split("b.out.bias", (6,)) is None
+    assert cut.local_shape("b.q.bias", (6,)) == (3,)
+    assert cut.local_shape("b.norm.weight", (6,)) == (6,)
+
+
+def refusals() -> Iterator[tuple[str, Callable[[], Any]]]:
+    yield (
+        "does not divide dimension 0 of embed.tokens.weight",
+        lambda: Stage(small_gpt(vocab=130), range(4), data=DATA, device=CPU, shards=Alone(4)),
+    )
+    yield "the styles are column", lambda: Cut({"*.q": "colums"})
+    yield "'moe_tp_experts', which Everstep does not know", lambda: from_theirs({"x": "moe_tp_experts"})
+
+
+class Alone:
+    """A shard without the others, for what needs no collective."""
+
+    def __init__(self, count: int) -> None:
+        self.index, self.count = 0, count
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor] * self.count
+
+
+@pytest.mark.parametrize(("words", "mistake"), list(refusals()), ids=["size", "style", "their style"])
+def test_what_cannot_be_split_is_said(words: str, mistake: Callable[[], Any]) -> None:
+    with pytest.raises(UserError, match=words):
+        mistake()

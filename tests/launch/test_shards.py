@@ -1,0 +1,55 @@
+"""Workers of several processes: any shard's death ends its worker, and training heals as from any death."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from everstep.engine.job import CheckpointSpec
+from harness.sweep import Sweep, compare, points
+
+CHOSEN = [
+    "op stage=0,replica=0,step=3,op=F3",
+    "inside stage=1,replica=1,step=3,op=F2",
+    "inside stage=0,replica=0,step=3,op=I1",
+    "reduce stage=1,replica=0,step=3,op=R,when=sending",
+    "lost stage, checkpoint",
+]
+
+
+@pytest.fixture(scope="module")
+def sweep() -> Iterator[Sweep]:
+    running = Sweep(shards=2)
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("start", CHOSEN)
+def test_a_shards_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, start: str) -> None:
+    result = sweep.try_point(next(p for p in points(2) if p.name.startswith(start)))
+    assert result["ok"], result
+    assert result["max_relative_loss_difference"] == 0.0
+    assert result["incidents"] >= 1
+
+
+def test_the_shard_that_failed_is_named(sweep: Sweep) -> None:
+    job = replace(sweep.job, replicas=2, stages=1)
+    (incident,) = sweep.run(job, ("stage=0,replica=1,step=3,op=I1,shard=1",)).incidents
+    assert incident.what == "lost its shard 1 (killed by SIGKILL)"
+    (incident,) = sweep.run(job, ("stage=0,replica=1,step=3,op=I1,shard=1,how=raise",)).incidents
+    assert "shard 1: RuntimeError: planted fault" in incident.what
+
+
+def test_a_checkpoint_of_shards_is_one_of_logical_tensors(sweep: Sweep, tmp_path: Path) -> None:
+    """Saved by two shards, continued by one process and by four: the same losses, but for rounding."""
+    job = replace(sweep.job, replicas=1, stages=2, shards=2, steps=6)
+    clean = sweep.run(replace(job, shards=1), ())
+    saving = replace(job, checkpoint=CheckpointSpec(folder=str(tmp_path), interval=3))
+    sweep.run(saving, (), until=4)
+    again = sweep.run(replace(saving, shards=1), ())
+    assert again.resumed_from in (3, 6)
+    ours, theirs = again.by_step(), clean.by_step()
+    for step in range(again.resumed_from + 1, 7):
+        assert ours[step].loss == pytest.approx(theirs[step].loss, rel=1e-5)
+    assert compare(clean, sweep.run(job, ()), job)["max_relative_loss_difference"] < 1e-5
