@@ -34,7 +34,7 @@ import everstep
 from everstep.diagnose import Case, Group, Log, read
 from everstep.diagnose.finding import Diagnosis
 from everstep.diagnose.record import UNKNOWN
-from everstep.diagnose.stream import Stream
+from everstep.diagnose.stream import DiagnosisStream
 from everstep.diagnose.verdict import Analysis, analyse_case
 
 SIZES = (256, 512, 1024, 2048, 4096)
@@ -61,7 +61,7 @@ def recorder() -> dict[str, Any]:
                 ring.end(ring.begin(SEND, peer=1, bytes=4096, seq=number))
             pairs.append((time.thread_time_ns() - began) / count)
         content = ring.content()
-        began, stream = time.process_time(), Stream()
+        began, stream = time.process_time(), DiagnosisStream()
         for _ in range(50):
             stream.feed(read("ring_rank_0", content))
         reading_us = (time.process_time() - began) / 50 * 1e6

@@ -15,7 +15,7 @@ from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.diagnose import Group, Record, analyse, read
 from everstep.diagnose import ring as layout
 from everstep.diagnose.record import UNKNOWN
-from everstep.diagnose.stream import Stream
+from everstep.diagnose.stream import DiagnosisStream
 from everstep.engine.recorder import COMPUTE, RECV, SEND, Recorder, WorkerRecorder
 
 MS = 1_000_000
@@ -108,8 +108,8 @@ def collective(rank: int, seq: int, at_ms: float, *, done: bool = True) -> Recor
     )
 
 
-def fed(steps: int, *, slow: int | None = None, keep: int = 512) -> Stream:
-    stream = Stream(keep=keep)
+def fed(steps: int, *, slow: int | None = None, keep: int = 512) -> DiagnosisStream:
+    stream = DiagnosisStream(keep=keep)
     for step in range(steps):
         for rank in range(4):
             late = 15 if rank == slow and step >= 20 else 0
@@ -187,8 +187,8 @@ def test_a_slowed_worker_is_told_from_its_rings(tmp_path: Path) -> None:
 
 
 def test_an_empty_stream_says_nothing() -> None:
-    assert Stream().verdicts(0) == []
-    assert Stream().speeds() == {}
+    assert DiagnosisStream().verdicts(0) == []
+    assert DiagnosisStream().speeds() == {}
 
 
 @pytest.mark.parametrize("content", [b"everring", b"everring" + bytes(8000)])

@@ -14,7 +14,7 @@ from everstep.plan.explain import least_change
 from everstep.plan.option import OptionKind
 from everstep.plan.reroute import throughput_ratio
 from everstep.plan.shape import ParallelShape
-from everstep.plan.transition import Source
+from everstep.plan.transition import StateSource
 from everstep.schedule import Instance, plan, uniform
 from tests.plan.worlds import nodes, pipeline, random_world, seated, table_task
 
@@ -181,7 +181,7 @@ def test_zero_1_cannot_re_route_and_restores_from_disk() -> None:
     world = seated(Cluster(nodes=nodes(4, 2)), [split])
     gain = planned(world, "lose node-1:0").gains["gpt"]
     assert gain.kind is not OptionKind.REROUTE
-    assert gain.source is Source.DISK
+    assert gain.source is StateSource.DISK
     assert gain.transition_s > 900  # half of what lies between two checkpoints
     near = replace(world, cluster=replace(world.cluster, costs=Costs(memory_copies=True)))
     assert planned(near, "lose node-1:0").gains["gpt"].transition_s < 60
@@ -193,7 +193,7 @@ def test_all_replicas_of_a_stage_gone_means_the_checkpoint() -> None:
     lost = world.now.of("gpt")[0]
     assert lost is not None
     gain = planned(world, f"lose {lost.node}").gains["gpt"]
-    assert gain.source is Source.DISK
+    assert gain.source is StateSource.DISK
     assert "the checkpoint on disk" in planned(world, f"lose {lost.node}").because
 
 

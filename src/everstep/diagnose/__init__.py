@@ -3,7 +3,7 @@
     dump = read(name, content)          any file: Flight Recorder, NCCL Inspector, NCCL RAS, our ring
     analysis = analyse(dumps)           one job: hangs, slow links, slow ranks, imbalances
 
-`stream.Stream` is the same for a job that is running: `feed(records)`, `verdicts(now)`.
+`stream.DiagnosisStream` is the same for a job that is running: `feed(records)`, `verdicts(now)`.
 """
 
 from everstep.diagnose.case import Case, join

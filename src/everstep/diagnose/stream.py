@@ -1,6 +1,6 @@
 """Diagnosis while the job runs: records come in, verdicts come out, memory stays where it is.
 
-    stream = Stream(keep=512)
+    stream = DiagnosisStream(keep=512)
     stream.feed(part)             # a rank's ring as it is now; feed_records: only what is new
     stream.verdicts(now_ns)       # what holds now, and held a moment ago too
 
@@ -29,7 +29,7 @@ _LEAST_STEPS = 3
 Sign = tuple[str, str, tuple[tuple[int, int | None], ...]]
 
 
-class Stream:
+class DiagnosisStream:
     """The analysis of a job that runs: feed it records, ask for verdicts; `keep` records a rank stay."""
 
     def __init__(self, *, keep: int = 512) -> None:

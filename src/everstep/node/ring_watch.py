@@ -16,7 +16,7 @@ from everstep.core.words.cluster_messages import SlowLinkEnded, SlowLinkFound
 from everstep.core.words.ops import Worker
 from everstep.diagnose import Syndrome, UnusableFileError, read
 from everstep.diagnose.finding import Finding, Where
-from everstep.diagnose.stream import Stream
+from everstep.diagnose.stream import DiagnosisStream
 
 LOOK_EVERY_S = 4.0
 ENDED_LOOKS = 3  # without it, on end
@@ -28,7 +28,7 @@ class RingWatch:
 
     def __init__(self, task: str, replicas: int) -> None:
         self._task, self.replicas = task, replicas
-        self._stream = Stream()
+        self._stream = DiagnosisStream()
         self._fed: set[Worker] = set()
         self._reported: dict[Link, int] = {}  # looks since it was last seen
         self._next = 0.0

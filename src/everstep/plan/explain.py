@@ -13,7 +13,7 @@ from everstep.plan.placement import Placement
 from everstep.plan.running import Period
 from everstep.plan.shape import ParallelShape
 from everstep.plan.task import TaskSituation
-from everstep.plan.transition import Source
+from everstep.plan.transition import StateSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Gain:
     transition_s: float
     moves: int  # workers on slots the task did not have
     taken_from: Mapping[str, int]  # of those: how many another task had
-    source: Source
+    source: StateSource
     reward: float
     cost: float
     way_back: float
@@ -159,7 +159,9 @@ def _explained(name: str, gain: Gain) -> str:
     if gain.kind is OptionKind.RESHAPE and gain.shape_after is not None:
         shape = f" to {gain.shape_after}"
     state = (
-        "" if gain.source is Source.LIVE or gain.kind is OptionKind.REROUTE else f", state from {gain.source}"
+        ""
+        if gain.source is StateSource.LIVE or gain.kind is OptionKind.REROUTE
+        else f", state from {gain.source}"
     )
     for owner, slots in list(gain.taken_from.items())[:2]:
         state += f", {slots} from {owner}"

@@ -27,7 +27,7 @@ from everstep.plan.option import MUST_RUN, NEVER, Horizon, Ints, Layer, OptionKi
 from everstep.plan.reroute import live_per_stage
 from everstep.plan.shape import ParallelShape
 from everstep.plan.task import TaskSituation, TaskSpec
-from everstep.plan.transition import Source
+from everstep.plan.transition import StateSource
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +214,7 @@ class _Build:
         count = workers.astype(np.float64)
         kind = np.full(len(workers), OptionKind.RESHAPE, dtype=np.int8)
         seconds = costs.reshape_s(today.source, self.curve.state_bytes, count, self.parts[np.maximum(cut, 0)])
-        if self.cut_today >= 0 and today.source is Source.LIVE:
+        if self.cut_today >= 0 and today.source is StateSource.LIVE:
             same = cut == self.cut_today
             fewer = same & (workers <= today.live_workers)
             more = same & ~fewer
@@ -241,7 +241,7 @@ class _Build:
         live = live_per_stage(shape, self.today.dead)
         moving = num_moving(live, workers // shape.shards, shape.stages)
         fetch = self.costs.fetch_s(
-            Source.LIVE, self.curve.state_bytes, np.array(float(self.parts[self.cut_today]))
+            StateSource.LIVE, self.curve.state_bytes, np.array(float(self.parts[self.cut_today]))
         )
         return np.where(moving > 0, fetch, 0.0)
 
@@ -276,7 +276,7 @@ class _Build:
         today = self.today
         if not today.damaged:
             return 0.0
-        if today.source is not Source.LIVE:
+        if today.source is not StateSource.LIVE:
             return self.costs.lost_work_s(today.source, self.step_s)
         if today.shape is None:
             share = len(today.missing) / max(1, today.live_workers)
@@ -333,14 +333,14 @@ class _Build:
         count = np.full(len(workers), float(target.workers))
         goal = self.curve.cut_index(target.shape)
         parts = np.full(len(workers), self.parts[max(goal, 0)])
-        seconds = self.costs.reshape_s(Source.LIVE, self.curve.state_bytes, count, parts)
+        seconds = self.costs.reshape_s(StateSource.LIVE, self.curve.state_bytes, count, parts)
         if goal >= 0:
             same = cut == goal
             gain = _fraction(target.throughput - throughput, target.throughput)
             grown = self.costs.grow_s(self.curve.state_bytes, count, float(self.parts[goal]), gain)
             fewer = same & (workers > target.workers)
             seconds = np.where(same, np.where(fewer, self.costs.epoch(count), grown), seconds)
-        restored = self.costs.reshape_s(Source.DISK, self.curve.state_bytes, count, parts)
+        restored = self.costs.reshape_s(StateSource.DISK, self.curve.state_bytes, count, parts)
         seconds = np.where(kind == OptionKind.STOP, restored, seconds)
         if self.fixed_s is not None:
             seconds = np.full(len(workers), self.fixed_s)

@@ -12,7 +12,7 @@ from everstep.plan.curve import Curve
 from everstep.plan.offers import ChangeTimes, Offer
 from everstep.plan.reroute import dead_groups, live_per_stage, throughput_ratio
 from everstep.plan.shape import ParallelShape
-from everstep.plan.transition import Source
+from everstep.plan.transition import StateSource
 
 UNKNOWN_TIMES = ChangeTimes(agree_s=1.0, copy_s=0.0, reshape_s=10.0, restore_s=60.0)
 
@@ -56,7 +56,7 @@ class TaskSituation:
     missing: tuple[int, ...]  # workers, by number, that are not there now
     dead: frozenset[Worker]  # groups of shards that are not whole now
     rerouted: float  # throughput if it goes on with what is left, same shape
-    source: Source  # the nearest state
+    source: StateSource  # the nearest state
     lost: int = 0  # workers lost by the event
     listed: bool = False  # its throughput is listed by number of workers
 
@@ -90,7 +90,7 @@ def situation(task: TaskSpec, cluster: Cluster, now: Assignment) -> TaskSituatio
         return _offered(task, shape, before, holes, gone)
     if shape is None:
         whole = task.curve.at(before) if before else 0.0
-        source = Source.LIVE if before > len(gone) and task.curve.replicated else _fallback(cluster)
+        source = StateSource.LIVE if before > len(gone) and task.curve.replicated else _fallback(cluster)
         return TaskSituation(
             workers=before,
             throughput=whole if before >= task.min_workers else 0.0,
@@ -117,7 +117,7 @@ def situation(task: TaskSpec, cluster: Cluster, now: Assignment) -> TaskSituatio
         missing=tuple(sorted(holes + gone)),
         dead=after_dead,
         rerouted=whole * ratio[after_dead] if task.curve.replicated or not after_dead else 0.0,
-        source=Source.LIVE if alive and (task.curve.replicated or not gone) else _fallback(cluster),
+        source=StateSource.LIVE if alive and (task.curve.replicated or not gone) else _fallback(cluster),
     )
 
 
@@ -140,11 +140,11 @@ def _offered(
         missing=tuple(sorted(holes + gone)),
         dead=frozenset(),
         rerouted=after,
-        source=Source.LIVE if after > 0 else Source.MEMORY,
+        source=StateSource.LIVE if after > 0 else StateSource.MEMORY,
         lost=len(gone),
         listed=True,
     )
 
 
-def _fallback(cluster: Cluster) -> Source:
-    return Source.MEMORY if cluster.costs.memory_copies else Source.DISK
+def _fallback(cluster: Cluster) -> StateSource:
+    return StateSource.MEMORY if cluster.costs.memory_copies else StateSource.DISK

@@ -24,7 +24,7 @@ import numpy as np
 from everstep.plan.memory import Floats
 
 
-class Source(StrEnum):
+class StateSource(StrEnum):
     LIVE = "a live replica"
     MEMORY = "the memory of other hosts"
     DISK = "the checkpoint on disk"
@@ -52,28 +52,28 @@ class Costs:
         """Workers more or fewer of the same cut: only the groups that they touch are formed anew."""
         return self.join_s + self.groups_per_worker_s * workers
 
-    def lost_work_s(self, source: Source, step_s: float) -> float:
+    def lost_work_s(self, source: StateSource, step_s: float) -> float:
         """Seconds of work done again because it is in no state that is left."""
         match source:
-            case Source.LIVE:
+            case StateSource.LIVE:
                 return 0.0
-            case Source.MEMORY:
+            case StateSource.MEMORY:
                 return (0.5 + 0.5 * self.memory_every_steps) * step_s
-            case Source.DISK:
+            case StateSource.DISK:
                 return 0.5 * self.checkpoint_every_s + 0.5 * step_s
 
-    def fetch_s(self, source: Source, state_bytes: float, parts: Floats) -> Floats:
+    def fetch_s(self, source: StateSource, state_bytes: float, parts: Floats) -> Floats:
         """Until every worker holds its part; from disk the whole state is read once, then passed on."""
         part = state_bytes / np.maximum(parts, 1.0) / self.network_bandwidth
-        return part + (state_bytes / self.disk_bandwidth if source is Source.DISK else 0.0)
+        return part + (state_bytes / self.disk_bandwidth if source is StateSource.DISK else 0.0)
 
-    def reshape_s(self, source: Source, state_bytes: float, workers: Floats, parts: Floats) -> Floats:
+    def reshape_s(self, source: StateSource, state_bytes: float, workers: Floats, parts: Floats) -> Floats:
         """Another cut, or a restart: everybody stands still."""
         return self.groups(workers) + self.fetch_s(source, state_bytes, parts)
 
     def grow_s(self, state_bytes: float, workers: Floats, parts: float, gain: Floats) -> Floats:
         """`gain`: how much of today's throughput the new workers will add, as a fraction of it."""
-        copying = self.fetch_s(Source.LIVE, state_bytes, np.array(parts))
+        copying = self.fetch_s(StateSource.LIVE, state_bytes, np.array(parts))
         return self.epoch(workers) + copying * np.maximum(gain, 0.0)
 
     def interrupted_s(self, step_s: float, dead_share: float) -> float:

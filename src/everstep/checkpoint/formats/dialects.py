@@ -58,7 +58,7 @@ _LAYER = {
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowSplit:
     """`count` rows of `source` from `source_row` on are the target's from `target_row` on."""
 
     source: str
@@ -120,18 +120,18 @@ def heads_of(state: TrainingState) -> Heads | None:
 # Tables.
 
 
-def _table(state: TrainingState, dialect: Dialect, heads: Heads | None) -> dict[str, list[Rows]]:
+def _table(state: TrainingState, dialect: Dialect, heads: Heads | None) -> dict[str, list[RowSplit]]:
     """Every tensor of a dialect as rows of Llama's. Sizes come from whichever of the two is there."""
     sizes = {name: stored.shape[0] for name, stored in state.parameters().items() if stored.shape}
     layers = 1 + max((int(m[1]) for n in sizes for p in _LAYER.values() if (m := p.match(n))), default=-1)
     names = _EVERSTEP if dialect == "everstep" else _MEGATRON
-    found: dict[str, list[Rows]] = {}
+    found: dict[str, list[RowSplit]] = {}
     for theirs, llama in names.items():
         for i in range(layers) if "{i}" in theirs else (0,):
             target, source = theirs.replace("{i}", str(i)), llama.replace("{i}", str(i))
             size = sizes.get(source, sizes.get(target))
             if size is not None:
-                found[target] = [Rows(source, 0, 0, size)]
+                found[target] = [RowSplit(source, 0, 0, size)]
     if dialect == "megatron":
         heads = heads or heads_of(state)
         for i in range(layers):
@@ -139,7 +139,7 @@ def _table(state: TrainingState, dialect: Dialect, heads: Heads | None) -> dict[
     return found
 
 
-def _fused(i: int, sizes: Mapping[str, int], heads: Heads | None) -> dict[str, list[Rows]]:
+def _fused(i: int, sizes: Mapping[str, int], heads: Heads | None) -> dict[str, list[RowSplit]]:
     """Megatron's qkv and fc1 of a layer."""
     mine, theirs = f"model.layers.{i}.", f"decoder.layers.{i}."
     qkv, fc1 = f"{theirs}self_attention.linear_qkv.weight", f"{theirs}mlp.linear_fc1.weight"
@@ -157,21 +157,21 @@ def _fused(i: int, sizes: Mapping[str, int], heads: Heads | None) -> dict[str, l
     rows = []
     for g in range(heads.groups):
         at = g * (per + 2) * size
-        rows.append(Rows(f"{mine}self_attn.q_proj.weight", g * per * size, at, per * size))
-        rows.append(Rows(f"{mine}self_attn.k_proj.weight", g * size, at + per * size, size))
-        rows.append(Rows(f"{mine}self_attn.v_proj.weight", g * size, at + (per + 1) * size, size))
+        rows.append(RowSplit(f"{mine}self_attn.q_proj.weight", g * per * size, at, per * size))
+        rows.append(RowSplit(f"{mine}self_attn.k_proj.weight", g * size, at + per * size, size))
+        rows.append(RowSplit(f"{mine}self_attn.v_proj.weight", g * size, at + (per + 1) * size, size))
     half = sizes[fc1] // 2 if fc1 in sizes else sizes[f"{mine}mlp.gate_proj.weight"]
     gate, up = f"{mine}mlp.gate_proj.weight", f"{mine}mlp.up_proj.weight"
-    return {qkv: rows, fc1: [Rows(gate, 0, 0, half), Rows(up, 0, half, half)]}
+    return {qkv: rows, fc1: [RowSplit(gate, 0, 0, half), RowSplit(up, 0, half, half)]}
 
 
-def _inverse(table: dict[str, list[Rows]], state: TrainingState) -> dict[str, list[Rows]]:
+def _inverse(table: dict[str, list[RowSplit]], state: TrainingState) -> dict[str, list[RowSplit]]:
     there = state.parameters()
-    found: dict[str, list[Rows]] = {}
+    found: dict[str, list[RowSplit]] = {}
     for target, rows in table.items():
         if target in there:
             for row in rows:
-                back = Rows(target, row.target_row, row.source_row, row.count)
+                back = RowSplit(target, row.target_row, row.source_row, row.count)
                 found.setdefault(row.source, []).append(back)
     return found
 
@@ -179,7 +179,7 @@ def _inverse(table: dict[str, list[Rows]], state: TrainingState) -> dict[str, li
 # Reweaving.
 
 
-def _rewoven(state: TrainingState, table: dict[str, list[Rows]]) -> TrainingState:
+def _rewoven(state: TrainingState, table: dict[str, list[RowSplit]]) -> TrainingState:
     used = {row.source for rows in table.values() for row in rows}
     names = state.parameters()
     unknown = next((name for name in names if name not in used), None)
@@ -215,7 +215,7 @@ def _renamed(names: Iterable[str], split: Mapping[str, list[str]]) -> list[str]:
     return list(dict.fromkeys(target for name in names for target in split.get(name, [])))
 
 
-def _rows(sources: list[Stored], rows: list[Rows]) -> Stored:
+def _rows(sources: list[Stored], rows: list[RowSplit]) -> Stored:
     if len(rows) == 1 and rows[0].source_row == 0 and rows[0].count == sources[0].shape[0]:
         return sources[0]
     rest = sources[0].shape[1:]

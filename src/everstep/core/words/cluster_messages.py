@@ -7,7 +7,8 @@
 Both directions between a node and the coordinator are numbered, from 1 for each life of the agent (`boot`).
 A number that was received before is ignored, and after a reconnection each side says up to which number it
 has received: so a crash or a cut between journal and wire neither loses nor doubles anything. Reports of
-agents are in `node_reports`, orders to them in `node_orders`; both are exported here.
+agents are in `node_reports`, orders to them in `node_orders`, decisions in `cluster_actions`; all of them are
+exported here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from everstep.core.words.actions import ComputePlan, RecordStep
+from everstep.core.words.cluster_actions import (
+    ChooseAssignment,
+    ClusterAction,
+    Dispatch,
+    IncidentClosed,
+    NodeChanged,
+    RecordRow,
+    TaskEnded,
+    TaskReshaped,
+    Think,
+)
 from everstep.core.words.decisions import WeighedOption
 from everstep.core.words.events import Event
 from everstep.core.words.facts import OpsTook
@@ -352,82 +363,4 @@ ClusterEvent = (
     | SlownessEnded
     | PolicySet
     | TimePassed
-)
-
-
-# ------------------------------------------------------------------ what the coordinator decides
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch:
-    node: str
-    number: int
-    order: Order
-    because: str
-    cause: int = 0  # the number of the event it follows from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Think:
-    """Have the scheduler answer; its answer comes back as `PlanAnswered`."""
-
-    task: str
-    question: ComputePlan
-    because: str
-    slow: Mapping[Worker, float] = field(default_factory=dict)  # workers that take so many times as long
-    cause: int = 0  # the number of the event it follows from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChooseAssignment:
-    """Have the planner say how many workers each task gets; its answer comes back as `AssignmentChosen`."""
-
-    version: int
-    because: str
-    cause: int = 0  # the number of the event it follows from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordRow:
-    task: str
-    record: RecordStep
-    because: str
-    cause: int = 0  # the number of the event it follows from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncidentClosed:
-    number: int
-    because: str
-    cause: int = 0  # the number of the event it follows from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskEnded:
-    task: str
-    state: str  # finished, failed, cancelled
-    because: str
-    cause: int = 0  # the number of the event it follows from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskReshaped:
-    """The task's workers of its old shape are gone; it begins anew in this one, where it was."""
-
-    task: str
-    shape: Shape
-    because: str
-    cause: int = 0  # the number of the event it follows from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeChanged:
-    node: str
-    state: str
-    because: str
-    cause: int = 0  # the number of the event it follows from
-
-
-ClusterAction = (
-    Dispatch | Think | ChooseAssignment | RecordRow | IncidentClosed | TaskEnded | TaskReshaped | NodeChanged
 )

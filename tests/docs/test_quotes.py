@@ -1,0 +1,78 @@
+"""Sentences that pages quote are the ones that the decisions say today; numbers and names may differ."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from everstep.scripts import report
+from everstep.scripts.supervision import Supervision
+from everstep.scripts.words import RankExited, RestartPolicy, RunRequested, StartRanks
+from tools.pages import DOCS, blocks
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+ENTRY = re.compile(r" *\+\d+ ms +(evidence|verdict|remedy) +(.*)")
+PLAIN = [
+    (r"\b\d[FIWB]\d+\.\d+\b", "OP"),
+    (r"\b[A-Z]\[[^\]]*\]", "PARCEL"),
+    (r"\b\d+:\d+\b", "W"),
+    (r"\bworkers? W(, W)* waits?\b", "OTHERS wait"),
+    (r"\bworkers? W(, W)*( of \w+)? on another node waits?\b", "OTHERS elsewhere wait"),
+    (r"\bnode [a-z]\b", "node N"),
+    (r"\b\d+(\.\d+)? (ms|s)\b", "TIME"),
+]
+
+
+def plain(text: str) -> str:
+    for pattern, word in PLAIN:
+        text = re.sub(pattern, word, text)
+    return text
+
+
+def quoted(page: str) -> set[str]:
+    """Evidence, verdicts and remedies of the incidents that a page shows, without wrapping."""
+    found = []
+    for block in blocks(DOCS / page):
+        for line in block.text.splitlines() if block.language == "text" else ():
+            line = re.sub(r"\s+event:\d+$", "", line.rstrip())
+            if entry := ENTRY.match(line):
+                found.append([entry[1], entry[2]])
+            elif found and re.match(r" {12,}\S", line):
+                found[-1][1] += f" {line.strip()}"
+            elif found and line.strip():
+                found.append(["", ""])
+    return {plain(f"{kind} {text}") for kind, text in found if kind}
+
+
+def said() -> set[str]:
+    """The same of every incident whose golden transcript the coordinator's tests hold."""
+    found = set()
+    for path in GOLDEN.glob("*.txt"):
+        for line in path.read_text().splitlines():
+            if entry := re.match(r"  evidence [\d.]+ (.*)", line):
+                found.add(plain(f"evidence {entry[1]}"))
+            elif entry := re.match(r"  verdict  (SEV\d) ([^:]*): (.*)", line):
+                found.add(plain(f"verdict {entry[2]}, {entry[1]}: {entry[3]}"))
+            elif entry := re.match(r"  remedy   [\d.]+ (.*) \[(.*)\]: (.*)", line):
+                found.add(plain(f"remedy {entry[1]} ({entry[2]}): {entry[3]}"))
+    return found
+
+
+def test_the_incidents_of_the_page_say_what_incidents_say() -> None:
+    shown = quoted("reading-an-incident.md")
+    assert len(shown) >= 6
+    assert shown <= said(), shown - said()
+
+
+def test_the_page_about_scripts_quotes_what_the_supervisor_says() -> None:
+    machine = Supervision(RestartPolicy(ranks=2, max_restarts=3))
+    killed = RankExited(rank=1, life=0, code=-9, reason="killed by SIGKILL", words="")
+    ended = RankExited(rank=0, life=0, code=-15, reason="killed by SIGTERM", words="")
+    events = ((RunRequested(), 0.0), (killed, 1.0), (ended, 1.1))
+    actions = [action for event, now in events for action in machine.handle(event, now)]
+    lines = {plain(report.line(action, 1.0)) for action in actions if not isinstance(action, StartRanks)}
+    lines |= {plain(report.line(actions[-1], 1.0))}
+    page = [line for block in blocks(DOCS / "own-script.md") for line in block.text.splitlines()]
+    shown = {re.sub(r"\s+", " ", plain(line)) for line in page if line.startswith("everstep: ")}
+    assert len(shown) == 3
+    assert shown <= {re.sub(r"\s+", " ", line) for line in lines}, shown
