@@ -2,7 +2,8 @@
 
     python bench/simulate.py storms --seeds 0:10000     how many pass, how fast on one core
     python bench/simulate.py storms --cluster           the same around the whole coordinator
-    python bench/simulate.py mutants                    every planted bug: the first seed that sees it
+    python bench/simulate.py mutants                    every planted bug: seeds until it is seen, seconds
+    python bench/simulate.py mutants --names a,b        these planted bugs only
     python bench/simulate.py studies                    8 weeks of 128 GPUs, 90 days of 16,384: seconds
     python bench/simulate.py published                  Unicron over Megatron: mixes x repair times
     python bench/simulate.py real --kills 12            a storm on real processes, and the same one predicted
@@ -20,22 +21,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for the planted bugs, which live with the tests
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for the planted bugs, which are in harness/
 
-from everstep.sim.storm import draw_spec, run_storm
+from everstep.sim.storm import StormKind, draw_storm, run_storm
 from everstep.sim.study.request import Request
 from everstep.sim.study.study import run_study
 
-WITHIN = 1000
+WITHIN = 2000
 
 
 def storms(args: argparse.Namespace) -> dict[str, Any]:
     first, last = (int(x) for x in args.seeds.split(":"))
+    kind: StormKind = "cluster" if args.cluster else ""
     failed, events, deaths = [], 0, 0
     gc.disable()
     began = time.process_time()
     for seed in range(first, last):
-        report = run_storm(draw_spec(seed), cluster=args.cluster)
+        report = run_storm(draw_storm(seed, kind), cluster=args.cluster)
         events += report.events
         deaths += report.deaths
         if report.violation is not None:
@@ -55,21 +57,40 @@ def storms(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def mutants(_: argparse.Namespace) -> dict[str, Any]:
-    """A seed that fails without the bug does not count."""
-    from harness.mutants import MUTANTS, planted
+def mutants(args: argparse.Namespace) -> dict[str, Any]:
+    """A table: each planted bug, the seeds until one sees it, CPU seconds, and which invariant broke."""
+    from harness.agent_mutants import CLUSTER_MUTANTS
+    from harness.mutants import MUTANTS
 
-    found: dict[str, Any] = {}
-    for name in MUTANTS:
-        found[name] = None
-        for seed in range(WITHIN):
-            spec = draw_spec(seed)
-            with planted(name):
-                violation = run_storm(spec).violation
-            if violation is not None and run_storm(spec).violation is None:
-                found[name] = {"seed": seed, "seen_as": violation.split(":")[0]}
-                break
-    return {"caught": sum(v is not None for v in found.values()), "of": len(found), "mutants": found}
+    wanted = args.names.split(",") if args.names else [*MUTANTS, *CLUSTER_MUTANTS]
+    rows = {}
+    for name in wanted:
+        kind: StormKind = "cluster" if name in CLUSTER_MUTANTS else ""
+        rows[name] = _first_seed(name, kind)
+        if not args.json:
+            row = rows[name]
+            spent = f"{row['seeds']!s:>5s} seeds {row['cpu_seconds']:7.1f} s"
+            print(f"{name:40s} {kind or 'recovery':9s} {spent}  {row['seen_as']}", flush=True)
+    return {
+        "caught": sum(row["seeds"] is not None for row in rows.values()),
+        "of": len(rows),
+        "mutants": rows,
+    }
+
+
+def _first_seed(name: str, kind: StormKind) -> dict[str, Any]:
+    """A seed that fails without the bug does not count."""
+    from harness.mutants import planted
+
+    began = time.process_time()
+    for seed in range(WITHIN):
+        spec = draw_storm(seed, kind)
+        with planted(name):
+            violation = run_storm(spec, cluster=bool(kind)).violation
+        if violation is not None and run_storm(spec, cluster=bool(kind)).violation is None:
+            spent = round(time.process_time() - began, 1)
+            return {"seeds": seed + 1, "cpu_seconds": spent, "seen_as": violation.split(":")[0]}
+    return {"seeds": None, "cpu_seconds": round(time.process_time() - began, 1), "seen_as": "not seen"}
 
 
 def studies(_: argparse.Namespace) -> dict[str, Any]:
@@ -135,6 +156,7 @@ def main() -> int:
     parser.add_argument("--lives", type=int, default=10, help="random lives, of `published`")
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--names", default="", help="planted bugs, by name, of `mutants`")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     found = commands[args.what](args)
@@ -142,6 +164,8 @@ def main() -> int:
         print(json.dumps(found))
         return 0
     for key, value in found.items():
+        if args.what == "mutants" and key == "mutants":
+            continue  # its table is printed as it grows
         if isinstance(value, dict):
             print(f"{key:56s} " + "  ".join(f"{k} {v}" for k, v in value.items()))
         else:

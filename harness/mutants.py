@@ -1,4 +1,7 @@
-"""Planted bugs: production functions made slightly wrong. Storms that cannot see them are blind."""
+"""Planted bugs: production functions made slightly wrong. Storms that cannot see them are blind.
+
+Here those of one task's recovery and its workers; `harness.agent_mutants` has the cluster's.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,7 @@ from everstep.core.worker.reduction import Reduction
 from everstep.core.worker.step_state import StepState, UpdateState
 from everstep.core.worker.updates import Updates
 from everstep.core.worker.worker_state import WorkerState
-
-Patch = tuple[Any, str, Any]  # owner, name, the wrong function
+from harness.agent_mutants import CLUSTER_MUTANTS, Patch
 
 
 def outbox_dropped_too_early() -> list[Patch]:
@@ -314,7 +316,7 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Production code with one bug, until the block ends."""
-    patches = {**MUTANTS, **SHARD_MUTANTS}[name]()
+    patches = {**MUTANTS, **SHARD_MUTANTS, **CLUSTER_MUTANTS}[name]()
     kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
     for owner, attribute, wrong in patches:
         setattr(owner, attribute, wrong)

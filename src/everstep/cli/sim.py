@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import secrets
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ import typer
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.sim.storm import Spec
+    from everstep.sim.storm import StormKind
 
 sim_app = typer.Typer(
     no_args_is_help=True, help="Run fault storms in the deterministic simulator (for tests)."
@@ -29,7 +30,9 @@ def sim() -> None:
 
 @sim_app.command("storm")
 def storm_command(
-    seeds: Annotated[str, typer.Option(help="Range first:end, end excluded; or one seed.")] = "0:1000",
+    seeds: Annotated[
+        str, typer.Option(help="Range first:end, end excluded; one seed; or fresh:N, N seeds drawn now.")
+    ] = "0:1000",
     keep: Annotated[str, typer.Option(help="Only these faults of the seed, by number, such as 0,3.")] = "",
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Simulate the whole coordinator with agents and detectors.")
@@ -58,13 +61,15 @@ def storm_command(
 
         everstep sim storm --seeds 0:500 --moves
 
+        everstep sim storm --seeds fresh:200 --cluster
+
         everstep sim storm --seeds 17 --transcript
 
         everstep sim storm --seeds 583 --keep 0,3 --transcript
     """
-    from everstep.sim.storm import run_storm
+    from everstep.sim.storm import draw_storm, run_storm
 
-    kind = "moves" if moves else "cluster" if cluster else ""
+    kind: StormKind = "moves" if moves else "cluster" if cluster else ""
     first, last = _range(seeds)
     kept = _numbers(keep)
     if (transcript or kept is not None) and last != first + 1:
@@ -77,7 +82,7 @@ def storm_command(
     digest = 0
     with bar(last - first, quiet=as_json) as advance:
         for seed in range(first, last):
-            report = run_storm(_drawn(seed, kind), cluster=bool(kind))
+            report = run_storm(draw_storm(seed, kind), cluster=bool(kind))
             events += report.events
             deaths += report.deaths
             incidents += report.incidents
@@ -108,17 +113,12 @@ def storm_command(
         raise typer.Exit(1)
 
 
-def _drawn(seed: int, kind: str) -> Spec:
-    """The storm of a seed: for recovery alone, for the whole coordinator, or with moves."""
-    from everstep.sim.storm import draw_spec, with_moves
+def _show_one(
+    seed: int, kept: tuple[int, ...] | None, transcript: bool, as_json: bool, kind: StormKind
+) -> int:
+    from everstep.sim.storm import draw_storm, run_storm
 
-    return with_moves(draw_spec(seed)) if kind == "moves" else draw_spec(seed)
-
-
-def _show_one(seed: int, kept: tuple[int, ...] | None, transcript: bool, as_json: bool, kind: str) -> int:
-    from everstep.sim.storm import run_storm
-
-    spec = _drawn(seed, kind)
+    spec = draw_storm(seed, kind)
     if kept is not None:
         if any(not 0 <= i < len(spec.faults) for i in kept):
             raise UserError(
@@ -135,7 +135,7 @@ def _show_one(seed: int, kept: tuple[int, ...] | None, transcript: bool, as_json
     return 0 if report.violation is None else 1
 
 
-def _tell(result: dict[str, Any], failed: list[tuple[int, str]], kind: str) -> None:
+def _tell(result: dict[str, Any], failed: list[tuple[int, str]], kind: StormKind) -> None:
     first, last = result["seeds"]
     print(
         f"seeds {first}:{last}: {result['passed']} passed, {len(failed)} failed; {result['events']} events, "
@@ -148,11 +148,11 @@ def _tell(result: dict[str, Any], failed: list[tuple[int, str]], kind: str) -> N
         print(f"seed {seed}: {violation[:160]}\n  {_replay(seed, kind)}")
 
 
-def _tell_failure(seed: int, kind: str) -> None:
-    from everstep.sim.storm import run_storm
+def _tell_failure(seed: int, kind: StormKind) -> None:
+    from everstep.sim.storm import draw_storm, run_storm
     from everstep.sim.storm.shrink import shrink
 
-    spec = _drawn(seed, kind)
+    spec = draw_storm(seed, kind)
     few = shrink(spec, cluster=bool(kind))
     report = run_storm(spec.keep(few), record=True, cluster=bool(kind))
     print("\n".join(["", *spec.keep(few).lines()]))
@@ -162,15 +162,18 @@ def _tell_failure(seed: int, kind: str) -> None:
     print(f"with {len(few)} of its {len(spec.faults)} faults: {_replay(seed, kind, few)}")
 
 
-def _replay(seed: int, kind: str, few: tuple[int, ...] | None = None) -> str:
+def _replay(seed: int, kind: StormKind, few: tuple[int, ...] | None = None) -> str:
     kept = "" if few is None else f" --keep {','.join(map(str, few))}"
     return f"everstep sim storm --seeds {seed}{kept}{f' --{kind}' if kind else ''} --transcript"
 
 
 def _range(text: str) -> tuple[int, int]:
     parts = text.split(":")
+    if parts[0] == "fresh" and len(parts) == 2 and parts[1].isdigit() and int(parts[1]):
+        first = secrets.randbelow(1 << 40)
+        return first, first + int(parts[1])
     if not all(p.isdigit() for p in parts) or len(parts) > 2:
-        raise UserError(f"--seeds {text!r} is not of the form 0:1000 or 17.")
+        raise UserError(f"--seeds {text!r} is not of the form 0:1000, 17 or fresh:100.")
     first, last = int(parts[0]), int(parts[-1]) + (len(parts) == 1)
     if last <= first:
         raise UserError(f"--seeds {text!r} holds no seed; the second number must be larger.")

@@ -132,9 +132,11 @@ class Chunks:
 
     def resend(self, now: StepState, before: StepState | None, peer: Worker) -> None:
         """The connection to this peer was lost for a while."""
-        for state in (before, now):
-            if state is not None and (state.is_final or state.update is UpdateState.SHARED):
-                self.give(state.step, peer)
+        shared = [
+            s for s in (before, now) if s is not None and (s.is_final or s.update is UpdateState.SHARED)
+        ]
+        if shared:  # a newer update was sealed, so every peer has computed with the weights of the older one
+            self.give(shared[-1].step, peer)
         for fill in self._ordered:
             if fill[1] == peer.replica and fill not in self._fills:
                 self._fills.append(fill)

@@ -52,6 +52,23 @@ class Checkers:
         if tuple(m for m, _ in bag) != self._everyone:
             raise Violation(f"exactly once: the sum of step {step} at {worker} holds {_count(bag)}")
 
+    def gradients_used(self, worker: Worker, step: int, released: int) -> None:
+        if step == released:
+            raise Violation(f"ownership: {worker} uses its gradients of step {step}, which are released")
+
+    def sum_is_as_reduced(self, worker: Worker, step: int, combined: bool) -> None:
+        """What peers send each other before a step is sealed is the sum as it was reduced."""
+        if combined:
+            raise Violation(
+                f"ownership: the sum of step {step} changed on its way to {worker}: it is combined"
+            )
+
+    def sum_is_combined(self, worker: Worker, step: int, combined: bool) -> None:
+        if combined != self.rules.is_tied(worker.stage):
+            raise Violation(
+                f"ownership: {worker} applies step {step} {'with' if combined else 'without'} a half"
+            )
+
     def divisor(self, worker: Worker, step: int, weight: float) -> None:
         if weight != self.truth.weight(step):
             raise Violation(f"exactly once: {worker} divides the sum of step {step} by another weight")

@@ -30,10 +30,34 @@ class FaultKind(StrEnum):
     ONE_WAY = "one-way"  # it can be heard, but does not hear
     MUTE = "mute"  # the coordinator does not hear a node: it takes its workers for dead, and they are not
     DRAIN = "drain"  # an operator drains a node, which loses power before its workers have left
+    FREEZE = "freeze"  # an agent's process is stopped; its workers train on, and all they did is told later
+    SERVER = "fork-server"  # the process that makes a node's workers is killed
+    SLEEP = "sleep"  # a worker sleeps in the kernel, where not even SIGKILL reaches it
+    HOLE = "hole"  # a connection swallows everything, and nothing says so
+    REFUSE = "refuse"  # an agent is not let in, as with a wrong token
+    ELECT = "elect"  # another coordinator takes over; the old one does not know it yet
     HEAD = "coordinator"  # the coordinator crashes; what its journal had not synced is lost
 
 
-WHO_WORKERS = (FaultKind.KILL, FaultKind.RAISE, FaultKind.SLOW, FaultKind.FLAP, FaultKind.HANG, FaultKind.CUT)
+WHO_WORKERS = (
+    FaultKind.KILL,
+    FaultKind.RAISE,
+    FaultKind.SLOW,
+    FaultKind.FLAP,
+    FaultKind.HANG,
+    FaultKind.CUT,
+    FaultKind.SLEEP,
+    FaultKind.HOLE,
+)
+OF_CLUSTERS = (  # they need agents and a coordinator
+    FaultKind.DRAIN,
+    FaultKind.FREEZE,
+    FaultKind.SERVER,
+    FaultKind.SLEEP,
+    FaultKind.HOLE,
+    FaultKind.REFUSE,
+    FaultKind.ELECT,
+)
 TRIGGERS = ("interrupt", "resume", "plan", "sum", "hold", "update", "copy", "feed", "save", "start", "enter")
 
 
@@ -49,7 +73,7 @@ class StormFault:
 
     def __str__(self) -> str:
         who = "here" if self.target == HERE else str(self.target)
-        if self.what is FaultKind.HEAD:
+        if self.what in (FaultKind.HEAD, FaultKind.ELECT):
             who = ""
         span = f" for {self.span_us / 1e3:g} ms" if self.span_us else ""
         times = f" x{self.factor}" if self.factor > 1 else ""

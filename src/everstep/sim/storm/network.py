@@ -16,9 +16,11 @@ from everstep.sim.draw import Draw
 
 
 class VirtualLink:
-    __slots__ = ("due", "holds", "last_us", "queue", "receive")
+    __slots__ = ("due", "holds", "last_us", "node", "queue", "receive")
 
-    def __init__(self, receive: Callable[[Any], None]) -> None:
+    def __init__(self, receive: Callable[[Any], None], node: int = 0) -> None:
+        """`node`: where its receiver is."""
+        self.node = node
         self.receive: Callable[[Any], None] | None = receive
         self.queue: deque[Any] = deque()
         self.last_us = 0

@@ -21,8 +21,9 @@ LIVENESS_RUN_TIMES = 60
 MOST_EVENTS = 60_000
 # Where live connections break, everybody may come to wait for what was lost, and the detector asks for a new
 # epoch. Nothing else may need that.
-LOSING = (FaultKind.CUT, FaultKind.PART, FaultKind.ONE_WAY)
+LOSING = (FaultKind.CUT, FaultKind.PART, FaultKind.ONE_WAY, FaultKind.NODE, FaultKind.RACK, FaultKind.LEMON)
 MOST_STALLS = 3
+LEAVING_US = 2_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,8 @@ def run_storm(spec: Spec, *, record: bool = False, cluster: bool = False) -> Rep
 
     `cluster`: the whole coordinator with agents and detectors, not one task's recovery alone.
     """
-    world = ClusterWorld(spec, record=record) if cluster else World(spec, record=record)
+    world: World | ClusterWorld = (ClusterWorld if cluster else World)(spec, record=record)
+    scene = world.scene
     strikes = Strikes(world, spec.faults)
     violation: str | None = None
     try:
@@ -56,19 +58,19 @@ def run_storm(spec: Spec, *, record: bool = False, cluster: bool = False) -> Rep
     return Report(
         seed=spec.seed,
         violation=violation,
-        hash=world.trace.hash(),
-        events=world.agenda.done,
-        virtual_ms=world.agenda.now_us / 1e3,
-        deaths=world.num_deaths,
+        hash=scene.trace.hash(),
+        events=scene.agenda.done,
+        virtual_ms=scene.agenda.now_us / 1e3,
+        deaths=scene.num_deaths,
         incidents=len(world.recovery.incidents),
-        stalls=world.num_stalls,
+        stalls=scene.num_stalls,
         faults_struck=tuple(str(f) for f in strikes.struck),
-        transcript=tuple(world.trace.lines or ()),
+        transcript=tuple(scene.trace.lines or ()),
     )
 
 
-def _run(world: World, strikes: Strikes) -> None:
-    spec, agenda = world.spec, world.agenda
+def _run(world: World | ClusterWorld, strikes: Strikes) -> None:
+    spec, scene, agenda = world.spec, world.scene, world.scene.agenda
     usual = run_time_us(spec)
     heal_at = SAFETY_RUN_TIMES * usual
     end_at = (
@@ -79,31 +81,41 @@ def _run(world: World, strikes: Strikes) -> None:
     agenda.at(heal_at, strikes.heal)
     world.begin()
     step = agenda.step
-    while world.outcome is None:
+    while scene.outcome is None:
         if not step():
             may_lose = any(fault.what in LOSING for fault in strikes.struck)
-            if world.num_stalls == (MOST_STALLS if may_lose else 0):
+            if scene.num_stalls == (MOST_STALLS if may_lose else 0):
                 raise Violation(f"liveness: nothing is left to happen; {_standing(world)}")
             world.stall()
         if agenda.now_us > end_at or agenda.done > MOST_EVENTS:
             raise Violation(
                 f"liveness: no end {agenda.now_us / 1e3:g} ms after the start; {_standing(world)}"
             )
-    if world.outcome != "finished":
-        raise Violation(f"liveness: the task {world.outcome}")
-    recovery = world.recovery
-    walkers = {w: (body.walker, body.state) for w, body in world.bodies.items()}
-    world.checkers.at_the_end(recovery, walkers)
+    if scene.outcome != "finished":
+        raise Violation(f"liveness: the task {scene.outcome}")
+    states = {w: (body.walker, body.state) for w, body in world.bodies.items() if body.alive}
+    scene.checkers.at_the_end(world.recovery, states)
     if isinstance(world, ClusterWorld):
+        _let_all_leave(world)
         world.check_the_coordinator()
     elif spec.seed % 4 == 0:
         again = world.head.replayed(world.head.acted)
         assert isinstance(again, RecoveryMachine)
-        world.checkers.journal_replayed(fingerprint(recovery), fingerprint(again.recovery))
+        scene.checkers.journal_replayed(fingerprint(world.recovery), fingerprint(again.recovery))
 
 
-def _standing(world: World) -> str:
-    workers = ", ".join(
-        f"{w} {b.walker.next()}{' paused' if b.walker.paused else ''}" for w, b in world.bodies.items()
-    )
+def _let_all_leave(world: ClusterWorld) -> None:
+    """The task is over: what was given up behind a cut line ends when the line is back, and what slept in the
+    kernel wakes up, dies, and frees its slot.
+    """
+    agenda = world.scene.agenda
+    world.wake_all()
+    end_at = agenda.now_us + LEAVING_US
+    while not world.is_quiet():
+        if not agenda.step() or agenda.now_us > end_at:
+            raise Violation(f"nothing left behind: {world.left_behind()}")
+
+
+def _standing(world: World | ClusterWorld) -> str:
+    workers = ", ".join(f"{w} {body.standing()}" for w, body in world.bodies.items() if body.alive)
     return f"{world.recovery.phase}; {workers}"

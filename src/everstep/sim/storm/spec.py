@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from everstep.core.words.ops import Kind
 from everstep.core.words.shape import CHUNKS_PER_REPLICA
 from everstep.core.worker.rules import TaskRules
 from everstep.sim.draw import Draw
-from everstep.sim.storm.faults import HERE, TRIGGERS, WHO_WORKERS, FaultKind, StormFault
+from everstep.sim.storm.faults import HERE, OF_CLUSTERS, TRIGGERS, WHO_WORKERS, FaultKind, StormFault
 
+StormKind = Literal["", "cluster", "moves"]
 OP_US = 1_000  # a typical op; all else is in proportion to it
+FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # nobody can wait for their end
 FOR_GOOD_US = 3_600_000_000
-ANY_SEED = tuple(kind for kind in FaultKind if kind is not FaultKind.DRAIN)  # a drain is asked for
+OF_TASKS = tuple(kind for kind in FaultKind if kind not in OF_CLUSTERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +34,11 @@ class Weather:
     sync_us: int = 100  # until a journal entry is on disk
     start_us: int = 8_000  # until a process is up
     exit_us: int = 500  # until an agent knows that a process is gone
+    clear_us: int = 300  # from then until its memory is free
     silence_us: int = 6_000  # until the coordinator gives up on a node
     overdue_us: int = 30_000  # until an agent kills a worker that stands still
     save_us: int = 3_000  # until a checkpoint's part is on disk
+    wake_us: int = 0  # until a waiting process looks into its inbox; more may have come by then
     copy_us: int = 0  # until a joiner holds a peer's state; 0: four hops
     op_times_us: Mapping[Kind, int] | None = None  # measured ones; then nothing is left to chance
 
@@ -85,6 +90,8 @@ def draw_spec(seed: int) -> Spec:
         start_us=draw.choice((500, 8_000, 40_000)),
         silence_us=draw.choice((2_000, 6_000, 30_000)),
         save_us=draw.choice((100, 3_000, 20_000)),
+        wake_us=Draw(seed, "wake").choice((0, 0, 0, 40, 400)),
+        clear_us=Draw(seed, "clear").choice((300, 3_000, 20_000)),
     )
     spec = Spec(
         seed=seed,
@@ -99,6 +106,34 @@ def draw_spec(seed: int) -> Spec:
     return replace(spec, faults=draw_faults(Draw(seed, "faults"), spec))
 
 
+def draw_storm(seed: int, kind: StormKind = "") -> Spec:
+    """For one task's recovery alone, for the whole cluster, or for that with other shapes asked for."""
+    spec = draw_spec(seed)
+    if not kind:
+        return spec
+    return with_moves(with_nodes(spec)) if kind == "moves" else with_nodes(spec)
+
+
+def with_nodes(spec: Spec) -> Spec:
+    """The same storm around a whole cluster, in two of three seeds with faults of nodes and coordinators."""
+    draw = Draw(spec.seed, "nodes")
+    if not spec.faults or draw.chance(1 / 3):
+        return spec
+    kinds = draw.shuffled(OF_CLUSTERS)[: draw.choice((1, 1, 2))]
+    if set(FOR_GOOD) <= set(kinds):  # there is one node to spare
+        kinds.pop()
+    duration = run_time_us(spec)
+    more = [_draw_node_fault(draw, kind, duration) for kind in kinds]
+    return replace(spec, faults=(*spec.faults, *more))
+
+
+def _draw_node_fault(draw: Draw, what: FaultKind, duration_us: int) -> StormFault:
+    fault = draw_fault(draw, what, duration_us)
+    if what in FOR_GOOD:
+        return replace(fault, span_us=FOR_GOOD_US)
+    return replace(fault, span_us=4 * fault.span_us) if what is FaultKind.FREEZE else fault
+
+
 def with_moves(spec: Spec) -> Spec:
     """The same storm for a task that keeps states in memory and is asked for other shapes."""
     draw = Draw(spec.seed, "moves")
@@ -111,14 +146,6 @@ def with_shards(spec: Spec) -> Spec:
     """The same storm for a task whose replicas share the optimizer states of their stage."""
     rules = spec.rules
     return replace(spec, rules=replace(rules, tied=None, chunks=CHUNKS_PER_REPLICA * rules.replicas))
-
-
-def with_drain(spec: Spec) -> Spec:
-    """The same storm, in which an operator drains a node that then dies for good."""
-    draw = Draw(spec.seed, "drain")
-    at_us, target = draw.below(run_time_us(spec)), draw.below(64)
-    drain = StormFault(what=FaultKind.DRAIN, at_us=at_us, target=target, span_us=FOR_GOOD_US)
-    return replace(spec, faults=(*spec.faults, drain))
 
 
 def _draw_rules(draw: Draw) -> TaskRules:
@@ -138,7 +165,7 @@ def _draw_rules(draw: Draw) -> TaskRules:
     )
 
 
-def draw_faults(draw: Draw, spec: Spec, kinds: tuple[FaultKind, ...] = ANY_SEED) -> tuple[StormFault, ...]:
+def draw_faults(draw: Draw, spec: Spec, kinds: tuple[FaultKind, ...] = OF_TASKS) -> tuple[StormFault, ...]:
     """A random few kinds of fault, some faults of these kinds. One seed in sixteen is calm."""
     if draw.chance(1 / 16):
         return ()

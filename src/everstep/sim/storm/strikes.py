@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from everstep.core.words.ops import Worker
-from everstep.sim.storm.faults import HERE, FaultKind, StormFault
+from everstep.core.worker.mending import PeerAddress
+from everstep.sim.storm.cluster_world import ClusterWorld
+from everstep.sim.storm.faults import HERE, WHO_WORKERS, FaultKind, StormFault
 from everstep.sim.storm.network import VirtualLink
 from everstep.sim.storm.virtual_worker import VirtualWorker
 from everstep.sim.storm.world import World
@@ -12,8 +14,8 @@ BREAKS_AFTER_US = 30_000  # a connection held longer than this is broken when th
 
 
 class Strikes:
-    def __init__(self, world: World, faults: tuple[StormFault, ...]) -> None:
-        self.world = world
+    def __init__(self, world: World | ClusterWorld, faults: tuple[StormFault, ...]) -> None:
+        self.world, self.scene, self.processes = world, world.scene, world.processes
         self.healed = False
         self.struck: list[StormFault] = []
         self.aimed: dict[tuple[str, int], list[StormFault]] = {}
@@ -21,55 +23,49 @@ class Strikes:
             if fault.after:
                 self.aimed.setdefault((fault.after, fault.nth), []).append(fault)
             else:
-                world.agenda.at(fault.at_us, self._strike, fault, None)
+                self.scene.agenda.at(fault.at_us, self._strike, fault, None)
         if self.aimed:
-            world.on_trigger = self._trigger
+            self.scene.on_trigger = self._trigger
 
     def heal(self) -> None:
         """From now on nothing new goes wrong; what is broken ends by its span, or now."""
         self.healed = True
-        self.world.on_trigger = None
-        self.world.slow.clear()
+        self.scene.on_trigger = None
+        self.processes.slow.clear()
         for node in self.world.nodes:
             node.lemon = 0
             node.slowness = 1
 
     def _trigger(self, what: str, count: int, worker: Worker) -> None:
         for fault in self.aimed.pop((what, count), ()):
-            self.world.agenda.after(fault.at_us, self._strike, fault, worker)
+            self.scene.agenda.after(fault.at_us, self._strike, fault, worker)
 
     def _strike(self, fault: StormFault, here: Worker | None) -> None:
-        if self.healed or self.world.outcome is not None:
+        if self.healed or self.scene.outcome is not None:
             return
         self.struck.append(fault)
-        world = self.world
-        world.trace.tell(world.agenda.now_us, f"FAULT {fault}")
+        if self.scene.trace.lines is not None:
+            self.scene.trace.tell(self.scene.agenda.now_us, f"FAULT {fault}")
         if fault.what is FaultKind.HEAD:
-            world.head.crash(fault.span_us, before_acting=fault.target % 2 == 1)
-        elif fault.what in (
-            FaultKind.NODE,
-            FaultKind.RACK,
-            FaultKind.LEMON,
-            FaultKind.LAG,
-            FaultKind.PART,
-            FaultKind.ONE_WAY,
-            FaultKind.MUTE,
-            FaultKind.DRAIN,
-        ):
-            self._strike_node(fault, fault.target % len(world.nodes))
-        else:
+            self.world.head.crash(fault.span_us, before_acting=fault.target % 2 == 1)
+        elif fault.what is FaultKind.ELECT:
+            assert isinstance(self.world, ClusterWorld)
+            self.world.lines.elect(fault.span_us)
+        elif fault.what in WHO_WORKERS:
             worker = self._worker(fault.target, here)
             if worker is not None:
                 self._strike_worker(fault, worker)
+        else:
+            self._strike_node(fault, fault.target % len(self.world.nodes))
 
     def _worker(self, target: int, here: Worker | None) -> Worker | None:
+        living = sorted(worker for worker, body in self.world.bodies.items() if body.alive)
         if target == HERE:
-            return here if here in self.world.bodies else None
-        living = sorted(self.world.bodies)
+            return here if here in living else None
         return living[target % len(living)] if living else None
 
     def _strike_worker(self, fault: StormFault, worker: Worker) -> None:
-        world = self.world
+        world, body = self.world, self.world.bodies[worker]
         match fault.what:
             case FaultKind.KILL:
                 world.kill(worker, "killed")
@@ -79,15 +75,15 @@ class Strikes:
                 self._slow(worker, fault.factor, fault.span_us)
             case FaultKind.FLAP:
                 for i in range(4):
-                    world.agenda.after(
+                    self.scene.agenda.after(
                         2 * i * (fault.span_us // 8), self._slow, worker, fault.factor, fault.span_us // 8
                     )
             case FaultKind.HANG:
-                body = world.bodies[worker]
-                body.hung = True
-                world.agenda.after(world.spec.weather.overdue_us, self._end_hang, body)
+                world.hang(worker, asleep=False)
+            case FaultKind.SLEEP:
+                world.hang(worker, asleep=True)
             case _:
-                self._cut(world.bodies[worker], fault)
+                self._break_one(body, fault)
 
     def _strike_node(self, fault: StormFault, number: int) -> None:
         world = self.world
@@ -104,56 +100,80 @@ class Strikes:
                 world.lose_node(number, fault.span_us)
             case FaultKind.LAG:
                 world.nodes[number].slowness = fault.factor
-                world.agenda.after(fault.span_us, self._end_lag, number)
+                self.scene.agenda.after(fault.span_us, self._end_lag, number)
             case FaultKind.MUTE:
                 world.mute_node(number, fault.span_us)
+            case FaultKind.PART | FaultKind.ONE_WAY:
+                self._partition(fault, number)
+            case _:
+                assert isinstance(world, ClusterWorld), f"{fault.what} needs agents"
+                self._strike_agent(world, fault, number)
+
+    def _strike_agent(self, world: ClusterWorld, fault: StormFault, number: int) -> None:
+        match fault.what:
             case FaultKind.DRAIN:
                 world.drain_node(number, fault.span_us)
-            case _:
-                self._partition(fault, number)
+            case FaultKind.FREEZE:
+                world.lines.cut(number, fault.span_us, frozen=True)
+            case FaultKind.SERVER:
+                world.kill_fork_server(number)
+            case FaultKind.REFUSE:
+                world.lines.refuse(number, fault.span_us)
 
     # -------------------------------------------------------------- what lasts
 
     def _slow(self, worker: Worker, factor: int, span_us: int) -> None:
         if not self.healed:
-            self.world.slow[worker] = factor
-            self.world.agenda.after(span_us, self.world.slow.pop, worker, None)  # type: ignore[arg-type]
+            self.processes.slow[worker] = factor
+            self.scene.agenda.after(span_us, self.processes.slow.pop, worker, None)  # type: ignore[arg-type]
 
     def _end_lag(self, number: int) -> None:
         self.world.nodes[number].slowness = 1
 
-    def _end_hang(self, body: VirtualWorker) -> None:
-        if self.world.bodies.get(body.me) is body:
-            self.world.kill(body.me, "an op was overdue")
-
-    def _cut(self, body: VirtualWorker, fault: StormFault) -> None:
-        """One of its connections breaks; the sender notices, and sends again once it is mended."""
+    def _break_one(self, body: VirtualWorker, fault: StormFault) -> None:
+        """One of its connections breaks, or swallows what is sent on it."""
         links = sorted(body.links)
-        if links:
-            peer = links[fault.target % len(links)]
-            self._break(body, peer, fault.span_us)
-
-    def _break(self, body: VirtualWorker, peer: tuple[Worker, int], mend_us: int) -> None:
-        self.world.network.lose_tail(body.links[peer])
-        self.world.agenda.after(mend_us, self.world._take, body, ("mend", peer))
+        if not links:
+            return
+        address = links[fault.target % len(links)]
+        self._suspect(body.node, body.links[address].node)
+        if fault.what is FaultKind.HOLE:
+            self.processes.swallow(body, address)
+        else:
+            self.processes.break_link(body, address, fault.span_us)
 
     def _partition(self, fault: StormFault, number: int) -> None:
-        """Links between this node and the others: held, then released; broken if that took too long."""
-        network = self.world.network
-        held: list[tuple[VirtualWorker, tuple[Worker, int], VirtualLink]] = []
-        for body in [*self.world.bodies.values(), *self.world.zombies]:
-            for peer, link in body.links.items():
-                into = self.world.home[peer[0]] == number and body.node != number
-                out_of = body.node == number and self.world.home[peer[0]] != number
-                if into or (out_of and fault.what is FaultKind.PART):
-                    network.hold(link)
-                    held.append((body, peer, link))
-        self.world.agenda.after(fault.span_us, self._reunite, held, fault.span_us > BREAKS_AFTER_US)
+        """Connections between this node and the others: held, then released; broken if that took too long."""
+        network = self.scene.network
+        held: list[tuple[VirtualWorker, PeerAddress, VirtualLink]] = []
+        one_way = fault.what is FaultKind.ONE_WAY
+
+        def hold(body: VirtualWorker, there: VirtualWorker, link: VirtualLink) -> None:
+            into = link.node == number and body.node != number
+            out_of = body.node == number and link.node != number
+            if into or (out_of and not one_way):
+                network.hold(link)
+                held.append((body, there.address, link))
+
+        for body in self.processes.living.values():
+            for address, link in body.links.items():
+                if address in self.processes.living:
+                    hold(body, self.processes.living[address], link)
+        self._suspect(*range(len(self.world.nodes)))
+        self.processes.partitions.append(hold)
+        self.scene.agenda.after(fault.span_us, self._reunite, hold, held, fault.span_us > BREAKS_AFTER_US)
 
     def _reunite(
-        self, held: list[tuple[VirtualWorker, tuple[Worker, int], VirtualLink]], broken: bool
+        self, hold: object, held: list[tuple[VirtualWorker, PeerAddress, VirtualLink]], broken: bool
     ) -> None:
-        for body, peer, link in held:
-            if broken and body.alive and peer in body.links:
-                self._break(body, peer, 500)
-            self.world.network.release(link)
+        self.processes.partitions.remove(hold)  # type: ignore[arg-type]
+        for body, address, link in held:
+            if broken and body.alive and body.links.get(address) is link:
+                self.processes.break_link(body, address, 0)
+            self.scene.network.release(link)
+
+    def _suspect(self, *numbers: int) -> None:
+        """Links of these nodes are broken on purpose: who is isolated for that is no false alarm."""
+        if isinstance(self.world, ClusterWorld):
+            for number in numbers:
+                self.world.nodes[number].struck = True

@@ -1,66 +1,115 @@
-"""A virtual worker's hands: what the engine does with tensors, done with symbols.
+"""A virtual worker: the real `WorkerControl`, with symbols where the engine has tensors.
 
-The walker decides, this obeys; the two together are a process. A payload that is asked for and not there
-raises, as it would in the engine: an outbox was dropped too early.
+Buffers are cells that sends refer to, as the engine's sends borrow tensors: what a receiver gets is what the
+cell holds when the message arrives. The rules of who may write to a cell are the engine's own
+(`core.worker.buffers`); without them a queued message would change on its way, and a checker would see it.
+
+A payload that is asked for and not there raises, as it would in the engine: an outbox was dropped too early.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.core.words import worker_messages as msg
-from everstep.core.words.cluster_messages import NotifyWorker
-from everstep.core.words.ops import Kind, Worker
+from everstep.core.words.agent_messages import SAVING
+from everstep.core.words.cluster_messages import Sender
+from everstep.core.words.ops import Kind
+from everstep.core.worker.buffers import Buffers
+from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.joining import FrameUse
+from everstep.core.worker.mending import MendLimits, PeerAddress
+from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState
-from everstep.sim.storm.checkers import Checkers, Violation
-from everstep.sim.storm.disk import CheckpointDisk, ShelfMemory
+from everstep.sim.storm.checkers import Violation
 from everstep.sim.storm.network import VirtualLink
-from everstep.sim.storm.truth import Truth, VirtualState, applied, weight
+from everstep.sim.storm.scene import Scene
+from everstep.sim.storm.truth import Bag, VirtualState, applied, weight
 from everstep.sim.storm.virtual_chunks import VirtualChunks
 
 _HALVES = {Kind.B: (Kind.I, Kind.W)}
+MENDING = MendLimits(after_s=0.004, most_s=0.064)  # an op takes a millisecond here
+
+
+class Cell:
+    """A buffer: what it holds can change while others refer to it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+class VirtualSum(NamedTuple):
+    """A stage's sum. `combined`: with the other half of a tied tensor."""
+
+    bag: Bag
+    combined: bool = False
 
 
 class VirtualWorker:
-    """One process: a walker, its payloads, its inbox."""
+    """One process."""
 
     def __init__(
         self,
-        walker: WorkerState,
-        incarnation: int,
+        sender: Sender,
+        rules: TaskRules,
+        *,
         node: int,
-        truth: Truth,
-        checkers: Checkers,
-        disk: CheckpointDisk,
+        address: PeerAddress,
+        scene: Scene,
     ) -> None:
-        self.walker, self.incarnation, self.node = walker, incarnation, node
-        self.me: Worker = walker.me
-        self.truth, self.checkers, self.disk = truth, checkers, disk
+        state = WorkerState(sender.worker, rules, incarnation=sender.incarnation)
+        self.control = WorkerControl(sender, state, MENDING)
+        self.walker = self.control.state
+        self.sender, self.me, self.incarnation = sender, sender.worker, sender.incarnation
+        self.node, self.address = node, address
+        self.truth, self.checkers, self.disk, self.shelf = (
+            scene.truth,
+            scene.checkers,
+            scene.disk,
+            scene.shelf,
+        )
         self.state = VirtualState(0, 0)  # what the optimizer has
         self.working = self.state  # what the layers compute with: ahead of it after an eager update
-        self.chunks = VirtualChunks(self.me, walker.rules.chunks, checkers)
+        self.chunks = VirtualChunks(self.me, rules.chunks, scene.checkers)
         self.payloads: dict[msg.Parcel, Any] = {}
         self.inputs: dict[tuple[int, Any], bool] = {}  # (step, microbatch) -> right weights so far?
-        self.gradients: dict[int, list[tuple[Any, bool]]] = {}
-        self.sums: dict[int, tuple[tuple[Any, bool], ...]] = {}
-        self.inbox: deque[tuple[str, Any]] = deque()
-        self.book: dict[Worker, int] = {}  # the incarnations it was told of
-        self.links: dict[tuple[Worker, int], VirtualLink] = {}
-        self.reports: VirtualLink | None = None
+        self.gradients = Cell([])  # of the step it is in
+        self.summed = 0  # sharded: the step whose gradients these are
+        self.released = 0  # the step whose gradients may be written over
+        self.buffers: Buffers[Cell] = Buffers(
+            borrowed=self._is_borrowed, new=Cell, copy=lambda cell: Cell(cell.value)
+        )
+        self.sums: dict[int, Cell] = {}
+        self.arriving: dict[str, int] = {}  # the frames of a state that this joiner copies
+        self.inbox: deque[Any] = deque()
+        self.links: dict[PeerAddress, VirtualLink] = {}
+        self.slot = 0
         self.task: msg.WorkItem | None = None
-        self.told_epoch = 0
+        self.began_us = 0  # when the task was begun
         self.alive = True
         self.hung = False
-        self.moment = 0  # changes whenever it does something, as a beacon would
+        self.asleep = False  # in the kernel, where no signal reaches it
+        self.doomed = False  # killed in its sleep
+        self.leaving = False
+        self.woken = False
+        self.alarm_us: int | None = None
+        self.writing = 0  # checkpoints and copies under way
+        self.moment = 0  # changes whenever its beacon does
         self.moved_us = 0
-        self.shelving = 0  # copies under way to a shelf
-        self.directions: dict[int, NotifyWorker] = {}  # by epoch: what orders to go on said about states
-        self.shelf: ShelfMemory | None = None
-        self.arriving: dict[str, int] = {}  # the frames of a state that this joiner copies
-        self.snapshot_out: Callable[[msg.Snapshot, VirtualState], None] = lambda task, state: None
+        self.doing = "a snapshot of a peer's state"  # as the engine's beacon shows first
+        self.busy = False
+
+    def _is_borrowed(self, cell: Cell) -> bool:
+        return any(item[2] is cell for link in self.links.values() for item in link.queue)
+
+    def show(self, now_us: int, moment: int, *, busy: bool, doing: str) -> None:
+        """What its beacon shows, if that is news."""
+        if self.control.shows(busy=busy, doing=doing):
+            self.moment, self.moved_us, self.busy, self.doing = moment, now_us, busy, doing
 
     # -------------------------------------------------------------- tasks
 
@@ -75,7 +124,7 @@ class VirtualWorker:
         payloads, inputs = self.payloads, self.inputs
         for kind in _HALVES.get(op.kind, (op.kind,)):
             if kind is Kind.W:
-                self.gradients.setdefault(task.step, []).append((op.microbatch, inputs.pop(key)))
+                self._gradients(task.step).value.append((op.microbatch, inputs.pop(key)))
                 continue
             right = right and (task.input is None or payloads[task.input])
             if kind is Kind.I:
@@ -85,40 +134,50 @@ class VirtualWorker:
             payloads[task.output] = right
 
     def _contribute(self, task: msg.Contribute) -> tuple[Any, ...]:
-        mine = self.gradients.setdefault(task.step, [])
-        weights = {microbatch: weight(task.step, microbatch) for microbatch, _ in mine}
+        weights = {
+            microbatch: weight(task.step, microbatch) for microbatch, _ in self._gradients(task.step).value
+        }
         if self.me.stage != self.walker.rules.stages - 1:
             return (), weights
         return [(op.microbatch, 1.0) for op in self.walker.now.done if op.kind is Kind.F], weights
 
     def _sum_chunk(self, task: msg.SumChunk) -> tuple[float]:
         self.checkers.divisor(self.me, task.step, task.weight)
-        bag = list(self.gradients[task.step])
+        bag = list(self._gradients(task.step).value)
         for part in task.parts:
             bag += self.payloads[part]
         bag.sort()
         if self.chunks.count:
             self.chunks.sum_chunks(task, tuple(bag))
         else:
-            self.sums[task.step] = tuple(bag)
+            self._sum(task.step).value = VirtualSum(tuple(bag))
         first = self.me.replica == task.members[0]
         return (self.truth.squares(task.step, self.me.stage) if first else 0.0,)
 
     def _assemble(self, task: msg.AssembleSum) -> None:
         if self.chunks.count:
-            given = [self.payloads[chunk] for chunk in task.chunks]
-            self.chunks.assemble(task.step, given, self.walker.chunks.held(task.step))
+            shares = [self.payloads[chunk] for chunk in task.chunks]
+            self.chunks.assemble(task.step, shares, self.walker.chunks.held(task.step))
             return
+        mine = self._sum(task.step)
         for chunk in task.chunks:
-            bag = self.payloads[chunk]
+            given: VirtualSum = self.payloads[chunk]
+            self.checkers.sum_is_as_reduced(self.me, task.step, given.combined)
             if chunk.what is msg.ParcelKind.COPY:
-                self.sums[task.step] = bag
+                mine.value = given
             else:
-                self.checkers.sums_agree(self.me, task.step, bag, self.sums[task.step])
+                self.checkers.sums_agree(self.me, task.step, given.bag, mine.value.bag)
+
+    def _sum(self, step: int) -> Cell:
+        if step not in self.sums:
+            self.sums[step] = self.buffers.take()
+        return self.sums[step]
 
     def _combine(self, task: msg.CombineTied) -> float:
-        self.checkers.sum_is_whole(self.me, task.step, self.payloads[task.other])
-        self.payload_of(task.other._replace(stage=self.me.stage))
+        self.checkers.sum_is_whole(self.me, task.step, self.payloads[task.other].bag)
+        self.outgoing(task.other._replace(stage=self.me.stage))
+        cell = self.sums[task.step] = self.buffers.writable(self.sums[task.step])
+        cell.value = VirtualSum(cell.value.bag, combined=True)
         return self.truth.squares(task.step, self.me.stage)
 
     def _update(self, task: msg.Update) -> None:
@@ -127,12 +186,15 @@ class VirtualWorker:
         if self.chunks.count:
             self.chunks.update(task)
             return
+        used = self.sums[task.step].value
+        self.checkers.sum_is_combined(self.me, task.step, used.combined)
         if task.keep:  # it may be undone: then another stage's update was invalid, and so is this sum
-            self.checkers.sum_is_whole(self.me, task.step, self.sums[task.step])
+            self.checkers.sum_is_whole(self.me, task.step, used.bag)
             self.working = applied(self.state, task.step, task.scale)
-            return
-        self.checkers.sum_used(self.me, task.step, self.sums[task.step])
-        self.state = self.working = applied(self.state, task.step, task.scale)
+        else:
+            self.checkers.sum_used(self.me, task.step, used.bag)
+            self.state = self.working = applied(self.state, task.step, task.scale)
+        self._begin_gradients()
 
     def _adopt(self, task: msg.AdoptWeights) -> None:
         self.chunks.adopt({parcel.owner: self.payloads[parcel] for parcel in task.weights})
@@ -148,8 +210,23 @@ class VirtualWorker:
     def _load_fill(self, task: msg.LoadFill) -> None:
         self.chunks.fill(task.fill, self.payloads[task.fill])
 
+    def _gradients(self, step: int) -> Cell:
+        if self.chunks.count and step != self.summed:  # not every worker makes an update there
+            self._begin_gradients()
+            self.summed = step
+        self.checkers.gradients_used(self.me, step, self.released)
+        return self.gradients
+
+    def _begin_gradients(self) -> None:
+        """In the same buffer, unless a send still reads from it."""
+        self.released = 0
+        if self.buffers.is_borrowed(self.gradients):
+            self.gradients = Cell([])
+        else:
+            self.gradients.value = []
+
     def _commit(self, task: msg.Commit) -> None:
-        self.checkers.sum_used(self.me, task.step, self.sums[task.step])
+        self.checkers.sum_used(self.me, task.step, self.sums[task.step].value.bag)
         self.state = applied(self.state, task.step, 1.0)
         assert self.working == self.state, "a commit of something else than was computed with"
 
@@ -157,10 +234,10 @@ class VirtualWorker:
         assert self.working != self.state, "an undo without an eager update"
         self.working = self.state
 
-    def _snapshot(self, task: msg.Snapshot) -> None:
+    def _snapshot(self, task: msg.Snapshot) -> VirtualState:
         if self.chunks.count:
             self._agree(task.transfer.state_step)
-        self.snapshot_out(task, self.state)
+        return self.state
 
     def _apply_feed(self, task: msg.ApplyFeed) -> None:
         if self.chunks.count:
@@ -168,14 +245,15 @@ class VirtualWorker:
             self.checkers.state_restored(self.me, task.step, self.state)
             self.chunks.follow(self.state)
             return
-        self.checkers.sum_used(self.me, task.step, self.payloads[task.feed])
+        given: VirtualSum = self.payloads[task.feed]
+        self.checkers.sum_is_combined(self.me, task.step, given.combined)
+        self.checkers.sum_used(self.me, task.step, given.bag)
         self.state = self.working = applied(self.state, task.step, task.scale)
 
     def _restore(self, task: msg.Restore) -> bool:
-        told = self.directions.get(self.walker.epoch)
-        if told is not None and told.copies:
-            assert self.shelf is not None
-            shelf = told.copies[self.me.stage][0]
+        kept = self.control.directions.copies
+        if kept:
+            shelf = kept[self.me.stage][0]
             state = self.shelf.get(shelf.node, task.state_step, self.me.stage)
             if state is None:
                 return False
@@ -184,6 +262,7 @@ class VirtualWorker:
         self.checkers.state_restored(self.me, task.state_step, state)
         assert state is not None
         self.state = self.working = state
+        self._begin_gradients()
         if self.chunks.count:
             self.chunks.load(state, self.walker.chunks.held(task.state_step + 1))
         return True
@@ -191,21 +270,36 @@ class VirtualWorker:
     def _shelve(self, task: msg.StoreCopy) -> None:
         self.checkers.state_saved(self.me, task.state_step, self.state)
         self.chunks.saved(task.state_step, task.chunks)
-        self.shelving += 1
 
     def _save(self, task: msg.SaveCheckpoint) -> None:
         self.checkers.state_saved(self.me, task.state_step, self.state)
         self.chunks.saved(task.state_step, task.chunks)
         self.disk.begin(task.state_step, self.me.stage)
 
+    def take_state(self, transfer: msg.StateTransfer, name: str, value: int) -> None:
+        """One frame of two, so that a state could be made of two transfers' halves."""
+        use = self.walker.take_state(transfer)
+        if use is FrameUse.DROP:
+            return
+        if use is FrameUse.BEGIN:
+            self.arriving.clear()
+        self.arriving[name] = value
+        if len(self.arriving) == len(VirtualState._fields):
+            self.state = self.working = VirtualState(**self.arriving)
+            self._begin_gradients()
+            self.chunks.follow(self.state)
+            self.arriving.clear()
+            self.walker.state_arrived(transfer)
+
     # -------------------------------------------------------------- commands
 
-    def payload_of(self, parcel: msg.Parcel) -> Any:
+    def outgoing(self, parcel: msg.Parcel) -> Any:
+        """What is sent under this name: a value that never changes, or a cell that might."""
         match parcel.what:
             case msg.ParcelKind.ACTIVATION | msg.ParcelKind.GRADIENT:
                 return self.payloads[parcel]
             case msg.ParcelKind.PART:
-                return tuple(self.gradients[parcel.step])
+                return self._gradients(parcel.step)
             case msg.ParcelKind.WEIGHTS | msg.ParcelKind.FILL:
                 return self.chunks.weights_of(parcel)
             case msg.ParcelKind.SUM if self.chunks.count:
@@ -218,30 +312,17 @@ class VirtualWorker:
                 return self.sums[parcel.step]
             case msg.ParcelKind.TIED:
                 if parcel not in self.payloads:
-                    self.payloads[parcel] = self.sums[parcel.step]
+                    self.payloads[parcel] = self.sums[parcel.step].value
                 return self.payloads[parcel]
         return None
-
-    def take_state(self, transfer: msg.StateTransfer, name: str, value: int) -> None:
-        """One frame of two, so that a state could be made of two transfers' halves."""
-        use = self.walker.take_state(transfer)
-        if use is FrameUse.DROP:
-            return
-        if use is FrameUse.BEGIN:
-            self.arriving.clear()
-        self.arriving[name] = value
-        if len(self.arriving) == len(VirtualState._fields):
-            self.state = self.working = VirtualState(**self.arriving)
-            self.chunks.follow(self.state)
-            self.arriving.clear()
-            self.walker.state_arrived(transfer)
 
     def forget(self, command: msg.Forget) -> None:
         for parcel in command.parcels:
             self.payloads.pop(parcel, None)
 
     def release_gradients(self, command: msg.ReleaseGradients) -> None:
-        del self.gradients[command.step]
+        """The engine uses the buffer again when the next step's gradients begin; from now on it might."""
+        self.released = command.step
 
     def drop_stashes(self, command: msg.DropStashes) -> None:
         for microbatch in command.microbatches:
@@ -251,17 +332,39 @@ class VirtualWorker:
         if self.chunks.count:
             self.chunks.sums.pop(command.step)
         else:
-            self.checkers.sum_used(self.me, command.step, self.sums.pop(command.step))
+            cell = self.sums.pop(command.step)
+            self.checkers.sum_used(self.me, command.step, cell.value.bag)
+            self.buffers.give_back(cell)
         self.checkers.kept(self.me, len(self.payloads), sum(step <= command.step for step, _ in self.inputs))
 
     def discard(self, command: msg.DiscardWork) -> None:
         first = command.from_step
-        for store in (self.gradients, self.sums, self.chunks.sums):
+        for store in (self.sums, self.chunks.sums):
             for step in [s for s in store if first is None or s >= first]:
                 del store[step]
+        self._begin_gradients()
         self.inputs = {
             key: right for key, right in self.inputs.items() if first is not None and key[0] < first
         }
+
+    # -------------------------------------------------------------- looking at it
+
+    def is_writing_its_last(self) -> bool:
+        return self.leaving and self.writing > 0
+
+    def standing(self) -> str:
+        """In words, for the report of a storm that does not end."""
+        if self.leaving:
+            return SAVING
+        return f"{self.walker.next()}{' paused' if self.walker.paused else ''}"
+
+
+def what_arrives(payload: Any) -> Any:
+    """The contents of a message at the moment its last byte leaves the sender's buffer."""
+    if type(payload) is not Cell:
+        return payload
+    value = payload.value
+    return tuple(value) if type(value) is list else value
 
 
 _DO: dict[type, Callable[[VirtualWorker, Any], Any]] = {
@@ -280,4 +383,12 @@ _DO: dict[type, Callable[[VirtualWorker, Any], Any]] = {
     msg.Restore: VirtualWorker._restore,
     msg.SaveCheckpoint: VirtualWorker._save,
     msg.StoreCopy: VirtualWorker._shelve,
+}
+CARRY_OUT: dict[type, Callable[[VirtualWorker, Any], None]] = {
+    msg.Forget: VirtualWorker.forget,
+    msg.ReleaseGradients: VirtualWorker.release_gradients,
+    msg.DropStashes: VirtualWorker.drop_stashes,
+    msg.ReleaseSum: VirtualWorker.release_sum,
+    msg.ReleaseChunks: lambda body, command: body.chunks.release(command.chunks),
+    msg.DiscardWork: VirtualWorker.discard,
 }

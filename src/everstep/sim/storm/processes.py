@@ -1,0 +1,379 @@
+"""The processes of a virtual cluster and the connections between them.
+
+A process works as the engine's loop does: it takes all that is in its inbox, runs one task to its end, and
+looks again; a death in between leaves the task undone. Each ordered pair of processes has one connection,
+opened by the sender at its first message. A connection that breaks loses some of what was under way; its
+sender notices, and what it does then is the real `core.worker.mending`. To connect to an address where nobody
+lives, or across a cut, fails in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+from everstep.core.words import actions as act
+from everstep.core.words import events as ev
+from everstep.core.words import worker_messages as msg
+from everstep.core.words.agent_messages import SAVING, WorkerReport
+from everstep.core.words.cluster_messages import NotifyWorker, Sender, TaskEvent, TimePassed
+from everstep.core.words.ops import Kind, Worker
+from everstep.core.worker.control import (
+    KeepLinks,
+    LinkBroke,
+    LinkOpened,
+    SendReport,
+    ShellAction,
+    StateDirections,
+    WorkerAction,
+)
+from everstep.core.worker.mending import PeerAddress
+from everstep.core.worker.worker_state import WorkerState
+from everstep.sim.storm.network import VirtualLink
+from everstep.sim.storm.scene import Scene
+from everstep.sim.storm.truth import VirtualState
+from everstep.sim.storm.virtual_worker import CARRY_OUT, VirtualWorker, what_arrives
+
+_SHARE_OF_AN_OP = {Kind.F: 1.0, Kind.I: 1.1, Kind.W: 0.9, Kind.B: 2.0}  # what is not listed takes a tenth
+UNANSWERED_US = 20_000  # bytes that nobody has acknowledged for so long: the connection is given up
+_TIME_PASSED = TimePassed()
+_OPENED = object()
+
+
+class StateArrived(NamedTuple):
+    """One frame of a peer's state."""
+
+    transfer: msg.StateTransfer
+    name: str
+    value: int
+
+
+class Surroundings(Protocol):
+    """What processes need of the world around them."""
+
+    def report(self, body: VirtualWorker, report: WorkerReport) -> None: ...
+
+    def left(self, body: VirtualWorker) -> None:
+        """It has ended by itself, in good order."""
+
+    def saved(self, body: VirtualWorker, task: msg.SaveCheckpoint, state: VirtualState) -> None: ...
+
+    def shelved(
+        self, body: VirtualWorker, task: msg.StoreCopy, state: VirtualState, directions: StateDirections
+    ) -> None: ...
+
+    def slowness(self, node: int) -> int: ...
+
+    def members(self, me: VirtualWorker) -> Iterable[tuple[Worker, WorkerState]]:
+        """The other workers that the coordinator believes in."""
+
+
+class Processes:
+    def __init__(self, world: Surroundings, scene: Scene) -> None:
+        self.world, self.scene, self.spec = world, scene, scene.spec
+        self.agenda, self.weather, self.trace = scene.agenda, scene.weather, scene.trace
+        self.checkers, self.network = scene.checkers, scene.network
+        self.living: dict[PeerAddress, VirtualWorker] = {}
+        self.slow: dict[Worker, int] = {}
+        self.cuts: dict[tuple[PeerAddress, PeerAddress], int] = {}  # from, to: until when
+        self.partitions: list[Callable[[VirtualWorker, VirtualWorker, VirtualLink], None]] = []
+        self.dark: set[PeerAddress] = set()  # of processes whose machines lost power
+        self._ports = 0
+
+    def start(self, sender: Sender, node: int) -> VirtualWorker:
+        self._ports += 1
+        address = (f"n{node}", self._ports)
+        body = self.living[address] = VirtualWorker(
+            sender,
+            self.spec.rules,
+            node=node,
+            address=address,
+            scene=self.scene,
+        )
+        body.moved_us = self.agenda.now_us
+        return body
+
+    def wake_up(self, body: VirtualWorker) -> None:
+        """It was asleep in the kernel."""
+        body.asleep = False
+        if body.alive and body.task is None:
+            self._turn(body)
+        elif body.alive:
+            self._done(body)
+
+    def drop(self, body: VirtualWorker, *, silently: bool = False) -> None:
+        """It is gone. Its peers notice, at once or, where a whole machine went, when nobody answers."""
+        body.alive = False
+        body.inbox.clear()
+        del self.living[body.address]
+        if silently:
+            self.dark.add(body.address)
+        for link in body.links.values():
+            self.network.lose_tail(link)
+        for other in self.living.values():
+            link_ = other.links.pop(body.address, None)
+            if link_ is not None:
+                link_.close()
+                notice = UNANSWERED_US if silently else self.weather.spread(self.spec.weather.hop_us)
+                self.agenda.after(notice, self._broken, other, body.address)
+
+    # -------------------------------------------------------------- its loop
+
+    def take(self, body: VirtualWorker, item: Any) -> None:
+        body.inbox.append(item)
+        if body.task is None and body.alive and not body.woken:
+            wake_us = self.spec.weather.wake_us
+            if wake_us:
+                body.woken = True
+                self.agenda.after(self.weather.spread(wake_us), self._wake, body)
+            else:
+                self._turn(body)
+
+    def _wake(self, body: VirtualWorker) -> None:
+        body.woken = False
+        if body.task is None and body.alive:
+            self._turn(body)
+
+    def _turn(self, body: VirtualWorker) -> None:
+        """The whole inbox, then one task."""
+        if body.hung or body.asleep or body.leaving:
+            return
+        while body.inbox:
+            self._obey(body, body.inbox.popleft())
+        control, agenda = body.control, self.agenda
+        task = control.next()
+        self._carry_out(body, control.take_actions())
+        if control.may_leave(task):
+            self._leave(body)
+            return
+        kind = type(task)
+        if kind is msg.Wait:
+            body.show(agenda.now_us, agenda.done, busy=False, doing=task.missing)  # type: ignore[union-attr]
+            return
+        if kind is msg.Paused or kind is msg.Finished:
+            body.show(agenda.now_us, agenda.done, busy=False, doing=kind.__name__)
+            return
+        body.task, body.began_us = task, agenda.now_us
+        body.show(agenda.now_us, agenda.done, busy=True, doing=_shown(task, body.me.stage))
+        agenda.after(self._time_of(body, task), self._done, body)
+
+    def _done(self, body: VirtualWorker) -> None:
+        task = body.task
+        if not body.alive or body.hung or body.asleep or task is None:
+            return
+        self.scene.mix(4, body.me)
+        if self.trace.lines is not None:
+            self.trace.tell(self.agenda.now_us, f"{body.me} {short(task)}")
+        answer = body.do(task)
+        body.task = None
+        kind = type(task)
+        if kind is not msg.Compute:
+            if kind is msg.Snapshot:
+                self._send_state(body, task, answer)  # type: ignore[arg-type]
+            elif kind is msg.SaveCheckpoint or kind is msg.StoreCopy:
+                body.writing += 1
+                given = (body, task, body.state, body.control.directions)
+                self.scene.soon(self.spec.weather.save_us, self._written, *given)
+            trigger = _TRIGGER_OF.get(kind)
+            if trigger is not None:
+                self.scene.trigger(trigger, body.me)
+                if not body.alive:
+                    return
+        body.control.finished(task, answer, began=body.began_us / 1e6)
+        self._carry_out(body, body.control.take_actions())
+        self._turn(body)
+
+    def _written(
+        self, body: VirtualWorker, task: Any, state: VirtualState, directions: StateDirections
+    ) -> None:
+        """Beside its loop: it also goes on while the loop hangs."""
+        body.writing -= 1
+        if not body.alive:
+            return
+        if type(task) is msg.SaveCheckpoint:
+            self.world.saved(body, task, state)
+        else:
+            self.world.shelved(body, task, state, directions)
+        if body.leaving and not body.writing:
+            self.world.left(body)
+
+    def _leave(self, body: VirtualWorker) -> None:
+        """As the engine's process: what its saver has in hand is written first."""
+        body.leaving = True
+        body.show(self.agenda.now_us, self.agenda.done, busy=True, doing=SAVING)
+        if not body.writing:
+            self.world.left(body)
+
+    def _obey(self, body: VirtualWorker, item: Any) -> None:
+        control, state = body.control, body.walker
+        if type(item) is tuple:
+            parcel, facts, payload = item
+            if state.arrived(parcel, facts):
+                body.payloads[parcel] = payload
+            return
+        self.scene.mix(5, body.me)
+        if self.trace.lines is not None:
+            self.trace.tell(self.agenda.now_us, f"{body.me} hears {item}")
+        if type(item) is StateArrived:
+            body.take_state(*item)
+        else:
+            actions = control.handle(item, self.agenda.now_us / 1e6)
+            if type(item) is NotifyWorker:
+                self._notified(body, item)
+            self._carry_out(body, actions)
+            self._set_alarm(body)
+        self._carry_out(body, control.take_actions())
+
+    def _notified(self, body: VirtualWorker, order: NotifyWorker) -> None:
+        match order.words:
+            case act.InterruptWorkers():
+                self.scene.trigger("interrupt", body.me)
+            case act.ResumeStep(order=resume):
+                if body.walker.epoch == resume.epoch and not body.walker.joining:
+                    self.checkers.resumed(body.me, resume.epoch, self.world.members(body))
+                self.scene.trigger("resume", body.me)
+
+    def _set_alarm(self, body: VirtualWorker) -> None:
+        due = body.control.due_at()
+        if due is not None:
+            at_us = max(self.agenda.now_us + 1, int(due * 1e6) + 1)
+            if body.alarm_us is None or at_us < body.alarm_us:
+                body.alarm_us = at_us
+                self.agenda.at(at_us, self._alarm, body, at_us)
+
+    def _alarm(self, body: VirtualWorker, at_us: int) -> None:
+        if body.alive and body.alarm_us == at_us:
+            body.alarm_us = None
+            self.take(body, _TIME_PASSED)
+
+    # -------------------------------------------------------------- what it does besides
+
+    def _carry_out(self, body: VirtualWorker, actions: Iterable[ShellAction | WorkerAction]) -> None:
+        for action in actions:
+            kind = type(action)
+            if kind is msg.Send:
+                self._send(body, action)  # type: ignore[arg-type]
+            elif kind is SendReport:
+                report = action.report  # type: ignore[union-attr]
+                self.world.report(body, report)
+                if type(report) is TaskEvent:
+                    trigger = _TRIGGER_OF.get(type(report.event))
+                    if trigger is not None:
+                        self.scene.trigger(trigger, body.me)
+            elif kind is KeepLinks:
+                for address in [a for a in body.links if a not in action.addresses]:  # type: ignore[union-attr]
+                    body.links.pop(address).close()
+            else:
+                CARRY_OUT[kind](body, action)
+
+    def _send(self, body: VirtualWorker, command: msg.Send) -> None:
+        address = body.control.book.get(Worker(command.replica, command.stage))
+        if address is None:
+            return
+        item = (command.parcel, command.value, body.outgoing(command.parcel))
+        link = body.links.get(address) or self._connect(body, address)
+        if link is not None:
+            self.network.send(link, item, self._hop(body.node, link.node))
+
+    def _send_state(self, body: VirtualWorker, task: msg.Snapshot, state: VirtualState) -> None:
+        address = body.control.book.get(Worker(task.joiner, body.me.stage))
+        link = None if address is None else body.links.get(address) or self._connect(body, address)
+        if link is not None:
+            takes = self.spec.weather.copy_us or 4 * self.spec.weather.hop_us
+            for name, value in state._asdict().items():
+                self.network.send(link, (None, None, StateArrived(task.transfer, name, value)), takes)
+
+    # -------------------------------------------------------------- connections
+
+    def _connect(self, body: VirtualWorker, address: PeerAddress) -> VirtualLink | None:
+        there = self.living.get(address)
+        until = self.cuts.get((body.address, address), 0)
+        if there is None or self.agenda.now_us < until:
+            silent = address in self.dark  # a machine without power refuses nothing
+            delay = UNANSWERED_US if silent else self.weather.spread(self.spec.weather.hop_us)
+            self.agenda.after(delay, self._broken, body, address)
+            return None
+        link = VirtualLink(lambda item: self._arrive(there, item), there.node)
+        body.links[address] = link
+        for hold in self.partitions:
+            hold(body, there, link)
+        self.network.send(link, (_OPENED, body, address), self._hop(body.node, there.node))
+        return link
+
+    def _arrive(self, there: VirtualWorker, item: tuple[Any, Any, Any]) -> None:
+        parcel, facts, payload = item
+        if parcel is _OPENED:
+            if facts.alive:
+                self.take(facts, LinkOpened(payload))
+        else:
+            self.take(there, payload if parcel is None else (parcel, facts, what_arrives(payload)))
+
+    def _broken(self, body: VirtualWorker, address: PeerAddress) -> None:
+        if body.alive:
+            self.take(body, LinkBroke(address))
+
+    def break_link(self, body: VirtualWorker, address: PeerAddress, span_us: int) -> None:
+        """It breaks now, and for a while no other one can be opened."""
+        link = body.links.pop(address)
+        self.network.lose_tail(link)
+        self.cuts[body.address, address] = self.agenda.now_us + span_us
+        self.agenda.after(self.weather.spread(self.spec.weather.hop_us), self._broken, body, address)
+
+    def swallow(self, body: VirtualWorker, address: PeerAddress) -> None:
+        """Nothing arrives on this connection any more, and nothing comes back that would say so."""
+        link = body.links[address]
+        link.close()
+        if link_gives_up(link):
+            self.agenda.after(UNANSWERED_US, self._give_up, body, address, link)
+
+    def _give_up(self, body: VirtualWorker, address: PeerAddress, link: VirtualLink) -> None:
+        if body.alive and body.links.get(address) is link:
+            del body.links[address]
+            self.take(body, LinkBroke(address))
+
+    # -------------------------------------------------------------- how long things take
+
+    def _hop(self, one: int, other: int) -> int:
+        return self.spec.weather.hop_us * max(self.world.slowness(one), self.world.slowness(other))
+
+    def _time_of(self, body: VirtualWorker, task: msg.WorkItem) -> int:
+        measured = self.spec.weather.op_times_us
+        if measured is not None:
+            kind = task.op.kind if type(task) is msg.Compute else _KIND_OF.get(type(task))
+            return measured.get(kind, 1) * self.slow.get(body.me, 1) if kind is not None else 1
+        share = _SHARE_OF_AN_OP[task.op.kind] if type(task) is msg.Compute else 0.1
+        typical = int(self.spec.weather.op_us * share) * self.slow.get(body.me, 1)
+        return self.weather.spread(typical)
+
+
+def link_gives_up(link: VirtualLink) -> bool:
+    """Sockets have TCP_USER_TIMEOUT: a path that swallows everything is noticed, after a while."""
+    return True
+
+
+def _shown(task: msg.WorkItem, stage: int) -> str:
+    """By its beacon, as the engine's: ops by name, the reduce as R, the rest with the update."""
+    if isinstance(task, msg.Compute):
+        return str(task.op)
+    return f"{stage}{'R' if type(task) in _REDUCE else 'U'}"
+
+
+def short(task: Any) -> str:
+    if isinstance(task, msg.Compute):
+        return f"step {task.step} {task.op}{' (ghost)' if task.ghost else ''}"
+    return "nothing" if task is None else str(task)
+
+
+_REDUCE = (msg.Contribute, msg.SumChunk, msg.AssembleSum, msg.CombineTied)
+_KIND_OF: dict[type, Kind] = {msg.SumChunk: Kind.R, msg.Update: Kind.U}
+_TRIGGER_OF: dict[type, str] = {
+    ev.StateCopied: "enter",
+    ev.ChunksFilled: "fill",
+    msg.SumChunk: "sum",
+    msg.AssembleSum: "hold",
+    msg.Update: "update",
+    msg.Snapshot: "copy",
+    msg.ApplyFeed: "feed",
+    msg.SaveCheckpoint: "save",
+    msg.StoreCopy: "save",
+}
