@@ -220,6 +220,7 @@ def storm(arguments: argparse.Namespace, seed: int, clean: dict[str, dict[int, f
         report["folder"] = str(folder)
     else:
         shutil.rmtree(folder, ignore_errors=True)
+    _say(json.dumps(report))
     return report
 
 
