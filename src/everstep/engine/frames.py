@@ -128,7 +128,7 @@ class Incoming:
         body = bytes(self._tail[self._shapes :])
         try:
             self.facts = json.loads(body) if body else None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise PeerError("a peer sent facts that are not JSON") from None
         self.tensors = tuple(self._empty(shape, dtype) for shape, dtype in forms)
 
@@ -185,6 +185,14 @@ def value_of(what: ParcelKind, facts: Any) -> Any:
             return tuple(map(float, facts))
         case _:
             return facts
+
+
+def checked_value(what: ParcelKind, facts: Any) -> Any:
+    """The same of a frame that has just come; PeerError if they are not the facts of such a parcel."""
+    try:
+        return value_of(what, facts)
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
+        raise PeerError(f"these are not the facts of a {what.name.lower()}: {error}") from None
 
 
 def _part(facts: Any) -> Part:

@@ -208,10 +208,12 @@ class WorkerLoop:
     def opened(self, frame: frames.Incoming) -> Contents | None:
         try:
             facts, tensors = self.courier.opened(frame)
-        except PeerError as error:  # its owner died before it was opened: as if it had not come
+            facts, beside = step_tensors.parted(facts)
+            if frame.parcel is not None:
+                frames.checked_value(frame.parcel.what, facts)
+        except PeerError as error:  # its owner died before it was opened, or it is broken: it did not come
             print(f"{frame.parcel} was lost: {error}", file=sys.stderr, flush=True)
             return None
-        facts, beside = step_tensors.parted(facts)
         return Contents(facts, tensors, beside)
 
     def accept(self, parcel: msg.Parcel, contents: Contents) -> bool:

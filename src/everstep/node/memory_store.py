@@ -123,6 +123,8 @@ class MemoryServer:
             if left:
                 raise web.HTTPBadRequest(text=f"{left} bytes are missing")
             arriving.rename(path)
+        except OSError as error:  # no room, or no such name
+            raise web.HTTPInsufficientStorage(text=str(error.strerror)) from None
         finally:
             with contextlib.suppress(FileNotFoundError):
                 arriving.unlink()

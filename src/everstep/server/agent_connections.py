@@ -88,7 +88,15 @@ class AgentConnections:
         try:
             first = await line.receive_json(timeout=10.0)
             hello, done = _hello(first)
-        except (PeerError, TypeError, ValueError, TimeoutError) as error:
+        except (
+            PeerError,
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+            TimeoutError,
+        ) as error:
             await line.send_json({"refused": f"this is not an agent's hello: {error}"})
             await line.close()
             return line
@@ -130,7 +138,7 @@ class AgentConnections:
             async for message in line:
                 if message.type is aiohttp.WSMsgType.TEXT:
                     self._take(hello, json.loads(message.data))
-        except (PeerError, KeyError, TypeError, ValueError) as error:
+        except (PeerError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             self._term.record.say(f"node {node} sent an invalid message: {error}")
         finally:
             writing.cancel()

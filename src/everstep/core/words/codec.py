@@ -87,7 +87,7 @@ def decode(kind: Any, data: Any) -> Any:
     """The value of type `kind` that `data` describes; PeerError names what does not fit."""
     try:
         return _decoder(kind)(data)
-    except (TypeError, ValueError, KeyError, UserError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError, RecursionError, UserError) as error:
         raise PeerError(f"not a {_name(kind)}: {error}") from error
 
 
