@@ -157,8 +157,9 @@ def refusals() -> Iterator[tuple[str, Callable[[], Any]]]:
         "does not divide dimension 0 of embed.tokens.weight",
         lambda: Stage(small_gpt(vocab=130), range(4), data=DATA, device=CPU, shards=Alone(4)),
     )
-    yield "the styles are column", lambda: Cut({"*.q": "colums"})
-    yield "'moe_tp_experts', which Everstep does not know", lambda: from_theirs({"x": "moe_tp_experts"})
+    yield "the styles are column", lambda: Cut({"*.q": "colums"}, 0, 2)
+    yield "'moe_tp_experts'; the styles are", lambda: Cut(from_theirs({"x": "moe_tp_experts"}), 0, 2)
+    yield "does not say what of it can be split", lambda: Cut({}, 0, 2)
 
 
 class Alone:
@@ -177,7 +178,38 @@ class Alone:
         return [tensor] * self.count
 
 
-@pytest.mark.parametrize(("words", "mistake"), list(refusals()), ids=["size", "style", "their style"])
+@pytest.mark.parametrize(
+    ("words", "mistake"), list(refusals()), ids=["size", "style", "their style", "no plan"]
+)
 def test_what_cannot_be_split_is_said(words: str, mistake: Callable[[], Any]) -> None:
     with pytest.raises(UserError, match=words):
         mistake()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_hugging_face_model_comes_with_its_own_plan(kind: str) -> None:
+    """The losses are those of transformers in one process, to 2e-6."""
+    transformers = pytest.importorskip("transformers")
+    from everstep.engine.hf.model import hf
+
+    config = transformers.AutoConfig.for_model(
+        kind,
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=32,
+        tie_word_embeddings=kind == "qwen3",
+    )
+
+    def work(shards: GroupCollectives | None) -> dict[str, Any]:
+        return trained(hf(config), shards)
+
+    one = work(None)
+    found = in_shards(2, work)
+    assert found[0] == found[1]
+    assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
+    assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)

@@ -19,6 +19,7 @@ from everstep.engine.hf.loss import CausalLoss
 from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
 from everstep.engine.hf.stage import StageModel
 from everstep.engine.model import Model, ModelAssembly, Through, in_short
+from everstep.engine.shards.plan import from_theirs
 from everstep.errors import UserError
 
 Prepare = Callable[[Any], Any]  # changes the model in place: freezes, puts adapters in
@@ -93,6 +94,7 @@ class Family:
                 check=self.check,
                 card=self._card(),
             ),
+            shard_plan=self._shard_plan(),
         )
 
     def empty(self) -> Any:
@@ -205,6 +207,19 @@ class Family:
         inside = dict(self.whole.named_parameters(remove_duplicate=False))
         pairs = self.bare.all_tied_weights_keys.items()
         return {second: first for second, first in pairs if second in inside and first in inside}
+
+    def _shard_plan(self) -> dict[str, str]:
+        """Its own `tp_plan`. The head's table and the embedding's are split alike, for they may be one."""
+        inner = getattr(self.config.get_text_config(), "base_model_tp_plan", None) or {}
+        if not inner:
+            return {}
+        prefix = self.bare.base_model_prefix
+        found = {f"{prefix}.{pattern}": style for pattern, style in inner.items()}
+        found |= dict(type(self.bare)._tp_plan or {})
+        table = next((n for n in self.anatomy.names if n.endswith("embed_tokens")), None)
+        if table is not None and table not in found:
+            found[table] = "embedding_rowwise"
+        return from_theirs(found)
 
     def _cost(self, name: str) -> float:
         """Multiplications per token: of experts only those that a token is sent to, of a table none."""

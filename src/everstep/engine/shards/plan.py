@@ -83,6 +83,13 @@ class Cut:
     count: int = 1
 
     def __post_init__(self) -> None:
+        if self.count == 1:
+            return
+        if not self.plan:
+            raise UserError(
+                f"shards is {self.count}, and the model does not say what of it can be split; give "
+                'Model(..., shard_plan={"*.q_proj": "column", ...}), or shards = 1.'
+            )
         for pattern, style in self.plan.items():
             if style not in STYLES:
                 known = ", ".join(STYLES)
@@ -136,13 +143,7 @@ class Cut:
 
 
 def from_theirs(plan: Mapping[str, str]) -> dict[str, str]:
-    """A `tp_plan` of transformers in our words."""
-    found = {}
-    for pattern, style in plan.items():
-        if style not in THEIRS:
-            raise UserError(
-                f"the model's own tp_plan splits {pattern} as {style!r}, which Everstep does not know; "
-                "train it with shards = 1."
-            )
-        found[pattern] = THEIRS[style]
-    return found
+    """A `tp_plan` of transformers in our words. A style that we do not know stays: it is refused when the
+    model is to be split.
+    """
+    return {pattern: THEIRS.get(style, style) for pattern, style in plan.items()}

@@ -1,0 +1,114 @@
+"""Tensor parallel workers on GPUs: four MIG instances as two workers of two shards, NCCL between the shards;
+a shard is killed inside an all-reduce of its group, and training heals.
+
+    python bench/gpu/shards.py             root, a GPU that can be cut; cuts it, and makes it whole again
+    python bench/gpu/shards.py --whole     no cut: all shards share the GPU; also the time of a step by shards
+    python bench/gpu/shards.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # where nothing can be installed
+
+from everstep.engine.faults import parse_fault  # noqa: E402
+from everstep.engine.job import Job  # noqa: E402
+from everstep.launch.local.outcome import Outcome  # noqa: E402
+from everstep.launch.local.run import LocalTask  # noqa: E402
+from everstep.node.fork_server import ForkServer  # noqa: E402
+
+STEPS = 12
+KILLS = {
+    "follower, in an all-reduce of F": "stage=0,replica=1,step=6,op=F1,when=inside,shard=1",
+    "leader, in an all-reduce of I": "stage=0,replica=0,step=6,op=I2,when=inside,shard=0",
+    "follower, between ops": "stage=0,replica=0,step=7,op=W1,shard=1",
+}
+
+
+def job(shards: int, replicas: int = 2) -> Job:
+    return Job.from_dict(
+        {
+            "model": {"preset": "gpt-125m"},
+            "data": {"kind": "synthetic", "rows": 4, "sequence": 512},
+            "steps": STEPS,
+            "replicas": replicas,
+            "shards": shards,
+            "microbatches": 4,
+            "precision": "bf16",
+            "device": "cuda",
+        }
+    )
+
+
+def run(server: ForkServer, what: Job, faults: tuple[str, ...] = ()) -> Outcome:
+    deadline = time.monotonic() + 120
+
+    def watch(kind: str, task: Any) -> None:
+        if kind == "tick" and time.monotonic() > deadline:
+            raise TimeoutError("no end in sight")
+
+    return LocalTask(what, nursery=server, faults=tuple(map(parse_fault, faults)), watch=watch).run()
+
+
+def step_ms(outcome: Outcome) -> float:
+    rows = [row for step, row in outcome.by_step().items() if step > 4]
+    return statistics.median(row.seconds for row in rows) * 1e3
+
+
+def measure(whole: bool) -> dict[str, Any]:
+    server = ForkServer().start()
+    try:
+        clean = run(server, job(2))
+        found: dict[str, Any] = {"clean_step_ms": step_ms(clean), "failure": clean.failure, "kills": []}
+        for name, fault in KILLS.items():
+            healed = run(server, job(2), (fault,))
+            ours, theirs = healed.by_step(), clean.by_step()
+            same = len(ours) == STEPS and all(ours[s].loss == theirs[s].loss for s in theirs)
+            row: dict[str, Any] = {"kill": name, "losses_equal": same, "failure": healed.failure}
+            for incident in healed.incidents:
+                row |= {"what": incident.what}
+                if incident.resumed_at is not None:
+                    since = incident.killed_at or incident.evidence_at
+                    row |= {"resumed_after_ms": round((incident.resumed_at - since) * 1e3, 1)}
+            found["kills"].append(row)
+            print(row, file=sys.stderr, flush=True)
+        if whole:
+            for shards in (1, 2):
+                one = run(server, job(shards, replicas=1))
+                found[f"shards_{shards}"] = {"step_ms": step_ms(one), "loss": one.by_step()[STEPS].loss}
+    finally:
+        server.close()
+    return found
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    cut = ["nvidia-smi -mig 1", "nvidia-smi mig -cgi 15,15,15,15 -C"]
+    mend = ["nvidia-smi mig -dci", "nvidia-smi mig -dgi", "nvidia-smi -mig 0"]
+    try:
+        for command in () if args.whole else cut:
+            subprocess.run(command.split(), check=True, stdout=subprocess.DEVNULL)
+            time.sleep(1)
+        found = measure(args.whole)
+    finally:
+        for command in () if args.whole else mend:
+            subprocess.run(command.split(), check=False, stdout=subprocess.DEVNULL)
+    print(json.dumps(found, indent=None if args.json else 1))
+    return 0 if all(row["losses_equal"] for row in found["kills"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
