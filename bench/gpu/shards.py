@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # where nothing can be installed
+os.environ["PYTHONPATH"] = f"{ROOT / 'src'}:{ROOT}"
 
 from everstep.engine.faults import parse_fault  # noqa: E402
 from everstep.engine.job import Job  # noqa: E402
@@ -56,7 +58,7 @@ def run(server: ForkServer, what: Job, faults: tuple[str, ...] = ()) -> Outcome:
         if kind == "tick" and time.monotonic() > deadline:
             raise TimeoutError("no end in sight")
 
-    return LocalTask(what, nursery=server, faults=tuple(map(parse_fault, faults)), watch=watch).run()
+    return LocalTask(what, fork_server=server, faults=tuple(map(parse_fault, faults)), watch=watch).run()
 
 
 def step_ms(outcome: Outcome) -> float:
