@@ -258,7 +258,10 @@ def test_a_line_of_the_kernel_isolates_the_node() -> None:
     cluster = running(nodes={"a": 2, "b": 2, "c": 2})
     node = node_of(cluster, W00)
     text = "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."
-    cluster.report("t", W00, msg.KernelSpoke(text=text))
+    slot = cluster.coordinator.tasks["t"].seats[W00].slot
+    cluster.report("t", W00, msg.KernelSpoke(text=text, slots=(slot,)))
+    (incident,) = [i for i in cluster.coordinator.log.incidents if i.node == node and not i.task]
+    assert f"the device is slot {slot} of {node}: worker {W00} of t" in [e.text for e in incident.evidence]
     assert cluster.coordinator.nodes[node].state is NodeState.ISOLATED
     assert len(cluster.coordinator.tasks["t"].seats) == 4
 

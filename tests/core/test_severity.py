@@ -70,6 +70,11 @@ XID_LINES = [  # issues of open-gpu-kernel-modules, gpu-operator, TensorRT-LLM a
     ("NVRM: Xid (0000:01:00): 31, Ch 0000000b, engmask 00000120, intr 10000000", E.ILLEGAL_MEMORY_ACCESS),
     ("NVRM: Xid (PCI:0000:9b:00): 94, pid=1234, name=python3, Contained ECC error", E.ECC_CONTAINED),
     (
+        "NVRM: Xid (PCI:0000:01:00 GPU-I:05): 94, pid=7194, Contained: CE User Channel (0x9). RST: No, "
+        "D-RST: No",
+        E.ECC_CONTAINED,
+    ),
+    (
         "NVRM: Xid (PCI:0004:01:00): 119, pid=430, name=nv_queue, Timeout waiting for RPC from GSP!",
         E.GPU_DRIVER,
     ),

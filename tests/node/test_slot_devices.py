@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.core.faults.xids import place_of_xid
 from everstep.node import slot_devices
 from everstep.node.slot_devices import SlotDevice, parsed
 
@@ -45,3 +46,45 @@ def test_the_cpus_nearest_to_a_device_are_read_from_its_pci_address(tmp_path: Pa
     (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text("0-2,8\n")
     assert SlotDevice(A, "00000000:3B:00.0").cpus(tmp_path) == {0, 1, 2, 8}
     assert SlotDevice(B, "00000000:5E:00.0").cpus(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "slots"),
+    [
+        (
+            "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
+            (0, 1),
+        ),
+        ("[155044.078590] NVRM: Xid (PCI:0000:5e:00): 79, GPU has fallen off the bus.", (2,)),
+        ("NVRM: Xid (0000:5E:00): 31, Ch 0000000b, engmask 00000120, intr 10000000", (2,)),
+        (
+            "NVRM: Xid (PCI:0000:3b:00 GPU-I:05): 94, pid=7194, Contained: CE User Channel (0x9). "
+            "RST: No, D-RST: No",
+            (1,),
+        ),
+        ("NVRM: Xid (PCI:0000:3b:00 GPU-I:01 GPU-CI:00): 13, pid=9, name=a, Graphics Exception", (0, 1)),
+        (
+            "kernel: NVRM: Xid (PCI:0000:5e:00): 45, pid=4711, name=python3, Ch 00000001 caused by previous "
+            "Xid 149",
+            (0,),
+        ),
+        ("NVRM: Xid (PCI:0004:01:00): 119, pid=430, name=nv_queue, Timeout waiting for RPC from GSP!", ()),
+    ],
+)
+def test_an_xid_names_the_slots_of_its_gpu_or_of_its_process(line: str, slots: tuple[int, ...]) -> None:
+    place = place_of_xid(line)
+    assert place is not None
+    pids = {7194: 1, 4711: 0}
+    assert slot_devices.slots_named(place, parsed(CUT, BUSES), slots=3, pids=pids) == slots
+    assert slot_devices.slots_named(place._replace(pid=None), (), slots=3, pids=pids) == ()
+
+
+@pytest.mark.parametrize("line", ["NVRM: GPU has fallen off the bus", "Xid (PCI:zz:00): 79", ""])
+def test_a_line_that_says_no_place_has_none(line: str) -> None:
+    assert place_of_xid(line) is None
+
+
+def test_slots_that_share_one_gpu_are_all_named() -> None:
+    place = place_of_xid("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.")
+    assert place is not None
+    assert slot_devices.slots_named(place, parsed(WHOLE, BUSES), slots=4, pids={}) == (0, 2)

@@ -35,7 +35,7 @@ class Completions:
     def __init__(self, device: torch.device, failed: Callable[[BaseException], None]) -> None:
         self._device, self._failed = device, failed
         self._queue: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._launched: deque[torch.cuda.Event] = deque()
+        self._launched: deque[tuple[torch.cuda.Event, str]] = deque()
         self._finished: deque[FinishedOp] = deque()
         self._thread = threading.Thread(target=self._run, name="completions", daemon=True)
         self._thread.start()
@@ -47,8 +47,12 @@ class Completions:
     def op_begins(self) -> torch.cuda.Event:
         return self._event(timing=True)
 
-    def op_launched(self, kind: Kind, step: int, began: torch.cuda.Event) -> None:
-        """Its kernels are queued. Wait if the device is too far behind."""
+    def op_launched(
+        self, kind: Kind, step: int, began: torch.cuda.Event, doing: str, shows: Callable[[str], None]
+    ) -> None:
+        """Its kernels are queued. Wait if the device is too far behind, and show which op it is in: if that
+        one hangs, the beacon says so.
+        """
         ends = self._event(timing=True)
 
         def finished() -> None:
@@ -57,9 +61,12 @@ class Completions:
             self._finished.append(FinishedOp(kind, step, ended_ns - took_ns, ended_ns))
 
         self._queue.put((ends, finished))
-        self._launched.append(ends)
+        self._launched.append((ends, doing))
         if len(self._launched) > AHEAD:
-            self._launched.popleft().synchronize()
+            behind, its_name = self._launched.popleft()
+            if not behind.query():  # type: ignore[no-untyped-call]
+                shows(its_name)
+                behind.synchronize()
 
     def finished_ops(self) -> list[FinishedOp]:
         """Those since this was last asked."""

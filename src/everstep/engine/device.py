@@ -90,6 +90,15 @@ def on_its_way(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device; from pinned memory the copy runs in the stream's order, without waiting.
 
-    The host memory may be dropped at once (the pinned allocator waits for the copy) but not written to.
+    The host memory may be dropped at once (the pinned allocator waits for the copy) but not written to. What
+    is not pinned is copied to pinned memory first: a copy from other memory would wait for the device.
     """
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=tensor.is_pinned())
+    if tensor.device == device:
+        return tensor
+    return pinned(tensor, device).to(device, non_blocking=True)
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """In host memory that the device can read by itself, if it is a GPU."""
+    on_the_way = device.type == "cuda" and tensor.device.type == "cpu"
+    return tensor.pin_memory() if on_the_way and not tensor.is_pinned() else tensor

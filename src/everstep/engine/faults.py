@@ -2,7 +2,8 @@
 
 The worker itself sends the signal, at an exact point; nothing is cleaned up, as with any SIGKILL. With
 `how=slow,factor=2,until=30` it lives and takes twice as long for every op of steps 7 to 30: it sleeps for as
-long as the op has taken. With `how=lag,factor=50` its messages to the stage after it come 50 ms late.
+long as the op has taken. With `how=lag,factor=50` its messages to the stage after it come 50 ms late. On a
+GPU also `how=illegal` (a kernel writes to freed memory), `how=oom` and `how=spin` (a kernel never ends).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from everstep.errors import UserError
 
 WHENS = ("before", "after", "during", "sending", "inside")
 LASTING = ("slow", "lag")
+OF_GPU = ("illegal", "oom", "spin")
 _OP = re.compile(r"[FIW](\d+\.)?\d+|R|U")
 _FACTOR = re.compile(r"\d{1,4}(\.\d{1,6})?")
 _FIELDS = ("stage", "replica", "step", "op", "when", "how", "factor", "until", "shard")
@@ -30,7 +32,7 @@ class PlantedFault:
     step: int
     op: str | None = None
     when: str = "before"
-    how: str = "kill"  # or "raise", "slow", "lag"
+    how: str = "kill"  # or "raise", "slow", "lag", "illegal", "oom", "spin"
     factor: float = 2.0  # slow: how many times longer; lag: by how many milliseconds
     until: int | None = None  # slow, lag: its last step; None: to the end
     shard: int = 0  # of the worker
@@ -83,8 +85,8 @@ def parse_fault(text: str) -> PlantedFault:
         raise UserError(f"--kill {text!r}: op is F3, I2, W5, F1.3 (of replica 1), R or U, not {op!r}.")
     if (when := fields.get("when", "before")) not in WHENS:
         raise UserError(f"--kill {text!r}: when is one of {', '.join(WHENS)}, not {when!r}.")
-    if (how := fields.get("how", "kill")) not in ("kill", "raise", *LASTING):
-        raise UserError(f"--kill {text!r}: how is kill, raise, slow or lag, not {how!r}.")
+    if (how := fields.get("how", "kill")) not in ("kill", "raise", *LASTING, *OF_GPU):
+        raise UserError(f"--kill {text!r}: how is kill, raise, slow, lag, illegal, oom or spin, not {how!r}.")
     if not _FACTOR.fullmatch(factor := fields.get("factor", "2")) or not 1 <= float(factor) <= 1000:
         raise UserError(f"--kill {text!r}: factor is a number from 1 to 1000, not {factor!r}.")
     if (until := fields.get("until")) is not None and not until.isdigit():

@@ -282,7 +282,11 @@ class Lanes:
         if self._stopped:
             return
         began = time.monotonic()
-        lane.wire.leave()
+        try:
+            lane.wire.leave()
+        except RuntimeError as error:  # the device itself is broken: the worker leaves for that reason
+            self._log(f"{self.kind}: lane {lane.name} cannot be left: {error}")
+            return
         lane.left_s = time.monotonic() - began
         lane.held.clear()
         if lane in self._leaving:

@@ -22,11 +22,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from everstep.engine import device as devices
 from everstep.engine.data import Dataset
 from everstep.errors import EverstepError, UserError
 
@@ -46,6 +49,7 @@ class Loader:
         self.ahead = (AHEAD if own else 0) if ahead is None else ahead
         self.waited_s = 0.0  # in all
         self.shows: Callable[[], None] = lambda: None  # called when it begins to wait
+        self.device = torch.device("cpu")  # a GPU: batches are put where it can read them by itself
         self._data: Any = data if own or not self.ahead else ForkedData(data)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data") if self.ahead else None
         self._loading: dict[Key, Future[Any]] = {}
@@ -59,7 +63,7 @@ class Loader:
             self._loading.pop(key).cancel()
         for key in wanted:
             if key not in self._loading:
-                self._loading[key] = self._thread.submit(self._data.batch, *key)
+                self._loading[key] = self._thread.submit(self._made, *key)
 
     def batch(self, step: int, microbatch: int) -> Any:
         if self._thread is None:
@@ -73,8 +77,14 @@ class Loader:
             for other in self._loading.values():  # what is needed now goes first
                 other.cancel()
             self._loading.clear()
-            future = self._thread.submit(self._data.batch, step, microbatch)
+            future = self._thread.submit(self._made, step, microbatch)
         return future.result() if future.done() else self._wait(future, step, microbatch)
+
+    def _made(self, step: int, microbatch: int) -> Any:
+        batch = self._data.batch(step, microbatch)
+        if self.device.type == "cpu":
+            return batch
+        return tree_map_only(torch.Tensor, partial(devices.pinned, device=self.device), batch)
 
     def _wait(self, future: Future[Any], step: int, microbatch: int) -> Any:
         began, said_s, within_s = time.monotonic(), 0.0, _SHOW_AFTER_S

@@ -24,12 +24,15 @@ class OpTimes:
     ) -> None:
         self.stopwatch = Stopwatch(clock_ns=clock_ns)
         self._clock_ns, self._completions, self._recorder = clock_ns, completions, recorder
+        self.shows: Callable[[str], None] = lambda doing: None  # called when the host waits for the device
 
     def begin(self) -> Began:
         completions = self._completions
         return self.stopwatch.moment(), None if completions is None else completions.op_begins()
 
-    def end(self, kind: Kind, began: Began, step: int, *, slower: Iterable[float] = ()) -> None:
+    def end(
+        self, kind: Kind, began: Began, step: int, *, doing: str = "", slower: Iterable[float] = ()
+    ) -> None:
         """An op is over; on a device it is launched, not over. `slower`: planted faults, which add to it."""
         started, event = began
         took_s = (self._clock_ns() - started.clock_ns) / 1e9
@@ -38,15 +41,15 @@ class OpTimes:
         for factor in slower:
             time.sleep((factor - 1) * took_s)
         if event is not None:
-            self._launched(kind, event, step)
+            self._launched(kind, event, step, doing or str(kind))
             return
         ended_ns, own_ns = self.stopwatch.op(kind, started, on_a_core=True)
         if self._recorder is not None:
             self._recorder.op(step, started.clock_ns, ended_ns, own_ns)
 
-    def _launched(self, kind: Kind, event: Any, step: int) -> None:
+    def _launched(self, kind: Kind, event: Any, step: int, doing: str) -> None:
         assert self._completions is not None
-        self._completions.op_launched(kind, step, event)
+        self._completions.op_launched(kind, step, event, doing, self.shows)
         for op in self._completions.finished_ops():
             self.stopwatch.device_op(op.kind, op.ended_ns - op.started_ns)
             if self._recorder is not None:

@@ -39,11 +39,11 @@ from everstep.core.worker.control import (
     WorkerControl,
 )
 from everstep.engine import device as devices
-from everstep.engine import frames, step_tensors
+from everstep.engine import frames, gpu_faults, step_tensors
 from everstep.engine.beacon import Beacon
 from everstep.engine.boundary import Boundary, Gradients
 from everstep.engine.courier import Courier
-from everstep.engine.faults import PlantedFault, parse_fault
+from everstep.engine.faults import OF_GPU, PlantedFault, parse_fault
 from everstep.engine.links import Address
 from everstep.engine.loading import Loader
 from everstep.engine.op_times import Began, OpTimes
@@ -103,6 +103,7 @@ class WorkerLoop:
         self._arriving = ArrivingState(self.state.take_state)
         self._touched = False  # has the initial state been changed?
         self.times = OpTimes(clock_ns=ports.clock_ns, completions=courier.completions, recorder=recorder)
+        self.times.shows = lambda doing: self._show(busy=True, doing=doing)
 
     # -------------------------------------------------------------- the loop
 
@@ -296,7 +297,7 @@ class WorkerLoop:
         if task.output is not None:
             assert output is not None
             self.tensors.boundaries[task.output] = sliced(output, self.stage.shards).moved(self.courier.kept)
-        self._time(op.kind, began)
+        self._time(op.kind, began, str(op))
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
 
     def _load_data(self, step: int, number: int, op: str) -> None:
@@ -501,10 +502,10 @@ class WorkerLoop:
         """Its number in the whole step, whoever runs it."""
         return microbatch.home * self.rules.microbatches + microbatch.number
 
-    def _time(self, kind: Kind, began: Began) -> None:
+    def _time(self, kind: Kind, began: Began, doing: str = "") -> None:
         step = self.state.now.step
         slower = [fault.factor for fault in self.faults if fault.slows(step)]
-        self.times.end(kind, began, step, slower=slower)
+        self.times.end(kind, began, step, doing=doing or f"{self.me.stage}{kind}", slower=slower)
 
     def _memory(self) -> dict[str, float]:
         """What a stash takes and how much there is for stashes, in bytes, for the scheduler."""
@@ -537,5 +538,8 @@ class WorkerLoop:
                 if fault.how == "raise":
                     self._show(busy=True, doing=f"raises at {op}")
                     raise RuntimeError(f"planted fault at step {step} {op}")
+                if fault.how in OF_GPU:
+                    gpu_faults.strike(fault.how, self.stage.device)
+                    return
                 self._show(busy=True, doing=f"dies at {op}")
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -38,12 +38,14 @@ from everstep.core.agent.agent import (
     ReportsKept,
 )
 from everstep.core.faults.detector import DetectorLimits
+from everstep.core.faults.xids import place_of_xid
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import decode, encode
 from everstep.core.words.ops import parse_worker
 from everstep.engine.job import Job
 from everstep.engine.sockets import watch_path
 from everstep.errors import PeerError, UserError
+from everstep.node import slot_devices
 from everstep.node.coordinator_address import current
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkServer
@@ -147,7 +149,13 @@ class Agent:
         self._news.set()
 
     def _kernel_spoke(self, text: str) -> None:
-        self._report(msg.KernelSpoke(text=text), None)
+        slots: tuple[int, ...] = ()
+        if (place := place_of_xid(text)) is not None:
+            pids = self.workers.slots_by_pid()
+            slots = slot_devices.slots_named(
+                place, slot_devices.found(), slots=self.settings.slots, pids=pids
+            )
+        self._report(msg.KernelSpoke(text=text, slots=slots), None)
 
     async def _look(self) -> None:
         while True:

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from everstep.core.faults.xids import XidPlace
+
 _GPU = re.compile(r"^GPU \d+: .*\(UUID: (GPU-[0-9a-f-]+)\)", re.M)
 _MIG = re.compile(r"^\s+MIG .*\(UUID: (MIG-[0-9a-f-]+)\)", re.M)
 
@@ -84,6 +86,17 @@ def take(slot: int, devices: tuple[SlotDevice, ...]) -> SlotDevice | None:
 def is_shared(device: SlotDevice | None, devices: tuple[SlotDevice, ...], *, slots: int) -> bool:
     """Can workers of several slots be on this device?"""
     return device is not None and slots > len(devices)
+
+
+def slots_named(
+    place: XidPlace, devices: tuple[SlotDevice, ...], *, slots: int, pids: Mapping[int, int]
+) -> tuple[int, ...]:
+    """The slots that an Xid is about: the process's own, else all of the GPU. `pids`: slots by process."""
+    if place.pid is not None and place.pid in pids:
+        return (pids[place.pid],)
+    if not devices:
+        return ()
+    return tuple(slot for slot in range(slots) if place.is_at(devices[slot % len(devices)].bus))
 
 
 def _cpus(text: str) -> set[int]:

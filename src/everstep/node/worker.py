@@ -137,6 +137,8 @@ def train(
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     is_leader = group is None or group.index == 0
     device = devices.pick(job.device)
+    if loader is not None:
+        loader.device = device
     if job.compile:
         regions.enable()
     if job.accumulate != "fp32":

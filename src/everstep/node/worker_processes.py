@@ -160,6 +160,10 @@ class WorkerProcesses:
         prefix = "" if job.log is not None else f"{task}-"
         return folder / f"{prefix}worker-{worker.replica}-{worker.stage}.log"
 
+    def slots_by_pid(self) -> dict[int, int]:
+        known = self.machine.processes
+        return {p.child.pid: known[s].order.slot for s, p in self._all.items() if s in known}
+
     def carriers(self, process: WorkerProcess) -> dict[str, str]:
         """By peer: the transport that carries tensors to it, as the worker said last."""
         known = self.machine.processes.get(process.sender)

@@ -313,7 +313,7 @@ class Coordinator:
         if fences.refused(node.name, report, event.sender, self.tasks):
             return []
         if isinstance(report, msg.KernelSpoke):
-            return self._failures.kernel_spoke(node, report.text, now)
+            return self._failures.kernel_spoke(node, report.text, report.slots, now)
         if isinstance(report, msg.SlotFreed):
             return self._failures.slot_freed(node, report.slot, now)
         task = self.tasks.get(report.task)

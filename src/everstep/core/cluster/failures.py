@@ -186,13 +186,13 @@ class Failures:
         outcome = "the link was opened again and what may be lost was sent again"
         return self._incidents.close(incident, outcome, now, because="the link works again")
 
-    def kernel_spoke(self, node: Node, text: str, now: Moment) -> Actions:
+    def kernel_spoke(self, node: Node, text: str, slots: tuple[int, ...], now: Moment) -> Actions:
         judgement = judge("kernel", text)
         if judgement.severity is not Severity.SEV1 or node.admin is not NodeAdmin.UP:
             return []
         incident = self._incidents.new(task=None, what=f"node {node.name}: {text}", now=now)
         incident.node, incident.stops_training = node.name, False
-        self._incidents.tell(incident, "kernel", (text,), now)
+        self._incidents.tell(incident, "kernel", (text, *self._roster.at_slots(node.name, slots)), now)
         self._incidents.judge(incident, judgement, now)
         actions: Actions = []
         if self._roster.can_do_without(node.name):

@@ -52,6 +52,16 @@ class Roster:
     def is_heard(self, name: str) -> bool:
         return self.nodes[name].liveness is NodeLiveness.HEARD
 
+    def at_slots(self, node: str, slots: tuple[int, ...]) -> list[str]:
+        """Who is at these slots of a node, in words; for evidence about a device."""
+        seats = {
+            seat.slot: f"worker {worker} of {task.name}"
+            for task in self.tasks.values()
+            for worker, seat in task.seats.items()
+            if seat.node == node
+        }
+        return [f"the device is slot {slot} of {node}: {seats.get(slot, 'free')}" for slot in slots]
+
     def can_do_without(self, name: str) -> bool:
         """Would every task with workers on this node still have, or find, a worker for each stage?"""
         free = Counter(node for node, _ in self.free() if node != name)

@@ -12,10 +12,15 @@ Of several lines the most severe one counts, for the others (43, 45) are mostly 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from everstep.core.faults.kinds import ErrorKind as E
 
-XID_LINE = re.compile(r"NVRM: Xid \([0-9A-Za-z:.]{1,32}\): (\d{1,4})(?:,[^\n]{0,300})?")
+XID_LINE = re.compile(r"NVRM: Xid \([0-9A-Za-z:. -]{1,64}\): (\d{1,4})(?:,[^\n]{0,300})?")
+_PLACE = re.compile(
+    r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f]{4,8}):([0-9A-Fa-f]{2}):([0-9A-Fa-f]{2})(?:\.\d)?"
+    r"(?: GPU-I:(\d{1,3}))?(?: GPU-CI:\d{1,3})?\): \d{1,4}(?:, pid='?(\d{1,10}))?"
+)
 _COPY_ENGINES = (39, 40, 41, 70, 71, 72, 75, 76, 77, 85, *range(126, 136))
 _VIDEO_ENGINES = (60, 68, 82, 83, 84, 86, 88, 89, *range(96, 106), 139)
 
@@ -87,6 +92,31 @@ XIDS: dict[int, tuple[E, str]] = {
     **dict.fromkeys(_COPY_ENGINES, (E.CUDA, "copy engine exception")),
     **dict.fromkeys(_VIDEO_ENGINES, (E.CUDA, "video or image engine exception")),
 }
+
+
+class XidPlace(NamedTuple):
+    """Where an Xid happened: the GPU's PCI address, its MIG instance if it is cut, the process if known."""
+
+    domain: int
+    bus: int
+    device: int
+    instance: int | None
+    pid: int | None
+
+    def is_at(self, address: str) -> bool:
+        """Is this the GPU with that PCI address, such as 00000000:3B:00.0?"""
+        numbers = re.fullmatch(r"([0-9A-Fa-f]{4,8}):([0-9A-Fa-f]{2}):([0-9A-Fa-f]{2})(?:\.\d)?", address)
+        return numbers is not None and tuple(int(n, 16) for n in numbers.groups()) == self[:3]
+
+
+def place_of_xid(line: str) -> XidPlace | None:
+    """None: the line is not about an Xid, or does not say where it was."""
+    found = _PLACE.search(line)
+    if found is None:
+        return None
+    domain, bus, device = (int(found[number], 16) for number in (1, 2, 3))
+    instance, pid = (None if found[number] is None else int(found[number]) for number in (4, 5))
+    return XidPlace(domain, bus, device, instance, pid)
 
 
 def kind_of_xid(number: int, line: str) -> E:

@@ -162,9 +162,10 @@ class SlowLinkEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpoke:
-    """A line of the kernel's log that names a device's fault."""
+    """A line of the kernel's log that names a device's fault. `slots`: those of the device, if known."""
 
     text: str
+    slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
