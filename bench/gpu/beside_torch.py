@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -170,7 +171,7 @@ def torch_run(spec: dict[str, Any]) -> list[float]:
     ranks = []
     for rank in range(world):
         environment = {**os.environ, **same, "NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
-        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
         command = [sys.executable, __file__, "--spec", json.dumps(spec), "--rank", str(rank)]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     try:
@@ -222,6 +223,7 @@ def main() -> None:
     wanted = [name for name in given.only.split(",") if name]
     rows = {name: row for name, row in rows.items() if not wanted or name in wanted}
     found: dict[str, list[float]] = {name: [] for name in rows}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that MPS is stopped
     if given.mps:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
     try:

@@ -98,7 +98,9 @@ def prepare(host: str, *, alone: bool) -> None:
     `alone`: as if on a node of its own. NCCL refuses two ranks on one GPU, or on two MIG instances of one,
     unless it takes them for different machines.
     """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # else streams wait for each other's kernels
+    # Queues to the device: under MPS a process has 2 by default, and lanes would wait behind the computation.
+    # With 32 each, the fourth process that shares a GPU under MPS finds no memory for its context (measured).
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     if alone:
         os.environ.setdefault("NCCL_HOSTID", f"everstep-{os.getpid()}-{time.monotonic_ns()}")
     interface = next(
