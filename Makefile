@@ -27,7 +27,7 @@ sweep: $(STAMP)          ## SIGKILL at every kind of moment, with real processes
 	$(PY) -m bench.sweep
 
 cluster: $(STAMP)        ## coordinator, agents and workers as real processes, each of them killed
-	$(PY) -m pytest tests/server tests/docs --slow -m slow
+	$(PY) -m pytest tests --slow -m slow
 
 STORMS := 2000
 storms: $(STAMP)         ## tens of thousands of random failures in the simulator (about twenty minutes)

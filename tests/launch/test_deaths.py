@@ -1,6 +1,6 @@
 """Real processes, real SIGKILLs: a healed run ends with the losses of a clean one, to the bit.
 
-`bench/sweep.py` holds all points; these are one of each kind.
+`bench/sweep.py` holds all points; these are one of each kind. Those of `ALSO` are run by `--slow`.
 """
 
 from collections.abc import Iterator
@@ -29,6 +29,13 @@ CHOSEN = [
     "raises instead of dying",
     "eager, undone and two deaths",
 ]
+ALSO = {
+    "op stage=0,replica=1,step=3,op=W3",
+    "reduce stage=0,replica=1,step=3,op=R,when=during",
+    "reduce stage=0,replica=0,step=3,op=U,when=before",
+    "pair neighbours crossed",
+    "raises instead of dying",
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +45,9 @@ def sweep() -> Iterator[Sweep]:
     running.close()
 
 
-@pytest.mark.parametrize("start", CHOSEN)
+@pytest.mark.parametrize(
+    "start", [pytest.param(name, marks=pytest.mark.slow) if name in ALSO else name for name in CHOSEN]
+)
 def test_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, start: str) -> None:
     """In turn by tcp, over shared memory, in which a dead worker's tensors are still read, and by lanes."""
     point = next(p for p in points() if p.name.startswith(start))
@@ -55,7 +64,10 @@ def test_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, start: str) -> N
     [
         {"model": ModelSpec(preset="gpt-tiny", options={"tied": True, "dropout": 0.1})},
         {"recompute": True, "accumulate": "fp32"},
-        {"model": ModelSpec(preset="gpt-tiny", options={"tied": True}), "stages": 1},
+        pytest.param(
+            {"model": ModelSpec(preset="gpt-tiny", options={"tied": True}), "stages": 1},
+            marks=pytest.mark.slow,
+        ),
         {"accumulate": "strict32", "replicas": 3},
     ],
     ids=["tied across stages, dropout", "recompute, sums in fp32", "tied in one stage", "sums in 31 bits"],
