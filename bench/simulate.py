@@ -6,6 +6,7 @@
     python bench/simulate.py mutants --names a,b        these planted bugs only
     python bench/simulate.py studies                    8 weeks of 128 GPUs, 90 days of 16,384: seconds
     python bench/simulate.py published                  Unicron over Megatron: mixes x repair times
+    python bench/simulate.py predicted                  published comparisons, predicted; one is calibrated on
     python bench/simulate.py real --kills 12            a storm on real processes, and the same one predicted
 
 Times are CPU seconds of this process, except those of `real`. Each takes --json.
@@ -139,6 +140,12 @@ def published(args: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
+def predicted(args: argparse.Namespace) -> dict[str, Any]:
+    from bench.published import predicted as rows
+
+    return rows(args.lives)
+
+
 def real(args: argparse.Namespace) -> dict[str, Any]:
     from bench.simulate_real import compare
 
@@ -149,7 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = {f.__name__: f for f in (storms, mutants, studies, published, real)}
+    commands = {f.__name__: f for f in (storms, mutants, studies, published, predicted, real)}
     parser.add_argument("what", choices=list(commands))
     parser.add_argument("--seeds", default="0:10000")
     parser.add_argument("--cluster", action="store_true")

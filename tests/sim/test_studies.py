@@ -3,6 +3,8 @@
 import gzip
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from everstep.sim.study.failures import CAUSES, Failure, Seen, Trace
 from everstep.sim.study.life import StudyTask
 from everstep.sim.study.request import Request, from_document
 from everstep.sim.study.study import POLICIES, StudyResult, Summary, run_study
+from everstep.sim.study.templates import by_templates
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
 SMALL = ("gpt3-1.3b", "gpt3-7b")
@@ -215,3 +218,40 @@ def test_nodes_that_join_at_once_are_one_change() -> None:
     task.advance(1.0)
     task.pause(2.0)
     assert task.stalls == [("transition", 4.0), ("transition", 2.0)]
+
+
+def test_a_picture_has_a_strip_per_policy_and_no_clipped_label(tmp_path: Path) -> None:
+    path = tmp_path / "life.svg"
+    flags = "--trace churn-drought --days 0.5 --seeds 1 --nodes 8 --policies oobleck,everstep,ideal"
+    assert everstep(["simulate", *flags.split(), "--plot", str(path)]) == 0
+    picture = path.read_text()
+    width = re.search(r'width="([\d.]+)pt"', picture)
+    assert width is not None
+    for name in ("oobleck", "everstep", "ideal"):
+        at = re.findall(rf'<text[^>]* x="([-\d.]+)"[^>]*>{name}</text>', picture)
+        assert len(at) == 2, "once beside its strip, once beside its bar"
+        assert all(4 * len(name) < float(x) < float(width[1]) for x in at), "they end there"
+
+
+def test_more_than_100_per_cent_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--trace", "trace-b", "--seeds", "1", "--policies"]
+    assert everstep(["simulate", *flags, "ideal"]) == 0
+    assert "More than 100 %: the reference" in capsys.readouterr().out
+    assert everstep(["simulate", *flags, "megatron"]) == 0
+    assert "More than 100 %" not in capsys.readouterr().out
+
+
+def test_who_is_charged_earns_no_more_than_idealised() -> None:
+    names = ("varuna", "bamboo", "oobleck", "recycle")
+    request = Request(trace="churn-bursts", seeds=1, days=0.1, tasks=("gpt3-7b",))
+    got = earned(request, *names, *(f"{name}-idealised" for name in names))
+    for name in names:
+        assert got[name].accumulated_waf < got[f"{name}-idealised"].accumulated_waf, name
+
+
+def test_pipelines_of_two_depths_share_a_batch_in_whole_microbatches() -> None:
+    """Seven workers as three pipelines of two and one of one: 9 + 9 + 9 + 5 of 32 sequences."""
+    single = from_table([0.0, *(float(n) for n in range(1, 8))], stages=1, batch=32)
+    pairs = from_table([float(n) for n in range(8)], stages=2, batch=32)
+    both = replace(single, cuts=(*single.cuts, *pairs.cuts))
+    assert by_templates(both, 7) == pytest.approx(32 / 5)

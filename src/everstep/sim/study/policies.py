@@ -4,7 +4,8 @@ All run on the same throughput model (`everstep.plan`), so what differs is polic
 seen, what is lost, how long the change takes, and what a task runs on afterwards. Only the task that was hit
 reacts, and a repaired node returns to it, as in Unicron's comparison; cluster-wide policies are in
 `planned.py`. Sources: [U] Unicron's accounting, [O] the simulators of Oobleck's artifact, [F] Meta's FT-HSDP,
-[G] GEMINI, [A] an assumption of ours.
+[G] GEMINI, [T] TrainMover's measurements of others, [A] an assumption of ours. Some have two rows: charged
+with what they are known to pay, and `idealised`, with what their own papers count or nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from everstep.plan.memory import STATE, Floats
 from everstep.plan.reroute import dead_groups, throughput_ratio
 from everstep.sim.study.failures import Failure, Seen
 from everstep.sim.study.life import Life, StudyTask
+from everstep.sim.study.templates import by_templates
 
 MINUTE_S = 60.0
 STORAGE = 20e9  # bytes/s of the shared storage, as `plan.transition.Costs` has it
@@ -27,7 +29,7 @@ STORAGE = 20e9  # bytes/s of the shared storage, as `plan.transition.Costs` has 
 class Policy(ABC):
     """Reacts to failures and returns by stalling tasks and setting their rates."""
 
-    overhead: ClassVar[float] = 0.0  # share of the healthy rate spent while nothing fails
+    overhead: float = 0.0  # share of the healthy rate spent while nothing fails
     checkpoint_s: float | None = None  # of those that write one to shared storage and stand still meanwhile
 
     def begin(self, life: Life) -> None:
@@ -151,11 +153,14 @@ class Varuna(Policy):
 
     Heartbeats 3 min (60 to 300 s), a checkpoint every 10 steps that blocks (120 s of 10 x 186 s at 6.7B),
     five steps lost on average, restarts of 79 to 701 s by size, without loss when a node is added [O].
+    Idealised: checkpoints cost nothing, as in one of the figures of [O].
     """
 
-    overhead = 120 / (120 + 10 * 186)
     seen_s = 180.0
     restart_s: ClassVar = {0.35e9: 78.7, 2.7e9: 515.0, 6.7e9: 701.0}
+
+    def __init__(self, *, idealised: bool = False) -> None:
+        self.overhead = 0.0 if idealised else 120 / (120 + 10 * 186)
 
     def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         task.stall(detection=self.seen_s, transition=by_size(task, self.restart_s), replay=5 * task.step_s())
@@ -175,11 +180,13 @@ class Bamboo(Policy):
 
     The redundant work costs 1.3 times the step, the least of the 1.3 to 3 that are reported; seen in 5 s,
     15 s to take over, 76 to 450 s to re-form by size [O]. With fewer than forty nodes a task one loss is
-    beyond the 5 % it tolerates, so it re-forms at once.
+    beyond the 5 % it tolerates, so it re-forms at once. Idealised: the redundant work fits into bubbles, and
+    it re-forms within the 10 to 20 s of its own simulator.
     """
 
-    overhead = 1 - 1 / 1.3
-    reform_s: ClassVar = {0.35e9: 100.0, 2.7e9: 230.0, 6.7e9: 450.0}
+    def __init__(self, *, idealised: bool = False) -> None:
+        self.overhead = 0.0 if idealised else 1 - 1 / 1.3
+        self.reform_s = {0.35e9: 15.0} if idealised else {0.35e9: 100.0, 2.7e9: 230.0, 6.7e9: 450.0}
 
     def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         reform = by_size(task, self.reform_s)
@@ -196,33 +203,49 @@ class Bamboo(Policy):
 
 
 class Oobleck(Policy):
-    """Pipeline templates for every number of nodes: all that is left is used, as if every number of nodes
-    were as good as a mixture of the good ones (the concave hull of the curve; its own tables are nearly so).
+    """Pipeline templates for every number of nodes: all that is left is used.
 
-    A broken connection is seen in 5 s [A], the step under way is lost, 2 to 10 s to reconfigure by size [O].
-    A process that restarts leaves and returns: two reconfigurations.
+    A broken connection is seen in 5 s [A], the step under way is lost. A process that restarts leaves and
+    returns: two reconfigurations. Charged: pipelines run whole microbatches (`templates.py`), and a change
+    takes what was measured, 57 s for a loss and 100 s for a join at 6.7B on 32 GPUs [T], in proportion to
+    [O]'s own seconds at other sizes [A]. Idealised: [O]'s 2 to 10 s by size, and every number of nodes is as
+    good as a mixture of the good ones (the concave hull of the curve).
     """
 
     change_s: ClassVar = {0.35e9: 2.0, 2.7e9: 6.0, 6.7e9: 10.0}
+    measured_s: ClassVar = {"loss": 57.0 / 10.0, "join": 100.0 / 10.0}  # over [O]'s seconds at 6.7B
+
+    def __init__(self, *, idealised: bool = False) -> None:
+        self.idealised = idealised
 
     def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
-        change = by_size(task, self.change_s)
-        times = 1 if failure.severity == 1 else 2
-        task.stall(detection=5.0, transition=times * change, replay=0.5 * task.step_s())
+        change = self._change_s(task, "loss")
+        if failure.severity != 1:
+            change += self._change_s(task, "join")
+        task.stall(detection=5.0, transition=change, replay=0.5 * task.step_s())
         if failure.severity == 1 and not take_spare(life, task, failure.node):
             _run_on(task, self._rate(life, task))
 
     def returned(self, life: Life, node: int, task: StudyTask | None) -> None:
         task = _adopt(life, node, task)
         _run_on(task, self._rate(life, task))
-        task.pause(by_size(task, self.change_s))
+        task.pause(self._change_s(task, "join"))
+
+    def _change_s(self, task: StudyTask, what: str) -> float:
+        return by_size(task, self.change_s) * (1.0 if self.idealised else self.measured_s[what])
 
     def _rate(self, life: Life, task: StudyTask) -> float:
         here = len(life.here(task))
         if best_on(life, task, here) <= 0:
             return 0.0
+        workers = min(here * life.slots, task.curve.most)
         best = np.maximum.accumulate(task.curve.throughput)  # more nodes than it can use do no harm
-        return float(concave_hull(best)[min(here * life.slots, task.curve.most)])
+        hull = float(concave_hull(best)[workers])
+        return (
+            hull
+            if self.idealised
+            else min(hull, max(float(best[workers]), by_templates(task.curve, workers)))
+        )
 
 
 class Recycle(Policy):
@@ -230,11 +253,16 @@ class Recycle(Policy):
 
     No state moves. Seen in 5 s [A], half a step lost, 10 s to take the new schedule (as Oobleck; the paper's
     figure is not at hand). A process that restarts is away for a minute [A]. The rate is our
-    scheduler's bound for the dead. No view beyond the task; where a stage has no worker left it waits.
+    scheduler's bound for the dead. No view beyond the task; a task with an empty stage waits. Charged: all
+    wait for a joiner's initialisation as with Oobleck ([T] names ReCycle, without seconds). Idealised: a join
+    takes 10 s too.
     """
 
     change_s = 10.0
     restart_s = 60.0
+
+    def __init__(self, *, idealised: bool = False) -> None:
+        self.idealised = idealised
 
     def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
         spare = failure.severity == 1 and take_spare(life, task, failure.node)
@@ -253,7 +281,8 @@ class Recycle(Policy):
             life.spares.append(node)
             return
         _run_on(task, self._rate(life, task, extra=None))
-        task.pause(self.change_s)
+        joined = by_size(task, Oobleck.change_s) * Oobleck.measured_s["join"]
+        task.pause(self.change_s if self.idealised else joined)
 
     def _rate(self, life: Life, task: StudyTask, *, extra: int | None) -> float:
         """`extra`: a node that is there, but whose first worker is being restarted."""
