@@ -147,3 +147,12 @@ def test_saving_is_never_taken_for_a_hang() -> None:
     for age in range(0, 4000, 40):
         glance = Glance(moment=1, step=1, busy=True, doing=SAVING, age_s=float(age))
         assert watch.look("t", W00, 1, glance, stopped=False, now=float(age)) is None
+
+
+def test_what_a_cancelled_task_has_half_written_is_removed() -> None:
+    """Found by a storm: two incomplete checkpoints stayed for ever."""
+    cluster = trains(sealed=2)
+    write(cluster, 2, W00)
+    cluster.hear(msg.CancelRequested(task="t"))
+    assert task_of(cluster).state is TaskState.CANCELLED
+    assert orders(cluster, msg.DiscardPartial) == [msg.DiscardPartial(task="t", step=10)]

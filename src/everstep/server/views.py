@@ -149,8 +149,8 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "step_seconds": None if last is None else round(last.seconds, 6),
         "microbatches": {
             "issued": 0
-            if steps is None or recovery is None
-            else (recovery.recorded - steps.first + 1) * total,
+            if steps is None or not steps.first
+            else ((recovery or task.progress).recorded - steps.first + 1) * total,
             "committed": 0 if steps is None else steps.committed,
         },
     }

@@ -11,8 +11,11 @@ that an incident says why it is not.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
+from everstep.core.cluster.node import Node
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.task import Task, WrittenParts
@@ -128,6 +131,14 @@ class Checkpoints:
             task.checkpoints.failing = because
             self._tell(task, msg.SaveFailed(task=task.name, step=step, attempt=0, because=because), now)
             self._later.vacated.append(task)
+
+    def clean(self, task: Task, nodes: Iterable[Node], now: Moment) -> Actions:
+        """The task is over: nothing that is half written will be complete."""
+        there = [node.name for node in nodes if task.name in node.opened and node.reachable]
+        if not task.request.has_checkpoints or not there:
+            return []
+        order = msg.DiscardPartial(task=task.name, step=task.steps + 1)
+        return self._orders.send(min(there), order, "the task is over", now)
 
     def _discard(self, task: Task, step: int, node: str, now: Moment) -> Actions:
         known = task.checkpoints

@@ -274,6 +274,7 @@ class Tasks:
             return closing + self._take_shape(task, now)
         actions: Actions = [
             *closing,
+            *self._checkpoints.clean(task, self._roster.nodes.values(), now),
             msg.TaskEnded(task=task.name, state=ending.state, because=task.because, cause=now.event),
         ]
         return actions + (self._copies.drop(task, None, now) if ending.state in OVER else [])
