@@ -3,7 +3,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 RUNS := .venv/.runs
 
-.PHONY: demo test lint types unit docs sweep storms all-storms cluster slurm fabric-test clean
+.PHONY: demo test lint types unit docs sweep storms all-storms fresh-storms mutants cluster slurm fabric-test clean
 
 demo: $(RUNS)            ## train, kill two workers, recover, compare; about a minute on a laptop
 	.venv/bin/everstep demo
@@ -36,6 +36,15 @@ storms: $(STAMP)         ## tens of thousands of random failures in the simulato
 all-storms: $(STAMP)     ## every kind of fault, by seed: one task's recovery, then the whole coordinator (minutes)
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS)
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --cluster
+	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --moves
+
+fresh-storms: $(STAMP)   ## storms that no run has seen; the seeds are printed (about a minute)
+	.venv/bin/everstep sim storm --seeds fresh:500
+	.venv/bin/everstep sim storm --seeds fresh:300 --cluster
+	.venv/bin/everstep sim storm --seeds fresh:200 --moves
+
+mutants: $(STAMP)        ## bugs planted in recovery, agents and worker loops: seeds until each is seen (minutes)
+	$(PY) bench/simulate.py mutants
 
 slurm: $(STAMP)          ## a real Slurm cluster: nodes lost, drained, returned, a job requeued (about five minutes)
 	if [ "$$(id -u)" = 0 ] && ! command -v slurmctld >/dev/null && command -v apt-get >/dev/null; then \

@@ -7,6 +7,7 @@ are what the code did before that item was closed. All are sought by storms arou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from everstep.core.agent.agent import AgentState, LeaveLine, LineClosed
@@ -18,10 +19,11 @@ from everstep.core.cluster import fences
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.nodes import Nodes
+from everstep.core.task.recovery import Recovery
 from everstep.core.words import cluster_messages as msg
-from everstep.core.words.worker_messages import Resume
+from everstep.core.words.events import StepSealed
 from everstep.core.worker.buffers import Buffers
-from everstep.core.worker.control import StateDirections, WorkerControl
+from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.mending import LinkMending, PeerAddress
 from everstep.drive.driver import Driver
 
@@ -210,29 +212,6 @@ def beacon_written_at_every_wake_up() -> list[Patch]:
     return [(WorkerControl, "shows", lambda self, *, busy, doing: True)]
 
 
-def stale_order_resumes() -> list[Patch]:
-    """An order to resume counts though the worker was interrupted for a later epoch since."""
-    right = WorkerControl._resume
-
-    def wrong(self: WorkerControl, order: msg.NotifyWorker, resume: Resume) -> list[Any]:
-        self.state.epoch = min(self.state.epoch, resume.epoch)
-        return right(self, order, resume)
-
-    return [(WorkerControl, "_resume", wrong)]
-
-
-def source_forgotten_at_the_next_epoch() -> list[Patch]:
-    """Where to load a state from is forgotten when another epoch begins before the load."""
-    right = WorkerControl._resume
-
-    def wrong(self: WorkerControl, order: msg.NotifyWorker, resume: Resume) -> list[Any]:
-        if resume.epoch >= self.state.epoch:
-            self.directions = StateDirections()
-        return right(self, order, resume)
-
-    return [(WorkerControl, "_resume", wrong)]
-
-
 def leaves_with_work_in_hand() -> list[Patch]:
     """A worker that is asked to finish leaves at once."""
     return [(WorkerControl, "may_leave", lambda self, task: self.over or self._finishing)]
@@ -247,8 +226,17 @@ def queued_buffer_is_written() -> list[Patch]:
 
 
 def late_reports_count() -> list[Patch]:
-    """Issue 16, 4: reports of processes that were given up count."""
-    return [(fences, "refused", lambda node, report, sender, tasks: "")]
+    """Issue 16, 4: seals of processes that were given up count, whatever attempt they are of."""
+    right, counted = Recovery._handle_seal, fences.refused
+
+    def wrong(self: Recovery, event: StepSealed, *rest: Any) -> Any:
+        return right(self, replace(event, attempt=self.attempt_of(event.step)), *rest)
+
+    def lenient(node: str, report: Any, sender: Any, tasks: Any) -> str:
+        is_seal = isinstance(report, msg.TaskEvent) and isinstance(report.event, StepSealed)
+        return "" if is_seal else counted(node, report, sender, tasks)
+
+    return [(fences, "refused", lenient), (Recovery, "_handle_seal", wrong)]
 
 
 def drained_node_not_given_up() -> list[Patch]:
@@ -281,7 +269,9 @@ CLUSTER_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
         reports_forgotten_when_sent,
         silence_counts_as_mended,
         leaves_with_work_in_hand,
+        late_reports_count,
         drained_node_not_given_up,
+        dead_fork_server_stays,
         elected_one_starts_from_nothing,
         old_term_obeyed,
         killed_for_ever,

@@ -149,6 +149,8 @@ class ClusterWorld:
         if one.number <= self._shown:
             return
         self._shown = one.number
+        if isinstance(one.event, msg.FromNode) and one.actions:
+            self._check_sender(one.event)
         for action in one.actions:
             if self.scene.trace.lines is not None:
                 self.scene.trace.tell(self.scene.agenda.now_us, f"  action {action}")
@@ -160,6 +162,18 @@ class ClusterWorld:
                     self._node_changed(action)
                 case msg.TaskEnded(state=state, because=because):
                     self.scene.outcome = "finished" if state == "finished" else f"{state}: {because}"
+
+    def _check_sender(self, event: msg.FromNode) -> None:
+        """What a process did counts only while the coordinator believes in it."""
+        report, sender = event.report, event.sender
+        is_seal = isinstance(report, msg.TaskEvent) and isinstance(report.event, ev.StepSealed)
+        if sender is None or not (is_seal or isinstance(report, msg.PartWritten)):
+            return
+        seat = self.coordinator.tasks[TASK].seats.get(sender.worker)
+        if seat is not None and (seat.node, seat.incarnation) != (event.node, sender.incarnation):
+            raise Violation(
+                f"late reports: what {sender.worker} on {event.node} did counts, though it was given up"
+            )
 
     def _welcome(self, event: msg.NodeJoined, fresh: set[int]) -> None:
         """A new connection: what the old one may have lost goes first, by its number."""

@@ -107,6 +107,7 @@ class VirtualAgent:
         self._backlog: list[AgentEvent] = []
         self._alarm_us: int | None = None
         self.has_server = True
+        self.misses_server = False  # the agent has heard that it is dead
 
     @property
     def boot_name(self) -> str:
@@ -238,6 +239,7 @@ class VirtualAgent:
         match action:
             case ag.Spawn():
                 self._check_slot(action.order)
+                self._check_server(action)
                 self.scene.soon(self.scene.spec.weather.start_us, self._made, action, self.boot)
             case ag.Kill(sender=sender):
                 self.kill(self.bodies[sender], "killed by SIGKILL")
@@ -287,6 +289,12 @@ class VirtualAgent:
                 where = f"{self.name}:{order.slot}"
                 raise Violation(f"one owner: {order.worker} starts in {where}, where {body.me} still {state}")
 
+    def _check_server(self, action: ag.Spawn) -> None:
+        if action.fresh_server:
+            self.misses_server = False
+        elif self.misses_server:
+            raise Violation(f"a fork server: {self.name} asks one that it knows to be dead")
+
     def _made(self, action: ag.Spawn, boot: int) -> None:
         if not self.up or boot != self.boot:
             return
@@ -294,6 +302,7 @@ class VirtualAgent:
         sender = Sender(order.task, order.worker, order.incarnation)
         self.has_server = self.has_server or action.fresh_server
         if not self.has_server:
+            self.misses_server = True
             failed = ag.SpawnFailed(sender, "the fork server was killed by SIGKILL", server_died=True)
             self.happens(failed)
             return
