@@ -128,9 +128,9 @@ def test_partial_folders_of_a_dead_run_are_removed_and_complete_ones_are_not(
     assert complete_steps(tmp_path) == [5, STEPS]
 
 
-def test_a_run_resumed_at_its_last_step_knows_its_loss(nursery: ForkServer, tmp_path: Path) -> None:
+def test_a_run_resumed_at_its_last_step_knows_its_loss(fork_server: ForkServer, tmp_path: Path) -> None:
     """`result.losses[N]` was a KeyError."""
-    first = trained(nursery, tmp_path, lambda kind, what: None, interval=5)
-    again = trained(nursery, tmp_path, lambda kind, what: None, interval=5)
+    first = trained(fork_server, tmp_path, lambda kind, what: None, interval=5)
+    again = trained(fork_server, tmp_path, lambda kind, what: None, interval=5)
     assert again.outcome.resumed_from == STEPS
     assert result_of(again.outcome, again.job).losses == {STEPS: first.outcome.by_step()[STEPS].loss}

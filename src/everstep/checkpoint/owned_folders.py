@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def new_folder(prefix: str, root: Path) -> tuple[Path, int]:
-    """An empty folder, and the lock that says it is in use. Folders of dead owners go on the way."""
+    """An empty folder, and the lock that says it is in use. Folders of dead owners are removed first."""
     for left in root.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             lock = _locked(left)

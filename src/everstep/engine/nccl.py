@@ -1,7 +1,7 @@
 """NCCL as the wire of a lane: a communicator of two ranks, the first sends, the second receives.
 
 Called through ctypes, in the library that torch has brought along: torch's own process groups cannot be left
-by one member while the others go on, and a collective of theirs waits for the dead. The communicator is
+by one member while the others continue, and a collective of theirs waits for the dead. The communicator is
 non-blocking: every call returns at once and is asked about later, so a lane's thread can always leave.
 
 Two ranks and one direction, because operations of one communicator run one after the other: with both

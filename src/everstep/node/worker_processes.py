@@ -272,7 +272,7 @@ class WorkerProcesses:
 
     def _fork_ended(self, sender: Sender, found: Any) -> None:
         self._forking.pop(sender, None)
-        if isinstance(found, Exception):  # whatever it is, the others on this node go on
+        if isinstance(found, Exception):  # whatever it is, the others on this node continue
             self._not_forked(sender, found)
             return
         process: WorkerProcess = found

@@ -37,17 +37,17 @@ NEAR = 1e-12  # two worths this close (relative) are equal
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class TaskSplit:
     """Units for every task, and their worth together."""
 
     units: tuple[int, ...]
     worth: float
 
 
-def best_split(tasks: Sequence[tuple[Ints, Floats]], capacity: int) -> Split:
+def best_split(tasks: Sequence[tuple[Ints, Floats]], capacity: int) -> TaskSplit:
     """`tasks`: per task its possible units, ascending, from 0, and the worth of each."""
     if not tasks:
-        return Split((), 0.0)
+        return TaskSplit((), 0.0)
     useful = [_undominated(units, worth, capacity) for units, worth in tasks]
     if sum(len(units) for units, _ in useful) * capacity <= SMALL:
         return _split(useful, [-worth for _, worth in useful], capacity, np.inf)
@@ -64,7 +64,7 @@ def _undominated(units: Ints, worth: Floats, capacity: int) -> tuple[Ints, Float
     return units[keep], worth[keep]
 
 
-def _priced(tasks: list[tuple[Ints, Floats]], capacity: int) -> Split:
+def _priced(tasks: list[tuple[Ints, Floats]], capacity: int) -> TaskSplit:
     price = _price(tasks, capacity)
     tops = [float((worth - price * units).max()) for units, worth in tasks]
     bound = sum(tops) + price * capacity
@@ -145,7 +145,7 @@ def _split(
     capacity: int,
     allowed: float,
     price: float = 0.0,
-) -> Split:
+) -> TaskSplit:
     """The program over losses: least total loss, units left over charged at the price."""
     tolerance = NEAR * max((float(np.abs(w).max()) for _, w in tasks if len(w)), default=0.0)
     least = np.zeros(1)
@@ -153,11 +153,11 @@ def _split(
     trail: list[tuple[int, npt.NDArray[np.int32]]] = []
     for (units, _), loss in zip(tasks, losses, strict=True):
         if not len(units):
-            return Split((), -np.inf)
+            return TaskSplit((), -np.inf)
         width = min(capacity - base, len(least) - 1 + int(units[-1]))
         low = int(units[0])
         if width < low:
-            return Split((), -np.inf)
+            return TaskSplit((), -np.inf)
         after = np.full(width - low + 1, np.inf)
         chosen = np.zeros(width - low + 1, dtype=np.int32)
         for index in range(len(units)):
@@ -173,7 +173,7 @@ def _split(
         base += low
         live = np.flatnonzero(after <= allowed + tolerance)
         if not len(live):
-            return Split((), -np.inf)
+            return TaskSplit((), -np.inf)
         first, last = int(live[0]), int(live[-1])
         after, chosen, base = after[first : last + 1], chosen[first : last + 1], base + first
         trail.append((base, chosen))
@@ -189,4 +189,4 @@ def _split(
         at -= int(units[index])
     picked.reverse()
     worth = float(sum(w[i] for (_, w), i in zip(tasks, picked, strict=True)))
-    return Split(tuple(int(u[i]) for (u, _), i in zip(tasks, picked, strict=True)), worth)
+    return TaskSplit(tuple(int(u[i]) for (u, _), i in zip(tasks, picked, strict=True)), worth)

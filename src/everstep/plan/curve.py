@@ -19,7 +19,7 @@ from everstep.plan.hardware import Gpu, Stack
 from everstep.plan.memory import RECOMPUTE, Floats
 from everstep.plan.models import ModelFigures
 from everstep.plan.shape import ParallelShape
-from everstep.plan.throughput import Cut, divides, step_time
+from everstep.plan.throughput import PlannedCut, divides, step_time
 
 MICROBATCHES = (1, 2, 4, 8)
 Ints = npt.NDArray[np.int64]
@@ -223,7 +223,7 @@ def _same_cut(
             for chunks in range(1, stack.most_chunks + 1):
                 if chunks > 1 and (stages == 1 or model.layers % (stages * chunks)):
                     continue
-                cut = Cut(
+                cut = PlannedCut(
                     stages=stages, shards=shards, microbatch=microbatch, recompute=recompute, chunks=chunks
                 )
                 rate = _rate(model, gpu, stack, cut, replicas.astype(np.float64), slots_per_node)
@@ -236,7 +236,7 @@ def _same_cut(
 
 
 def _rate(
-    model: ModelFigures, gpu: Gpu, stack: Stack, cut: Cut, replicas: Floats, slots_per_node: int
+    model: ModelFigures, gpu: Gpu, stack: Stack, cut: PlannedCut, replicas: Floats, slots_per_node: int
 ) -> Floats:
     """FLOP/s of all workers; 0 where memory does not suffice."""
     need = memory.needed(

@@ -27,7 +27,7 @@ from everstep.plan import memory
 from everstep.plan.hardware import GPUS, Gpu, Stack
 from everstep.plan.models import PRESETS, ModelFigures
 from everstep.plan.stacks import EVERSTEP, LLAMA3, MEGATRON_2021, MEGATRON_2022
-from everstep.plan.throughput import Cut, StepTime, step_time
+from everstep.plan.throughput import PlannedCut, StepTime, step_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class PublishedRow:
         assert self.step_s is not None
         return self.flops / self.step_s / self.gpus / 1e12
 
-    def cuts(self) -> Iterator[Cut]:
+    def cuts(self) -> Iterator[PlannedCut]:
         batches = (self.microbatch,) if self.microbatch else (1, 2, 4, 8)
         chunks = (self.chunks,) if self.chunks else range(1, self.stack.most_chunks + 1)
         for microbatch, chunk in product(batches, chunks):
@@ -74,7 +74,7 @@ class PublishedRow:
             )
             if uneven and None in (self.microbatch, self.chunks):
                 continue
-            yield Cut(
+            yield PlannedCut(
                 stages=self.stages,
                 shards=self.shards,
                 microbatch=microbatch,
@@ -83,9 +83,11 @@ class PublishedRow:
                 context=self.context,
             )
 
-    def predict(self, stack: Stack | None = None, gpu: Gpu | None = None) -> tuple[float, Cut, StepTime]:
+    def predict(
+        self, stack: Stack | None = None, gpu: Gpu | None = None
+    ) -> tuple[float, PlannedCut, StepTime]:
         """TFLOP/s per GPU by the row's own count, and how it comes about."""
-        best: tuple[float, Cut, StepTime] | None = None
+        best: tuple[float, PlannedCut, StepTime] | None = None
         used, chip = stack or self.stack, gpu or self.gpu
         alone = np.array([float(self.replicas)])
         for cut in self.cuts():
@@ -96,7 +98,7 @@ class PublishedRow:
         assert best is not None, f"{self.source}: no microbatch fits"
         return best
 
-    def _fits(self, stack: Stack, cut: Cut, alone: memory.Floats) -> bool:
+    def _fits(self, stack: Stack, cut: PlannedCut, alone: memory.Floats) -> bool:
         need = memory.needed(
             self.model,
             stack,

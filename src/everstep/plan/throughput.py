@@ -29,7 +29,7 @@ UPDATE_BYTES = 30.0  # read and written per parameter by the optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class PlannedCut:
     """How the model and the batch are cut, all but the number of replicas."""
 
     stages: int
@@ -66,7 +66,7 @@ def matmul_rate(model: ModelFigures, gpu: Gpu, stack: Stack, shards: int) -> flo
     return gpu.peak_flops * gpu.efficiency * stack.matmul_efficiency * width / (width + half)
 
 
-def layer_forward(model: ModelFigures, gpu: Gpu, stack: Stack, cut: Cut) -> tuple[float, float]:
+def layer_forward(model: ModelFigures, gpu: Gpu, stack: Stack, cut: PlannedCut) -> tuple[float, float]:
     """Seconds of one layer's forward, one microbatch: all of it, and its attention alone."""
     tokens = cut.microbatch * model.sequence / cut.context
     rate = matmul_rate(model, gpu, stack, cut.shards)
@@ -83,7 +83,7 @@ def layer_forward(model: ModelFigures, gpu: Gpu, stack: Stack, cut: Cut) -> tupl
 ATTENTION = 0.7  # efficiency of attention's products relative to a layer's
 
 
-def op_seconds(model: ModelFigures, gpu: Gpu, stack: Stack, cut: Cut) -> tuple[float, float]:
+def op_seconds(model: ModelFigures, gpu: Gpu, stack: Stack, cut: PlannedCut) -> tuple[float, float]:
     """Forward and backward of one microbatch on the slowest stage, shard traffic apart."""
     forward, scores = layer_forward(model, gpu, stack, cut)
     again = {"none": 0.0, "selective": scores, "full": forward}[cut.recompute]
@@ -108,7 +108,7 @@ def divides(model: ModelFigures, stages: int) -> bool:
 
 
 def step_time(
-    model: ModelFigures, gpu: Gpu, stack: Stack, cut: Cut, replicas: Floats, *, slots_per_node: int = 8
+    model: ModelFigures, gpu: Gpu, stack: Stack, cut: PlannedCut, replicas: Floats, *, slots_per_node: int = 8
 ) -> StepTime:
     """Seconds of one step, for each number of replicas."""
     count = model.batch / (replicas * cut.microbatch)  # microbatches of a replica
@@ -135,7 +135,7 @@ def step_time(
     )
 
 
-def shard_traffic(model: ModelFigures, gpu: Gpu, stack: Stack, cut: Cut) -> float:
+def shard_traffic(model: ModelFigures, gpu: Gpu, stack: Stack, cut: PlannedCut) -> float:
     """Seconds a microbatch spends on a stage in all-reduces between shards (and gathers between contexts)."""
     inner, _ = layers_per_stage(model, cut.stages)
     tokens = cut.microbatch * model.sequence / cut.context

@@ -17,7 +17,7 @@ from everstep.schedule.instance import Instance
 from everstep.schedule.schedule import Planned, Timed
 
 
-class Cell(NamedTuple):
+class GridCell(NamedTuple):
     text: str
     kind: Kind | None  # None: idle
     rerouted: bool
@@ -25,7 +25,7 @@ class Cell(NamedTuple):
 
 class Grid(NamedTuple):
     tick: float
-    rows: list[tuple[Worker, list[Cell]]]
+    rows: list[tuple[Worker, list[GridCell]]]
 
     def text(self) -> str:
         label = max((len(str(worker)) for worker, _ in self.rows), default=0)
@@ -48,7 +48,9 @@ def draw(instance: Instance, planned: Planned, *, columns: int = 160, most_rows:
         width = 1
         shortest = max(shortest, span / columns)
     num_ticks = int(span / shortest - 1e-9) + 1
-    rows: dict[Worker, list[Cell]] = {w: [Cell(".".ljust(width), None, False)] * num_ticks for w in workers}
+    rows: dict[Worker, list[GridCell]] = {
+        w: [GridCell(".".ljust(width), None, False)] * num_ticks for w in workers
+    }
     for timed in planned.timeline(instance.time):
         if timed.worker in shown and timed.end > timed.start:
             for tick, cell in _cells(timed, shortest, width):
@@ -57,7 +59,7 @@ def draw(instance: Instance, planned: Planned, *, columns: int = 160, most_rows:
     return Grid(shortest, list(rows.items()))
 
 
-def _cells(timed: Timed, tick: float, width: int) -> Iterator[tuple[int, Cell]]:
+def _cells(timed: Timed, tick: float, width: int) -> Iterator[tuple[int, GridCell]]:
     op = timed.op
     rerouted = op.microbatch is not None and op.microbatch.home != timed.worker.replica
     letter = op.kind.lower() if rerouted else str(op.kind)
@@ -65,4 +67,4 @@ def _cells(timed: Timed, tick: float, width: int) -> Iterator[tuple[int, Cell]]:
     for position in range(first, last):
         number = "" if op.microbatch is None or width == 1 else str(op.microbatch.number)
         text = (letter + number if position == first else letter).ljust(width)[:width]
-        yield position, Cell(text, op.kind, rerouted)
+        yield position, GridCell(text, op.kind, rerouted)

@@ -1,9 +1,9 @@
 """The modes of a schedule: one row each.
 
-To add a mode, add a row. A mode is made of four choices: is the backward fused or split, does a stage go on
-when its own update is done or wait at a barrier, how much may a worker hold, and is it meant for survivors or
-as a reference without failures. A mode that needs another order of ops than list scheduling finds also needs
-its generator in `planner.py`.
+To add a mode, add a row. A mode is made of four choices: is the backward fused or split, does a stage
+continue when its own update is done or wait at a barrier, how much may a worker hold, and is it meant for
+survivors or as a reference without failures. A mode that needs another order of ops than list scheduling
+finds also needs its generator in `planner.py`.
 """
 
 from __future__ import annotations

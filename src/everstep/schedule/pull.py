@@ -71,7 +71,7 @@ class _Run:
         return {(home, n, s): k for ((n, home), s), k in self.host.items() if k != home}
 
     def _handle(self, worker: Worker, kind: int, batch: Batch, ended: bool) -> set[int]:
-        """An op has ended on its worker, or its tensor has come to the worker; which stages may go on."""
+        """An op has ended on its worker, or its tensor has come to the worker; which stages may continue."""
         stage = worker.stage
         if not ended:
             heappush(self.inputs[worker] if kind == I else self.waiting[stage], batch)

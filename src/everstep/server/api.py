@@ -41,7 +41,7 @@ VIEWER_PING_S = 20.0  # a closed laptop must not keep its place for ever
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Lines(Protocol):
+class AgentLines(Protocol):
     """The lines to nodes."""
 
     @property
@@ -60,7 +60,7 @@ class Served(Protocol):
     def record(self) -> ClusterRecord: ...
 
     @property
-    def lines(self) -> Lines: ...
+    def lines(self) -> AgentLines: ...
 
     @property
     def schedulers(self) -> Mapping[str, TaskScheduler]: ...

@@ -81,7 +81,7 @@ class Launcher:
         return None
 
 
-class Follower:
+class RunFollower:
     """Handles what the launcher has handled, a moment later; carries out nothing."""
 
     def __init__(self, launcher: Launcher) -> None:
@@ -125,7 +125,7 @@ class Follower:
 class RunLines:
     """In place of the lines to agents: there is one node, and the launcher speaks for it."""
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: RunFollower) -> None:
         self._follower = follower
 
     @property
@@ -142,7 +142,7 @@ class RunLines:
 class RunApi(Api):
     """The coordinator's API as far as it makes sense for one run on one machine."""
 
-    def __init__(self, follower: Follower, *, token: str, may_hurt: bool) -> None:
+    def __init__(self, follower: RunFollower, *, token: str, may_hurt: bool) -> None:
         super().__init__(follower, token=token)
         self._follower, self._may_hurt = follower, may_hurt
         self._dashboards.may = ("follow", *(_HURTS if may_hurt else ("cancel",)))
@@ -193,7 +193,7 @@ async def follow(listener: socket.socket, line: socket.socket) -> None:
     hello = await launcher.hear()
     if hello is None:
         return
-    follower = Follower(launcher)
+    follower = RunFollower(launcher)
     api = RunApi(follower, token=hello["token"], may_hurt=hello["may_hurt"])
     runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=0.2)
     await runner.setup()

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which one a task starts from, when the parts of a new one are a whole, and what
+"""Checkpoints on disk: the one that a task starts from, when the parts of a new one are a whole, and what
 follows when one cannot be saved.
 
     part written by every stage ──► CommitCheckpoint ──► committed

@@ -4,7 +4,7 @@ exactly once     every sealed sum holds each microbatch once, computed from the 
 one epoch        no two members work in different epochs
 one owner        no place has two processes that the coordinator believes in
 the right state  checkpoints, restored states and final states are those of a run without faults
-in order         steps go on record one after the other; after a restore from the restored one on
+in order         steps are recorded one after the other; after a restore from the restored one on
 nothing twice    no op is run again on a worker that lives
 no leak          what a worker keeps is bounded by the steps that can be open
 incidents close  once a worker runs an op of an epoch, the incidents before it are over

@@ -51,7 +51,7 @@ AGENT_LIMITS = AgentLimits(finish_s=0.06, save_s=1.0, leave_s=0.06, kill_s=0.08)
 TIMES_S = {"F": 0.001, "I": 0.0011, "W": 0.0009, "B": 0.002, "R": 0.0003, "U": 0.0003}
 
 
-class Cluster(Protocol):
+class AgentWorld(Protocol):
     """What an agent needs of the world around it."""
 
     def hear(self, event: msg.ClusterEvent) -> None: ...
@@ -79,7 +79,9 @@ class VirtualLine:
 
 
 class VirtualAgent:
-    def __init__(self, number: int, slots: int, world: Cluster, scene: Scene, processes: Processes) -> None:
+    def __init__(
+        self, number: int, slots: int, world: AgentWorld, scene: Scene, processes: Processes
+    ) -> None:
         self.number, self.slots, self.world, self.scene, self.processes = (
             number,
             slots,
