@@ -266,3 +266,6 @@ def test_a_lane_that_cannot_be_opened_is_given_up_after_a_few_attempts(ends: Cal
         assert lane is not None
         until(lambda lane=lane: lane.state is LaneState.BROKEN and b.links.address not in a.lanes._to)
     assert a.lanes.lane(b.links.address) is None, "tcp has to do"
+    a.links.send(b.links.address, ParcelKind.PART, Parcel(ParcelKind.PART, 0, 1, 0), {"n": 1})
+    assert b.got.get(timeout=20).facts == {"n": 1}
+    assert a.broken.empty(), "nothing was lost: no link is broken for it"

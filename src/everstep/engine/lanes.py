@@ -252,7 +252,10 @@ class Lanes:
                 self._from.pop(name, None)
 
     def _broke(self, lane: Lane, because: str) -> None:
-        """A lane between two live workers, as far as is known here. Both ends must hear of it."""
+        """A lane between two live workers, as far as is known here. Both ends must hear of it. One that never
+        was open and has nothing queued has lost nothing: its link stays.
+        """
+        unused = lane.state is LaneState.OPENING and not lane.held
         if self._stopped or not lane.give_up(because):
             return
         self._log(f"the {self.kind} lane {lane.name} broke: {because}")
@@ -260,7 +263,8 @@ class Lanes:
             if self._to.get(lane.peer) is lane:
                 self._leaving.append(lane)
                 del self._to[lane.peer]
-            self._links.move(lane.peer)
+            if not unused:
+                self._links.move(lane.peer)
         else:
             self._from.pop(lane.name, None)
             self._links.send(lane.peer, frames.LANE, None, {"broken": lane.name})
