@@ -14,12 +14,18 @@ if TYPE_CHECKING:
     from everstep.engine.model import Model, token_loss
     from everstep.errors import EverstepError, UserError
     from everstep.launch.local.api import Result, train
+    from everstep.launch.local.loggers import CsvLog, EarlyStop, JsonlLog, MlflowLog, WandbLog
 
 __all__ = [
+    "CsvLog",
+    "EarlyStop",
     "EverstepError",
+    "JsonlLog",
+    "MlflowLog",
     "Model",
     "Result",
     "UserError",
+    "WandbLog",
     "__version__",
     "export",
     "hf",
@@ -33,7 +39,13 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+_LOGGERS = "everstep.launch.local.loggers"
 _HOMES = {
+    "EarlyStop": _LOGGERS,
+    "CsvLog": _LOGGERS,
+    "JsonlLog": _LOGGERS,
+    "WandbLog": _LOGGERS,
+    "MlflowLog": _LOGGERS,
     "train": "everstep.launch.local.api",
     "Result": "everstep.launch.local.api",
     "Model": "everstep.engine.model",

@@ -47,26 +47,33 @@ class Exported:
     from_base: int  # tensors that were frozen
 
 
-def load(path: str | Path) -> dict[str, Tensor]:
+def load(path: str | Path, *, ema: bool = False) -> dict[str, Tensor]:
     """The weights of a checkpoint by their names, as `state_dict()` has them: all that was trained.
 
-    `path` is a folder of checkpoints, of which the newest is read, or one step's folder.
+    `path` is a folder of checkpoints, of which the newest is read, or one step's folder. `ema`: their running
+    average, where the run has kept one.
     """
     checkpoint = find(path)
     try:
-        return _weights(checkpoint)
+        return _weights(checkpoint, ema=ema)
     finally:
         checkpoint.close()
 
 
 def export(
-    path: str | Path, to: str | Path, *, model: Model | str | Path | None = None, dtype: str = "float32"
+    path: str | Path,
+    to: str | Path,
+    *,
+    model: Model | str | Path | None = None,
+    dtype: str = "float32",
+    ema: bool = False,
 ) -> Exported:
     """Write a checkpoint of a Hugging Face model as `save_pretrained` would, tokenizer files and all.
 
     model       the folder of the base model, where it is not where it was; or what `everstep.hf` gave, if
                 that had a `prepare`
     dtype       of the weights: float32, as they were trained, bfloat16 or float16
+    ema         the running average of the weights, where the run has kept one
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
@@ -76,7 +83,9 @@ def export(
     checkpoint = find(path)
     try:
         family, made = _family(checkpoint, model)
-        whole, trained, frozen = _filled(family, made, _weights(checkpoint), int(checkpoint.meta["seed"]))
+        whole, trained, frozen = _filled(
+            family, made, _weights(checkpoint, ema=ema), int(checkpoint.meta["seed"])
+        )
         step = checkpoint.step
     finally:
         checkpoint.close()
@@ -104,9 +113,12 @@ def export(
     )
 
 
-def _weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    names = [name for name in checkpoint.tensors if name.startswith("model/")]
-    return {name.removeprefix("model/"): tensor for name, tensor in checkpoint.read(names).items()}
+def _weights(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Tensor]:
+    prefix = "extra/ema/" if ema else "model/"
+    names = [name for name in checkpoint.tensors if name.startswith(prefix)]
+    if ema and not names:
+        raise UserError("the checkpoint holds no average of the weights; train with ema = 0.999 to have one.")
+    return {name.removeprefix(prefix): tensor for name, tensor in checkpoint.read(names).items()}
 
 
 def _family(checkpoint: Checkpoint, given: Model | str | Path | None) -> tuple[Family, Model]:

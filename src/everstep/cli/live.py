@@ -23,7 +23,7 @@ from everstep.drive.step_rows import StepRow
 from everstep.engine.beacon import BeaconReading
 from everstep.engine.job import Job
 from everstep.errors import UserError
-from everstep.launch.local.report import death, resume_line, times, tried
+from everstep.launch.local.report import death, evaluation_line, resume_line, times, tried
 from everstep.launch.local.run import LocalTask
 
 FRAME_S = 0.1
@@ -82,6 +82,8 @@ class LiveView:
                     self._gone[worker] = (time.monotonic(), incident.what)
                 *when, redone = times(incident)
                 self.tell("[red]✗[/red]", incident.step, f"{death(incident)}; {redone}", " · ".join(when))
+            case "evaluation", (step, values):
+                self.say(f"[cyan]=[/cyan] {escape(evaluation_line(step, values))}")
             case "data", sentence:
                 self.say(f"[yellow]~[/yellow] {escape(sentence)}")
             case "raised", (worker, error, traceback):

@@ -26,12 +26,14 @@ def emit(document: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def watching(job: Job, *, as_json: bool, decisions: bool = False) -> Iterator[Watcher]:
+def watching(
+    job: Job, *, as_json: bool, decisions: bool = False, every: int | None = None
+) -> Iterator[Watcher]:
     """Live on a terminal; lines elsewhere, and where every decision is asked for."""
-    if as_json or decisions or not sys.stderr.isatty():
+    if as_json or decisions or every is not None or not sys.stderr.isatty():
         from everstep.launch.local.plain_lines import PlainLines
 
-        yield PlainLines(job, decisions=decisions)
+        yield PlainLines(job, decisions=decisions, every=every)
         return
     from everstep.cli.live import LiveView
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from everstep.cli import render
-from everstep.cli.train import JSON, KILL
+from everstep.cli.train import EVERY, JSON, KILL, WEB, own_page, scalars
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
+    from everstep.engine.job import Job
+    from everstep.launch.local.page import RunPage
+    from everstep.launch.local.run import Watcher
     from everstep.scripts.words import RestartPolicy
 
 _OWN, _ANY = "Scripts that call everstep.train", "Any script (with --nproc)"
@@ -36,6 +41,15 @@ def run_command(
         int | None, typer.Option(help="Override the stages of the script.", rich_help_panel=_OWN)
     ] = None,
     kill: Annotated[list[str] | None, KILL] = None,
+    every: Annotated[int | None, EVERY] = None,
+    web: Annotated[int, WEB] = 0,
+    no_web: Annotated[bool, typer.Option("--no-web", rich_help_panel=_OWN, help="Serve no page.")] = False,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", rich_help_panel=_OWN, help="Write scalars for TensorBoard into this directory."
+        ),
+    ] = None,
     nproc: Annotated[
         str | None,
         typer.Option(
@@ -118,7 +132,16 @@ def run_command(
         for name, value in given.items():
             if value:
                 raise UserError(f"{name} is for scripts that torchrun can start; give --nproc too.")
-        return _heal(script, arguments or [], replicas, stages, kill or [], as_json)
+        overrides = {"replicas": replicas, "stages": stages}
+        options = ScriptRun(
+            overrides={name: value for name, value in overrides.items() if value is not None},
+            kill=kill or [],
+            every=every,
+            web=None if no_web else web,
+            tensorboard=tensorboard,
+            as_json=as_json,
+        )
+        return _heal(script, arguments or [], options)
     for name, value in {"--replicas": replicas, "--stages": stages, "--kill": kill}.items():
         if value:
             raise UserError(f"{name} is for scripts that call everstep.train; remove it or --nproc.")
@@ -182,26 +205,43 @@ def _check(name: str, value: float | None, *, least: float) -> None:
         raise UserError(f"{name} is {value:g}; give at least {least:g}.")
 
 
-def _heal(
-    script: Path,
-    arguments: list[str],
-    replicas: int | None,
-    stages: int | None,
-    kill: list[str],
-    as_json: bool,
-) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRun:
+    """What the command line says about a script that calls everstep.train."""
+
+    overrides: dict[str, int]
+    kill: list[str]
+    every: int | None
+    web: int | None  # port of the page; None: no page
+    tensorboard: Path | None
+    as_json: bool
+
+    @contextlib.contextmanager
+    def watch(self, job: Job) -> Iterator[Watcher]:
+        with (
+            render.watching(job, as_json=self.as_json, every=self.every) as watch,
+            scalars(self.tensorboard, watch) as watch_all,
+        ):
+            yield watch_all
+
+    def page(self, wanted: bool) -> contextlib.AbstractContextManager[RunPage | None]:
+        return own_page(self.web) if wanted and self.web is not None else contextlib.nullcontext()
+
+
+def _heal(script: Path, arguments: list[str], options: ScriptRun) -> int:
     """A script that calls everstep.train."""
+    as_json = options.as_json
     if not script.is_file():
         raise UserError(f"script {str(script)!r} is not a file.")
     from everstep.launch.local import api, report
     from everstep.node.script import run_as_main
 
-    overrides = {"replicas": replicas, "stages": stages}
     launch = api.LocalLaunch(
         script=[str(script.resolve()), *arguments],
-        kills=kill,
-        overrides={name: value for name, value in overrides.items() if value is not None},
-        watch=lambda job: render.watching(job, as_json=as_json),
+        kills=options.kill,
+        overrides=options.overrides,
+        watch=options.watch,
+        page=options.page,
     )
     code = 0
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

@@ -35,6 +35,9 @@ WEB = typer.Option(
     metavar="PORT",
     help="Port of the page, on this machine only; 0 for any free port.",
 )
+EVERY = typer.Option(
+    "--every", min=1, metavar="N", help="Print one line every N steps instead of the live view."
+)
 JSON = typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
 
 
@@ -52,6 +55,7 @@ def train_command(
     decisions: Annotated[
         bool, typer.Option("--decisions", help="Print every decision with its reason.")
     ] = False,
+    every: Annotated[int | None, EVERY] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> int:
     """Train a job on this machine. If a worker fails, the others finish its step.
@@ -71,23 +75,26 @@ def train_command(
             raise UserError("--start-over needs a job with a [checkpoint] table; remove the option.")
         job = replace(job, checkpoint=replace(job.checkpoint, start_over=True))
     from everstep.engine.preflight import preflight
-    from everstep.engine.resolve import data_of
+    from everstep.engine.resolve import callbacks_of, data_of, schedule_of
     from everstep.launch.local import api, report
+    from everstep.launch.local.callbacks import checked as checked_callbacks
     from everstep.launch.local.data import prepare
 
     faults = api.parse_kills(kill or (), job)
     data = data_of(job)
     prepare(job, data)
+    told = checked_callbacks(callbacks_of(job))
+    schedule_of(job)
     checked = preflight(job, data=data)
     render.note(f"{describe(job)}, {checked.parameters / 1e6:.2f} M parameters")
     for sentence in checked.notes:
         render.note(sentence)
     with (
         nullcontext() if no_web else own_page(web) as page,
-        render.watching(job, as_json=as_json, decisions=decisions) as watch,
+        render.watching(job, as_json=as_json, decisions=decisions, every=every) as watch,
         scalars(tensorboard, watch) as watch_all,
     ):
-        outcome = api.run_job(job, faults=faults, watch=watch_all, page=page)
+        outcome = api.run_told(job, told, faults=faults, watch=watch_all, page=page)
     document = report.document(outcome, steps=job.steps)
     if as_json:
         render.emit(document)

@@ -39,8 +39,8 @@ class FunctionData:
         self.batch = function
 
 
-def dataset_of(given: Any) -> Any:
-    """What a user gives as data, as a dataset."""
+def dataset_of(given: Any, name: str = "data") -> Any:
+    """What a user gives as data, as a dataset; `name`: the argument."""
     kind = type(given).__name__
     foreign = type(given).__module__.partition(".")[0] in (
         "datasets",
@@ -49,15 +49,17 @@ def dataset_of(given: Any) -> Any:
     if callable(getattr(given, "batch", None)) and not foreign:
         return given
     if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
-        raise UserError(f"data is a {kind}; give everstep.rows(data, rows=...), which shuffles it by epoch.")
+        raise UserError(
+            f"{name} is a {kind}; give everstep.rows({name}, rows=...), which shuffles it by epoch."
+        )
     if hasattr(given, "__iter__"):
         raise UserError(
-            f"data is a {kind}, which can only be iterated; give everstep.rows(DATASET, rows=...) with the "
-            "data set behind it, or everstep.stream(data)."
+            f"{name} is a {kind}, which can only be iterated; give everstep.rows(DATASET, rows=...) with the "
+            f"data set behind it, or everstep.stream({name})."
         )
     if not callable(given):
         raise UserError(
-            f"data is a {kind}; give a function of (step, microbatch), an object with "
+            f"{name} is a {kind}; give a function of (step, microbatch), an object with "
             "batch(step, microbatch), or everstep.rows, tokens, table or stream."
         )
     return FunctionData(given)

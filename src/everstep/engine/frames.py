@@ -168,6 +168,7 @@ def facts_of(value: Any) -> Any:
             [[*m, loss] for m, loss in value.losses],
             value.executed,
             value.weights,
+            [[*m, *scores] for m, scores in value.scores],
         ]
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[1], float):  # of a COPY
         return [value[0], None if value[1] is None else facts_of(value[1])]
@@ -196,10 +197,11 @@ def checked_value(what: ParcelKind, facts: Any) -> Any:
 
 
 def _part(facts: Any) -> Part:
-    microbatches, losses, executed, weights = facts
+    microbatches, losses, executed, weights, scores = facts
     return Part(
         tuple(Microbatch(*m) for m in microbatches),
         tuple((Microbatch(home, number), loss) for home, number, loss in losses),
         executed,
         tuple(weights),
+        tuple((Microbatch(home, number), tuple(found)) for home, number, *found in scores),
     )

@@ -95,9 +95,12 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """AdamW, or `build = "module:function"` called with named parameters; the rate; what bounds a step."""
+    """AdamW, one of torch's by `name`, or `build = "module:function"` called with named parameters; the rate;
+    what bounds a step.
+    """
 
     build: str | None = None
+    name: str | None = None  # of torch.optim; other keys go to it
     lr: float = 3e-4  # the highest, after the warm-up
     betas: tuple[float, float] = (0.9, 0.95)  # this and the next two: of AdamW
     eps: float = 1e-8
@@ -105,6 +108,9 @@ class OptimizerSpec:
     warmup: int = 0  # steps over which the rate rises from 0
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     floor: float = 0.1  # what the rate falls to by the last step, as a part of lr
+    schedule: str | None = None  # of torch's schedulers, or "module:function" of the step; instead of decay
+    schedule_options: dict[str, Any] = field(default_factory=dict)  # arguments of torch's scheduler
+    ema: float | None = None  # decay of an average of the weights, kept beside them
     clip: float | None = 1.0  # global gradient norm; `clip = false` for none
     stagger: Literal["auto", "always", "never"] = "auto"  # step a stage before the global norm is known
     options: dict[str, Any] = field(default_factory=dict)
@@ -120,8 +126,21 @@ class OptimizerSpec:
             raise UserError(f"optimizer.betas is {list(self.betas)}; each must be at least 0 and below 1.")
         if not 0 <= self.floor <= 1:
             raise UserError(f"optimizer.floor is {self.floor}; it is a part of lr, from 0 to 1.")
-        if self.build is None and self.options:
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise UserError(
+                f"optimizer.ema is {self.ema}; it is a decay, above 0 and below 1, such as 0.999."
+            )
+        if self.build is not None and self.name is not None:
+            raise UserError("optimizer.build and optimizer.name are both given; give one.")
+        if self.build is None and self.name is None and self.options:
             refuse_unknown("optimizer", self.options, [f.name for f in fields(OptimizerSpec)])
+
+    def changed(self) -> dict[str, Any]:
+        """The numbers of AdamW that are not ours; another optimizer has its own defaults."""
+        ours = {
+            f.name: f.default for f in fields(OptimizerSpec) if f.name in ("betas", "eps", "weight_decay")
+        }
+        return {name: getattr(self, name) for name, usual in ours.items() if getattr(self, name) != usual}
 
     def rate(self, step: int, steps: int) -> float:
         """What lr is multiplied with at a step; of the step alone, so that a resumed run agrees."""
@@ -149,6 +168,21 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSpec:
+    """How often the weights are evaluated, and on what. The last step's always are."""
+
+    every: int = 100  # steps
+    batches: int = 8
+    data: DataSpec = DataSpec(kind="synthetic")  # as [data]: the table [evaluation.data]
+    metrics: list[str] = field(default_factory=list)  # "module:function" of (output, targets)
+
+    def __post_init__(self) -> None:
+        at_least("evaluation.every", self.every, 1)
+        at_least("evaluation.batches", self.batches, 1)
+        at_most("evaluation.batches", self.batches, 2**16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """`replicas` x `stages` workers; each replica brings `microbatches` to every step."""
 
@@ -156,6 +190,7 @@ class Job:
     data: DataSpec = DataSpec(kind="synthetic")
     optimizer: OptimizerSpec = OptimizerSpec()
     checkpoint: CheckpointSpec | None = None  # None: a stage that is lost whole starts the run over
+    evaluation: EvaluationSpec | None = None  # None: there is none
     steps: int = 100  # optimizer steps
     replicas: int = 1  # data-parallel copies
     stages: int = 1  # pipeline parts; at most as many as there are layers
@@ -173,6 +208,7 @@ class Job:
     transport: Literal["auto", "tcp", "nccl", "shm", "pipe"] = "auto"  # of tensors; auto: the best per pair
     load_ahead: int | None = None  # microbatches of data; by default 2, for functions of your own 0
     memory_interval: int = 0  # steps between copies of the state in the memory of nodes; 0: none
+    callbacks: list[str] = field(default_factory=list)  # "module:function" or class, called without arguments
     log: str | None = None  # folder of the step log
     base: str = "."  # the job file's folder: paths and modules are looked up from here
 

@@ -27,6 +27,7 @@ import torch._dynamo  # torch's optimizers import it in their first step: 2 s, b
 from torch import Tensor, nn
 
 from everstep.engine.model import Slot
+from everstep.engine.presets import closest
 from everstep.engine.shards.collectives import summed
 from everstep.engine.stage import Stage
 from everstep.errors import UserError
@@ -68,13 +69,35 @@ def adamw(
     return build
 
 
+def torch_optimizer(name: str, options: Mapping[str, Any]) -> OptimizerFactory:
+    """One of torch's optimizers by its name."""
+    kinds = [n for n, kind in vars(torch.optim).items() if isinstance(kind, type) and n != "Optimizer"]
+    if name not in kinds:
+        raise UserError(f"optimizer {name!r} is not one of torch.optim; {closest(name, kinds)}")
+
+    def build(named: Named) -> torch.optim.Optimizer:
+        try:
+            made: torch.optim.Optimizer = getattr(torch.optim, name)(named, **options)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"optimizer {name} cannot be made: {error}.") from None
+        return made
+
+    return build
+
+
 class Updater:
     """The optimizer of one stage. The factory gets the masters as `named_parameters()` would give them."""
 
     def __init__(
-        self, stage: Stage, optimizer: OptimizerFactory | None = None, rate: Rate = lambda step: 1.0
+        self,
+        stage: Stage,
+        optimizer: OptimizerFactory | None = None,
+        rate: Rate = lambda step: 1.0,
+        ema: float | None = None,
     ) -> None:
-        self.stage, self.rate = stage, rate
+        """`ema`: the decay of an average of the masters, which every step for good moves on."""
+        self.stage, self.rate, self.ema = stage, rate, ema
+        self._average = stage.masters.clone() if ema is not None else None
         self.named: Named = [(name, nn.Parameter(view)) for name, view in stage.views(stage.masters).items()]
         self.optimizer = (optimizer or adamw())(self.named) if self.named else None
         self._base_rates = [group["lr"] for group in self._groups]
@@ -173,6 +196,8 @@ class Updater:
         joined = self._joined(mean)
         for bucket in [self.named] if scale == 1.0 else self._buckets:
             self._step_bucket(bucket, mean, joined, scale)
+        if self._average is not None and self.ema is not None:
+            self._average.lerp_(self.stage.masters, 1 - self.ema)
 
     def _begin(self, step: int) -> None:
         multiplier = self.rate(step)
@@ -201,6 +226,8 @@ class Updater:
         """
         limits = {} if step is None else self.stage.limits.state(step)
         found = {f"extra/grid/{name}": torch.tensor(limit) for name, limit in limits.items()}
+        if self._average is not None:
+            found |= {f"extra/ema/{name}": view for name, view in self.stage.views(self._average).items()}
         for name, p in self.named:
             found[f"model/{name}"] = p.detach()
             for key, value in self._state(p).items():
@@ -240,6 +267,9 @@ class Updater:
                 )
             p.detach().copy_(given)
             self._set_state(p, dict(self._loaded(p, key, value) for key, value in keyed.get(name, ())))
+        if self._average is not None:  # a state that was saved without an average starts one
+            for name, view in self.stage.views(self._average).items():
+                view.copy_(state.get(f"extra/ema/{name}", state[f"model/{name}"]))
         if step is not None:
             grids = {full.removeprefix("extra/grid/"): value for full, value in state.items()}
             self.stage.limits.load(step, {n: int(grids[n]) for n in self.stage.slots if n in grids})

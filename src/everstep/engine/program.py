@@ -9,10 +9,12 @@ import torch
 from everstep.core.worker.rules import TaskRules
 from everstep.engine import device as devices
 from everstep.engine.data import Dataset
+from everstep.engine.evaluation import Evaluation
 from everstep.engine.job import Job
 from everstep.engine.model import Model, partition, slots
 from everstep.engine.optimizer import OptimizerFactory, Updater
-from everstep.engine.resolve import data_of, model_of, optimizer_of
+from everstep.engine.resolve import data_of, evaluation_of, model_of, optimizer_of, schedule_of
+from everstep.engine.schedules import Rate
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.stage import Stage
 from everstep.engine.sums import Empty
@@ -25,11 +27,15 @@ class Program:
     model: Model
     data: Dataset
     optimizer: OptimizerFactory
+    evaluation: Evaluation | None = None
+    rate: Rate | None = None  # None: that of the job
 
     @staticmethod
     def of(job: Job) -> Program:
         """From the words of a job file."""
-        return Program(job, model_of(job), data_of(job), optimizer_of(job))
+        return Program(
+            job, model_of(job), data_of(job), optimizer_of(job), evaluation_of(job), schedule_of(job)
+        )
 
     def rules(self) -> TaskRules:
         job = self.job
@@ -37,7 +43,8 @@ class Program:
             replicas=job.replicas,
             stages=job.stages,
             microbatches=job.microbatches,
-            steps=job.steps,
+            steps=job.steps + (self.evaluation is not None),
+            closes=self.evaluation is not None,
             clip=job.optimizer.clip,
             stagger=job.optimizer.stagger,
             tied=self._tied_stages(),
@@ -69,8 +76,10 @@ class Program:
             recompute=job.recompute,
             contributions=job.microbatches_in_step,
             shards=shards,
+            evaluation=self.evaluation,
         )
-        return made, Updater(made, self.optimizer, lambda step: job.rate(step - 1))
+        rate = self.rate or (lambda step: job.rate(step - 1))
+        return made, Updater(made, self.optimizer, rate, job.optimizer.ema)
 
     def _tied_stages(self) -> tuple[int, int] | None:
         """The two stages that hold the halves of tied pairs; None when every pair is within a stage."""

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from everstep.engine.data import Dataset, Synthetic, TokenFile, of_job
 from everstep.engine.datasets.table import table
 from everstep.engine.datasets.tokens import tokens
+from everstep.engine.evaluation import Evaluation, Metric
 from everstep.engine.job import Job
 from everstep.engine.model import Model, in_short
-from everstep.engine.optimizer import Named, OptimizerFactory, adamw
+from everstep.engine.optimizer import Named, OptimizerFactory, adamw, torch_optimizer
 from everstep.engine.presets import MODELS, SMALLEST, closest
+from everstep.engine.schedules import Rate, rate_of
 from everstep.errors import UserError
 
 
@@ -115,12 +118,52 @@ def data_of(job: Job) -> Dataset:
     )
 
 
+def evaluation_of(
+    job: Job, data: Dataset | None = None, metrics: Mapping[str, Metric] | None = None
+) -> Evaluation | None:
+    """What a job says of evaluation; a script gives its own data and metrics."""
+    spec = job.evaluation
+    if spec is None:
+        return None
+    found = metrics if data is not None else {name: _metric(name, job) for name in spec.metrics}
+    return Evaluation(
+        data=data if data is not None else data_of(replace(job, data=spec.data)),
+        every=spec.every,
+        batches=spec.batches,
+        steps=job.steps,
+        microbatches=job.microbatches_in_step,
+        metrics={name.rpartition(":")[2]: metric for name, metric in (found or {}).items()},
+    )
+
+
+def _metric(name: str, job: Job) -> Metric:
+    return resolve(name, "evaluation.metrics", job.base)
+
+
 def optimizer_of(job: Job) -> OptimizerFactory:
     spec = job.optimizer
+    if spec.name is not None:
+        return torch_optimizer(spec.name, {"lr": spec.lr, **spec.changed(), **spec.options})
     if spec.build is None:
         return adamw(lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
     build = resolve(spec.build, "optimizer.build", job.base)
     return lambda named: _call(build, "optimizer.build", spec.options, named)
+
+
+def schedule_of(job: Job, given: Any = None) -> Rate | None:
+    """The rate of every step, where it is not the job's own `warmup` and `decay`. `given`: by a script."""
+    spec = job.optimizer
+    if given is None and spec.schedule is None:
+        return None
+    schedule: Any = spec.schedule if given is None else given
+    if given is None and ":" in str(schedule):
+        schedule = resolve(str(schedule), "optimizer.schedule", job.base)
+    return rate_of(schedule, lr=spec.lr, steps=job.steps, options=spec.schedule_options)
+
+
+def callbacks_of(job: Job) -> list[Any]:
+    """Those that a job file names."""
+    return [_call(resolve(name, "callbacks", job.base), f"callbacks {name!r}", {}) for name in job.callbacks]
 
 
 def _call(function: Callable[..., Any], where: str, options: dict[str, Any], *given: Named) -> Any:

@@ -33,6 +33,7 @@ from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
 from everstep.engine.data import Dataset, split, uneven
+from everstep.engine.evaluation import SCORED, TRAINED, Evaluation, added
 from everstep.engine.grids import Limits
 from everstep.engine.linear import Queue, contributions_of, take_over
 from everstep.engine.model import (
@@ -89,6 +90,7 @@ class Stage:
         contributions: int = 256,
         empty: Empty | None = None,
         shards: Collectives | None = None,
+        evaluation: Evaluation | None = None,
     ) -> None:
         """`contributions`: the microbatches of a step, or more. `empty`: where gradient buffers come from."""
         self.model, self.layers, self.data, self.device, self.seed = model, layers, data, device, seed
@@ -112,7 +114,9 @@ class Stage:
         self._queue: Queue = []
         self.parameters: dict[str, nn.Parameter] = {}  # what the layers compute with, by logical name
         self._summed: list[nn.Parameter] = []  # whole, with a gradient from every shard
-        self._through = model.assembly.join(layers, _build(self), device)
+        self.evaluation = evaluation
+        self._modules = _build(self)
+        self._through = model.assembly.join(layers, self._modules, device)
         again = model.assembly.recomputed
         names = (model.names[:-1] if again is None else again) if recompute else ()
         self._recomputed = {index for index in layers if model.names[index] in set(names)}
@@ -123,6 +127,8 @@ class Stage:
         self._index: dict[Tensor, int] = {self.parameters[n]: i for i, n in enumerate(self.slots)}
         self._stashes: dict[tuple[int, int], Stash] = {}
         self._batches: dict[tuple[int, int], Any] = {}  # loaded, and not used yet: one at most
+        self._evaluated: dict[tuple[int, int], list[Value]] = {}  # values for the next stage: one at most
+        self._scores: dict[tuple[int, int], tuple[float, ...]] = {}
         self._losses: dict[tuple[int, int], Tensor] = {}
         self._weights: dict[tuple[int, int], float] = {}
         self._target_shapes: list[tuple[int, ...]] | None = None  # of a loss without weights
@@ -133,7 +139,7 @@ class Stage:
 
     def load(self, step: int, microbatch: int) -> None:
         """Get the data that the forward will need, so that waiting for it is not part of the op."""
-        if self.is_first or self.is_last:
+        if (self.is_first or self.is_last) and not self.closes(step):
             self._batches = {(step, microbatch): self.data.batch(step, microbatch)}
 
     def forward(self, step: int, microbatch: int, given: Boundary | None = None) -> Boundary | None:
@@ -142,9 +148,16 @@ class Stage:
             raise InternalError(f"forward of step {step}, microbatch {microbatch} was run twice here.")
         if (step, microbatch) not in self._batches:
             self.load(step, microbatch)
+        if self.evaluates(step) and (step, microbatch) not in self._evaluated:
+            self.evaluate(step, microbatch, given)
+        beside = self._evaluated.pop((step, microbatch), None)
+        if self.closes(step):
+            return self._close(step, microbatch, beside or [])
         batch = self._batches.pop((step, microbatch), None)
         inputs, targets = (None, None) if batch is None else split(batch)
         wanted, value = ({}, self._fed(inputs)) if self.is_first else self._enter(given)
+        if beside is not None and not self.is_first:
+            value = value[TRAINED]
         weight: Tensor | float | None = None
         with _Measured(self) if self._forward_bytes < 0 else nullcontext():
             devices.seed(self.device, self._key(step, microbatch, self.layers.start))
@@ -153,7 +166,7 @@ class Stage:
                 devices.seed(self.device, self._key(step, microbatch, self.layers.stop))
                 value, weight = self._loss(value, targets)
         if not self.is_last:
-            boundary = Boundary.of(value)
+            boundary = Boundary.of(value if beside is None else {TRAINED: value, SCORED: beside})
             outputs = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
             self._stashes[step, microbatch] = Stash(wanted, outputs)
             return boundary
@@ -161,6 +174,53 @@ class Stage:
         self._losses = {key: loss for key, loss in self._losses.items() if key[0] >= step - 1}
         self._losses[step, microbatch] = value.detach().float()
         return None
+
+    # Evaluation, beside the forward of a step.
+
+    def evaluates(self, step: int) -> bool:
+        return self.evaluation is not None and self.evaluation.evaluates(step)
+
+    def closes(self, step: int) -> bool:
+        return self.evaluation is not None and self.evaluation.closes(step)
+
+    @torch.no_grad()
+    def evaluate(self, step: int, microbatch: int, given: Boundary | None = None) -> None:
+        """The evaluation batches that travel with a microbatch; their values go to the next stage with it."""
+        assert self.evaluation is not None
+        before = None if given is None else self._enter(given)[1][SCORED]
+        found: list[Value] = []
+        for module in self._modules:
+            module.eval()
+        try:
+            for place, number in enumerate(self.evaluation.numbers(microbatch)):
+                ends = self.is_first or self.is_last
+                inputs, targets = split(self.evaluation.data.batch(1, number)) if ends else (None, None)
+                value = self._fed(inputs) if before is None else before[place]
+                value = self._through(value, lambda index, layer, *args, **kwargs: layer(*args, **kwargs))
+                found.append(self._scored(value, targets) if self.is_last else value)
+        finally:
+            for module in self._modules:
+                module.train()
+        if self.is_last:
+            self._scores = {key: scores for key, scores in self._scores.items() if key[0] >= step - 1}
+            self._scores[step, microbatch] = added(found)
+        self._evaluated = {(step, microbatch): [] if self.is_last else found}
+
+    def scores(self, step: int, microbatch: int) -> tuple[float, ...]:
+        """What the evaluation batches of a microbatch added up to; last stage only."""
+        return self._scores.get((step, microbatch), ())
+
+    def _scored(self, output: Value, targets: Value) -> list[tuple[float, float]]:
+        assert self.evaluation is not None
+        output = mapped(lambda t: t.float() if t.is_floating_point() else t, output)
+        there = mapped(lambda t: devices.to_device(t, self.device), targets)
+        return self.evaluation.scores(self.model.loss, output, there)
+
+    def _close(self, step: int, microbatch: int, beside: list[Value]) -> Boundary | None:
+        """The forward of a step that trains nothing: it counts 0."""
+        self._stashes[step, microbatch] = Stash({}, [], 0.0)
+        self._losses[step, microbatch] = torch.zeros((), device=self.device)
+        return None if self.is_last else Boundary.of({TRAINED: None, SCORED: beside})
 
     def input_grad(self, step: int, microbatch: int, given: Gradients | None = None) -> Gradients | None:
         """I. The gradients for the previous stage; None on the first."""
@@ -170,8 +230,10 @@ class Stage:
         self._queue.clear()
         weight = float(stash.weight if given is None else given.weight)  # type: ignore[arg-type]
         self._keep_weight(step, microbatch, weight)
-        if given is None:
+        if given is None and stash.outputs:
             torch.autograd.backward(stash.outputs)
+        elif given is None:
+            pass  # the closing step
         elif given.tensors:
             grads = [devices.to_device(grad, self.device) for grad in given.tensors]
             torch.autograd.backward([stash.outputs[i] for i in given.of], grads)
@@ -243,6 +305,7 @@ class Stage:
         """Throw work away: the stashes and losses from a step on, or of all, and all sums of gradients.
         A ghost of the step before keeps its stash: it may still be asked for its I.
         """
+        self._evaluated.clear()
         for table in (self._stashes, self._losses, self._weights):
             for key in [key for key in table if from_step is None or key[0] >= from_step]:
                 del table[key]

@@ -237,7 +237,7 @@ class WorkerLoop:
                 return self._compute(task)
             case msg.Contribute():
                 self._maybe_die(task.step, "R", "before")
-                return self._losses(task.step), self._weights(task.step)
+                return self._losses(task.step), self._weights(task.step), self._scores(task.step)
             case msg.SumChunk():
                 return self._sum_chunk(task)
             case msg.AssembleSum():
@@ -279,12 +279,16 @@ class WorkerLoop:
         self._op = task.step, f"{op.kind}{microbatch.home}.{microbatch.number}"
         self._maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
         number = self._number(microbatch)
-        if op.kind is Kind.F:
-            self._load_data(task.step, number, str(op))
-        began = self.times.begin()
         given: Any = None
         if task.input is not None:
             given = together(self.tensors.boundaries[task.input], self.stage.shards, self.stage.device)
+        if op.kind is Kind.F:
+            self._load_data(task.step, number, str(op))
+            if self.stage.evaluates(task.step):
+                self._show(busy=True, doing=f"evaluating beside {op}")
+                self.stage.evaluate(task.step, number, given)
+                self._show(busy=True, doing=str(op))
+        began = self.times.begin()
         output: Boundary | Gradients | None = None
         if op.kind is Kind.F:
             output = self.stage.forward(task.step, number, given)
@@ -328,6 +332,12 @@ class WorkerLoop:
         losses = [self.stage.loss(step, self._number(microbatch)) for microbatch in done]
         found = torch.stack(losses).tolist() if losses else []  # the host waits once, not for each
         return list(zip(done, found, strict=True))
+
+    def _scores(self, step: int) -> msg.Scores:
+        if not (self.stage.is_last and self.stage.evaluates(step)):
+            return ()
+        done = self.state.now.accumulated()
+        return tuple((microbatch, self.stage.scores(step, self._number(microbatch))) for microbatch in done)
 
     def _weights(self, step: int) -> dict[Microbatch, float]:
         done = self.state.now.accumulated()

@@ -109,6 +109,8 @@ class ClusterRecord:
         return self.steps.setdefault(task, StepRows())
 
     def _record(self, action: msg.RecordRow, at: float, *, live: bool) -> None:
+        if not action.record.trains:
+            return
         row = self._steps(action.task).add(action.record, at).document()
         if live and self.files is not None:
             self.files.append(action.task, row)

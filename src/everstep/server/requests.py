@@ -53,6 +53,7 @@ def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted
         most_stages=0 if script else job.most_stages() or job.stages,
         script=script,
         faults=_faults(given.get("faults", []), job),
+        closes=job.evaluation is not None,
     )
 
 

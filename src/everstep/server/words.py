@@ -86,6 +86,7 @@ EVENTS: Mapping[type, str] = {
     msg.RepairPromised: "node {node} is expected back in {back_in_s:.0f} s",
     msg.TaskSubmitted: "task {task} is submitted",
     msg.CancelRequested: "an operator cancels task {task}",
+    msg.FinishRequested: "task {task} is to finish early",
     msg.PauseRequested: "an operator pauses task {task}",
     msg.UnpauseRequested: "an operator resumes task {task}",
     msg.ResizeRequested: "an operator resizes task {task} to {workers} workers",

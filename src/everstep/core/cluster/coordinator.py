@@ -42,6 +42,7 @@ from everstep.core.words.moment import Moment
 
 TaskRequest = (
     msg.CancelRequested
+    | msg.FinishRequested
     | msg.PauseRequested
     | msg.UnpauseRequested
     | msg.ResizeRequested
@@ -258,6 +259,8 @@ class Coordinator:
         match event:
             case msg.CancelRequested():
                 return self._tasks.cancel(task, now)
+            case msg.FinishRequested():
+                return self._tasks.finish_early(task, event.because, now)
             case msg.PauseRequested():
                 return self._tasks.pause(task, now)
             case msg.UnpauseRequested():

@@ -49,7 +49,7 @@ class MemoryCopies:
         old = [step for step in states if before is None or step < before]
         holders = {node for step in old for copies in states.pop(step).copies.values() for node in copies}
         for name in sorted(holders):
-            order = msg.DropCopies(task=task.name, before=task.steps + 1 if before is None else before)
+            order = msg.DropCopies(task=task.name, before=task.steps + 2 if before is None else before)
             because = "the task is over" if before is None else f"the state of step {before} is safe"
             actions += self._orders.send(name, order, because, now)
         if before is None:
@@ -73,7 +73,7 @@ class MemoryCopies:
         actions: Actions = []
         for name in sorted(node.opened | node.memory_open):
             if name in self._roster.tasks:
-                order = msg.DropCopies(task=name, before=self._roster.tasks[name].steps + 1)
+                order = msg.DropCopies(task=name, before=self._roster.tasks[name].steps + 2)
                 actions += self._orders.send(node.name, order, "its copies were given up with the node", now)
         return actions
 

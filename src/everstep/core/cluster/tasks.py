@@ -72,6 +72,13 @@ class Tasks:
     def cancel(self, task: Task, now: Moment) -> Actions:
         return self.end(task, Ending(state=TaskState.CANCELLED, because="a person cancelled it"), now)
 
+    def finish_early(self, task: Task, because: str, now: Moment) -> Actions:
+        """After the step it is in, whose state is saved."""
+        if task.state is not TaskState.RUNNING or task.finishes_early:
+            return []
+        task.finishes_early = True
+        return self._training.inform(task, ev.StopRequested(because=because, final=True), now)
+
     def pause(self, task: Task, now: Moment) -> Actions:
         if task.state is TaskState.PAUSED or not task.request.has_checkpoints:  # the API has refused it
             return []
@@ -216,7 +223,7 @@ class Tasks:
 
     def _begin(self, task: Task, step: int, now: Moment) -> Actions:
         """From the state after this step on."""
-        if step >= task.steps:
+        if step >= task.steps + task.request.closes:
             because = f"its checkpoint of step {step} is already the end"
             return self.end(task, Ending(state=TaskState.FINISHED, because=because, gently=True), now)
         task.enter(TaskState.RUNNING, f"from step {step + 1} on")
@@ -255,7 +262,8 @@ class Tasks:
 
     def _unsaved(self, task: Task) -> str:
         """What a finished task says of a last state that is on no disk."""
-        if not task.request.has_checkpoints or task.checkpoints.newest >= task.steps:
+        last = task.progress.recorded if task.finishes_early else task.steps
+        if not task.request.has_checkpoints or task.checkpoints.newest >= last:
             return ""
         why = task.checkpoints.failing or "its last part was not written"
         return f"; its last state is not saved ({why}), protected up to step {task.checkpoints.newest}"

@@ -56,7 +56,8 @@ class Training:
         progress.recorded = step
         progress.recovery = Recovery(
             task.shape,
-            steps=task.steps,
+            steps=task.steps + task.request.closes,
+            closes=task.request.closes,
             policy=RecoveryPolicy(
                 rejoin_after_steps=patience.rejoin_after_steps, max_restarts=patience.restarts_per_place
             ),
@@ -167,7 +168,8 @@ class Training:
                     state = TaskState.FAILED if failed else TaskState.FINISHED
                     self._ends(task, state, failed or wish.because, gently=True)
                 case act.FinishShape():
-                    self._ends(task, TaskState.WAITING, wish.because, gently=True)
+                    state = TaskState.FINISHED if task.finishes_early else TaskState.WAITING
+                    self._ends(task, state, wish.because, gently=True)
                 case act.FailTask():
                     self._ends(task, TaskState.FAILED, wish.because)
                 case _:

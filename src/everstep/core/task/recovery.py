@@ -65,12 +65,14 @@ class Recovery:
         policy: RecoveryPolicy,
         first_step: int = 1,
         checkpoint: int | None = None,
+        closes: bool = False,
         lived: Lived | None = None,
         granted: frozenset[Worker] | None = None,
         log: TaskIncidents | None = None,
     ) -> None:
         """`granted`: the places that have a slot (None: all). `checkpoint`: the step on disk, where the first
-        step continues from a newer state in the memory of nodes.
+        step continues from a newer state in the memory of nodes. `closes`: the last of `steps`
+        only evaluates.
         """
         lived = lived or Lived()
         restore = first_step - 1
@@ -83,7 +85,7 @@ class Recovery:
             granted=frozenset(shape.workers()) if granted is None else granted,
             incarnation=lived.incarnation,
         )
-        self._book = StepBook(shape=shape, steps=steps, recorded=restore)
+        self._book = StepBook(shape=shape, steps=steps, recorded=restore, closes=closes)
         self._phases = Phases(
             Assembling(restore=restore, wait_for_all=True),
             Groups(shape=shape, epoch=lived.epoch, attempts=((0, lived.attempt),)),
@@ -138,7 +140,7 @@ class Recovery:
             case ev.ChunksFilled():
                 return self._handle_filled(event)
             case ev.StopRequested():
-                self._book.stopping = event.because
+                self._book.stopping, self._book.final = event.because, event.final
                 return self._phases.interrupt_if_running(event.because)
             case _:
                 assert_never(event)
@@ -377,6 +379,7 @@ class Recovery:
 
     def _finished(self) -> Action:
         if self.recorded >= self.steps:
-            return act.FinishTask(because=f"completed all {self.steps} steps")
-        because = f"{self._book.stopping}; step {self.recorded}, the last of this shape, is complete"
+            return act.FinishTask(because=f"completed all {self.steps - self._book.closes} steps")
+        what = "the last one" if self._book.final else "the last of this shape"
+        because = f"{self._book.stopping}; step {self.recorded}, {what}, is complete"
         return act.FinishShape(step=self.recorded, because=because)

@@ -17,8 +17,10 @@ class StepBook:
     shape: Shape
     steps: int  # of the whole task
     recorded: int
+    closes: bool = False  # the last step only evaluates
     until: int | None = None  # the last step of this shape, if the task is to take another one
     stopping: str = ""  # why this shape ends
+    final: bool = False  # the task ends with it
     sealed: dict[int, dict[int, StepSealed]] = field(default_factory=dict)  # by step and stage
     shares: dict[int, dict[int, float]] = field(default_factory=dict)  # of the norm, of the last few steps
 
@@ -96,4 +98,6 @@ class StepBook:
             microbatches_committed=total if once else 0,
             replayed_elsewhere=sum(sealed.executed - 3 * total for sealed in stages.values()),
             because="every stage has sealed it",
+            scores=stages[self.shape.stages - 1].scores,
+            trains=not (self.closes and self.recorded == self.steps),
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from everstep.core.words.incidents import Incident
 from everstep.core.words.ops import Microbatch, Worker
-from everstep.core.words.worker_messages import Place, Resume
+from everstep.core.words.worker_messages import Place, Resume, Scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,8 @@ class RecordStep:
     microbatches_committed: int
     replayed_elsewhere: int
     because: str
+    scores: Scores = ()  # of an evaluation of the step before
+    trains: bool = True  # False: the closing step, which only evaluates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,6 +82,7 @@ __all__ = [
     "DrainRequested",
     "DropCopies",
     "FindCheckpoint",
+    "FinishRequested",
     "FromNode",
     "IncidentClosed",
     "KeepOnly",
@@ -224,11 +225,20 @@ class TaskSubmitted:
     most_stages: int = 0  # … up to so many; 0: it keeps the shape
     script: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()  # scripted ones, for demonstrations
+    closes: bool = False  # after the last step follows one that only evaluates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequested:
     task: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishRequested:
+    """Train to the end of the step it is in, save that state, and be finished."""
+
+    task: str
+    because: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +362,7 @@ ClusterEvent = (
     | RepairPromised
     | TaskSubmitted
     | CancelRequested
+    | FinishRequested
     | PauseRequested
     | UnpauseRequested
     | ResizeRequested

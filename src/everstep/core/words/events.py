@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from everstep.core.words.ops import Microbatch, Op, Worker
-from everstep.core.words.worker_messages import Ledger, Place
+from everstep.core.words.worker_messages import Ledger, Place, Scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,7 @@ class StepSealed:
     executed: int
     losses: tuple[tuple[Microbatch, float], ...] = ()
     sum_of_squares: float = 0.0
+    scores: Scores = ()  # of an evaluation that this step carried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +168,10 @@ class ChunksFilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """This shape ends after the last step that a worker is in now."""
+    """This shape ends after the last step that a worker is in now. `final`: and the task with it."""
 
     because: str
+    final: bool = False
 
 
 Event = (

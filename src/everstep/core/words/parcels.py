@@ -52,6 +52,9 @@ class Parcel(NamedTuple):
         return f"{self.what}[{self.step} stage {self.stage} {detail}]"
 
 
+Scores = tuple[tuple[Microbatch, tuple[float, ...]], ...]  # what an evaluation found, by microbatch
+
+
 class Part(NamedTuple):
     """The small facts of a PART: what its sender added up, so that a sum is checked before it is used."""
 
@@ -59,6 +62,7 @@ class Part(NamedTuple):
     losses: tuple[tuple[Microbatch, float], ...]  # sums; in a whole step's part, as `Reduction` scales them
     executed: int  # ops this worker ran for the step, to show that nothing was run twice
     weights: tuple[float, ...]  # of the microbatches, in their order
+    scores: Scores = ()
 
 
 class StateTransfer(NamedTuple):

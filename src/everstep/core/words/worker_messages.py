@@ -13,6 +13,7 @@ from everstep.core.words.ops import Microbatch, Op
 from everstep.core.words.parcels import Parcel as Parcel
 from everstep.core.words.parcels import ParcelKind as ParcelKind
 from everstep.core.words.parcels import Part as Part
+from everstep.core.words.parcels import Scores as Scores
 from everstep.core.words.parcels import StateTransfer as StateTransfer
 
 Place = tuple[Microbatch, int]  # (microbatch, stage)
@@ -63,6 +64,7 @@ class Resume:
     until: int | None = (
         None  # the last step of this shape: after it the state is copied to memory, and that is all
     )
+    final: bool = False  # and the last of the task: its state is saved
 
     def attempt(self, step: int) -> int:
         if len(self.attempts) == 1:
@@ -102,8 +104,8 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Contribute:
-    """Close the step's gradients. Answer: the losses of the microbatches run here, at the last stage, and the
-    weight of each microbatch.
+    """Close the step's gradients. Answer: the losses of the microbatches run here, at the last stage, the
+    weight of each microbatch, and in a step that evaluates, the scores found here.
     """
 
     step: int
@@ -331,6 +333,7 @@ class TellSealed:
     losses: tuple[tuple[Microbatch, float], ...]
     sum_of_squares: float
     attempt: int
+    scores: Scores = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class Announcements:
             state.everyone.losses,
             sum_of_squares,
             self.mail.order.attempt(state.step),
+            state.everyone.scores,
         )
         kept = {step: s for step, s in self._recent.items() if state.step - _KEPT < step < state.step}
         self._recent = {**kept, state.step: sealed}

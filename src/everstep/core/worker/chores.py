@@ -25,11 +25,12 @@ def next_chore(
 
 
 def _save(before: StepState, mail: Mailbox, rules: TaskRules) -> WorkItem | None:
-    """This worker's share of the checkpoint, every few steps and after the last one. If a peer has died
-    since, the shares are different ones.
+    """This worker's share of the checkpoint, every few steps and after the last one, also where
+    a task ends early. If a peer has died since, the shares are different ones.
     """
     every = rules.checkpoint_every
-    if not every or (before.step % every and before.step != rules.steps):
+    last = mail.order.until if mail.order.final and mail.order.until else rules.steps - rules.closes
+    if not every or before.step > last or (before.step % every and before.step != last):
         return None
     peers = mail.peers(before.step)
     if before.saved_among == peers:

@@ -213,6 +213,7 @@ class WorkerControl:
                     executed=command.executed,
                     losses=command.losses,
                     sum_of_squares=command.sum_of_squares,
+                    scores=command.scores,
                 )
             case wrk.TellInvalid(step=step, norm=norm, attempt=attempt):
                 return ev.UpdateInvalidated(worker=worker, step=step, norm=norm, attempt=attempt)

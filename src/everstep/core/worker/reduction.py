@@ -32,6 +32,7 @@ from everstep.core.words.worker_messages import (
     ParcelKind,
     Part,
     ReleaseGradients,
+    Scores,
     SumChunk,
     Wait,
     WorkItem,
@@ -76,9 +77,11 @@ class Reduction:
         state: StepState,
         losses: Iterable[tuple[Microbatch, float]],
         weights: Mapping[Microbatch, float],
+        scores: Scores = (),
     ) -> None:
         microbatches = state.accumulated()
-        part = Part(microbatches, tuple(losses), state.executed, tuple(weights[m] for m in microbatches))
+        of_each = tuple(weights[m] for m in microbatches)
+        part = Part(microbatches, tuple(losses), state.executed, of_each, tuple(scores))
         state.contributed(part)
         for peer in self.mail.other_peers(state.step):
             self.mail.send(self._part(state, sender=self.me.replica, owner=peer.replica), peer, part)
@@ -178,4 +181,5 @@ class Reduction:
             losses,
             sum(part.executed for part in parts),
             tuple(w for _, w in weighted),
+            tuple(sorted(score for part in parts for score in part.scores)),
         )

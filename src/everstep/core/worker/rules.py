@@ -16,6 +16,7 @@ class TaskRules:
     stagger: str = "auto"  # "auto", "always", "never"
     eager_below: float = 0.5  # auto: step eagerly while the last norm is below this share of the clip
     tied: tuple[int, int] | None = None  # the two stages that hold one tied tensor, lower first
+    closes: bool = False  # the last step only evaluates: its state is that of the step before
     checkpoint_every: int = 0
     chunks: int = 0  # sharded: of each stage's optimizer state
     copy_every: int = 0  # steps between two copies of the state in memory that outlives the worker

@@ -24,16 +24,19 @@ from torch import nn
 from everstep.core.words.cluster_messages import Patience
 from everstep.engine import context
 from everstep.engine.data import Dataset, dataset_of, of_job
+from everstep.engine.evaluation import Metric
 from everstep.engine.faults import PlantedFault, check_fault, parse_fault
 from everstep.engine.job import Job, OptimizerSpec
 from everstep.engine.model import Factory, Loss, Model
 from everstep.engine.optimizer import OptimizerFactory
-from everstep.engine.preflight import preflight
+from everstep.engine.preflight import batch_of, preflight
 from everstep.engine.program import Program
-from everstep.engine.resolve import optimizer_of
+from everstep.engine.resolve import evaluation_of, optimizer_of, schedule_of
 from everstep.errors import EverstepError, UserError
+from everstep.launch.local import callbacks as callbacks_module
 from everstep.launch.local import fork_servers
 from everstep.launch.local.data import buffered, prepare, steps_of
+from everstep.launch.local.history import History
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.plain_lines import PlainLines
@@ -49,10 +52,11 @@ _IN_THE_SCRIPT = "in-the:script"  # what a job says of a model, data or optimize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The result of a run: the loss of every step, and every incident."""
+    """The result of a run, earlier starts included: the loss of every step, evaluations, incidents."""
 
     losses: dict[int, float]  # by step, from 1; means over all microbatches
     grad_norms: dict[int, float]  # global, before clipping
+    evaluations: dict[int, dict[str, float]]  # by the step whose weights were evaluated: loss and metrics
     document: dict[str, Any]  # what `everstep run --json` prints
 
     @property
@@ -70,6 +74,7 @@ class LocalLaunch:
     overrides: Mapping[str, int] = field(default_factory=dict)
     kills: Sequence[str] = ()
     watch: Callable[[Job], AbstractContextManager[Watcher]] = lambda job: nullcontext(PlainLines(job))
+    page: Callable[[bool], AbstractContextManager[RunPage | None]] = lambda wanted: own_page(wanted)
     result: Result | None = None
 
 
@@ -81,11 +86,18 @@ def train(
     model: Layers | None = None,
     data: Dataset | Batch | None = None,
     loss: Loss | None = None,
-    optimizer: OptimizerFactory | None = None,
+    optimizer: OptimizerFactory | str | None = None,
+    schedule: Any = None,
+    eval_data: Any = None,
+    eval_every: int | None = None,
+    eval_batches: int | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    callbacks: Any = (),
     replicas: int = 1,
     stages: int = 1,
     microbatches: int = 4,
     steps: int = 100,
+    page: bool = True,
     **settings: Any,
 ) -> Result:
     """Train `model` on `replicas` x `stages` workers; each replica brings `microbatches` to every step.
@@ -97,11 +109,19 @@ def train(
                 get; the same arguments must give the same tensors
     loss        of (output, targets): a mean, or (sum, weight) such as `everstep.token_loss`; cross entropy if
                 not given
-    optimizer   a function of named parameters, such as `lambda named: torch.optim.SGD(named, lr=0.1)`; AdamW
-                if not given, set by lr, betas, eps and weight_decay
+    optimizer   a function of named parameters, such as `lambda named: torch.optim.SGD(named, lr=0.1)`, or the
+                name of one of torch's, with `lr` and `optimizer_options`; AdamW if not given, set by lr,
+                betas, eps and weight_decay
+    schedule    of the rate: a function of the step (from 1) that gives what it is multiplied with, a function
+                that makes one of torch's schedulers of an optimizer, or the name of one, with
+                `schedule_options`; else `warmup`, `decay`, `floor`
+    eval_data   as `data`; its loss and `metrics` (name -> function of (output, targets): a mean, or (sum,
+                weight)) are found every `eval_every` steps and after the last, over `eval_batches` batches
+    callbacks   functions of a step, or objects with on_step, on_eval, on_checkpoint, on_incident
+    page        serve a page that shows the run, and print its address
     settings    `epochs` instead of `steps`, where the data has rows; other keys of a job: precision,
                 accumulate, recompute, seed, device, threads, load_ahead, log, checkpoint; and of its
-                optimizer: warmup, decay, floor, clip, stagger
+                optimizer: clip, ema, stagger
     """
     if positional or model is None or data is None:
         raise UserError(
@@ -110,28 +130,40 @@ def train(
         )
     found = _model(model, loss)
     _check_optimizer(optimizer)
-    given = dataset_of(data)
+    given, factory = dataset_of(data), optimizer if callable(optimizer) else None
+    tested = None if eval_data is None else dataset_of(eval_data, "eval_data")
     here = context.current_worker()
     if here is not None:
-        dataset = of_job(given, here.job)
-        here.train(Program(here.job, found, dataset, optimizer or optimizer_of(here.job)))
+        job = here.job
+        there = None if tested is None else evaluation_of(job, of_job(tested, job), metrics or {})
+        rate, build = schedule_of(job, schedule), factory or optimizer_of(job)
+        here.train(Program(job, found, of_job(given, job), build, there, rate))
         raise SystemExit(0)
     call = _this_launch()
+    told = callbacks_module.checked(callbacks)
     shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches, "steps": steps}
     shape = {**shape, **call.overrides}
     if "epochs" in settings:
         shape["steps"] = steps_of(given, settings.pop("epochs"), shape, int(settings.get("seed", 0)))
-    if optimizer is not None:
+    if factory is not None or schedule is not None:
         settings.setdefault("decay", "constant")  # the rate is the optimizer's own, unless the call says more
+    settings |= named_optimizer(optimizer, settings)
+    if tested is not None:
+        settings["evaluation"] = evaluation_table(tested, eval_every, eval_batches, metrics or {}, shape)
+    elif eval_every is not None or metrics:
+        raise UserError("eval_every and metrics need eval_data; give the data to evaluate on.")
     job = _job(shape, settings, found.assembly.card)
     faults = parse_kills(call.kills, job)
     with buffered(job, given) as job:
         dataset = of_job(given, job)
         prepare(job, dataset)
-        for sentence in preflight(job, model=found, data=dataset, optimizer=optimizer).notes:
+        schedule_of(job, schedule)
+        if tested is not None:
+            batch_of(job, of_job(tested, job))
+        for sentence in preflight(job, model=found, data=dataset, optimizer=factory).notes:
             print(sentence, file=sys.stderr)
-        with call.watch(job) as watch:
-            outcome = run_job(job, faults=faults, watch=watch, script=call.script)
+        with call.page(page) as shown, call.watch(job) as watch:
+            outcome = run_told(job, told, watch=watch, faults=faults, script=call.script, page=shown)
     call.result = result_of(outcome, job)
     if outcome.failure is not None:
         raise EverstepError(outcome.failure)
@@ -188,12 +220,25 @@ def _modules(job: Job) -> tuple[str, ...]:
     return job.modules() or ((ours, *sorted(models)) if ours in sys.modules else ())
 
 
+def run_told(job: Job, callbacks: Sequence[Any] = (), *, watch: Watcher, **more: Any) -> Outcome:
+    """`run_job` with callbacks, and with the losses of earlier starts."""
+    history = History.of(job)
+    told = callbacks_module.CallbackWatcher(job, callbacks, history, watch)
+    try:
+        outcome = run_job(job, watch=told, **more)
+    except BaseException:
+        told.end(None)
+        raise
+    history.add_earlier(outcome)
+    told.end(None if outcome.failure is not None else result_of(outcome, job))
+    return outcome
+
+
 def result_of(outcome: Outcome, job: Job) -> Result:
-    rows = outcome.by_step()
-    before = {} if outcome.resumed_loss is None else {outcome.resumed_from: outcome.resumed_loss}
     return Result(
-        losses=before | {step: rows[step].loss for step in sorted(rows)},
-        grad_norms={step: rows[step].grad_norm for step in sorted(rows)},
+        losses=outcome.all_losses(),
+        grad_norms=outcome.all_grad_norms(),
+        evaluations=dict(sorted(outcome.evaluations.items())),
         document=document(outcome, steps=job.steps),
     )
 
@@ -214,7 +259,46 @@ def _model(given: Layers, loss: Loss | None) -> Model:
     return model if loss is None else replace(model, loss=loss)
 
 
+def own_page(wanted: bool) -> AbstractContextManager[RunPage | None]:
+    """The page of a script's run; it costs one socket until a browser connects."""
+    if not wanted:
+        return nullcontext()
+    page = RunPage()
+    print(f"page: {page.address}", file=sys.stderr)
+    return page
+
+
+def named_optimizer(given: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"name": given}
+    if "optimizer_options" in settings:
+        raise UserError('optimizer_options goes with the name of an optimizer, such as optimizer="SGD".')
+    return {}
+
+
+def evaluation_table(
+    data: Any, every: int | None, batches: int | None, metrics: Any, shape: Mapping[str, int]
+) -> dict[str, Any]:
+    """The job's table of an evaluation that a script gives."""
+    if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
+        raise UserError(
+            'metrics must be a dict of functions, such as {"accuracy": lambda output, targets: ...}.'
+        )
+    if batches is None:
+        whole = data.order_in(1, 0) if hasattr(data, "order_in") else None
+        batches = 8 if whole is None else max(1, whole.size // whole.rows)
+    usual = max(1, shape["steps"] // 10)
+    return {
+        "every": usual if every is None else every,
+        "batches": batches,
+        "data": {"build": _IN_THE_SCRIPT},
+        "metrics": list(metrics),
+    }
+
+
 def _check_optimizer(given: Any) -> None:
+    if isinstance(given, str):
+        return
     if isinstance(given, torch.optim.Optimizer):
         kind = type(given).__name__
         raise UserError(
@@ -231,6 +315,8 @@ def _check_optimizer(given: Any) -> None:
 def _job(shape: Mapping[str, int], settings: Mapping[str, Any], card: Mapping[str, Any]) -> Job:
     settings = dict(settings)
     optimizer = {key: settings.pop(key) for key in list(settings) if key in _OPTIMIZER_KEYS}
+    if "optimizer_options" in settings:
+        optimizer["options"] = settings.pop("optimizer_options")
     if isinstance(settings.get("checkpoint"), str | Path):
         settings["checkpoint"] = {"folder": str(settings["checkpoint"])}
     return Job.from_dict(

@@ -27,6 +27,9 @@ class Outcome:
     resumed_from: int = 0
     resumed_loss: float | None = None  # of that step, if its checkpoint says it
     losses: dict[int, dict[Microbatch, float]] = field(default_factory=dict)
+    earlier_losses: dict[int, float] = field(default_factory=dict)  # of earlier starts
+    earlier_norms: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # by the step evaluated
 
     @property
     def rows(self) -> list[StepRow]:
@@ -43,6 +46,16 @@ class Outcome:
     def by_step(self) -> dict[int, StepRow]:
         """The valid row of each step: that of the last attempt."""
         return {row.step: row for row in self.steps.rows}
+
+    def all_losses(self) -> dict[int, float]:
+        """Of every step, also of those that an earlier start has done."""
+        known = {} if self.resumed_loss is None else {self.resumed_from: self.resumed_loss}
+        now = {step: row.loss for step, row in self.by_step().items()}
+        return dict(sorted({**known, **self.earlier_losses, **now}.items()))
+
+    def all_grad_norms(self) -> dict[int, float]:
+        rows = self.by_step().items()
+        return dict(sorted({**self.earlier_norms, **{step: row.grad_norm for step, row in rows}}.items()))
 
     def add(self, record: RecordStep, now: float) -> StepRow:
         """A step is on record."""

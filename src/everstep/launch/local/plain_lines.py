@@ -8,7 +8,7 @@ from typing import Any
 from everstep.core.words import actions as act
 from everstep.engine.job import Job
 from everstep.launch import console
-from everstep.launch.local.report import incident_line, resume_line, step_line
+from everstep.launch.local.report import evaluation_line, incident_line, resume_line, step_line
 from everstep.launch.local.run import LocalTask
 
 
@@ -32,6 +32,8 @@ class PlainLines:
                 self.say(step_line(row, self.job.steps))
             case "incident", incident:
                 self.say(incident_line(incident))
+            case "evaluation", (step, values):
+                self.say(evaluation_line(step, values))
             case "data", sentence:
                 self.say(sentence)
             case "raised", (worker, error, traceback):

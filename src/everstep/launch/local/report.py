@@ -63,13 +63,14 @@ def incident_document(incident: Incident, outcome: Outcome, healthy_s: float) ->
 def document(outcome: Outcome, *, steps: int, healthy_s: float | None = None) -> dict[str, Any]:
     """The whole run."""
     healthy = healthy_step_s(outcome) if healthy_s is None else healthy_s
-    rows = outcome.by_step()
+    losses = outcome.all_losses()
     return {
         "steps": steps,
         "resumed_from": outcome.resumed_from,
         "refused_checkpoints": outcome.refused_checkpoints,
         "failure": outcome.failure,
-        "losses": {str(step): rows[step].loss for step in sorted(rows)},
+        "losses": {str(step): loss for step, loss in losses.items()},
+        "evaluations": {str(step): values for step, values in sorted(outcome.evaluations.items())},
         "microbatches": {"issued": outcome.issued, "committed": outcome.committed},
         "healthy_step_ms": round(healthy * 1e3, 3),
         "incidents": [incident_document(incident, outcome, healthy) for incident in outcome.incidents],
@@ -80,6 +81,12 @@ def step_line(row: StepRow, steps: int) -> str:
     width = len(str(steps))
     time = f"{row.seconds * 1e3:6.0f} ms" if row.seconds else "        -"
     return f"step {row.step:{width}d}/{steps}  loss {row.loss:.6f}  grad norm {row.grad_norm:.4g}  {time}"
+
+
+def evaluation_line(step: int, values: Mapping[str, float]) -> str:
+    return f"evaluation after step {step}: " + ", ".join(
+        f"{name} {value:.6f}" for name, value in values.items()
+    )
 
 
 def incident_line(incident: Incident) -> str:
@@ -129,7 +136,7 @@ def resume_line(outcome: Outcome, folder: str) -> str | None:
 
 def summary_line(run: Mapping[str, Any]) -> str:
     """The last line of a run, from its document."""
-    if not run["losses"]:
+    if run["resumed_from"] >= run["steps"] or not run["losses"]:
         return f"nothing left to do: the checkpoint of step {run['resumed_from']} is the job's last"
     step, loss = list(run["losses"].items())[-1]
     count = len(run["incidents"])

@@ -30,6 +30,7 @@ from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.step_rows import begins_training
 from everstep.drive.thinking import Thinking
 from everstep.engine.beacon import BeaconReading
+from everstep.engine.evaluation import means
 from everstep.engine.faults import PlantedFault
 from everstep.engine.job import Job
 from everstep.launch.local.data import DataWaits
@@ -45,7 +46,9 @@ if TYPE_CHECKING:
 
 NODE, TASK = "here", "task"
 LOOK_EVERY_S = 0.02
-Watcher = Callable[[str, Any], None]  # ("step" | "incident" | "action" | "raised" | "data" | "tick", what)
+Watcher = Callable[
+    [str, Any], None
+]  # (kind, what): step, evaluation, checkpoint, incident, action, raised, data, tick
 
 
 class LocalTask:
@@ -125,7 +128,7 @@ class LocalTask:
                 self._close()
         if self.recovery is not None:
             self.outcome.incidents = self.recovery.incidents
-            done = self.recovery.recorded - self.outcome.resumed_from
+            done = min(self.recovery.recorded, self.job.steps) - self.outcome.resumed_from
             self.outcome.issued = done * self.job.microbatches_in_step
         return self.outcome
 
@@ -156,6 +159,10 @@ class LocalTask:
         """From now on its ops take so many times as long; 1: as long as they did."""
         fault = f"stage={worker.stage},replica={worker.replica},step=1,how=slow,factor={factor:g}"
         self.workers.plant(TASK, worker, (fault,) if factor != 1 else ())
+
+    def finish_early(self, because: str) -> None:
+        """After the step it is in, whose state is saved."""
+        self._driver.hear(msg.FinishRequested(task=TASK, because=because))
 
     def finish(self, because: str) -> None:
         """End the task now, in good order, before its last step."""
@@ -206,6 +213,7 @@ class LocalTask:
                 has_checkpoints=self.job.checkpoint is not None,
                 script=tuple(self.script or ()),
                 faults=tuple(fault.text() for fault in self.faults),
+                closes=self.job.evaluation is not None,
             )
         )
 
@@ -297,11 +305,22 @@ class LocalTask:
             case msg.CheckpointFound():
                 self.outcome.resumed_from, self.outcome.resumed_loss = report.step, report.loss
                 self.outcome.refused_checkpoints = list(report.refused)
+            case msg.TaskEvent(event=ev.CheckpointCommitted(step=step)):
+                self.watch("checkpoint", step)
             case msg.TaskEvent(event=ev.WorkerRaised() as raised):
                 self.watch("raised", (raised.worker, raised.error, raised.traceback))
         self._reports += 1
         event = msg.FromNode(node=NODE, boot=NODE, number=self._reports, report=report, sender=sender)
         self._driver.hear(event)
+
+    def _evaluated(self, record: act.RecordStep) -> None:
+        assert self.job.evaluation is not None
+        metrics = [name.rpartition(":")[2] for name in self.job.evaluation.metrics]
+        found = means(("loss", *metrics), (line for _, line in record.scores))
+        again = record.step - 1 in self.outcome.evaluations  # done again, from a kept state
+        self.outcome.evaluations[record.step - 1] = found
+        if not again:
+            self.watch("evaluation", (record.step - 1, found))
 
     def _look_at_data(self, report: msg.TimesReported) -> None:
         rows = self.outcome.steps.rows
@@ -322,6 +341,10 @@ class LocalTask:
                 self.watch("action", act.StartWorker(worker=worker, incarnation=incarnation, because=because))
 
     def _record(self, record: act.RecordStep, now: float) -> None:
+        if record.scores:
+            self._evaluated(record)
+        if not record.trains:
+            return
         row = self.outcome.add(record, now)
         if self._log is not None:
             self._log.write(row)

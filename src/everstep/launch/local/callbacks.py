@@ -1,0 +1,115 @@
+"""Callbacks: a user's own code, told of every step, evaluation, checkpoint and incident, each exactly once.
+
+They run in the launcher, between two turns of the run: never in a worker, and no fault of a worker reaches
+them. A step that is done again after a restore is told once; so is one that an earlier start had told of.
+What a callback raises ends that callback and not the run.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from everstep.core.words.incidents import Incident
+from everstep.drive.step_rows import StepRow
+from everstep.engine.job import Job
+from everstep.errors import UserError
+from everstep.launch.local.history import History
+from everstep.launch.local.report import incident_document
+from everstep.launch.local.run import LocalTask, Watcher
+
+METHODS = ("on_start", "on_step", "on_eval", "on_checkpoint", "on_incident", "on_end")
+
+
+class StepFunction:
+    """A function as a callback: it is told of steps."""
+
+    def __init__(self, function: Callable[[dict[str, Any]], Any]) -> None:
+        self.on_step = function
+
+
+def checked(callbacks: Any) -> list[Any]:
+    """What a user gave as callbacks."""
+    given = [callbacks] if not isinstance(callbacks, Sequence) else list(callbacks)
+    found = []
+    for callback in given:
+        if isinstance(callback, type):
+            raise UserError(
+                f"callbacks has the class {callback.__name__}; give an object: {callback.__name__}(...)."
+            )
+        if any(callable(getattr(callback, method, None)) for method in METHODS):
+            found.append(callback)
+        elif callable(callback):
+            found.append(StepFunction(callback))
+        else:
+            raise UserError(
+                f"callbacks has a {type(callback).__name__}, which has none of {', '.join(METHODS)}; give a "
+                "function of a step, or an object with some of these methods."
+            )
+    return found
+
+
+class CallbackWatcher:
+    """A watcher in front of another."""
+
+    def __init__(self, job: Job, callbacks: Sequence[Any], history: History, watch: Watcher) -> None:
+        self._job, self._history, self._watch = job, history, watch
+        self._callbacks = list(callbacks)
+        self._task: LocalTask | None = None
+        self._stopping = False
+
+    def __call__(self, kind: str, what: Any) -> None:
+        match kind, what:
+            case "tick", LocalTask():
+                if self._task is None and what.recovery is not None:
+                    self._begin(what)
+            case "step", StepRow():
+                row = self._row(what)
+                if self._history.step(row):
+                    self._tell("on_step", row)
+            case "evaluation", (step, values):
+                if self._history.evaluated(step, values):
+                    self._tell("on_eval", step, values)
+            case "checkpoint", step:
+                assert self._job.checkpoint is not None
+                self._tell("on_checkpoint", step, str(self._job.path(self._job.checkpoint.folder)))
+            case "incident", Incident() if self._task is not None:
+                self._tell("on_incident", incident_document(what, self._task.outcome, 0.0))
+        self._watch(kind, what)
+
+    def end(self, result: Any) -> None:
+        """`result`: None if the run has failed."""
+        if self._task is not None:
+            self._tell("on_end", result)
+        self._history.close()
+
+    def _begin(self, task: LocalTask) -> None:
+        self._task = task
+        self._history.begin(task.outcome.resumed_from)
+        self._tell("on_start", {"steps": self._job.steps, "resumed_from": task.outcome.resumed_from})
+
+    def _row(self, row: StepRow) -> dict[str, Any]:
+        document = row.document()
+        rate = self._job.optimizer.lr * self._job.rate(row.step - 1)
+        return {name: document[name] for name in ("step", "loss", "grad_norm", "seconds")} | {"lr": rate}
+
+    def _tell(self, method: str, *what: Any) -> None:
+        for callback in list(self._callbacks):
+            called = getattr(callback, method, None)
+            if called is None:
+                continue
+            try:
+                answer = called(*what)
+            except Exception as error:  # the user's code
+                self._callbacks.remove(callback)
+                name = type(callback).__name__
+                print(f"callback {name}.{method} raised {type(error).__name__}: {error}", file=sys.stderr)
+                traceback.print_exc(limit=20)
+                print(f"training continues without {name}", file=sys.stderr)
+                continue
+            if answer and self._task is not None and not self._stopping:
+                self._stopping = True
+                because = answer if isinstance(answer, str) else f"{type(callback).__name__} asked to stop"
+                self._task.finish_early(because)

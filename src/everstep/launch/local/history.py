@@ -1,0 +1,97 @@
+"""Steps and evaluations of every start of a run, in one file beside its checkpoints.
+
+A run that starts again after step s continues this file behind step s. Rows of later steps, which an earlier
+start had reached without saving them, are done again, and have the same numbers: whoever was told of them is
+not told a second time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from everstep.engine.job import Job
+from everstep.launch.local.outcome import Outcome
+
+NAME = "history.jsonl"
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class History:
+    """Without a folder it remembers this start only."""
+
+    folder: Path | None
+    steps: dict[int, Row] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    _file: TextIO | None = None
+
+    @staticmethod
+    def of(job: Job) -> History:
+        spec = job.checkpoint
+        remote = spec is None or "://" in spec.folder
+        history = History(None if remote or spec is None else job.path(spec.folder))
+        history._read()
+        return history
+
+    def begin(self, resumed_from: int) -> None:
+        """It is known now which step this start goes on from."""
+        if self.folder is None:
+            return
+        path = self.folder / NAME
+        if resumed_from == 0 and self.steps:  # another run, in the same folder
+            path.rename(path.with_suffix(".before.jsonl"))
+            self.steps.clear()
+            self.evaluations.clear()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def step(self, row: Row) -> bool:
+        """False: an earlier start, or an earlier attempt, has told of this step."""
+        is_new = row["step"] not in self.steps
+        self.steps[row["step"]] = row
+        if is_new:
+            self._write({"kind": "step", **row})
+        return is_new
+
+    def evaluated(self, step: int, values: dict[str, float]) -> bool:
+        is_new = step not in self.evaluations
+        self.evaluations[step] = values
+        if is_new:
+            self._write({"kind": "evaluation", "step": step, "values": values})
+        return is_new
+
+    def add_earlier(self, outcome: Outcome) -> None:
+        """What earlier starts have done, up to where this one has begun."""
+        earlier = {step: row for step, row in self.steps.items() if step <= outcome.resumed_from}
+        outcome.earlier_losses = {step: float(row["loss"]) for step, row in earlier.items()}
+        outcome.earlier_norms = {step: float(row["grad_norm"]) for step, row in earlier.items()}
+        for step, values in self.evaluations.items():
+            if step <= outcome.resumed_from:
+                outcome.evaluations.setdefault(step, values)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, line: Row) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+    def _read(self) -> None:
+        if self.folder is None or not (self.folder / NAME).is_file():
+            return
+        for text in (self.folder / NAME).read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+                kind, step = line.pop("kind"), int(line["step"])
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue  # a line that a crash has cut off
+            if kind == "step":
+                self.steps[step] = line
+            elif kind == "evaluation":
+                self.evaluations[step] = dict(line["values"])

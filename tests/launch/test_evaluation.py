@@ -1,0 +1,160 @@
+"""Real processes: evaluations of a run with deaths in them are those of a run without, to the bit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from everstep.checkpoint.folder import open_step
+from everstep.core.words.cluster_messages import Patience
+from everstep.core.words.ops import Worker
+from everstep.engine.faults import parse_fault
+from everstep.engine.job import CheckpointSpec, DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
+from everstep.launch.local.api import run_told
+from everstep.launch.local.outcome import Outcome
+from everstep.launch.local.run import LocalTask
+from everstep.node.fork_server import ForkServer
+from tests.launch.evaluated import Data, error, model
+
+JOB = Job(
+    model=ModelSpec(build="evaluated:model"),
+    data=DataSpec(build="evaluated:Data"),
+    optimizer=OptimizerSpec(lr=1e-2),
+    evaluation=EvaluationSpec(
+        every=4,
+        batches=13,
+        data=DataSpec(build="evaluated:Data", options={"seed": 1}),
+        metrics=["evaluated:error"],
+    ),
+    steps=10,
+    replicas=2,
+    stages=2,
+    microbatches=3,
+    base=str(Path(__file__).parent),
+)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[ForkServer]:
+    running = ForkServer(threads=1).start()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def clean(nursery: ForkServer) -> Outcome:
+    return run_told(JOB, watch=lambda kind, what: None, born=nursery)
+
+
+def test_the_loss_is_that_of_a_plain_loop_without_dropout(nursery: ForkServer, tmp_path: Path) -> None:
+    """After one step of one worker: the weights are in its checkpoint."""
+    job = replace(
+        JOB, steps=1, replicas=1, stages=1, checkpoint=CheckpointSpec(folder=str(tmp_path / "c"), interval=9)
+    )
+    outcome = run_told(job, watch=lambda kind, what: None, born=nursery)
+    made = model()
+    layers = torch.nn.ModuleDict({str(name): build() for name, build in made.layers.items()}).eval()
+    saved = open_step(tmp_path / "c", "step-00000001")
+    names = [name for name in saved.tensors if name.startswith("model/")]
+    layers.load_state_dict({name.removeprefix("model/"): t for name, t in saved.read(names).items()})
+    total = wrong = rows = 0.0
+    for number in range(13):
+        x, y = Data(1).batch(1, number)
+        with torch.no_grad():
+            for layer in layers.values():
+                x = layer(x)
+        total += float(torch.nn.functional.mse_loss(x, y)) * len(y)
+        wrong += float(error(x, y)[0])
+        rows += len(y)
+    assert outcome.evaluations[1] == {
+        "loss": pytest.approx(total / rows),
+        "error": pytest.approx(wrong / rows),
+    }
+
+
+def test_evaluations_are_distributed_and_come_after_the_last_step_too(clean: Outcome) -> None:
+    assert clean.failure is None
+    assert list(clean.evaluations) == [4, 8, 10]
+    assert [row.step for row in clean.rows] == list(range(1, 11))
+    assert clean.issued == clean.committed == 60
+
+
+def test_a_kill_in_an_evaluation_changes_nothing(nursery: ForkServer, clean: Outcome) -> None:
+    kills = (
+        "stage=1,replica=0,step=5,op=F1",
+        "stage=0,replica=1,step=9,op=F2",
+        "stage=1,replica=1,step=9,op=R",
+    )
+
+    def watch(kind: str, what: Any) -> None:
+        if kind == "step" and what.step == 10:
+            tasks[0].kill(Worker(0, 0))  # in the closing step, which only evaluates
+
+    tasks: list[LocalTask] = []
+    task = LocalTask(
+        JOB,
+        nursery=nursery,
+        faults=tuple(map(parse_fault, kills)),
+        watch=watch,
+        patience=Patience(restarts_per_node=99),
+    )
+    tasks.append(task)
+    outcome = task.run()
+    assert len(outcome.incidents) >= 3
+    assert outcome.evaluations == clean.evaluations
+    assert outcome.all_losses() == clean.all_losses()
+
+
+def test_another_shape_evaluates_the_same(nursery: ForkServer, clean: Outcome) -> None:
+    outcome = run_told(JOB.reshaped(1, 3), watch=lambda kind, what: None, born=nursery)
+    assert outcome.evaluations == clean.evaluations
+
+
+class Told:
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.steps: list[int] = []
+        self.evaluations: list[int] = []
+        self.checkpoints: list[int] = []
+        self.incidents = 0
+        self.stop_after = stop_after
+
+    def on_step(self, row: dict[str, Any]) -> str | None:
+        self.steps.append(row["step"])
+        return "it is good enough" if row["step"] == self.stop_after else None
+
+    def on_eval(self, step: int, values: dict[str, float]) -> None:
+        self.evaluations.append(step)
+
+    def on_checkpoint(self, step: int, folder: str) -> None:
+        self.checkpoints.append(step)
+
+    def on_incident(self, incident: dict[str, Any]) -> None:
+        self.incidents += 1
+
+
+def test_callbacks_hear_of_everything_once_over_deaths_restores_and_starts(
+    nursery: ForkServer, clean: Outcome, tmp_path: Path
+) -> None:
+    """Both workers of stage 1 die in step 8: the run goes back to step 6. Then it is stopped, and resumed."""
+    job = replace(JOB, checkpoint=CheckpointSpec(folder=str(tmp_path / "c"), interval=3, keep=9))
+    first, second, third = Told(stop_after=8), Told(), Told()
+    faults = tuple(parse_fault(f"stage=1,replica={replica},step=8,op=R") for replica in (0, 1))
+    outcome = run_told(job, [first], watch=lambda kind, what: None, born=nursery, faults=faults)
+    assert outcome.failure is None
+    reached = first.steps[-1]
+    assert first.steps == list(range(1, reached + 1))
+    assert first.checkpoints[-1] == reached  # a run that ends early is saved, too
+    assert 8 <= reached < 10
+    assert first.incidents >= 1
+    outcome = run_told(job, [second], watch=lambda kind, what: None, born=nursery)
+    assert outcome.resumed_from == reached
+    assert first.steps + second.steps == list(range(1, 11))
+    assert first.evaluations + second.evaluations == [4, 8, 10]
+    assert outcome.all_losses() == {row.step: row.loss for row in clean.rows}
+    assert outcome.evaluations == clean.evaluations
+    outcome = run_told(job, [third], watch=lambda kind, what: None, born=nursery)  # nothing is left
+    assert third.steps == []
+    assert outcome.all_losses()[10] == clean.rows[-1].loss
