@@ -59,6 +59,7 @@ def test_a_message_arrives_as_it_was_sent(what, numbers, microbatch, chunk, form
     "value",
     [
         Part((Microbatch(0, 1), Microbatch(1, 0)), ((Microbatch(0, 1), 2.5),), 6, (3.0, 0.0)),
+        Part((Microbatch(0, 1),), ((Microbatch(0, 1), 2.5),), 6, (3.0,), ((Microbatch(0, 1), (1.5, 2.0)),)),
     ],
 )
 def test_the_facts_of_a_part_and_of_a_copy_survive_the_wire(value: Part) -> None:

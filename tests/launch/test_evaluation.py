@@ -46,7 +46,7 @@ def nursery() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="module")
 def clean(nursery: ForkServer) -> Outcome:
-    return run_told(JOB, watch=lambda kind, what: None, born=nursery)
+    return run_told(JOB, watch=lambda kind, what: None, fork_server=nursery)
 
 
 def test_the_loss_is_that_of_a_plain_loop_without_dropout(nursery: ForkServer, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_the_loss_is_that_of_a_plain_loop_without_dropout(nursery: ForkServer, t
     job = replace(
         JOB, steps=1, replicas=1, stages=1, checkpoint=CheckpointSpec(folder=str(tmp_path / "c"), interval=9)
     )
-    outcome = run_told(job, watch=lambda kind, what: None, born=nursery)
+    outcome = run_told(job, watch=lambda kind, what: None, fork_server=nursery)
     made = model()
     layers = torch.nn.ModuleDict({str(name): build() for name, build in made.layers.items()}).eval()
     saved = open_step(tmp_path / "c", "step-00000001")
@@ -96,7 +96,7 @@ def test_a_kill_in_an_evaluation_changes_nothing(nursery: ForkServer, clean: Out
     tasks: list[LocalTask] = []
     task = LocalTask(
         JOB,
-        nursery=nursery,
+        fork_server=nursery,
         faults=tuple(map(parse_fault, kills)),
         watch=watch,
         patience=Patience(restarts_per_node=99),
@@ -109,7 +109,7 @@ def test_a_kill_in_an_evaluation_changes_nothing(nursery: ForkServer, clean: Out
 
 
 def test_another_shape_evaluates_the_same(nursery: ForkServer, clean: Outcome) -> None:
-    outcome = run_told(JOB.reshaped(1, 3), watch=lambda kind, what: None, born=nursery)
+    outcome = run_told(JOB.reshaped(1, 3), watch=lambda kind, what: None, fork_server=nursery)
     assert outcome.evaluations == clean.evaluations
 
 
@@ -142,19 +142,19 @@ def test_callbacks_hear_of_everything_once_over_deaths_restores_and_starts(
     job = replace(JOB, checkpoint=CheckpointSpec(folder=str(tmp_path / "c"), interval=3, keep=9))
     first, second, third = Told(stop_after=8), Told(), Told()
     faults = tuple(parse_fault(f"stage=1,replica={replica},step=8,op=R") for replica in (0, 1))
-    outcome = run_told(job, [first], watch=lambda kind, what: None, born=nursery, faults=faults)
+    outcome = run_told(job, [first], watch=lambda kind, what: None, fork_server=nursery, faults=faults)
     assert outcome.failure is None
     reached = first.steps[-1]
     assert first.steps == list(range(1, reached + 1))
     assert first.checkpoints[-1] == reached  # a run that ends early is saved, too
     assert 8 <= reached < 10
     assert first.incidents >= 1
-    outcome = run_told(job, [second], watch=lambda kind, what: None, born=nursery)
+    outcome = run_told(job, [second], watch=lambda kind, what: None, fork_server=nursery)
     assert outcome.resumed_from == reached
     assert first.steps + second.steps == list(range(1, 11))
     assert first.evaluations + second.evaluations == [4, 8, 10]
     assert outcome.all_losses() == {row.step: row.loss for row in clean.rows}
     assert outcome.evaluations == clean.evaluations
-    outcome = run_told(job, [third], watch=lambda kind, what: None, born=nursery)  # nothing is left
+    outcome = run_told(job, [third], watch=lambda kind, what: None, fork_server=nursery)  # nothing is left
     assert third.steps == []
     assert outcome.all_losses()[10] == clean.rows[-1].loss
