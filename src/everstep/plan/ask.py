@@ -111,15 +111,17 @@ def think(asked: PlanQuestion) -> Decision:
 
 def question(view: ClusterView, now: float, measured: Measurements) -> PlanQuestion | None:
     tasks = [t for t in view.tasks.values() if t.state not in OVER and t.state is not TaskState.PAUSED]
-    nodes = tuple(_node(view, node, now, measured) for node in view.nodes.values())
+    unit = _slots_per_worker(tasks)
+    nodes = tuple(_node(view, node, now, measured, unit) for node in view.nodes.values())
     capacity = sum(node.slots for node in nodes if not node.lost)
     if not tasks or not capacity:
         return None
     slots = sum(node.slots for node in nodes)
+    numbers: dict[str, int] = {}  # with shards, the workers of a node are numbered as they come
     return PlanQuestion(
         nodes=nodes,
         tasks=tuple(_spec(view, task, measured.of(task.name), slots) for task in tasks),
-        places=tuple((task.name, _places(task)) for task in tasks if task.seats),
+        places=tuple((task.name, _places(task, unit, numbers)) for task in tasks if task.seats),
         shapes=tuple(
             (task.name, ParallelShape(task.shape.replicas, task.shape.stages)) for task in tasks if task.seats
         ),
@@ -127,7 +129,15 @@ def question(view: ClusterView, now: float, measured: Measurements) -> PlanQuest
     )
 
 
-def _node(view: ClusterView, node: Node, now: float, measured: Measurements) -> PlanNode:
+def _slots_per_worker(tasks: list[RunningTask]) -> int:
+    """A worker with shards takes as many slots of one node. Where tasks differ in that, workers are counted
+    as slots: a task may then get fewer than the planner gave it.
+    """
+    sizes = {task.shape.shards for task in tasks}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def _node(view: ClusterView, node: Node, now: float, measured: Measurements, unit: int) -> PlanNode:
     lost = node.admin is not NodeAdmin.UP or not node.reachable
     back_at = node.back_at
     if back_at is None and node.admin is NodeAdmin.ISOLATED and node.reachable:
@@ -138,7 +148,7 @@ def _node(view: ClusterView, node: Node, now: float, measured: Measurements) -> 
         back_in_s = max(1.0, left) if left > 0 else None
     return PlanNode(
         name=node.name,
-        slots=node.slots,
+        slots=node.slots // unit,
         lost=lost,
         back_in_s=rounded(back_in_s) if lost and back_in_s is not None else None,
     )
@@ -153,11 +163,17 @@ def _running_s(view: ClusterView, now: float) -> float:
     return rounded((usual_s + max(0.0, now - began)) / (1 + seen))
 
 
-def _places(task: RunningTask) -> tuple[SlotPlace | None, ...]:
+def _places(task: RunningTask, unit: int, numbers: dict[str, int]) -> tuple[SlotPlace | None, ...]:
     seats = {worker: seat for worker, seat in task.seats.items() if not seat.leaving}
-    return tuple(
-        SlotPlace(seats[w].node, seats[w].slot) if w in seats else None for w in task.shape.workers()
-    )
+    found: list[SlotPlace | None] = []
+    for worker in task.shape.workers():
+        seat = seats.get(worker)
+        if seat is None or unit == 1:
+            found.append(None if seat is None else SlotPlace(seat.node, seat.slot))
+            continue
+        found.append(SlotPlace(seat.node, numbers.get(seat.node, 0)))
+        numbers[seat.node] = numbers.get(seat.node, 0) + 1
+    return tuple(found)
 
 
 def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: int) -> TaskSpec:
@@ -268,7 +284,8 @@ def _shape(task: RunningTask, choice: TaskOption) -> Shape:
     if choice.shape is None:
         return task.shape
     total = task.shape.replicas * task.shape.microbatches
-    return Shape(choice.shape.replicas, choice.shape.stages, total // choice.shape.replicas)
+    replicas, stages = choice.shape.replicas, choice.shape.stages
+    return replace(task.shape, replicas=replicas, stages=stages, microbatches=total // replicas)
 
 
 def in_shape(job: Any, shape: Shape) -> Any:
