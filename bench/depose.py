@@ -99,20 +99,21 @@ class Watch:
 
     def __init__(self, addresses: dict[str, str]) -> None:
         self.addresses, self.both, self.looks = addresses, 0, 0
-        self.leads: dict[str, bool] = {}
+        self.leads = dict.fromkeys(addresses, False)
         self.over = False
-        threading.Thread(target=self._run, daemon=True).start()
+        for name in addresses:  # one each: a stopped one answers late
+            threading.Thread(target=self._run, args=(name,), daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, name: str) -> None:
         while not self.over:
-            self.leads = {name: self._leads(address) for name, address in self.addresses.items()}
+            self.leads[name] = self._leads(self.addresses[name])
             self.looks += 1
             self.both += all(self.leads.values())
             time.sleep(0.05)
 
     def _leads(self, address: str) -> bool:
         try:
-            with urllib.request.urlopen(f"{address}/v1/health", timeout=0.3) as answer:
+            with urllib.request.urlopen(f"{address}/v1/health", timeout=2) as answer:
                 return bool(json.load(answer)["leads"])
         except (OSError, ValueError):
             return False
@@ -165,7 +166,11 @@ def run(times: int, folder: Path, say: Any) -> dict[str, Any]:
             cluster.submit(job)
             cluster.step_reached(1)
             for number in range(times):
-                rows.append(deposed(number, cluster, watch, proxies, impostor))
+                try:
+                    rows.append(deposed(number, cluster, watch, proxies, impostor))
+                except TimeoutError:
+                    say(cluster.logs()[-6000:])
+                    raise
                 say(json.dumps(rows[-1]))
             last = cluster.task()["step"] + 3
             cluster.step_reached(last)

@@ -83,7 +83,8 @@ def _plausible(event: msg.ClusterEvent) -> bool:
     """What an operator asks for has passed the API's own checks, and slots those of the agent's hello."""
     if isinstance(event, msg.TaskSubmitted | msg.ReshapeRequested):
         shape = event.shape
-        return 0 < shape.replicas < 9 and 0 < shape.stages < 9 and 0 < shape.microbatches < 9
+        counts = (shape.replicas, shape.stages, shape.microbatches, shape.shards)
+        return all(0 < count < 9 for count in counts)
     if isinstance(event, msg.NodeJoined):
         return 1 <= event.slots <= 4096
     own = (msg.PlanAnswered, msg.AssignmentChosen, msg.PolicySet, msg.SlownessFound, msg.SlownessEnded)
