@@ -14,10 +14,11 @@ import pytest
 
 from everstep.cli.client import Client
 from everstep.core.words import cluster_messages as msg
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, UserError
 from everstep.server.daemon import Daemon
 from everstep.server.gateway import Gateway, text_of
-from everstep.server.journal import SqliteJournal
+from everstep.server.journal import LostLeadership, SqliteJournal
+from everstep.server.serve import _lead
 from everstep.server.step_files import StepFiles
 from everstep.server.term import pack
 from harness.etcd import ABSENT, BINARY, Etcd
@@ -209,3 +210,34 @@ def test_rows_that_were_journaled_at_once_are_all_in_the_file_in_the_end(tmp_pat
     StepFiles(tmp_path, print).complete("t", rows)
     lines = (tmp_path / "tasks" / "t.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_a_deposed_coordinator_that_cannot_reach_its_journal_stands_by_until_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by bench/depose.py: it ended, and there was no standby any more."""
+    monkeypatch.setattr("everstep.server.serve.OPEN_AGAIN_S", 0.001)
+
+    class Cut:
+        opened = 0
+
+        async def open(self) -> None:
+            self.opened += 1
+            if 1 < self.opened < 5:
+                raise UserError("no etcd answers.")
+
+        async def campaign(self) -> None: ...
+
+        async def close(self) -> None: ...
+
+    class Terms:
+        led = 0
+
+        async def lead(self) -> None:
+            self.led += 1
+            raise LostLeadership("the lease is lost") if self.led == 1 else asyncio.CancelledError
+
+    journal, terms = Cut(), Terms()
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(_lead(terms, journal))  # type: ignore[arg-type]
+    assert (terms.led, journal.opened) == (2, 5)

@@ -20,6 +20,7 @@ from everstep.server.record import SILENCE_S, ClusterRecord
 from everstep.server.scalars import TaskScalars
 from everstep.server.traces import IncidentTraces
 
+OPEN_AGAIN_S = 1.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -115,14 +116,25 @@ async def serve(
 
 async def _lead(daemon: Daemon, journal: Journal) -> None:
     """One term after the other; between two of them this coordinator stands by."""
+    await journal.open()
     while True:
-        await journal.open()
         await journal.campaign()
         try:
             await daemon.lead()
         except LostLeadership as error:
             print(f"coordinator: {error}; on standby", file=sys.stderr, flush=True)
             await journal.close()
+            await _open_again(journal)
+
+
+async def _open_again(journal: Journal) -> None:
+    """For ever: what has cut this coordinator off may last, and a standby that ends is none."""
+    while True:
+        try:
+            return await journal.open()
+        except UserError as error:
+            print(f"coordinator: {error} Trying again.", file=sys.stderr, flush=True)
+            await asyncio.sleep(OPEN_AGAIN_S)
 
 
 def _listeners(record: ClusterRecord, settings: ServerSettings) -> list[IncidentTraces | TaskScalars]:
