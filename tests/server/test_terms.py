@@ -14,6 +14,7 @@ import pytest
 
 from everstep.cli.client import Client
 from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
 from everstep.errors import EverstepError, UserError
 from everstep.server.daemon import Daemon
 from everstep.server.gateway import Gateway, text_of
@@ -241,3 +242,18 @@ def test_a_deposed_coordinator_that_cannot_reach_its_journal_stands_by_until_it_
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(_lead(terms, journal))  # type: ignore[arg-type]
     assert (terms.led, journal.opened) == (2, 5)
+
+
+def test_an_event_that_no_agent_may_report_does_not_end_the_coordinator(tmp_path: Path) -> None:
+    """Found by the fuzz: it had no words, so the coordinator ended, and again at every restart."""
+    report = msg.TaskEvent(task="t", event=ev.TrainingStalled(because="says who?"))
+    asyncio.run(
+        started(
+            tmp_path,
+            more=[
+                (1.0, msg.NodeJoined(node="a", boot="1", slots=1, host="h")),
+                (2.0, msg.FromNode(node="a", boot="1", number=1, report=report)),
+            ],
+        )
+    )
+    asyncio.run(started(tmp_path, more=[]))

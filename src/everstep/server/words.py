@@ -164,7 +164,10 @@ def event(one: msg.ClusterEvent) -> str:
         inner = inner.event
     known = {name: getattr(inner, name) for name in inner.__slots__}
     shown = {"task": task, "node": getattr(one, "node", "")} | known
-    return EVENTS[type(inner)].format(**shown)[:MOST_TEXT]
+    words = EVENTS.get(
+        type(inner), "an event that no node may report"
+    )  # it was refused, but is in the journal
+    return words.format(**shown)[:MOST_TEXT]
 
 
 def script() -> str:
