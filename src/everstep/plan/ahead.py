@@ -27,7 +27,7 @@ from everstep.plan.ask import ClusterView, question, think
 from everstep.plan.measured import Measurements
 
 MOST_READY = 256
-LOOKED_AT = 8  # events whose question is made at once
+LOOKED_AT = 2  # events whose question is made at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from everstep.plan.measured import Measurements, TaskMeasurements
 from everstep.plan.offers import ChangeTimes
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.shape import ParallelShape
-from everstep.plan.shapes import offered, rounded, throughput_now, throughput_of
+from everstep.plan.shapes import learn, offered, rounded, throughput_now, throughput_of
 from everstep.plan.task import TaskSpec
 from everstep.plan.weigh import KINDS, weigh, with_only
 
@@ -185,6 +185,7 @@ def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: 
         and task.state in (TaskState.RUNNING, TaskState.WAITING)
     )
     stages = range(max(1, task.request.least_stages), task.request.most_stages + 1) if may_change else None
+    learn(task.shape, known, task.speeds.slow)
     offers = offered(task.shape, stages, slots, known, task.speeds.slow)
     best = [max(offer.at(w) for offer in offers) for w in range(len(offers[0].throughput))]
     seats = {worker for worker, seat in task.seats.items() if not seat.leaving}

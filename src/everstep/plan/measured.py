@@ -24,6 +24,7 @@ class TaskMeasurements:
     """Of one task."""
 
     steps: dict[Placed, deque[float]] = field(default_factory=dict)
+    off_by: dict[Placed, float] = field(default_factory=dict)  # step over bound, when last there
     reshape_s: float | None = None  # of the last change of shape
     instance: Instance | None = None  # op times in the shape it has
     last_at: float | None = None  # when its last step was recorded

@@ -1,8 +1,10 @@
 """The throughput of a running task in every shape it may take: measured where it was tried, else modelled.
 
-In the work of one worker: a step's work, in seconds of ops, over the time of the step. For a shape that was
-never tried the work is spread evenly over its stages and the step takes what the scheduler's bound says,
-times what the bound has been off by in the shape the task has now.
+In the work of one worker: a step's work, in seconds of ops, over the time of the step. A step takes what the
+scheduler's bound says for the op times measured now, times what the bound was off by when the task was last
+in that shape with so many workers. For one that was never tried the work is spread over its stages, and the
+bound is off by as much as in the shape the task has now. Rejected: the seconds measured there; machines were
+as busy as they were then, and the difference to now would look like a reason to move.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from everstep.schedule.instance import Grid, Instance, uniform
 MODE = "staggered"
 MOST_WORKERS = 64  # of a shape that the task does not have: larger ones are not offered
 MOST_SHAPES = 24
+SMALL = 16  # workers
 DIGITS = 2  # significant ones of a measured time: noise must not make another question of the same one
 
 
@@ -35,7 +38,7 @@ def offered(
     """`stages`: how many it may be cut into, beside as many as it is cut into now; None: no other shape."""
     base = _base(shape, known, slow)
     work = _work(base)
-    off = _off_by(shape, base, known)
+    off = _off_by(shape, known)
     found = [_offer(shape, base, work, off, known)]
     if stages is not None:
         found += [
@@ -52,12 +55,9 @@ def throughput_now(
     if len({w.stage for w in shape.workers() if w not in dead}) < shape.stages:
         return 0.0
     base = _base(shape, known, slow)
-    placed = (shape.replicas, shape.stages, len(shape.workers()) - len(dead))
-    measured = known.step_s(placed)
-    seconds = (
-        rounded(measured) if measured else _period(replace(base, dead=dead)) * _off_by(shape, base, known)
-    )
-    return _work(base) / seconds
+    workers = len(shape.workers()) - len(dead)
+    off = known.off_by.get((shape.replicas, shape.stages, workers), _off_by(shape, known))
+    return _work(base) / (off * _period(replace(base, dead=dead)))
 
 
 def throughput_of(shape: Shape, workers: int) -> float:
@@ -120,19 +120,29 @@ def _work(base: Instance) -> float:
     return base.replicas * base.microbatches * sum(_stage_work(base))
 
 
-def _off_by(shape: Shape, base: Instance, known: TaskMeasurements) -> float:
-    """What the bound is off by where this shape was measured last."""
+def learn(shape: Shape, known: TaskMeasurements, slow: Mapping[Worker, float]) -> None:
+    """What the bound is off by where the task is now."""
+    if known.instance is None or known.last is None or known.last[:2] != (shape.replicas, shape.stages):
+        return
+    measured = known.step_s(known.last)
+    if measured and known.last[2] >= shape.stages:
+        dead = _balanced(shape, known.last[2])
+        bound = _period(replace(_base(shape, known, slow), dead=dead))
+        known.off_by[known.last] = rounded(max(1.0, measured / bound))
+
+
+def _off_by(shape: Shape, known: TaskMeasurements) -> float:
+    """Where this shape was measured last with most of its workers; 1: never."""
     for workers in range(shape.replicas * shape.stages, shape.stages - 1, -1):
-        measured = known.step_s((shape.replicas, shape.stages, workers))
-        if measured:
-            return max(1.0, rounded(measured) / _period(replace(base, dead=_balanced(shape, workers))))
+        if (off := known.off_by.get((shape.replicas, shape.stages, workers))) is not None:
+            return off
     return 1.0
 
 
 def _others(shape: Shape, stages: range, most_workers: int) -> list[Shape]:
     total = shape.replicas * shape.microbatches
     found = [
-        Shape(replicas, count, total // replicas)
+        replace(shape, replicas=replicas, stages=count, microbatches=total // replicas)
         for count in sorted({*stages, shape.stages}, key=lambda s: (abs(s - shape.stages), s))
         for replicas in range(1, total + 1)
         if total % replicas == 0
@@ -172,15 +182,21 @@ def _largest(stages: int, layers: int) -> float:
 
 
 def _offer(shape: Shape, base: Instance, work: float, off: float, known: TaskMeasurements) -> Offer:
-    places = shape.replicas * shape.stages
-    throughput = [0.0] * (places + 1)
-    for workers in range(shape.stages, places + 1):
-        measured = known.step_s((shape.replicas, shape.stages, workers))
-        seconds = (
-            rounded(measured) if measured else off * _period(replace(base, dead=_balanced(shape, workers)))
-        )
+    throughput = [0.0] * (shape.replicas * shape.stages + 1)
+    for workers in _counts(shape):
+        seconds = _period(replace(base, dead=_balanced(shape, workers)))
+        seconds *= known.off_by.get((shape.replicas, shape.stages, workers), off)
         throughput[workers] = work / seconds
     return Offer(shape=ParallelShape(shape.replicas, shape.stages), throughput=tuple(throughput))
+
+
+def _counts(shape: Shape) -> list[int]:
+    """Numbers of workers that are looked at: of a large shape whole replicas, and the last few."""
+    places = shape.replicas * shape.stages
+    every = range(shape.stages, places + 1)
+    if places <= SMALL:
+        return list(every)
+    return [n for n in every if n % shape.stages == 0 or places - n < max(shape.stages, 4)]
 
 
 def _balanced(shape: Shape, workers: int) -> frozenset[Worker]:

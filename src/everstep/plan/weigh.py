@@ -18,6 +18,7 @@ from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.task import TaskSituation
 
 MOST_TASKS = 16  # whose alternatives are weighed
+LARGE = 20_000  # tasks x slots: from here on those of one task only
 KINDS = (
     frozenset({OptionKind.KEEP, OptionKind.REROUTE}),
     frozenset({OptionKind.GROW}),
@@ -31,7 +32,8 @@ KINDS = (
 def weigh(decision: Decision, names: Sequence[str] | None = None) -> tuple[WeighedOption, ...]:
     """The chosen option of each task first, then its alternatives, the best first."""
     found: list[WeighedOption] = []
-    for name in (list(decision.choices) if names is None else list(names))[:MOST_TASKS]:
+    is_large = len(decision.choices) * decision.period.cluster.capacity > LARGE
+    for name in list(decision.choices if names is None else names)[: 1 if is_large else MOST_TASKS]:
         chosen = decision.choices[name]
         rows = [_weighed(decision, decision, name)]
         rivals = [r for kinds in KINDS if (r := with_only(decision, name, kinds)) is not None]

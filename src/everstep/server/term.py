@@ -33,7 +33,7 @@ from everstep.server.record import ClusterRecord
 from everstep.server.returns import Returns
 
 TICK_S = 0.05
-AHEAD_S = 0.5  # between two answers of the planner that are prepared
+AHEAD_S, AHEAD_SHARE = 0.5, 0.02  # between two answers that are prepared, and the share of time for it
 SNAPSHOT_EVERY = 5000  # entries
 REPLAYED_AT_ONCE = 100  # entries, before the loop may do something else: the lease must be kept alive
 _ZIPPED = b"z"
@@ -200,7 +200,7 @@ class Term:
         """`_tick` looks often enough."""
 
     async def _tick(self) -> None:
-        last = looked_ahead = time.monotonic()
+        last = ahead_at = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
@@ -211,9 +211,10 @@ class Term:
             for node, silent_s in self.hearts.fell_silent(now):
                 self.hear(msg.NodeFellSilent(node=node, silent_s=silent_s))
             self.driver.look_at_clock()
-            if now - looked_ahead > AHEAD_S:
-                looked_ahead = now
+            if now > ahead_at:
                 self.thinking.think_ahead(self.machine, self._clock())
+                took_s = time.monotonic() - now
+                ahead_at = now + max(AHEAD_S, took_s / AHEAD_SHARE)
 
     # -------------------------------------------------------------- the journal
 

@@ -1,0 +1,356 @@
+"""Faults of machines and networks, on machines that share nothing but a network (`harness/machines.py`).
+
+    python -m bench.machines                      every fault once
+    python -m bench.machines off cut --tries 5    some of them, several times
+
+Needs root; elsewhere it says why and ends with 0 if `--skip` is given. One task of 2 x 2 workers on three
+machines of two slots, a coordinator on a fourth; `coordinator-lost` has three coordinators and an etcd of
+three members. For each fault: are the losses those of a failure-free run, was every microbatch counted once,
+which machines were blamed, and how long was the longest time without a step from the fault on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.cli.client import Client
+from everstep.engine.job import Job
+from everstep.launch.local.api import run_job
+from harness.cluster import EVERSTEP, small_job
+from harness.machines import Machines, absent, inside
+
+TOKEN = "machines"
+STEPS, FAULT_AT = 24, 5
+NODES = ("n1", "n2", "n3")
+WHOLE_RATE = 12.5e6  # bytes/s of every cable, where bandwidth is the fault
+_SKEW = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+#include <sys/time.h>
+static const long OFF = 30;
+int clock_gettime(clockid_t id, struct timespec *at) {
+  static int (*real)(clockid_t, struct timespec *);
+  if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+  int rc = real(id, at);
+  if (!rc && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) at->tv_sec += OFF;
+  return rc;
+}
+time_t time(time_t *to) {
+  struct timespec at;
+  clock_gettime(CLOCK_REALTIME, &at);
+  if (to) *to = at.tv_sec;
+  return at.tv_sec;
+}
+int gettimeofday(struct timeval *to, void *zone) {
+  struct timespec at;
+  clock_gettime(CLOCK_REALTIME, &at);
+  to->tv_sec = at.tv_sec;
+  to->tv_usec = at.tv_nsec / 1000;
+  return 0;
+}
+"""
+
+
+@dataclass
+class Scene:
+    """The machines, what runs on them, and the machine that is hit."""
+
+    machines: Machines
+    coordinators: list[str]
+    victim: str = ""
+    more: dict[str, dict[str, str]] = field(default_factory=dict)  # environment of a machine's processes
+
+    @property
+    def client(self) -> Client:
+        addresses = ",".join(f"http://{self.machines[c].address}:7077" for c in self.coordinators)
+        for address in addresses.split(","):
+            client = Client(address=address, token=TOKEN)
+            with contextlib.suppress(Exception):
+                if client.get("/v1/health")["leads"]:
+                    return client
+        raise ConnectionError("no coordinator leads")
+
+    def until(self, true: Callable[[], Any], what: str, within_s: float = 180.0) -> Any:
+        deadline = time.monotonic() + within_s
+        while True:
+            with contextlib.suppress(Exception):
+                if found := true():
+                    return found
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {within_s:g} s: {what}")
+            time.sleep(0.1)
+
+    def task(self) -> Any:
+        return self.client.get("/v1/tasks/job")
+
+    def start_agent(self, name: str) -> None:
+        machine = self.machines[name]
+        through = ",".join(f"http://{c}:7077" for c in self.coordinators)
+        command = [*EVERSTEP, "agent", "--node", name, "--slots", "2", "--host", machine.address]
+        token = {"EVERSTEP_TOKEN": TOKEN, **self.more.get(name, {})}
+        machine.start([*command, "--coordinator", through], "agent.log", token)
+
+    def start_coordinator(self, name: str, etcd: str = "") -> None:
+        machine = self.machines[name]
+        command = [*EVERSTEP, "coordinator", "--host", "0.0.0.0", "--port", "7077", "--name", name]
+        command += ["--state", str(machine.folder / "state")] + (["--etcd", etcd] if etcd else [])
+        machine.start(command, "coordinator.log", {"EVERSTEP_TOKEN": TOKEN})
+
+    def kill_worker(self) -> None:
+        """One worker process on the victim."""
+        rows = self.client.get("/v1/tasks/job/readings")["workers"]
+        pid = next(row["pid"] for row in rows if row["node"] == self.victim)
+        self.machines[self.victim].run("kill", "-9", str(pid))
+
+
+def off(scene: Scene) -> None:
+    scene.machines.switch_off(scene.victim)
+
+
+def cut(scene: Scene, *, into: bool = True, seconds: float = 5.0) -> None:
+    switch = scene.machines.switch
+    switch.out[scene.victim].is_cut, switch.into[scene.victim].is_cut = True, into
+    time.sleep(seconds)
+    switch.heal([scene.victim])
+
+
+def one_way(scene: Scene) -> None:
+    cut(scene, into=False)
+
+
+def returns(scene: Scene) -> None:
+    """Cut until it is given up; then its late messages arrive."""
+    switch = scene.machines.switch
+    switch.out[scene.victim].is_cut = switch.into[scene.victim].is_cut = True
+
+    def given_up() -> bool:
+        nodes = scene.client.get("/v1/status")["nodes"]
+        return any(n["node"] == scene.victim and n["state"] == "gone" for n in nodes)
+
+    scene.until(given_up, "the node is given up")
+    time.sleep(3.0)
+    switch.heal([scene.victim])
+
+
+def loss(scene: Scene) -> None:
+    switch = scene.machines.switch
+    switch.out[scene.victim].loss = switch.into[scene.victim].loss = 0.05
+
+
+def delay(scene: Scene) -> None:
+    switch = scene.machines.switch
+    switch.out[scene.victim].delay_s = switch.into[scene.victim].delay_s = 0.1
+    time.sleep(20.0)
+    switch.heal([scene.victim])
+
+
+def bandwidth(scene: Scene) -> None:
+    switch = scene.machines.switch
+    switch.out[scene.victim].bytes_per_s = switch.into[scene.victim].bytes_per_s = 0.1 * WHOLE_RATE
+    time.sleep(20.0)
+    switch.heal([scene.victim])
+
+
+def full_disk(scene: Scene) -> None:
+    """The machine's own disk is full, and then one of its workers dies."""
+    fill = "dd if=/dev/zero of=/tmp/full bs=1M 2>/dev/null; true"
+    scene.machines[scene.victim].run("sh", "-c", fill)
+    scene.kill_worker()
+
+
+def no_names(scene: Scene) -> None:
+    """No name can be looked up any more, and then a worker dies."""
+    for machine in scene.machines.all.values():
+        machine.run("sh", "-c", "echo '127.0.0.1 localhost' > /etc/hosts")
+    scene.kill_worker()
+
+
+def skew(scene: Scene) -> None:
+    """Its clock is 30 s ahead from the beginning; a worker of it dies."""
+    scene.kill_worker()
+
+
+def coordinator_lost(scene: Scene) -> None:
+    """The machine of the coordinator that leads, with its member of etcd; then a worker dies."""
+    leads = next(
+        c
+        for c in scene.coordinators
+        if Client(address=f"http://{scene.machines[c].address}:7077", token=TOKEN).get("/v1/health")["leads"]
+    )
+    scene.machines.switch_off(leads)
+    scene.coordinators.remove(leads)
+    scene.until(lambda: scene.client, "another coordinator leads")
+    scene.until(lambda: all(n["connected"] for n in scene.client.get("/v1/status")["nodes"]), "agents came")
+    scene.kill_worker()
+
+
+FAULTS: dict[str, Callable[[Scene], None]] = {
+    "off": off,
+    "cut": cut,
+    "one-way": one_way,
+    "returns": returns,
+    "loss": loss,
+    "delay": delay,
+    "bandwidth": bandwidth,
+    "full-disk": full_disk,
+    "no-names": no_names,
+    "skew": skew,
+    "coordinator-lost": coordinator_lost,
+}
+
+
+def etcd(machines: Machines, names: list[str]) -> str:
+    cluster = ",".join(f"{n}=http://{machines[n].address}:2380" for n in names)
+    arch = {"ETCD_UNSUPPORTED_ARCH": "arm64"} if platform.machine() == "aarch64" else {}
+    for name in names:
+        here = machines[name]
+        client, peer = f"http://{here.address}:2379", f"http://{here.address}:2380"
+        options = {
+            "name": name,
+            "data-dir": "/tmp/etcd",
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": cluster,
+            "log-outputs": "stderr",
+        }
+        words = [word for key, value in options.items() for word in (f"--{key}", value)]
+        here.start([shutil.which("etcd") or "etcd", *words], "etcd.log", arch)
+    return ",".join(f"http://{machines[n].address}:2379" for n in names)
+
+
+def attempt(fault: str, folder: Path, clean: dict[int, float], seed: int) -> dict[str, Any]:
+    """One try: a fresh set of machines."""
+    coordinators = ["c1", "c2", "c3"] if fault == "coordinator-lost" else ["c1"]
+    with Machines(folder, [*coordinators, *NODES], seed) as machines:
+        scene = Scene(machines, list(coordinators))
+        if fault == "skew":
+            scene.more["n2"] = {"LD_PRELOAD": str(_skewed(folder))}
+        if fault == "bandwidth":
+            for name in NODES:
+                machines.switch.out[name].bytes_per_s = machines.switch.into[name].bytes_per_s = WHOLE_RATE
+        endpoints = etcd(machines, coordinators) if fault == "coordinator-lost" else ""
+        for name in coordinators:
+            scene.start_coordinator(name, endpoints)
+        scene.until(lambda: scene.client, "a coordinator leads")
+        for name in NODES:
+            scene.start_agent(name)
+        scene.until(lambda: len(scene.client.get("/v1/status")["nodes"]) == len(NODES), "all agents joined")
+        job = small_job(machines.shared, steps=STEPS, microbatches=2, memory_interval=1)
+        scene.client.post("/v1/tasks", {"name": "job", "job": job})
+        scene.until(lambda: scene.task()["step"] >= FAULT_AT, "training has begun")
+        seats = {seat["node"] for seat in scene.task()["seats"]}
+        scene.victim = "n2" if "n2" in seats else sorted(seats)[0]
+        began = time.time()
+        FAULTS[fault](scene)
+
+        def over() -> Any:
+            task = scene.task()
+            return task if task["state"] in ("finished", "failed", "cancelled") else None
+
+        task = scene.until(over, "the task is over", within_s=300)
+        return _judged(scene, task, clean, began)
+
+
+def _judged(scene: Scene, task: Any, clean: dict[int, float], began: float) -> dict[str, Any]:
+    rows = {row["step"]: row for row in task["rows"]}
+    times = [began, *sorted(row["at"] for row in rows.values() if row["at"] > began)]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    incidents = scene.client.get("/v1/incidents")
+    nodes = scene.client.get("/v1/status")["nodes"]
+    blamed = {i["node"] for i in incidents if i.get("node") and i.get("stopped_training")}
+    blamed |= {n["node"] for n in nodes if n["state"] in ("isolated", "lemon", "gone")}
+    return {
+        "state": task["state"],
+        "because": task["because"],
+        "losses_equal": {step: row["loss"] for step, row in rows.items()} == clean,
+        "issued": task["microbatches"]["issued"],
+        "committed": task["microbatches"]["committed"],
+        "blamed": sorted(blamed),
+        "wrongly": sorted(blamed - {scene.victim}),
+        "longest_s": max(gaps, default=0.0),
+        "usual_s": sorted(gaps)[len(gaps) // 2] if gaps else 0.0,
+        "incidents": len(incidents),
+        "open": sum(i["closed_at"] is None for i in incidents),
+    }
+
+
+def _skewed(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    source, made = folder / "skew.c", folder / "skew.so"
+    source.write_text(_SKEW)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(made), str(source), "-ldl"], check=True)
+    return made
+
+
+def line(fault: str, tries: list[dict[str, Any]]) -> str:
+    done = [t for t in tries if "error" not in t]
+    good = sum(t["losses_equal"] and t["state"] == "finished" for t in done)
+    once = sum(t["issued"] == t["committed"] for t in done)
+    right = sum(not t["wrongly"] for t in done)
+    longest = sorted(t["longest_s"] for t in done)
+    seconds = f"{longest[len(longest) // 2]:.1f} ({longest[-1]:.1f})" if longest else "-"
+    n = len(tries)
+    return f"| {fault} | {n} | {good}/{n} | {once}/{n} | {right}/{n} | {seconds} |"
+
+
+def main() -> int:
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"of {', '.join(FAULTS)}; none: all")
+    parser.add_argument("--tries", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
+    parser.add_argument("--skip", action="store_true", help="end with 0 where there can be no machines")
+    given = parser.parse_args()
+    if unknown := set(given.faults) - set(FAULTS):
+        parser.error(f"{sorted(unknown)[0]!r} is not a fault; choose from {', '.join(FAULTS)}.")
+    if why := absent():
+        print(f"no machines: {why}.", file=sys.stderr)
+        return 0 if given.skip else 2
+    inside(["-m", "bench.machines", *sys.argv[1:]])
+    folder = Path(tempfile.mkdtemp(prefix="everstep-machines-", dir="/var/tmp"))
+    outcome = run_job(Job.from_dict(small_job(folder, steps=STEPS, microbatches=2)))
+    clean = {step: row.loss for step, row in outcome.by_step().items()}
+    table = [
+        "| fault | tries | same losses | counted once | right machine | longest without a step, s (worst) |",
+        "|---|---|---|---|---|---|",
+    ]
+    bad = 0
+    for fault in given.faults or FAULTS:
+        tries = []
+        for number in range(given.tries):
+            try:
+                found = attempt(fault, folder / f"{fault}-{number}", clean, given.seed + number)
+            except Exception as error:  # a try that fails is a row of the table
+                traceback.print_exc()
+                found = {"error": str(error)}
+            tries.append(found)
+            print(json.dumps({"fault": fault, **found}), file=sys.stderr, flush=True)
+            bad += "error" in found or not found["losses_equal"] or bool(found["wrongly"])
+        table.append(line(fault, tries))
+        print(table[-1], flush=True)
+    print("\n".join(table))
+    if not given.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
