@@ -3,7 +3,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 RUNS := .venv/.runs
 
-.PHONY: demo test lint types unit docs sweep storms all-storms fresh-storms mutants cluster slurm fabric-test clean
+.PHONY: demo test lint types unit docs sweep storms all-storms fresh-storms mutants cluster slurm machines fabric-test clean
 
 demo: $(RUNS)            ## train, kill two workers, recover, compare; about a minute on a laptop
 	.venv/bin/everstep demo
@@ -51,6 +51,9 @@ slurm: $(STAMP)          ## a real Slurm cluster: nodes lost, drained, returned,
 	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
 	  munge slurmctld slurmd slurm-client; } >/dev/null 2>&1 || echo "Slurm is not available"; fi
 	$(PY) -m bench.slurm --skip
+
+machines: $(STAMP)       ## faults of machines and networks, on machines made of namespaces (root; about fifteen minutes)
+	$(PY) -m bench.machines --skip
 
 fabric-test: $(STAMP)    ## a leaf-spine network of namespaces, made, used and removed (root; about three minutes)
 	if [ "$$(id -u)" = 0 ] && ! command -v tc >/dev/null && command -v apt-get >/dev/null; then \

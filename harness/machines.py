@@ -3,7 +3,7 @@
 Each machine is a set of namespaces: network (its own address on a switch, see switch.py), uts (its own
 hostname), pid (its own process table; its first process is the machine: kill that and all of it is off), ipc,
 and mounts: its own /tmp, /dev/shm, /run, home and names of hosts. The software is read where it is; `shared`
-is the one folder that all see.
+is the one folder that all see. So the testbed's own folder must not be below /tmp.
 
 It needs root, and only for making it; `ABSENT` says why it cannot be made here. Run it inside a network
 namespace of its own (`inside`), and the kernel removes everything when the process ends, however it ends.
@@ -89,8 +89,12 @@ class Machine:
     def switch_off(self) -> None:
         """Everything in it is killed by the kernel, at once."""
         if self._shell is not None:
-            self._kill(self.pid)
+            if self.pid:
+                self._kill(self.pid)
+            else:  # it never started
+                self._shell.kill()
             self._shell.wait()
+            self.pid = 0
             self._shell = None
         for process in self.processes:
             process.wait()
@@ -127,6 +131,8 @@ class Machines:
     """A number of them on one switch; `with` makes and removes them."""
 
     def __init__(self, folder: Path, names: Sequence[str], seed: int = 0) -> None:
+        if folder.is_relative_to("/tmp"):
+            raise ValueError(f"{folder} is below /tmp, of which every machine has its own; use /var/tmp")
         self.folder, self.shared = folder, folder / "shared"
         self.switch = UserSwitch(seed)
         self.all = {name: Machine(name, number, folder / name) for number, name in enumerate(names)}

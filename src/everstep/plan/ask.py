@@ -75,7 +75,8 @@ class PlanQuestion:
     @property
     def key(self) -> tuple[object, ...]:
         tasks = tuple(
-            (t.name, t.weight, t.max_workers, t.offers, t.times, t.throughput_now) for t in self.tasks
+            (t.name, t.weight, t.max_workers, t.slots_per_worker, t.offers, t.times, t.throughput_now)
+            for t in self.tasks
         )
         return self.nodes, tasks, self.places, self.shapes, self.running_s
 
@@ -186,7 +187,7 @@ def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: 
     )
     stages = range(max(1, task.request.least_stages), task.request.most_stages + 1) if may_change else None
     learn(task.shape, known, task.speeds.slow)
-    offers = offered(task.shape, stages, slots, known, task.speeds.slow)
+    offers = offered(task.shape, stages, slots // task.shape.shards, known, task.speeds.slow)
     best = [max(offer.at(w) for offer in offers) for w in range(len(offers[0].throughput))]
     seats = {worker for worker, seat in task.seats.items() if not seat.leaving}
     dead = frozenset(worker for worker in task.shape.workers() if worker not in seats)
@@ -196,6 +197,7 @@ def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: 
         weight=task.weight,
         max_workers=task.bounds.workers,
         must_run=True,
+        slots_per_worker=task.shape.shards,
         offers=offers,
         times=_times(view, task, known),
         throughput_now=throughput_now(task.shape, dead, known, task.speeds.slow) if seats else 0.0,

@@ -1,6 +1,6 @@
 """The throughput of a running task in every shape it may take: measured where it was tried, else modelled.
 
-In the work of one worker: a step's work, in seconds of ops, over the time of the step. A step takes what the
+In the work of one slot: a step's work, in seconds of ops, over the time of the step. A step takes what the
 scheduler's bound says for the op times measured now, times what the bound was off by when the task was last
 in that shape with so many workers. For one that was never tried the work is spread over its stages, and the
 bound is off by as much as in the shape the task has now. Rejected: the seconds measured there; machines were
@@ -37,7 +37,7 @@ def offered(
 ) -> tuple[Offer, ...]:
     """`stages`: how many it may be cut into, beside as many as it is cut into now; None: no other shape."""
     base = _base(shape, known, slow)
-    work = _work(base)
+    work = _work(base) * shape.shards
     off = _off_by(shape, known)
     found = [_offer(shape, base, work, off, known)]
     if stages is not None:
@@ -57,7 +57,7 @@ def throughput_now(
     base = _base(shape, known, slow)
     workers = len(shape.workers()) - len(dead)
     off = known.off_by.get((shape.replicas, shape.stages, workers), _off_by(shape, known))
-    return _work(base) / (off * _period(replace(base, dead=dead)))
+    return shape.shards * _work(base) / (off * _period(replace(base, dead=dead)))
 
 
 def throughput_of(shape: Shape, workers: int) -> float:
@@ -66,7 +66,7 @@ def throughput_of(shape: Shape, workers: int) -> float:
         return 0.0
     base = _base(shape, TaskMeasurements(), {})
     filled = min(workers, shape.replicas * shape.stages)
-    return _work(base) / _period(replace(base, dead=_balanced(shape, filled)))
+    return shape.shards * _work(base) / _period(replace(base, dead=_balanced(shape, filled)))
 
 
 def rounded(seconds: float) -> float:

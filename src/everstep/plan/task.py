@@ -31,6 +31,7 @@ class TaskSpec:
     expected: bool = False  # not submitted yet; kept in mind for the table of next events
     offers: tuple[Offer, ...] = ()  # shapes it may take, where they are listed; then `curve` is not asked
     times: ChangeTimes = UNKNOWN_TIMES  # of its changes, where it lists its shapes
+    slots_per_worker: int = 1  # of a task that lists its shapes
     throughput_now: float | None = None  # with the places that are filled today, where it lists its shapes
 
     def __post_init__(self) -> None:

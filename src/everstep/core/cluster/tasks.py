@@ -139,7 +139,9 @@ class Tasks:
             for name, workers in event.workers.items()
             if (task := self._roster.tasks.get(name)) is not None and task.state not in OVER
         }
-        lacking = sum(max(0, workers - len(task.staying())) for task, workers in given.values())
+        lacking = sum(
+            max(0, workers - len(task.staying())) * task.shape.shards for task, workers in given.values()
+        )
         is_short = lacking > len(self._roster.free())
         actions: Actions = []
         for task, workers in given.values():
