@@ -11,6 +11,7 @@ namespace of its own (`inside`), and the kernel removes everything when the proc
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -61,6 +62,11 @@ def inside(arguments: Sequence[str]) -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
+def _die_with_us() -> None:
+    """In the child: the kernel kills it when we are gone, however we went."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 class Machine:
     def __init__(self, name: str, number: int, folder: Path) -> None:
         self.name, self.number, self.folder = name, number, folder
@@ -77,6 +83,7 @@ class Machine:
         self._shell = subprocess.Popen(
             [*_UNSHARE, "sh", "-c", _START, "sh", self.name, str(self.folder), disk],
             start_new_session=True,
+            preexec_fn=_die_with_us,
         )
         deadline = time.monotonic() + 20
         while not (self.folder / "ready").exists():
