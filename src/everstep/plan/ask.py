@@ -121,7 +121,7 @@ def question(view: ClusterView, now: float, measured: Measurements) -> PlanQuest
     numbers: dict[str, int] = {}  # with shards, the workers of a node are numbered as they come
     return PlanQuestion(
         nodes=nodes,
-        tasks=tuple(_spec(view, task, measured.of(task.name), slots) for task in tasks),
+        tasks=tuple(_spec(view, task, measured.of(task.name), slots, unit) for task in tasks),
         places=tuple((task.name, _places(task, unit, numbers)) for task in tasks if task.seats),
         shapes=tuple(
             (task.name, ParallelShape(task.shape.replicas, task.shape.stages)) for task in tasks if task.seats
@@ -131,8 +131,8 @@ def question(view: ClusterView, now: float, measured: Measurements) -> PlanQuest
 
 
 def _slots_per_worker(tasks: list[RunningTask]) -> int:
-    """A worker with shards takes as many slots of one node. Where tasks differ in that, workers are counted
-    as slots: a task may then get fewer than the planner gave it.
+    """A worker with shards takes as many slots of one node. Where all tasks are alike in that, the planner
+    counts in workers; else in slots, and it does not see that those left on a node may be too few.
     """
     sizes = {task.shape.shards for task in tasks}
     return sizes.pop() if len(sizes) == 1 else 1
@@ -177,8 +177,9 @@ def _places(task: RunningTask, unit: int, numbers: dict[str, int]) -> tuple[Slot
     return tuple(found)
 
 
-def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: int) -> TaskSpec:
-    """`slots`: of all nodes, those under repair too."""
+def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: int, unit: int) -> TaskSpec:
+    """`slots`: of all nodes, those under repair too, counted as `unit` says."""
+    each = task.shape.shards // unit
     may_change = (
         task.request.most_stages > 0
         and not task.bounds.is_shape_kept
@@ -187,7 +188,7 @@ def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: 
     )
     stages = range(max(1, task.request.least_stages), task.request.most_stages + 1) if may_change else None
     learn(task.shape, known, task.speeds.slow)
-    offers = offered(task.shape, stages, slots // task.shape.shards, known, task.speeds.slow)
+    offers = offered(task.shape, stages, slots // each, known, task.speeds.slow)
     best = [max(offer.at(w) for offer in offers) for w in range(len(offers[0].throughput))]
     seats = {worker for worker, seat in task.seats.items() if not seat.leaving}
     dead = frozenset(worker for worker in task.shape.workers() if worker not in seats)
@@ -197,7 +198,7 @@ def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: 
         weight=task.weight,
         max_workers=task.bounds.workers,
         must_run=True,
-        slots_per_worker=task.shape.shards,
+        slots_per_worker=each,
         offers=offers,
         times=_times(view, task, known),
         throughput_now=throughput_now(task.shape, dead, known, task.speeds.slow) if seats else 0.0,
