@@ -4,6 +4,7 @@
     python bench/sweep.py --device cuda --precision bf16
     python bench/sweep.py --device cuda --transport nccl --part 1/4      beside three others
     python bench/sweep.py --only reduce --json
+    python bench/sweep.py --shard         with sharded optimizer states, and 31 points more
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
 faults.
@@ -18,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-from harness.sweep import Sweep, points
+from harness.sweep import Sweep, points, sharded
 
 
 def main() -> int:
@@ -34,6 +35,7 @@ def main() -> int:
         "--shards", type=int, default=1, help="processes per worker; kills strike each in turn"
     )
     parser.add_argument("--only", default="", help="points whose name contains this")
+    parser.add_argument("--shard", action="store_true", help="with sharded optimizer states")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -43,9 +45,11 @@ def main() -> int:
         preset=given.preset,
         transport=given.transport,
         shards=given.shards,
+        shard=given.shard,
     )
+    every = [*points(given.shards), *(sharded() if given.shard else ())]
     part, parts = map(int, given.part.split("/"))
-    chosen = [p for p in points(given.shards) if given.only in p.name][part - 1 :: parts] * given.repeat
+    chosen = [p for p in every if given.only in p.name][part - 1 :: parts] * given.repeat
     results = []
     try:
         for number, point in enumerate(chosen, 1):

@@ -143,6 +143,27 @@ def staggered() -> list[Point]:
     ]
 
 
+def sharded() -> list[Point]:
+    """Sharded states: owners and guards, alone and together, in the update and while being filled."""
+    found = []
+    for stage in (0, 1):
+        for replica in range(3):
+            for when in ("before", "sending", "after"):
+                text = f"stage={stage},replica={replica},step=3,op=U,when={when}"
+                found.append(Point(f"shard owner in its update {text}", (text,), 3))
+    first = "stage=1,replica=0,step=3,op=F1"
+    for when in ("before", "during", "after"):
+        for replica in (1, 2):
+            second = f"stage=1,replica={replica},step=3,op=U,when={when}"
+            found.append(Point(f"shard guard while being filled {second}", (first, second), 4))
+    for a, b in ((0, 1), (1, 2), (0, 2)):
+        pair = tuple(f"stage=0,replica={k},step=3,op=I1" for k in (a, b))
+        found.append(Point(f"shard owner and guard {a} {b}", pair, 3))
+        found.append(Point(f"shard owner and guard {a} {b}, checkpoint", pair, 3, checkpoint=True))
+    back = ("stage=0,replica=0,step=2,op=W1", "stage=0,replica=1,step=5,op=F1")
+    return [*found, Point("shard one returns, then another dies", back, 3)]
+
+
 def in_collectives(shards: int) -> list[Point]:
     """A shard dies inside a collective of its worker, in every op that has one."""
     return [
@@ -178,9 +199,10 @@ class Sweep:
         limit_s: float = 120.0,
         transport: str = "auto",
         shards: int = 1,
+        shard: bool = False,
     ) -> None:
         """Healed runs take `transport`; clean ones are by tcp, so that two ways of carrying are compared."""
-        self.transport = transport
+        self.transport, self.shard = transport, shard
         self.job = Job(
             model=ModelSpec(preset=preset),
             steps=steps,
@@ -219,7 +241,7 @@ class Sweep:
             self.job,
             replicas=point.replicas,
             stages=point.stages,
-            optimizer=replace(OptimizerSpec(), **changes),
+            optimizer=replace(OptimizerSpec(), shard=self.shard, **changes),
         )
 
     def _clean_run(self, job: Job) -> Outcome:

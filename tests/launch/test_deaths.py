@@ -11,7 +11,7 @@ import pytest
 
 from everstep.core.words.ops import Worker
 from everstep.engine.job import CheckpointSpec, DataSpec, ModelSpec, OptimizerSpec
-from harness.sweep import TOLERANCE, Point, Sweep, compare, points
+from harness.sweep import TOLERANCE, Point, Sweep, compare, points, sharded
 
 CHOSEN = [
     "op stage=0,replica=0,step=3,op=F0",
@@ -148,3 +148,23 @@ def test_the_points_are_as_many_as_we_claim() -> None:
     assert len(names) == len(set(names))
     assert len(names) >= 60
     assert isinstance(points()[0], Point)
+
+
+SHARDED = [
+    "shard owner in its update stage=0,replica=1,step=3,op=U,when=sending",
+    "shard owner and guard 0 1, checkpoint",
+    "shard one returns, then another dies",
+]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_with_sharded_states_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, name: str) -> None:
+    point = next(p for p in sharded() if p.name == name)
+    sweep.shard, sweep.transport = True, "tcp"
+    try:
+        result = sweep.try_point(point)
+    finally:
+        sweep.shard = False
+    assert result["ok"], result
+    assert result["max_relative_loss_difference"] == 0.0
+    assert result["restored"] == ("owner and guard" in name)

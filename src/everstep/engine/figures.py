@@ -41,7 +41,8 @@ def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) 
     return Settings(
         precision=job.precision,
         accumulate=job.accumulate,
-        eager=job.stages > 1 and job.optimizer.stagger != "never",
+        eager=job.stages > 1 and job.optimizer.stagger != "never" and not job.optimizer.shard,
+        sharded=job.optimizer.shard,
         clip=job.optimizer.clip is not None,
         optimizer=optimizer,
         elementwise=elementwise,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_type_hints
 
-from everstep.core.words.shape import Shape
+from everstep.core.words.shape import CHUNKS_PER_REPLICA, Shape
 from everstep.engine import presets
 from everstep.engine.tables import at_least, at_most, checked, one_of, positive, read, refuse_unknown
 from everstep.errors import UserError
@@ -112,6 +112,7 @@ class OptimizerSpec:
     schedule_options: dict[str, Any] = field(default_factory=dict)  # arguments of torch's scheduler
     ema: float | None = None  # decay of an average of the weights, kept beside them
     clip: float | None = 1.0  # global gradient norm; `clip = false` for none
+    shard: bool = False  # share master weights and optimizer states among the replicas of a stage (ZeRO-1)
     stagger: Literal["auto", "always", "never"] = "auto"  # step a stage before the global norm is known
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -225,6 +226,8 @@ class Job:
         at_least("load_ahead", self.load_ahead, 0)
         at_most("load_ahead", self.load_ahead, 1024)
         at_most("shards", self.shards, MOST_SHARDS)
+        if self.optimizer.shard and self.shards > 1:
+            raise UserError("optimizer.shard = true does not work with shards > 1; set one of the two.")
         at_most("replicas * stages", self.replicas * self.stages, MOST_WORKERS)
         at_most("replicas * stages * microbatches", self.replicas * self.stages * self.microbatches, MOST_OPS)
 
@@ -232,8 +235,13 @@ class Job:
     def microbatches_in_step(self) -> int:
         return self.replicas * self.microbatches
 
+    @property
+    def chunks(self) -> int:
+        """Of each stage's optimizer state; 0: it is not sharded."""
+        return CHUNKS_PER_REPLICA * self.replicas if self.optimizer.shard else 0
+
     def task_shape(self) -> Shape:
-        return Shape(self.replicas, self.stages, self.microbatches, shards=self.shards)
+        return Shape(self.replicas, self.stages, self.microbatches, chunks=self.chunks, shards=self.shards)
 
     def reshaped(self, replicas: int, stages: int) -> Self:
         """The same training, the same batch, cut otherwise."""

@@ -240,14 +240,7 @@ class Updater:
 
     def groups(self, step: int) -> list[dict[str, Any]]:
         """The optimizer's groups as the next step will find them: names, and every number they hold."""
-        names = {id(p): name for name, p in self.named}
-        found = []
-        for group, base in zip(self._groups, self._base_rates, strict=True):
-            plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            numbers = {key: value for key, value in plain.items() if _is_plain(value)}
-            now = {"lr": base * self.rate(step + 1), "initial_lr": base}
-            found.append({"params": [names[id(p)] for p in group["params"]], **numbers, **now})
-        return found
+        return plain_groups(self._groups, self._base_rates, self.named, self.rate(step + 1))
 
     def load(self, state: Mapping[str, Tensor], step: int | None = None) -> None:
         """Take over a state that `state` gave, here or on another worker, optimizer and all."""
@@ -309,6 +302,20 @@ class Updater:
     def _follow(self) -> None:
         if self.stage.working is not self.stage.masters:
             self.stage.working.copy_(self.stage.masters)
+
+
+def plain_groups(
+    groups: list[dict[str, Any]], rates: list[float], named: Named, multiplier: float
+) -> list[dict[str, Any]]:
+    """An optimizer's groups by the names of their parameters, with every number that JSON can hold."""
+    names = {id(p): name for name, p in named}
+    found = []
+    for group, base in zip(groups, rates, strict=True):
+        plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        numbers = {key: value for key, value in plain.items() if _is_plain(value)}
+        now = {"lr": base * multiplier, "initial_lr": base}
+        found.append({"params": [names[id(p)] for p in group["params"]], **numbers, **now})
+    return found
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from everstep.core.words.agent_messages import WorkerReport
 from everstep.core.worker.control import StateDirections
+from everstep.engine.sharded import ChunkSlice
 from everstep.engine.stage import Stage
 
 Groups = list[dict[str, Any]]  # of an optimizer
@@ -30,5 +31,11 @@ class Ports:
     copy_to_memory: Callable[[int, int, bool, Mapping[str, Tensor], StateDirections], None] = lambda *copy: (
         None
     )
+    save_chunks: Callable[[int, int, int, Mapping[int, Sequence[ChunkSlice]], Groups], None] = lambda *save: (
+        None
+    )  # sharded: step, attempt, number of chunks
+    copy_chunks: Callable[
+        [int, int, bool, int, Mapping[int, Sequence[ChunkSlice]], StateDirections], None
+    ] = lambda *copy: None
     room: Callable[[Stage], float | None] = lambda stage: None  # bytes there are for stashes
     clock_ns: Callable[[], int] = time.monotonic_ns

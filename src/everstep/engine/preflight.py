@@ -34,6 +34,7 @@ from everstep.engine.model import (
 )
 from everstep.engine.optimizer import OptimizerFactory
 from everstep.engine.resolve import data_of, model_of, optimizer_of
+from everstep.engine.sharded import refuse_unless_elementwise, tied_refused
 from everstep.engine.stage import DTYPES
 from everstep.errors import UserError
 
@@ -75,8 +76,12 @@ def preflight(
     refuse_what_does_not_fit(job, model, batch, memory_here(job))
     ours = optimizer is None and job.optimizer.build is None
     optimizer = optimizer or optimizer_of(job)
-    if not ours:
-        _optimizer(optimizer, model, parts[0])
+    if not ours or job.optimizer.shard:
+        made = _optimizer(optimizer, model, parts[0])
+        if job.optimizer.shard:
+            refuse_unless_elementwise(made)
+    if job.optimizer.shard and model.tied:
+        raise UserError(tied_refused(model.tied[0][0]))
     checkpoints = None if job.checkpoint is None else job.checkpoint.folder
     for key, folder in (("checkpoint.folder", checkpoints), ("log", job.log)):
         if folder is not None and job.path(folder).exists() and not job.path(folder).is_dir():
@@ -258,7 +263,7 @@ def _layer(model: Model, name: str) -> nn.Module:
     return module
 
 
-def _optimizer(build: OptimizerFactory, model: Model, layers: range) -> None:
+def _optimizer(build: OptimizerFactory, model: Model, layers: range) -> torch.optim.Optimizer:
     """Tried on the first stage's parameters, each one zero seen through its shape."""
     named = [
         (name, nn.Parameter(torch.zeros(()).expand(slot.shape)))
@@ -267,3 +272,4 @@ def _optimizer(build: OptimizerFactory, model: Model, layers: range) -> None:
     made = build(named)
     if not isinstance(made, torch.optim.Optimizer):
         raise UserError(f"optimizer.build gave a {type(made).__name__}; return a torch.optim.Optimizer.")
+    return made

@@ -15,10 +15,13 @@ from everstep.engine.model import Model, partition, slots
 from everstep.engine.optimizer import OptimizerFactory, Updater
 from everstep.engine.resolve import data_of, evaluation_of, model_of, optimizer_of, schedule_of
 from everstep.engine.schedules import Rate
+from everstep.engine.sharded import ShardedUpdater, tied_refused
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.stage import Stage
 from everstep.engine.sums import Empty
 from everstep.errors import UserError
+
+AnyUpdater = Updater | ShardedUpdater
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class Program:
             clip=job.optimizer.clip,
             stagger=job.optimizer.stagger,
             tied=self._tied_stages(),
+            chunks=job.chunks,
             checkpoint_every=job.checkpoint.interval if job.checkpoint else 0,
             copy_every=job.memory_interval,
         )
@@ -59,7 +63,7 @@ class Program:
         device: torch.device | None = None,
         empty: Empty | None = None,
         shards: Collectives | None = None,
-    ) -> tuple[Stage, Updater]:
+    ) -> tuple[Stage, AnyUpdater]:
         """One worker's layers and their optimizer. `empty` gives the buffers that peers read from. `shards`:
         for one shard of the worker.
         """
@@ -77,8 +81,13 @@ class Program:
             contributions=job.microbatches_in_step,
             shards=shards,
             evaluation=self.evaluation,
+            sharded=job.optimizer.shard,
         )
         rate = self.rate or (lambda step: job.rate(step - 1))
+        if job.chunks:
+            if made.tied_names:
+                raise UserError(tied_refused(made.tied_names[0]))
+            return made, ShardedUpdater(made, self.optimizer, rate, chunks=job.chunks)
         return made, Updater(made, self.optimizer, rate, job.optimizer.ema)
 
     def _tied_stages(self) -> tuple[int, int] | None:

@@ -88,6 +88,7 @@ class Stage:
         accumulate: Accumulate = "strict",
         recompute: bool = False,
         contributions: int = 256,
+        sharded: bool = False,
         empty: Empty | None = None,
         shards: Collectives | None = None,
         evaluation: Evaluation | None = None,
@@ -108,7 +109,7 @@ class Stage:
         self.masters = torch.zeros(self.size, dtype=torch.float32, device=device)
         self.working = (
             self.masters
-            if precision == "fp32"
+            if precision == "fp32" and not sharded
             else torch.zeros(self.size, dtype=DTYPES[precision], device=device)
         )
         self._queue: Queue = []
@@ -292,6 +293,10 @@ class Stage:
         self.working = self.masters.clone()
         for name, parameter in self.parameters.items():
             parameter.data = self.slots[name].of(self.working)
+
+    def release_masters(self) -> None:
+        """Sharded: the holders of chunks have them."""
+        self.masters = torch.empty(0, dtype=torch.float32, device=self.device)
 
     # The sums of gradients.
 

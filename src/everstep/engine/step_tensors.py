@@ -37,7 +37,9 @@ from everstep.core.worker.buffers import Buffers
 from everstep.engine import device as devices
 from everstep.engine import frames
 from everstep.engine.boundary import Boundary, Gradients
+from everstep.engine.chunk_sums import ChunkSums
 from everstep.engine.optimizer import Updater
+from everstep.engine.sharded import ShardedUpdater
 from everstep.engine.stage import Stage
 from everstep.engine.sums import SumPart, owned, peaks_of, virtual_chunks
 
@@ -62,6 +64,9 @@ class SharedTensors(Protocol):
     def kept(self, tensor: Tensor) -> Tensor: ...
 
 
+HoldersAt = Callable[[int], tuple[tuple[int, ...], ...]]
+
+
 class Payload(NamedTuple):
     """What travels under a parcel's name, besides the facts that the worker state knows of."""
 
@@ -76,12 +81,14 @@ class StepTensors:
         self,
         me: Worker,
         stage: Stage,
-        updater: Updater,
+        updater: Updater | ShardedUpdater,
         *,
         replicas: int,
         borrowed: Borrowed,
         shared: SharedTensors,
+        holders: HoldersAt | None = None,
     ) -> None:
+        """`holders`: sharded, who holds which chunk in a step."""
         self.me, self.stage, self.updater, self._shared = me, stage, updater, shared
         self.boundaries: dict[Parcel, Boundary | Gradients] = {}  # activations and gradients, in and out
         self.payloads: dict[Parcel, Payload] = {}  # everything else that was received, and tied halves
@@ -92,9 +99,11 @@ class StepTensors:
             copy=torch.clone,
         )
         self._sums: dict[int, Tensor] = {}
+        self._holders = holders
+        self.by_chunk = ChunkSums(me.replica, updater.ranges) if isinstance(updater, ShardedUpdater) else None
         self._peaks: dict[int, list[int]] = {}  # of the same steps: the next step's limits follow from them
 
-    def rebuilt(self, stage: Stage, updater: Updater) -> None:
+    def rebuilt(self, stage: Stage, updater: Updater | ShardedUpdater) -> None:
         """The initial state is back, in new buffers."""
         self.stage, self.updater = stage, updater
         self._buffers.clear()
@@ -108,6 +117,8 @@ class StepTensors:
 
     def outgoing(self, parcel: Parcel, members: tuple[int, ...]) -> Payload:
         """What is sent under this name. Who carries it borrows it."""
+        if self.by_chunk is not None:
+            return self._outgoing_chunks(parcel, self.by_chunk)
         match parcel.what:
             case ParcelKind.PART:
                 part = self.stage.sums.part(self._stretch(members, parcel.owner))
@@ -121,6 +132,31 @@ class StepTensors:
                     half = self.stage.tied_part(self._sums[parcel.step])
                     self.payloads[parcel] = Payload((self._shared.kept(half),))
                 return self.payloads[parcel]
+            case _:
+                return Payload(())
+
+    def _outgoing_chunks(self, parcel: Parcel, sums: ChunkSums) -> Payload:
+        assert isinstance(self.updater, ShardedUpdater)
+        assert self._holders is not None
+        match parcel.what:
+            case ParcelKind.PART:
+                theirs = [c for c, row in enumerate(self._holders(parcel.step)) if row[0] == parcel.owner]
+                return Payload(*sums.part(self.stage, theirs))
+            case ParcelKind.SUM:
+                rows = enumerate(self._holders(parcel.step))
+                both = [c for c, row in rows if row[0] == self.me.replica and parcel.owner in row]
+                return Payload(*sums.for_holder(parcel.step, both))
+            case ParcelKind.WEIGHTS:
+                if parcel not in self.payloads:  # a copy: the next update must not wait for its last reader
+                    weights = self._shared.kept(self.updater.weights_of(parcel.owner).clone())
+                    self.payloads[parcel] = Payload((weights,))
+                return self.payloads[parcel]
+            case ParcelKind.FILL:
+                tensors, facts = self.updater.fill_of(parcel.owner)
+                return Payload(tuple(map(self._shared.kept, tensors)), facts)
+            case ParcelKind.FEED:
+                weights = self._shared.kept(self.stage.working.clone())
+                return Payload((weights,), self._peaks[parcel.step])
             case _:
                 return Payload(())
 
@@ -141,13 +177,17 @@ class StepTensors:
             self.boundaries[parcel] = Boundary.arrived(tensors, facts)
         elif parcel.what is ParcelKind.GRADIENT:
             self.boundaries[parcel] = Gradients.arrived(tensors, facts)
-        elif tensors:
+        elif tensors or beside is not None:
             self.payloads[parcel] = Payload(tensors, beside)
 
     # -------------------------------------------------------------- the reduce
 
     def sum_chunk(self, task: SumChunk) -> tuple[float, ...]:
         """The chunks that are this worker's. Plain sums are added in the order of the replicas."""
+        if self.by_chunk is not None:
+            squares, self._peaks[task.step] = self.by_chunk.add_up(self.stage, task, self.payloads)
+            return squares
+        assert isinstance(self.updater, Updater)
         mine = self._stretch(task.members, self.me.replica)
         parts = {self.me.replica: self.stage.sums.part(mine)}
         for parcel in task.parts:
@@ -162,6 +202,9 @@ class StepTensors:
 
     def assemble(self, task: AssembleSum) -> float | None:
         """The whole sum, from the owners' chunks or from a peer's copy."""
+        if self.by_chunk is not None:
+            self.by_chunk.assemble(self.stage, task, self.payloads)
+            return None
         mean = self._sum(task.step)
         for chunk in task.chunks:
             (total,), peaks = self.payloads[chunk]
@@ -171,7 +214,7 @@ class StepTensors:
             where = slice(None) if is_copy else self._stretch(task.members, chunk.sender)
             mean[where].copy_(total, non_blocking=True)
         if self.stage.has_tied_pair:
-            return self.updater.sum_of_squares(mean)
+            return self._squares(mean)
         if self.stage.shards is not None:  # no shard reads from a peer any more when the leader says HELD
             self.stage.shards.gather(mean[:1])
         return None
@@ -187,7 +230,7 @@ class StepTensors:
         own = self.stage.tied_part(mean)
         lower_first = (own, other) if self.me.stage < task.other.stage else (other, own)
         self.stage.set_tied_part(mean, lower_first[0] + lower_first[1])
-        return self.updater.sum_of_squares(mean)
+        return self._squares(mean)
 
     # -------------------------------------------------------------- lifetimes
 
@@ -198,7 +241,8 @@ class StepTensors:
         """The step's update is made: the sums of the next step begin, within limits that follow from it."""
         self.stage.limits.follow(step, self._of_all_shards(self._peaks[step]))
         self._begin(step + 1)
-        self.forget([p for p in self.payloads if p.what is ParcelKind.TIED and p.step < step])
+        over = (ParcelKind.TIED, ParcelKind.WEIGHTS)
+        self.forget([p for p in self.payloads if p.what in over and p.step < step])
 
     def loaded(self, state_step: int) -> None:
         """A state is in place: training goes on with the step after it."""
@@ -210,7 +254,10 @@ class StepTensors:
         return self._on_device(tensors)[0]
 
     def release_sum(self, step: int) -> None:
-        self._buffers.give_back(self._sums.pop(step))
+        if self.by_chunk is not None:
+            self.by_chunk.means.pop(step, None)
+        else:
+            self._buffers.give_back(self._sums.pop(step))
         self._peaks.pop(step, None)
 
     def discard(self, from_step: int | None, keep: Iterable[Parcel]) -> None:
@@ -218,7 +265,8 @@ class StepTensors:
         if self._buffers.is_borrowed(self.stage.sums.flat):
             self.stage.sums.restart(leave_buffer=True)
         self.stage.discard(from_step)
-        for table in (self._sums, self._peaks):
+        of_chunks = {} if self.by_chunk is None else self.by_chunk.means
+        for table in (self._sums, self._peaks, of_chunks):
             for step in [s for s in table if from_step is None or s >= from_step]:
                 del table[step]
         if from_step is not None:
@@ -229,6 +277,10 @@ class StepTensors:
             self.boundaries = {p: b for p, b in self.boundaries.items() if p in kept}
 
     # -------------------------------------------------------------- how
+
+    def _squares(self, mean: Tensor) -> float:
+        assert isinstance(self.updater, Updater)
+        return self.updater.sum_of_squares(mean)
 
     def _begin(self, step: int) -> None:
         sums, limits = self.stage.sums, self.stage.limits.at(step)

@@ -245,9 +245,17 @@ class GradientSums:
         return SumPart((self.flat[where], *sums), tuple(self.peaks), promoted)
 
     def means(
-        self, stretch: slice, chunks: Sequence[slice], parts: Sequence[SumPart], weight: float, out: Tensor
+        self,
+        stretch: slice,
+        chunks: Sequence[slice],
+        parts: Sequence[SumPart],
+        weight: float,
+        out: Tensor,
+        *,
+        origin: int = 0,
     ) -> None:
-        """All workers' parts of a stretch, summed and divided by `weight`, chunk by chunk into `out`.
+        """All workers' parts of a stretch, summed and divided by `weight`, chunk by chunk into `out`, which
+        begins at `origin`.
 
         Plain sums are added in the order of the parts.
         """
@@ -255,7 +263,7 @@ class GradientSums:
         for chunk in chunks:
             here = [part.tensors[0][_shifted(chunk, stretch.start)] for part in parts]
             total = self._total(chunk, here, levels, parts) if self.is_strict else _added(here)
-            torch.div(total, weight, out=out[chunk])
+            torch.div(total, weight, out=out[_shifted(chunk, origin)])
 
     def _total(
         self,

@@ -50,6 +50,8 @@ from everstep.engine.op_times import Began, OpTimes
 from everstep.engine.optimizer import Updater
 from everstep.engine.ports import Ports
 from everstep.engine.recorder import WorkerRecorder
+from everstep.engine.sharded import ShardedUpdater
+from everstep.engine.sharded_steps import ShardedSteps
 from everstep.engine.shards.collectives import summed
 from everstep.engine.shards.leader import SMALL, Contents, FollowerSays, ShardLeader
 from everstep.engine.shards.slices import sliced, together
@@ -63,11 +65,14 @@ from everstep.schedule.profile import HELD_FORWARD, HELD_WEIGHT, ROOM
 InboxItem = frames.Incoming | WorkerOrder | LinkBroke | LinkOpened | FollowerSays | BaseException
 
 
+_OF_CHUNKS = (msg.AdoptWeights, msg.LoadFill, msg.ApplyFeed, msg.SaveCheckpoint, msg.StoreCopy)
+
+
 class WorkerLoop:
     def __init__(
         self,
         control: WorkerControl,
-        build: Callable[[], tuple[Stage, Updater]],
+        build: Callable[[], tuple[Stage, Updater | ShardedUpdater]],
         *,
         ports: Ports,
         courier: Courier,
@@ -91,19 +96,27 @@ class WorkerLoop:
         self.faults = [fault for fault in faults if fault.shard == shard]
         self._op = (0, "")  # what it is in, for faults inside a collective
         self._build = build
-        self.stage, self.updater = build()
+        self.stage, made = build()
         self.tensors = StepTensors(
             self.me,
             self.stage,
-            self.updater,
+            made,
             replicas=self.rules.replicas,
             borrowed=courier.borrows,
             shared=courier,
+            holders=self.state.chunks.holders if self.rules.chunks else None,
         )
+        self._use(made)
         self._arriving = ArrivingState(self.state.take_state)
         self._touched = False  # has the initial state been changed?
         self.times = OpTimes(clock_ns=ports.clock_ns, completions=courier.completions, recorder=recorder)
         self.times.shows = lambda doing: self._show(busy=True, doing=doing)
+
+    def _use(self, made: Updater | ShardedUpdater) -> None:
+        self.updater: Any = made  # where states are sharded, `sharded` uses it
+        self.sharded: ShardedSteps | None = None
+        if isinstance(made, ShardedUpdater):
+            self.sharded = ShardedSteps(made, self.tensors, self.state.chunks)
 
     # -------------------------------------------------------------- the loop
 
@@ -232,6 +245,8 @@ class WorkerLoop:
     # -------------------------------------------------------------- tasks
 
     def _do(self, task: msg.WorkItem) -> Any:
+        if self.sharded is not None and isinstance(task, _OF_CHUNKS):
+            return self._do_sharded(task, self.sharded)
         match task:
             case msg.Compute():
                 return self._compute(task)
@@ -270,6 +285,22 @@ class WorkerLoop:
                 return self.ports.copy_to_memory(
                     task.state_step, task.attempt, task.leaving, state, directions
                 )
+
+    def _do_sharded(self, task: msg.WorkItem, sharded: ShardedSteps) -> None:
+        match task:
+            case msg.AdoptWeights():
+                sharded.adopt(task)
+            case msg.LoadFill():
+                self._maybe_die(self.state.now.step, "U", "during")
+                sharded.load_fill(task)
+            case msg.ApplyFeed():
+                sharded.apply_feed(task)
+            case msg.SaveCheckpoint():
+                self._show(busy=True, doing=SAVING)
+                sharded.save(task, self.ports)
+            case msg.StoreCopy():
+                self._show(busy=True, doing=SAVING)
+                sharded.store(task, self.ports, self.control.directions)
 
     def _compute(self, task: msg.Compute) -> None:
         op = task.op
@@ -360,7 +391,9 @@ class WorkerLoop:
         began = self.times.begin()
         self._show(busy=True, doing=f"{self.me.stage}U")
         self._maybe_die(task.step, "U", "before")
-        if task.keep:
+        if self.sharded is not None:
+            self.sharded.update(task)
+        elif task.keep:
             self._touched = True
             self.updater.preview(task.step, self.tensors.sum_of(task.step))
         else:
@@ -392,10 +425,9 @@ class WorkerLoop:
         if address is None:
             return
         target = self._address(address)
-        state = {
-            name: devices.to_host(t) if t.is_cuda else t.detach().clone()
-            for name, t in self.updater.state(task.transfer.state_step).items()
-        }
+        step = task.transfer.state_step
+        state = self.updater.weights(step) if self.sharded is not None else self.updater.state(step)
+        state = {n: devices.to_host(t) if t.is_cuda else t.detach().clone() for n, t in state.items()}
         send_state(self.links, target, task.transfer, state)
 
     def _state_arrived(self, frame: frames.Incoming) -> None:
@@ -408,7 +440,12 @@ class WorkerLoop:
 
     def load_state(self, transfer: msg.StateTransfer, state: Mapping[str, Tensor]) -> None:
         """All frames of a transfer are here, on every shard."""
-        self._load(transfer.state_step, state)
+        if self.sharded is not None:
+            self._touched = True
+            self.updater.follow(state, transfer.state_step)
+            self.tensors.loaded(transfer.state_step)
+        else:
+            self._load(transfer.state_step, state)
         self.state.state_arrived(transfer)
         if self.leader is not None:
             self.leader.tell(sh.ShardLoads(transfer=transfer))
@@ -418,9 +455,13 @@ class WorkerLoop:
         self.stage.discard()
         if state_step == 0:
             if self._touched:
-                self.stage, self.updater = self._build()
-                self.tensors.rebuilt(self.stage, self.updater)
+                self.stage, made = self._build()
+                self.tensors.rebuilt(self.stage, made)
+                self._use(made)
                 self._touched = False
+            if self.sharded is not None:
+                self.sharded.begin()
+                self._touched = True
             return True
         state = self.ports.load(state_step, list(self.stage.slots), self.control.directions)
         if state is not None:
@@ -436,7 +477,10 @@ class WorkerLoop:
 
     def _load(self, state_step: int, state: Mapping[str, Tensor]) -> None:
         self._touched = True
-        self.updater.load(state, state_step)
+        if self.sharded is not None:
+            self.sharded.load(state_step, state)
+        else:
+            self.updater.load(state, state_step)
         self.tensors.loaded(state_step)
 
     # -------------------------------------------------------------- commands
@@ -458,6 +502,8 @@ class WorkerLoop:
                 case msg.DropStashes():
                     for microbatch in command.microbatches:
                         self.stage.drop(command.step, self._number(microbatch))
+                case msg.ReleaseChunks():
+                    self.updater.release(command.chunks)
                 case msg.ReleaseSum():
                     self.tensors.release_sum(command.step)
                 case msg.DiscardWork():
@@ -474,6 +520,8 @@ class WorkerLoop:
                 self.recorder.sent(parcel, command.replica, command.stage, sent)
             if parcel.what is ParcelKind.PART:
                 self._maybe_die(parcel.step, "R", "sending")
+            elif parcel.what is ParcelKind.WEIGHTS:
+                self._maybe_die(parcel.step, "U", "sending")
 
     def _post(self, address: Address, command: msg.Send, facts: Any, tensors: tuple[Tensor, ...]) -> None:
         parcel = command.parcel

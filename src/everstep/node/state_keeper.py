@@ -10,6 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from everstep.core.words.cluster_messages import PartWritten, SaveFailed, Sender
 from everstep.core.words.text import clipped
 from everstep.core.worker.control import StateDirections
 from everstep.engine.job import Job
+from everstep.engine.sharded import ChunkSlice
 from everstep.engine.shards.plan import Cut
 from everstep.errors import UserError
 from everstep.layout.box import Box, whole
@@ -69,6 +71,61 @@ class States:
             share_of(self._own(state), *share),
             write=lambda step, tensors: self._write_to_disk(step, attempt, share, tensors, groups),
         )
+
+    def save_chunks(
+        self,
+        step: int,
+        attempt: int,
+        count: int,
+        chunks: Mapping[int, Sequence[ChunkSlice]],
+        groups: list[dict[str, Any]],
+    ) -> None:
+        """Sharded: the chunks of this stage that are this worker's, one part each."""
+
+        def write(step: int, tensors: dict[str, Tensor]) -> None:
+            for chunk in chunks:
+                self._write_chunk(step, attempt, (chunk, count), _copied(chunks, chunk, tensors), groups)
+
+        self._saver.save(step, _to_copy(chunks), write=write)
+
+    def copy_chunks(
+        self,
+        step: int,
+        attempt: int,
+        leaving: bool,
+        count: int,
+        chunks: Mapping[int, Sequence[ChunkSlice]],
+        directions: StateDirections,
+    ) -> None:
+        """Sharded: copies of these chunks in memory. No other worker has all of them, so this one leaves its
+        own behind whatever its node keeps of others.
+        """
+
+        def write(step: int, tensors: dict[str, Tensor]) -> None:
+            for chunk in chunks:
+                slices = _copied(chunks, chunk, tensors)
+                name = f"stage-{self._me.stage}-chunk-{chunk}-{self._me.replica}"
+                put = partial(memory.put, self._memory_root, self._task, step, name, slices)
+                self._put_copies(step, attempt, (chunk, count), put, directions, leaving)
+
+        self._saver.save(step, _to_copy(chunks), write=write)
+
+    def _write_chunk(
+        self,
+        step: int,
+        attempt: int,
+        share: tuple[int, int],
+        slices: Sequence[tuple[str, Sequence[int], Box, Tensor]],
+        groups: list[dict[str, Any]],
+    ) -> None:
+        name = f"stage-{self._me.stage}-chunk-{share[0]}-of-{share[1]}-i{self._incarnation}"
+        try:
+            part = folder.write_slices(self._root, step, name, slices)
+        except Exception as error:  # whatever a disk or a store can say: training goes on
+            self._not_saved(step, attempt, f"{type(error).__name__}: {error}")
+            return
+        part = part if share[0] else part | {"groups": groups}
+        self._say(self._written(step, attempt, part, share=share))
 
     def copy_to_memory(
         self,
@@ -141,15 +198,27 @@ class States:
     ) -> None:
         name = f"stage-{self._me.stage}-{self._me.replica}"
         name += f"-shard-{self._cut.index}" if self._cut.count > 1 else ""
+        put = partial(memory.put, self._memory_root, self._task, step, name, self._slices(tensors))
+        self._put_copies(step, attempt, (0, 1), put, directions, leaving)
+
+    def _put_copies(
+        self,
+        step: int,
+        attempt: int,
+        share: tuple[int, int],
+        put: Callable[[], memory.Label],
+        directions: StateDirections,
+        leaving: bool,
+    ) -> None:
         node: str | None = None
         try:
-            label = memory.put(self._memory_root, self._task, step, name, self._slices(tensors))
-            self._say(self._written(step, attempt, label, memory_of=self._node))
+            label = put()
+            self._say(self._written(step, attempt, label, memory_of=self._node, share=share))
             if leaving or directions.copy_to is None or directions.copy_to.node == self._node:
                 return
             node, host, port = directions.copy_to
             memory.send(self._memory_root, label, memory.Remote(host, port, self._token), self._task, step)
-            self._say(self._written(step, attempt, label, memory_of=node))
+            self._say(self._written(step, attempt, label, memory_of=node, share=share))
         except OSError as error:
             if node is None:
                 self._not_saved(step, attempt, f"{type(error).__name__}: {error}", memory_of=self._node)
@@ -255,6 +324,23 @@ class States:
         if self._job.checkpoint is None:
             raise UserError("the job names no checkpoint folder, and no state is in memory.")
         return folder.root_of(self._job.base, self._job.checkpoint.folder)
+
+
+def _to_copy(chunks: Mapping[int, Sequence[ChunkSlice]]) -> dict[str, Tensor]:
+    return {f"{chunk}/{i}": one.values for chunk, slices in chunks.items() for i, one in enumerate(slices)}
+
+
+def _values(
+    chunks: Mapping[int, Sequence[ChunkSlice]], chunk: int, tensors: Mapping[str, Tensor]
+) -> list[Tensor]:
+    return [tensors[f"{chunk}/{i}"] for i in range(len(chunks[chunk]))]
+
+
+def _copied(
+    chunks: Mapping[int, Sequence[ChunkSlice]], chunk: int, tensors: Mapping[str, Tensor]
+) -> list[tuple[str, Sequence[int], Box, Tensor]]:
+    values = _values(chunks, chunk, tensors)
+    return [(s.tensor, s.shape, s.box, copy) for s, copy in zip(chunks[chunk], values, strict=True)]
 
 
 def _parameter(name: str) -> str:

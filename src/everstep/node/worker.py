@@ -201,6 +201,8 @@ def train(
             report=line.say,
             save=states.save,
             load=states.load,
+            save_chunks=states.save_chunks,
+            copy_chunks=states.copy_chunks,
             copy_to_memory=states.copy_to_memory,
             room=partial(room, job),
         ),

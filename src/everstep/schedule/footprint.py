@@ -29,6 +29,7 @@ SUMS = {"strict": 8.0, "strict32": 4.0, "fp64": 8.0, "fp32": 4.0}  # bytes per p
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0}
 MASTERS = REDUCED = PRODUCT = 4.0
 ADAM = 8.0
+HOLDERS = 2  # of each chunk of a sharded optimizer state
 BUCKET = 16 << 20  # parameters that are updated at once where a step needs scratch
 CHUNK = 4 << 20  # elements of the reduce that are summed at once
 USABLE = 0.92  # of a device's memory: the rest is the driver's, the libraries' and the allocator's
@@ -45,6 +46,7 @@ class Settings:
     optimizer: float = ADAM  # bytes per parameter of its state
     elementwise: bool = True  # else its step needs scratch for the whole stage
     replicas: int = 1
+    sharded: bool = False  # masters, optimizer state and reduced gradient at two replicas, not at all
     through_host: bool = False  # what peers send is received in host memory: a GPU without shared memory
 
 
@@ -81,14 +83,20 @@ class Item:
 
 def per_parameter(settings: Settings) -> dict[str, float]:
     """Bytes that stay from step to step."""
-    separate = settings.precision != "fp32" or settings.eager
+    separate = settings.precision != "fp32" or settings.eager or settings.sharded
+    part = share(settings)
     return {
-        "master weights": MASTERS,
+        "master weights": MASTERS * part,
         "working weights": WEIGHTS[settings.precision] if separate else 0.0,
-        "optimizer state": settings.optimizer,
+        "optimizer state": settings.optimizer * part,
         "gradient sums": SUMS[settings.accumulate],
-        "reduced gradient": REDUCED,
+        "reduced gradient": REDUCED * part,
     }
+
+
+def share(settings: Settings) -> float:
+    """Of a stage's optimizer state that one worker has: every chunk is at an owner and a guard."""
+    return min(1.0, HOLDERS / settings.replicas) if settings.sharded else 1.0
 
 
 def scratch(stage: StageFigures, settings: Settings) -> float:
@@ -102,8 +110,11 @@ def scratch(stage: StageFigures, settings: Settings) -> float:
 
 def received(stage: StageFigures, settings: Settings) -> float:
     """Parts and sums of peers, until they are added up and put together."""
-    share = (settings.replicas - 1) / settings.replicas
-    return share * stage.parameters * (SUMS[settings.accumulate] + REDUCED)
+    others = (settings.replicas - 1) / settings.replicas
+    if settings.sharded:  # parts of what it owns, sums of what it guards, and the others' new weights
+        arriving = SUMS[settings.accumulate] + REDUCED / settings.replicas
+        return others * stage.parameters * max(arriving, WEIGHTS[settings.precision])
+    return others * stage.parameters * (SUMS[settings.accumulate] + REDUCED)
 
 
 def items(stage: StageFigures, settings: Settings, *, stash: int, hosted: int) -> list[Item]:

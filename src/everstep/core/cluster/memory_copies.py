@@ -32,8 +32,10 @@ class MemoryCopies:
             return False
         states = task.copies.states
         if event.step not in states or states[event.step].attempt != event.attempt:
-            states[event.step] = KeptState(task.shape.stages, event.attempt)
-        states[event.step].copies.setdefault(event.stage, {})[node] = event.part
+            parts = task.shape.stages * max(1, task.shape.chunks)
+            states[event.step] = KeptState(parts, event.attempt)
+        index, count = event.share  # sharded: of the chunks of a stage
+        states[event.step].copies.setdefault(event.stage * count + index, {})[node] = event.part
         return True
 
     def count(self, task: Task, now: Moment) -> Actions:

@@ -163,7 +163,9 @@ class CheckpointProgress:
 
 @dataclass(slots=True)
 class KeptState:
-    """A step's state in the memory of nodes: per stage of the shape it had then, the nodes with a copy."""
+    """A step's state in the memory of nodes: per stage of the shape it had then, the nodes with a copy. Where
+    states are sharded, per chunk of every stage.
+    """
 
     stages: int
     attempt: int = 0

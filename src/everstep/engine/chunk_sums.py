@@ -1,0 +1,80 @@
+"""Sharded states: the reduce by chunks. The owner adds up, and every holder has the sums of its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everstep.core.words.worker_messages import AssembleSum, Parcel, SumChunk
+from everstep.engine import device as devices
+from everstep.engine.stage import Stage
+from everstep.engine.sums import SumPart, peaks_of
+from everstep.schedule.footprint import CHUNK
+
+Received = Mapping[Parcel, tuple[tuple[Tensor, ...], Any]]
+
+
+class ChunkSums:
+    """The means of the chunks that this worker holds, by step."""
+
+    def __init__(self, replica: int, ranges: Sequence[slice]) -> None:
+        self._replica, self._ranges = replica, ranges
+        self.means: dict[int, dict[int, Tensor]] = {}
+
+    def part(self, stage: Stage, chunks: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:
+        """This worker's part of the chunks of one owner: views, and what each is."""
+        parts = [stage.sums.part(self._ranges[chunk]) for chunk in chunks]
+        peaks = stage.sums.part(slice(0, 0)).peaks
+        facts = [[len(part.tensors), [list(key) for key in part.promoted]] for part in parts]
+        return tuple(t for part in parts for t in part.tensors), [list(peaks), facts]
+
+    def add_up(self, stage: Stage, task: SumChunk, received: Received) -> tuple[tuple[float, ...], list[int]]:
+        """The chunks that are this worker's: the squares of each stretch, and the peaks of the step."""
+        by_sender = {self._replica: self._opened(stage, self.part(stage, task.chunks))}
+        for parcel in task.parts:
+            by_sender[parcel.sender] = self._opened(stage, received[parcel])
+        ordered = [by_sender[replica] for replica in task.members]
+        means: dict[int, Tensor] = {}
+        norms: list[Tensor] = []
+        for index, chunk in enumerate(task.chunks):
+            where = self._ranges[chunk]
+            mean = torch.zeros(where.stop - where.start, dtype=torch.float32, device=stage.device)
+            stretches = [
+                slice(at, min(at + CHUNK, where.stop)) for at in range(where.start, where.stop, CHUNK)
+            ]
+            parts = [parts[index] for parts, _ in ordered]
+            stage.sums.means(where, stretches, parts, task.weight, mean, origin=where.start)
+            means[chunk] = mean
+            norms += [
+                torch.linalg.vector_norm(
+                    mean[at.start - where.start : at.stop - where.start], dtype=torch.float64
+                )
+                for at in stretches
+            ]
+        self.means[task.step] = means
+        squares = tuple(torch.stack(norms).square().tolist()) if norms else ()
+        everyone = [SumPart((), peaks, ()) for _, peaks in ordered]
+        return squares, peaks_of(everyone)
+
+    def for_holder(self, step: int, chunks: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:
+        return tuple(self.means[step][chunk] for chunk in chunks), list(chunks)
+
+    def assemble(self, stage: Stage, task: AssembleSum, received: Received) -> None:
+        for parcel in task.chunks:
+            tensors, chunks = received[parcel]
+            for chunk, tensor in zip(chunks, tensors, strict=True):
+                self.means[task.step][int(chunk)] = devices.to_device(tensor, stage.device)
+
+    def _opened(
+        self, stage: Stage, payload: tuple[tuple[Tensor, ...], Any]
+    ) -> tuple[list[SumPart], list[int]]:
+        tensors, (peaks, facts) = payload
+        rest = iter(tensors)
+        parts = []
+        for count, promoted in facts:
+            own = tuple(devices.to_device(next(rest), stage.device) for _ in range(count))
+            parts.append(SumPart(own, peaks, [(int(slot), int(level)) for slot, level in promoted]))
+        return parts, list(peaks)
