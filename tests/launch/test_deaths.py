@@ -157,6 +157,7 @@ SHARDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_with_sharded_states_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, name: str) -> None:
     point = next(p for p in sharded() if p.name == name)
