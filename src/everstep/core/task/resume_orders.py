@@ -102,16 +102,19 @@ def _without_reduce(ops: tuple[Op, ...], ledger: Ledger, step: int, settled: int
 
 
 def _fills(worker: Worker, phase: Planning, groups: Groups) -> tuple[tuple[int, int, int], ...]:
-    """Sharded: the chunks that this worker owns and whose state another holder lacks."""
+    """Sharded: the chunks that this worker owns and whose state another holder lacks, with the first step
+    that the holder is to update. In a step that is reduced already it has the sums of its chunks and waits
+    for their states: they must not wait for an update that the owner makes after its own fill has come.
+    """
     found: dict[tuple[int, int], int] = {}
+    owned = groups.members[-1].holders[worker.stage] if groups.shape.chunks else ()
     for members in groups.members if groups.shape.chunks else ():
-        if members.from_step <= phase.owed.settled[worker.stage]:
-            continue
         for chunk, holders in enumerate(members.holders[worker.stage]):
-            for replica in holders[1:] if holders[0] == worker.replica else ():
+            for replica in holders if owned[chunk][0] == worker.replica else ():
                 ledger = phase.ledgers.get(Worker(replica, worker.stage))
-                if ledger is None or chunk not in ledger.chunks:
-                    found.setdefault((chunk, replica), members.from_step)
+                if replica != worker.replica and (ledger is None or chunk not in ledger.chunks):
+                    first = members.from_step if ledger is None else max(members.from_step, ledger.step)
+                    found.setdefault((chunk, replica), first)
     return tuple((chunk, replica, first) for (chunk, replica), first in found.items())
 
 
