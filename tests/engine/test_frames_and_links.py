@@ -253,3 +253,9 @@ def test_a_sender_is_not_held_up_by_a_receiver_that_does_not_read(ends: tuple[En
         for step in range(50):
             here.links.send(Address(*deaf.getsockname()), "A", name(step), None, torch.ones(1_000_000))
         assert time.monotonic() - started < 10
+
+
+def test_no_two_kinds_of_frames_have_one_letter() -> None:
+    """A chunk's state was once taken for the opening of a lane."""
+    letters = [*ParcelKind, frames.STATE, frames.LANE]
+    assert len({str(letter) for letter in letters}) == len(letters)
