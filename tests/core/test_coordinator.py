@@ -11,9 +11,11 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import TaskState
+from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.task.states import Copied, Member
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
+from everstep.core.words.moment import Moment
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
 from tests.core.fake_cluster import FakeCluster
@@ -527,3 +529,16 @@ def test_a_process_that_outlives_sigkill_costs_its_slot_until_it_ends() -> None:
     cluster._report(place[0], msg.SlotFreed(slot=place[1]), None)
     assert lost.closed
     assert place in cluster.coordinator.roster.free()
+
+
+def test_a_worker_that_was_lost_with_its_node_and_then_exits_twice_is_restarted() -> None:
+    """Storm 4301359: the second exit was taken for the lost node's, and no remedy for that fits a process."""
+    cluster = running()
+    task, now = cluster.coordinator.tasks["t"], Moment(at=cluster.now, event=1)
+    incidents = cluster.coordinator.incidents
+    incident = incidents.suspect(task, W01, "silence", "node b is gone", now)
+    incidents.judge(incident, known(ErrorKind.LOST_CONNECTION, "node b is gone"), now)
+    incidents.treat(incident, "restart the worker", "its replacement has exited", now)
+    cluster.exits(W01, "killed by SIGKILL")
+    assert task.seats[W01].incarnation == 2
+    assert incident.remedies[-1].what == "restart the worker"

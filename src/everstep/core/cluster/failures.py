@@ -109,9 +109,15 @@ class Failures:
         verdict, treated = incident.verdict, incident.remedies
         if verdict is None or not treated:
             self._incidents.judge(incident, judgement, now)
-        elif treated[-1].what == remedies.name_of(Effect.RESTART) and incident.workers == [worker]:
-            judgement = known(ErrorKind(verdict.kind), verdict.because)  # it was ended for this
+        elif self._was_ended_for(incident, worker):
+            judgement = known(ErrorKind(verdict.kind), verdict.because)
         return incident, judgement
+
+    def _was_ended_for(self, incident: Incident, worker: Worker) -> bool:
+        """Was this process ended to cure the incident? Not one that came after its node was lost."""
+        restarted = incident.remedies[-1].what == remedies.name_of(Effect.RESTART)
+        lost = incident.verdict is not None and incident.verdict.kind == ErrorKind.LOST_CONNECTION
+        return restarted and incident.workers == [worker] and not lost
 
     # -------------------------------------------------------------- no progress
 
