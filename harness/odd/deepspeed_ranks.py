@@ -103,6 +103,8 @@ def _truth(
         step = _step(engine)
         if step is not None:
             found[f"optimizer/{name}/step"] = torch.tensor(float(step))
+    for alias, name in spec["tied"].items():  # the engine has each tensor once, under its first name
+        found[f"model/{alias}"] = found[f"model/{name}"].clone()
     numbers = [
         {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k not in ("params",)}
         for group in engine.optimizer.param_groups
@@ -146,6 +148,7 @@ def _atoms(job: dict[str, Any]) -> dict[str, torch.Tensor]:
     ds_to_universal.main(options)
     found = {}
     shapes = {t["name"]: t["shape"] for t in job["spec"]["tensors"]}
+    shapes |= {alias: shapes[name] for alias, name in job["spec"]["tied"].items()}
     for file in sorted((out / "u" / "zero").glob("*/*.pt")):
         value = torch.load(file, weights_only=False)
         tensor = value["param"] if isinstance(value, dict) else value
