@@ -22,7 +22,6 @@ from everstep.core.cluster.nodes import Nodes
 from everstep.core.task.recovery import Recovery
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.events import StepSealed
-from everstep.core.worker.buffers import Buffers
 from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.mending import LinkMending, PeerAddress
 from everstep.drive.driver import Driver
@@ -215,11 +214,6 @@ def beacon_written_at_every_wake_up() -> list[Patch]:
 def leaves_with_work_in_hand() -> list[Patch]:
     """A worker that is asked to finish leaves at once."""
     return [(WorkerControl, "may_leave", lambda self, task: self.over or self._finishing)]
-
-
-def queued_buffer_is_written() -> list[Patch]:
-    """Issue 16, 6: a sum that a send still reads from is changed in place."""
-    return [(Buffers, "writable", lambda self, buffer: buffer)]
 
 
 # ------------------------------------------------------------------ whom the coordinator believes
