@@ -1,4 +1,5 @@
-"""What must hold, looked at from outside: nothing here is used by the system that is checked.
+"""What must hold, looked at from outside: nothing here is used by the system that is checked. Whether these
+checks would see a bug is tried with mutants: decisions with a bug planted (`harness`).
 
 exactly once     every sealed sum holds each microbatch once, computed from the right weights
 one epoch        no two members work in different epochs
