@@ -28,7 +28,7 @@ class ParcelKind(StrEnum):
     COPY = "C"  # the whole sum, for a peer whose owner of a chunk died
     FEED = "J"  # the whole sum and its scale, for a worker that is joining; sharded: the working weights
     WEIGHTS = "W"  # sharded: the working weights of chunk `owner` after the step
-    FILL = "L"  # sharded: the optimizer state of chunk `owner` after the step, for a new holder
+    FILL = "K"  # sharded: the optimizer state of chunk `owner` after the step, for a new holder
 
 
 class Parcel(NamedTuple):
