@@ -39,7 +39,8 @@ from everstep.errors import PeerError, UserError
 
 _AT = "in memory"  # the fact that says where tensors are
 MOST_LANES_AHEAD = 16  # peers to which lanes are opened before they are used
-_LASTING = frozenset({ParcelKind.FEED})  # read by its receiver when the sender is steps ahead
+# Read by its receiver when the sender is steps ahead.
+_LASTING = frozenset({ParcelKind.FEED, ParcelKind.FILL})
 
 
 def identity_of(device: torch.device, transport: str) -> Identity:

@@ -217,7 +217,7 @@ def train(
     )
     line.where = control.where
     if group is not None:
-        enter += [group.enter, loop.entering]
+        enter += [group.enter, loop.signs.entering]
     links.start()
     if isinstance(line, _Pipe):
         assert group is not None
