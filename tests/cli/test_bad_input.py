@@ -113,7 +113,11 @@ GOOD = "(torch.ones(3, 4), torch.ones(3, 2))"
             "optimizer is a SGD already built, and every stage makes its own; give a function: "
             "optimizer=lambda named: torch.optim.SGD(named, lr=...).",
         ),
-        (f"lambda s, m: {GOOD}", ", optimizer='sgd'", "optimizer is a str; give a function of named"),
+        (
+            f"lambda s, m: {GOOD}",
+            ", optimizer='sgd'",
+            "optimizer 'sgd' is not one of torch.optim; use one of",
+        ),
         (f"lambda s, m: {GOOD}", ", lr=lambda step: 0.1", "optimizer.lr is a function, and a job travels"),
         (f"lambda s, m: {GOOD}", ", clipp=1.0", "clipp is not a key of a job; its keys: accumulate,"),
         ("lambda s, m: [1, 2, 3]", "", "gave a list of 3: int, int, int; return (inputs, targets)"),

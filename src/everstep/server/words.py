@@ -120,6 +120,7 @@ EVENTS: Mapping[type, str] = {
     ev.StepSealed: "stage {stage} of {task} has sealed step {step}",
     ev.UpdateInvalidated: "worker {worker} of {task} must undo the update of step {step}",
     ev.StateCopied: "worker {worker} of {task} has copied its state",
+    ev.ChunksFilled: "worker {worker} of {task} has the chunks it guards",
     ev.WorkerResumed: "worker {worker} of {task} runs ops again, epoch {epoch}",
     ev.ProfileChanged: "task {task}: {because}",
     ev.CheckpointCommitted: "the checkpoint of step {step} of {task} is committed",
