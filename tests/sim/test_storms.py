@@ -33,7 +33,7 @@ SEEN_AT = {
     "undo_forgotten": 115,
     "commit_forgotten": 0,
     "gradients_released_when_sent": 7,
-    "sum_released_before_its_seal": 43,
+    "sum_released_before_its_seal": 60,
     "mended_link_sends_nothing_again": 7,
     "group_kept_after_a_death": 11,
     "feed_ends_a_step_early": 1,

@@ -46,10 +46,13 @@ class Mailbox:
         self.send(parcel, Worker(host, parcel.stage))
 
     def redirect(self) -> None:
-        """Hosts have changed: what went to another one goes to the new one, too."""
+        """Hosts have changed: what went to another one goes to the new one, too. If the update of a step is
+        undone, all of that step goes again: a host that was a step ahead has refused what it needs now.
+        """
         for parcel, sent_to in list(self.outbox.items()):
             assert parcel.microbatch is not None
-            if self.order.host(parcel.step, parcel.microbatch, parcel.stage) != sent_to:
+            is_other = self.order.host(parcel.step, parcel.microbatch, parcel.stage) != sent_to
+            if is_other or parcel.step == self.order.rewind:
                 self.post(parcel)
 
     def repost(self, peer: Worker) -> None:
