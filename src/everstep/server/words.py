@@ -51,7 +51,7 @@ PARCELS: Mapping[str, str] = {  # what a worker waits for; of a stage, a microba
     "C": "copy of the sum",
     "J": "state of the joining worker",
     "W": "updated weights",
-    "L": "optimizer state",
+    "K": "optimizer state",
 }
 PLACES: Mapping[str, str] = {  # of a worker that does not run ops; see `views`
     "absent": "gone; work rerouted",
