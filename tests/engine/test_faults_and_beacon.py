@@ -5,6 +5,7 @@ import pytest
 from everstep.core.words.ops import Worker
 from everstep.engine.beacon import SIZE, Beacon
 from everstep.engine.faults import PlantedFault, check_fault, parse_fault
+from everstep.engine.job import Job, ModelSpec
 from everstep.errors import UserError
 
 
@@ -56,11 +57,12 @@ def test_a_fault_that_is_not_one_is_explained_in_a_sentence(text: str, names: st
         "stage=0,replica=0,step=9",
         "stage=0,replica=0,step=1,op=F4",
         "stage=0,replica=0,step=0",
+        "stage=0,replica=0,step=1,shard=1",
     ],
 )
 def test_a_fault_that_can_never_strike_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="--kill names"):
-        check_fault(parse_fault(text), replicas=2, stages=2, microbatches=4, steps=8)
+        check_fault(parse_fault(text), Job(model=ModelSpec(preset="gpt-tiny"), replicas=2, stages=2, steps=8))
 
 
 def test_a_beacon_tells_the_last_words_of_a_worker_and_knows_a_torn_one(tmp_path: Path) -> None:

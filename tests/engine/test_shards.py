@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from everstep.engine.data import Synthetic
+from everstep.engine.evaluation import Evaluation
 from everstep.engine.gpt import gpt
 from everstep.engine.model import Model
 from everstep.engine.optimizer import Updater, adamw
@@ -99,6 +100,27 @@ def test_recompute_and_dropout_are_functions_of_the_logical_tensors() -> None:
     one = trained(model, None, recompute=True)
     found = in_shards(2, lambda shards: trained(model, shards, recompute=True))
     assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
+
+
+def scored(model: Model, shards: GroupCollectives | None) -> list[float]:
+    """The evaluation loss and a metric of the first weights."""
+    torch.set_num_threads(1)
+
+    def right(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (logits.argmax(-1) == targets).float().mean()
+
+    evaluation = Evaluation(data=DATA, every=1, batches=3, steps=4, microbatches=1, metrics={"right": right})
+    layers = range(len(model.layers))
+    stage = Stage(model, layers, data=DATA, device=CPU, shards=shards, evaluation=evaluation)
+    stage.evaluate(2, 0)
+    return list(stage.scores(2, 0))
+
+
+def test_evaluation_sees_the_whole_vocabulary() -> None:
+    one = scored(small_gpt(), None)
+    found = in_shards(2, lambda shards: scored(small_gpt(), shards))
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(one, rel=2e-6)
 
 
 class Net(nn.Module):

@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from everstep.engine.job import CheckpointSpec
+import everstep
+from everstep.engine.job import CheckpointSpec, DataSpec, ModelSpec
 from harness.sweep import Sweep, compare, points
 
 CHOSEN = [
@@ -39,6 +41,33 @@ def test_the_shard_that_failed_is_named(sweep: Sweep) -> None:
     assert incident.what == "lost its shard 1 (killed by SIGKILL)"
     (incident,) = sweep.run(job, ("stage=0,replica=1,step=3,op=I1,shard=1,how=raise",)).incidents
     assert "shard 1: RuntimeError: planted fault" in incident.what
+
+
+def test_a_shard_that_ends_before_the_others_have_met_it_is_noticed(sweep: Sweep, tmp_path: Path) -> None:
+    job = replace(
+        sweep.job,
+        replicas=2,
+        stages=1,
+        model=ModelSpec(build="dying:model", options={"folder": str(tmp_path)}),
+        data=DataSpec(kind="synthetic", sequence=16),
+        base=str(Path(__file__).parent),
+    )
+    outcome = sweep.run(job, ())
+    assert outcome.failure is None
+    assert (tmp_path / "struck").exists()
+    assert len(outcome.by_step()) == job.steps
+
+
+def test_an_average_of_the_weights_is_saved_by_its_logical_names(sweep: Sweep, tmp_path: Path) -> None:
+    average = replace(sweep.job.optimizer, ema=0.9)
+    job = replace(sweep.job, replicas=1, stages=2, steps=4, optimizer=average)
+    for shards in (1, 2):
+        saving = CheckpointSpec(folder=str(tmp_path / str(shards)), interval=4)
+        sweep.run(replace(job, shards=shards, checkpoint=saving), ())
+    one, two = (everstep.load(tmp_path / str(shards), ema=True) for shards in (1, 2))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, two[name], rtol=1e-4, atol=1e-6), name
 
 
 def test_a_checkpoint_of_shards_is_one_of_logical_tensors(sweep: Sweep, tmp_path: Path) -> None:

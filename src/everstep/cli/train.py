@@ -128,7 +128,8 @@ def scalars(folder: Path | None, watch: Watcher) -> Iterator[Watcher]:
 def describe(job: Job) -> str:
     """A job in one short line."""
     what = job.model.preset or job.model.hf or job.model.build
+    shards = f" × {job.shards} shards" if job.shards > 1 else ""
     return (
-        f"{what}: {job.replicas} replicas × {job.stages} stages, {job.microbatches} microbatches per "
+        f"{what}: {job.replicas} replicas × {job.stages} stages{shards}, {job.microbatches} microbatches per "
         f"replica, {job.steps} steps, {job.precision} on {job.device}"
     )

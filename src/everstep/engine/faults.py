@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from everstep.core.words.ops import Worker
+from everstep.engine.job import Job
 from everstep.errors import UserError
 
 WHENS = ("before", "after", "during", "sending", "inside")
@@ -106,8 +107,11 @@ def parse_fault(text: str) -> PlantedFault:
     )
 
 
-def check_fault(fault: PlantedFault, *, replicas: int, stages: int, microbatches: int, steps: int) -> None:
+def check_fault(fault: PlantedFault, job: Job) -> None:
     """A fault that can never strike is a mistake."""
+    replicas, stages, microbatches, steps = job.replicas, job.stages, job.microbatches, job.steps
+    if fault.shard >= job.shards:
+        raise UserError(f"--kill names shard {fault.shard}; the job has shards 0 to {job.shards - 1}.")
     if fault.worker.replica >= replicas or fault.worker.stage >= stages:
         raise UserError(
             f"--kill names worker {fault.worker} (replica:stage); the job has replicas 0 to "

@@ -17,62 +17,38 @@ sums that do not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
-from everstep.engine.data import Dataset, split, uneven
+from everstep.engine.data import Dataset, split
 from everstep.engine.evaluation import SCORED, TRAINED, Evaluation, added
 from everstep.engine.grids import Limits
-from everstep.engine.linear import Queue, contributions_of, take_over
+from everstep.engine.held_bytes import HeldBytes
+from everstep.engine.linear import Queue, contributions_of
 from everstep.engine.model import (
     Model,
     Slot,
-    cross_entropy,
-    drawn,
     end,
-    every_parameter,
-    in_precision,
     slots,
-    token_loss,
-    trained,
 )
-from everstep.engine.shards import loss as sharded_loss
 from everstep.engine.shards.collectives import Collectives
-from everstep.engine.shards.layers import cut, join
 from everstep.engine.shards.plan import Cut
+from everstep.engine.stage_layers import build_layers
+from everstep.engine.stage_loss import StageLoss
+from everstep.engine.stash import Stash
 from everstep.engine.sums import Accumulate, Empty, GradientSums
 from everstep.errors import InternalError, UserError
 
 Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(slots=True)
-class Stash:
-    """What is held of one microbatch between its ops."""
-
-    inputs: dict[int, Tensor]  # the boundary's tensors that want a gradient, by their number
-    outputs: list[Tensor] | None  # what gradients come back for, in order; the loss, on the last stage
-    weight: Tensor | float | None = None  # of the microbatch, on the last stage
-    queue: Queue = field(default_factory=list)
-    others: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (gradient view's parameter, gradient)
-
-    @property
-    def open(self) -> bool:
-        """Between F and I."""
-        return self.outputs is not None
 
 
 class Stage:
@@ -98,9 +74,8 @@ class Stage:
         self.precision, self.accumulate, self.recompute = precision, accumulate, recompute
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.layers)
         self.shards = shards
-        self.cut = (
-            Cut(model.shard_plan) if shards is None else Cut(model.shard_plan, shards.index, shards.count)
-        )
+        place = (0, 1) if shards is None else (shards.index, shards.count)
+        self.cut = Cut(model.shard_plan, *place)
         self.slots: dict[str, Slot] = slots(model, layers, cut=self.cut)
         self.size = end(self.slots)
         tied = {name for pair in model.tied for name in pair}
@@ -113,10 +88,19 @@ class Stage:
             else torch.zeros(self.size, dtype=DTYPES[precision], device=device)
         )
         self._queue: Queue = []
-        self.parameters: dict[str, nn.Parameter] = {}  # what the layers compute with, by logical name
-        self._summed: list[nn.Parameter] = []  # whole, with a gradient from every shard
+        self._modules, self.parameters, self._summed = build_layers(
+            model,
+            layers,
+            seed=seed,
+            slots=self.slots,
+            masters=self.masters,
+            working=self.working,
+            queue=self._queue,
+            plan=self.cut,
+            shards=shards,
+        )
         self.evaluation = evaluation
-        self._modules = _build(self)
+        self._loss = StageLoss(model, device, shards)
         self._through = model.assembly.join(layers, self._modules, device)
         again = model.assembly.recomputed
         names = (model.names[:-1] if again is None else again) if recompute else ()
@@ -132,9 +116,7 @@ class Stage:
         self._scores: dict[tuple[int, int], tuple[float, ...]] = {}
         self._losses: dict[tuple[int, int], Tensor] = {}
         self._weights: dict[tuple[int, int], float] = {}
-        self._target_shapes: list[tuple[int, ...]] | None = None  # of a loss without weights
-        self._forward_bytes = self._weight_bytes = -1  # not measured yet
-        self._kept: list[Tensor] = []
+        self._held = HeldBytes(lambda: self.working)
 
     # The ops.
 
@@ -160,7 +142,7 @@ class Stage:
         if beside is not None and not self.is_first:
             value = value[TRAINED]
         weight: Tensor | float | None = None
-        with _Measured(self) if self._forward_bytes < 0 else nullcontext():
+        with self._held.measured():
             devices.seed(self.device, self._key(step, microbatch, self.layers.start))
             value = self._through(value, partial(self._layer, step, microbatch))
             if self.is_last:
@@ -198,7 +180,9 @@ class Stage:
                 inputs, targets = split(self.evaluation.data.batch(1, number)) if ends else (None, None)
                 value = self._fed(inputs) if before is None else before[place]
                 value = self._through(value, lambda index, layer, *args, **kwargs: layer(*args, **kwargs))
-                found.append(self._scored(value, targets) if self.is_last else value)
+                if self.is_last:
+                    value = self.evaluation.scores(*self._loss.to_be_scored(value, targets))
+                found.append(value)
         finally:
             for module in self._modules:
                 module.train()
@@ -210,12 +194,6 @@ class Stage:
     def scores(self, step: int, microbatch: int) -> tuple[float, ...]:
         """What the evaluation batches of a microbatch added up to; last stage only."""
         return self._scores.get((step, microbatch), ())
-
-    def _scored(self, output: Value, targets: Value) -> list[tuple[float, float]]:
-        assert self.evaluation is not None
-        output = mapped(lambda t: t.float() if t.is_floating_point() else t, output)
-        there = mapped(lambda t: devices.to_device(t, self.device), targets)
-        return self.evaluation.scores(self.model.loss, output, there)
 
     def _close(self, step: int, microbatch: int, beside: list[Value]) -> Boundary | None:
         """The forward of a step that trains nothing: it counts 0."""
@@ -247,8 +225,8 @@ class Stage:
             if parameter.grad is not None:
                 stash.others.append((parameter, parameter.grad))
                 parameter.grad = None
-        if self._weight_bytes < 0:
-            self._weight_bytes = self._held_for_weights(stash)
+        if self._held.weight < 0:
+            self._held.weight = self._held.of(stash.for_weights())
         inputs, stash.inputs = stash.inputs, {}
         if self.is_first:
             return None
@@ -354,19 +332,15 @@ class Stage:
         """Memory held for microbatches under way: exact after I, after F as measured on the first forward."""
         total = 0
         for stash in self._stashes.values():
-            total += max(self._forward_bytes, 0) if stash.open else self._held_for_weights(stash)
+            total += max(self._held.forward, 0) if stash.open else self._held.of(stash.for_weights())
         return total
 
     @property
     def held_bytes(self) -> tuple[int, int]:
         """What a microbatch held from F to I and from I to W, when it was first measured."""
-        return max(self._forward_bytes, 0), max(self._weight_bytes, 0)
+        return max(self._held.forward, 0), max(self._held.weight, 0)
 
     # How.
-
-    def _held_for_weights(self, stash: Stash) -> int:
-        queued = (t for entry in stash.queue for t in entry if isinstance(t, Tensor))
-        return self._bytes([*queued, *(grad for _, grad in stash.others)])
 
     def _fed(self, inputs: Value) -> Value:
         """A batch as the first layer gets it: on the device, numbers in the precision of the layers."""
@@ -384,33 +358,6 @@ class Stage:
         tensors = [devices.to_device(tensor.detach(), self.device) for tensor in given.tensors]
         wanted = {index: tensors[index].requires_grad_() for index in given.graded}
         return wanted, put_together(given.tree, tensors)
-
-    def _loss(self, output: Value, targets: Value) -> tuple[Tensor, Tensor | float]:
-        """The loss to differentiate, and what it counts."""
-        loss = self._sharded_loss() or self.model.loss
-        if loss not in (cross_entropy, token_loss) and not getattr(loss, "any_precision", False):
-            output = mapped(lambda t: t.float() if t.is_floating_point() else t, output)
-        made = loss(output, mapped(lambda t: devices.to_device(t, self.device), targets))
-        if isinstance(made, tuple | list):
-            weigh = getattr(loss, "weigh", None)  # on the host, where a loss can: a GPU is not waited for
-            return made[0], made[1] if weigh is None else weigh(targets)
-        shapes = [tuple(tensor.shape) for tensor in tensors_in(targets)]
-        if self._target_shapes is None:
-            self._target_shapes = shapes
-        if shapes != self._target_shapes:
-            raise UserError(uneven(self._target_shapes, shapes))
-        return made, 1.0
-
-    def _sharded_loss(self) -> Any:
-        """For logits whose vocabulary is split over the shards."""
-        if self.shards is None or "logits" not in self.model.shard_plan.values():
-            return None
-        known = {cross_entropy: sharded_loss.cross_entropy, token_loss: sharded_loss.token_loss}
-        if self.model.loss not in known:
-            raise UserError(
-                'shard_plan splits "logits", and the loss is your own; use "column_gather" there.'
-            )
-        return _AnyPrecision(partial(known[self.model.loss], collectives=self.shards))
 
     def _keep_weight(self, step: int, microbatch: int, weight: float) -> None:
         if not 0 <= weight < math.inf:
@@ -431,15 +378,8 @@ class Stage:
         seed = self._key(step, microbatch, index)
         if index not in self._recomputed:
             return run(*args)
-        if self._forward_bytes < 0:
-            self._kept.extend(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        self._held.keep(args, kwargs)
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
-
-    def _bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Memory of the storages behind some tensors, the weights' own left out."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        storages.pop(self.working.untyped_storage().data_ptr(), None)
-        return sum(storages.values())
 
     def _key(self, step: int, microbatch: int, layer: int) -> int:
         return keys.key(self.seed, keys.DROPOUT, step, microbatch, layer)
@@ -447,63 +387,3 @@ class Stage:
     def _sum_of(self, parameter: Tensor) -> Tensor:
         slot = self.sums.slots[self._index[parameter]]
         return slot.of(self.sums.flat)
-
-
-class _AnyPrecision:
-    """A loss that takes the logits as they are."""
-
-    any_precision = True
-
-    def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
-        self._loss = loss
-
-    def __call__(self, output: Any, targets: Any) -> Any:
-        return self._loss(output, targets)
-
-
-class _Measured(saved_tensors_hooks):
-    """What the first forward keeps for its backward."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        super().__init__(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self.stage._kept.append(tensor := tensor.detach())
-        return tensor
-
-    def __exit__(self, *args: object) -> None:
-        super().__exit__(*args)
-        self.stage._forward_bytes = self.stage._bytes(self.stage._kept)
-        self.stage._kept.clear()
-
-
-def _build(stage: Stage) -> list[nn.Module]:
-    """This stage's layers and no others; weights drawn on the CPU from (seed, layer), equal everywhere."""
-    modules = []
-    index_of = {name: index for index, name in enumerate(stage.model.layers)}
-    for index in stage.layers:
-        layer = stage.model.names[index]
-        module = drawn(stage.model, index, stage.seed)
-        here, parameters = every_parameter(layer, module), trained(layer, module)
-        for first, second in stage.model.tied:  # the second of a pair starts with the values of the first
-            if second in here:
-                owner = max((name for name in index_of if first.startswith(name + ".")), key=len)
-                source = (
-                    here
-                    if owner == layer
-                    else every_parameter(owner, drawn(stage.model, index_of[owner], stage.seed))
-                )
-                here[second].data.copy_(source[first].data)
-        cut(layer, module, stage.cut)
-        for name, parameter in parameters.items():
-            master, working = stage.slots[name].of(stage.masters), stage.slots[name].of(stage.working)
-            working.copy_(master.copy_(parameter.data))
-            parameter.data = working
-        stage.parameters.update(parameters)
-        in_precision(module.to(stage.device), DTYPES[stage.precision])
-        take_over(module, stage._queue)
-        if stage.shards is not None:
-            stage._summed += join(layer, module, stage.cut, stage.shards)
-        modules.append(module.train())
-    return modules

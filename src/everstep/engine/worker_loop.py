@@ -106,6 +106,8 @@ class WorkerLoop:
             if self.leader is not None:
                 self.leader.tell(sh.ShardLooks())
             task = self.turn()
+            if self.leader is not None:
+                self.leader.forget_before(self.state.now.step - 1)
             if self.control.may_leave(task):
                 self.show_saving()  # what its saver has in hand is written after this
                 return

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
+import shutil
 import signal
 import socket
-import struct
 import tempfile
 import threading
 import time
@@ -32,7 +31,6 @@ from everstep.errors import UserError
 
 _PR_SET_PDEATHSIG = 1
 _TRIES = 64  # to find neighbouring ports that are free
-_COUNT = struct.Struct("<q")
 
 
 @dataclass(slots=True)
@@ -43,10 +41,8 @@ class ShardGroup:
     count: int
     store: Path  # where the shards find each other for their collectives
     listener: socket.socket  # this shard's, for its peers in other workers
-    entered: mmap.mmap  # per shard: how many collectives it has entered
     lines: list[socket.socket]  # of the leader: to each follower; of a follower: to the leader
     pids: list[int] = field(default_factory=list)  # of the followers
-    _mine: int = 0
     _threads: list[threading.Thread] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -55,16 +51,6 @@ class ShardGroup:
         with self._lock:
             for line in self.lines:
                 line.sendall(data)
-
-    def enter(self) -> None:
-        """This shard is about to enter a collective."""
-        self._mine += 1
-        _COUNT.pack_into(self.entered, self.index * _COUNT.size, self._mine)
-
-    def behind(self) -> list[int]:
-        """The shards that have entered fewer collectives than another: the others wait for them."""
-        counts = [_COUNT.unpack_from(self.entered, i * _COUNT.size)[0] for i in range(self.count)]
-        return [i for i, entered in enumerate(counts) if entered < max(counts)]
 
     # -------------------------------------------------------------- the leader
 
@@ -81,6 +67,7 @@ class ShardGroup:
         """Until every follower has left, with all it had to say."""
         for thread in self._threads:
             thread.join()
+        shutil.rmtree(self.store.parent, ignore_errors=True)  # one that is killed leaves it to its agent
 
     def _hear(
         self,
@@ -139,7 +126,6 @@ def fork(count: int, host: str, folder: Path | None) -> ShardGroup:
     """Fork this process, which becomes shard 0. Returns in every one of them."""
     listeners = neighbouring_ports(host, count)
     root = Path(tempfile.mkdtemp(prefix="everstep-shards-", dir=folder))
-    entered = mmap.mmap(-1, count * _COUNT.size)  # shared with the children
     parent = os.getpid()
     lines: list[socket.socket] = []
     pids: list[int] = []
@@ -154,13 +140,13 @@ def fork(count: int, host: str, folder: Path | None) -> ShardGroup:
             for number, listener in enumerate(listeners):
                 if number != index:
                     listener.close()
-            return ShardGroup(index, count, root / "store", listeners[index], entered, [theirs])
+            return ShardGroup(index, count, root / "store", listeners[index], [theirs])
         theirs.close()
         lines.append(ours)
         pids.append(pid)
     for listener in listeners[1:]:
         listener.close()
-    return ShardGroup(0, count, root / "store", listeners[0], entered, lines, pids)
+    return ShardGroup(0, count, root / "store", listeners[0], lines, pids)
 
 
 def neighbouring_ports(host: str, count: int) -> list[socket.socket]:

@@ -287,32 +287,21 @@ class States:
         """Each tensor as a box of the logical one: (name, whole shape, box, values)."""
         found = []
         for name, tensor in tensors.items():
-            split = self._cut.split_of_part(_parameter(name), tuple(tensor.shape))
             shape = tuple(tensor.shape)
-            split = split if self._is_split(name, tensor) else None
-            found.append(
-                (name, *((shape, whole(shape)) if split is None else (split.whole, split.box)), tensor)
-            )
+            split = self._cut.split_of_part(_parameter(name), shape) if shape else None
+            at = (shape, whole(shape)) if split is None else (split.whole, split.box)
+            found.append((name, *at, tensor))
         return found
 
     def _is_split(self, name: str, tensor: Tensor) -> bool:
-        """Parameters and what an optimizer keeps per element; not its counters, not the limits of sums."""
-        return tensor.ndim > 0 and not name.startswith("extra/") and self._cut.is_split(_parameter(name))
+        """What there is per element of a parameter; not an optimizer's counters, not the limits of sums."""
+        return tensor.ndim > 0 and self._cut.is_split(_parameter(name))
 
     def _read(self, checkpoint: Checkpoint, wanted: set[str]) -> dict[str, Tensor]:
-        names = [name for name in checkpoint.tensors if _parameter(name) in wanted]
-        if self._cut.count == 1:
-            return checkpoint.read(names)
         found = {}
-        for name in names:
+        for name in [name for name in checkpoint.tensors if _parameter(name) in wanted]:
             shape = checkpoint.tensors[name].shape
-            split = (
-                None
-                if name.startswith("extra/")
-                else self._cut.split(_parameter(name), shape)
-                if shape
-                else None
-            )
+            split = self._cut.split(_parameter(name), shape) if shape else None
             found[name] = checkpoint.read_box(name, None if split is None else split.box)
         return found
 

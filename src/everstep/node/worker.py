@@ -84,12 +84,7 @@ def main(spec: dict[str, Any]) -> int:
     me = Sender(spec["task"], parse_worker(spec["worker"]), spec["incarnation"])
     line.say(WorkerHello(task=me.task, worker=me.worker, incarnation=me.incarnation, pid=os.getpid()))
     try:
-        if spec.get("script"):
-            from everstep.node import script
-
-            script.run(spec, lambda program: train(me, spec, program, line, group))
-        else:
-            train(me, spec, Program.of(Job.from_dict(spec["job"])), line, group)
+        _run(me, spec, line, group)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except BaseException as error:
@@ -106,12 +101,7 @@ def _follow(spec: dict[str, Any], group: ShardGroup) -> int:
     """The whole life of a shard that does not lead."""
     me = Sender(spec["task"], parse_worker(spec["worker"]), spec["incarnation"])
     try:
-        if spec.get("script"):
-            from everstep.node import script
-
-            script.run(spec, lambda program: train(me, spec, program, _Pipe(group), group))
-        else:
-            train(me, spec, Program.of(Job.from_dict(spec["job"])), _Pipe(group), group)
+        _run(me, spec, _Pipe(group), group)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except BaseException as error:
@@ -122,6 +112,16 @@ def _follow(spec: dict[str, Any], group: ShardGroup) -> int:
         )
         return 1
     return 0
+
+
+def _run(me: Sender, spec: dict[str, Any], line: _Line | _Pipe, group: ShardGroup | None) -> None:
+    """Train what the job says, or what the user's script makes."""
+    if not spec.get("script"):
+        train(me, spec, Program.of(Job.from_dict(spec["job"])), line, group)
+        return
+    from everstep.node import script
+
+    script.run(spec, lambda program: train(me, spec, program, line, group))
 
 
 def train(
@@ -177,13 +177,11 @@ def train(
     waits = job.transport in ("nccl", "pipe") and sender.incarnation == 1
     courier = Courier.of(links, identity, device, deliver=deliver, failed=inbox.put, waits=waits)
     beacon = Beacon(Path(spec["beacon"])) if spec["beacon"] is not None and is_leader else None
-    enter: list[Callable[[], None]] = []
-    shards = None
-    if group is not None:
-        shards = GroupCollectives(
-            group.store, group.index, group.count, device, entered=lambda: _call_all(enter)
-        )
     leader = None if group is None or not is_leader else ShardLeader(group.count, group.tell, line.say)
+    shards = None
+    if group is not None:  # watched before it meets: a shard that ends on its way would be waited for
+        _watch(group, inbox, sender, line, leader)
+        shards = GroupCollectives(group.store, group.index, group.count, device, entered=lambda: entering())
     states = States(
         sender,
         job,
@@ -215,13 +213,11 @@ def train(
         shard=0 if group is None else group.index,
         leader=leader,
     )
+    entering = loop.signs.entering
     line.where = control.where
-    if group is not None:
-        enter += [group.enter, loop.signs.entering]
     links.start()
     if isinstance(line, _Pipe):
         assert group is not None
-        group.follow(inbox.put)
         Follower(loop, inbox, group.tell).run()
         states.finish(lambda: None)
         if loader is not None:
@@ -229,12 +225,6 @@ def train(
         courier.stop()
         links.stop()
         return
-    if group is not None:
-        assert leader is not None
-        group.watch(
-            partial(_heard, inbox, line, sender, leader, group),
-            lambda shard, how: _shard_ended(line, sender, shard, how),
-        )
     flows = None if steering is None else watch_links(steering, links, lambda kind, row: None)
     line.listen(inbox)
     line.say(control.started(links.address).report)
@@ -251,9 +241,21 @@ def train(
     links.stop()
 
 
-def _call_all(functions: list[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
+def _watch(
+    group: ShardGroup,
+    inbox: queue.SimpleQueue[Any],
+    me: Sender,
+    line: _Line | _Pipe,
+    leader: ShardLeader | None,
+) -> None:
+    """From now on the end of any shard is the end of all."""
+    if leader is None or isinstance(line, _Pipe):
+        group.follow(inbox.put)
+        return
+    group.watch(
+        partial(_heard, inbox, line, me, leader, group),
+        lambda shard, how: _shard_ended(line, me, shard, how),
+    )
 
 
 def _heard(

@@ -110,13 +110,7 @@ def _faults(texts: Any, job: Job) -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UserError("faults is not a list of texts.")
     for text in texts:
-        check_fault(
-            parse_fault(text),
-            replicas=job.replicas,
-            stages=job.stages,
-            microbatches=job.microbatches,
-            steps=job.steps,
-        )
+        check_fault(parse_fault(text), job)
     return tuple(texts)
 
 

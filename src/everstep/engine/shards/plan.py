@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from everstep.errors import UserError
 from everstep.layout.box import Box
@@ -102,10 +102,8 @@ class Cut:
         return next((style for pattern, style in self.plan.items() if fnmatchcase(module, pattern)), "whole")
 
     def split(self, name: str, shape: tuple[int, ...]) -> Split | None:
-        """How a parameter is split; None: it is whole."""
-        module, _, parameter = name.rpartition(".")
-        dims = STYLES[self.style(module)]
-        dim = dims[0] if parameter == "weight" else dims[1] if parameter == "bias" else None
+        """How a parameter of this whole shape is split; None: it is whole."""
+        dim = self._dim(name)
         if dim is None:
             return None
         if dim >= len(shape) or shape[dim] % self.count:
@@ -117,10 +115,8 @@ class Cut:
 
     def split_of_part(self, name: str, shape: tuple[int, ...]) -> Split | None:
         """As `split`, from the shape of this shard's part."""
-        module, _, parameter = name.rpartition(".")
-        dims = STYLES[self.style(module)]
-        dim = dims[0] if parameter == "weight" else dims[1] if parameter == "bias" else None
-        if dim is None or dim >= len(shape):
+        dim = self._dim(name)
+        if dim is None:
             return None
         whole = tuple(n * self.count if d == dim else n for d, n in enumerate(shape))
         return Split(whole, dim, self.index, self.count)
@@ -130,16 +126,13 @@ class Cut:
         return shape if found is None else found.shape
 
     def is_split(self, name: str) -> bool:
-        module, _, parameter = name.rpartition(".")
-        dims = STYLES[self.style(module)]
-        return (parameter == "weight" and dims[0] is not None) or (
-            parameter == "bias" and dims[1] is not None
-        )
+        return self._dim(name) is not None
 
-    def check(self, layer: str, module: nn.Module) -> int:
-        """How many parameters of a layer are split; a sentence where one cannot be."""
-        shapes = {f"{layer}.{name}": tuple(p.shape) for name, p in module.named_parameters()}
-        return sum(self.split(name, shape) is not None for name, shape in shapes.items())
+    def _dim(self, name: str) -> int | None:
+        """The dimension in which a parameter is split."""
+        module, _, parameter = name.rpartition(".")
+        of_weight, of_bias = STYLES[self.style(module)]
+        return {"weight": of_weight, "bias": of_bias}.get(parameter)
 
 
 def from_theirs(plan: Mapping[str, str]) -> dict[str, str]:

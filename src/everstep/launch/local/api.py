@@ -174,9 +174,7 @@ def parse_kills(texts: Sequence[str], job: Job) -> tuple[PlantedFault, ...]:
     """The faults of `--kill`, each of which must be able to strike."""
     faults = tuple(parse_fault(text) for text in texts)
     for fault in faults:
-        check_fault(
-            fault, replicas=job.replicas, stages=job.stages, microbatches=job.microbatches, steps=job.steps
-        )
+        check_fault(fault, job)
     return faults
 
 
