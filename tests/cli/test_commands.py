@@ -104,8 +104,8 @@ def test_the_hugging_face_example_heals_exports_and_speaks(
     ran = everstep("run", "--json", "--kill", "stage=1,replica=0,step=2,op=I1", script, "--steps", "4")
     assert ran.code == 0
     assert [i["worker"] for i in ran.document()["incidents"]] == ["0:1"]
-    assert "tuned: LlamaForCausalLM" in ran.err
-    assert (tmp_path / "tuned" / "model.safetensors").exists()
+    assert "runs/tuned: LlamaForCausalLM" in ran.err
+    assert (tmp_path / "runs" / "tuned" / "model.safetensors").exists()
 
 
 def test_the_demo_proves_what_it_claims(everstep: Everstep, monkeypatch: pytest.MonkeyPatch) -> None:
