@@ -135,6 +135,22 @@ def test_the_words_of_the_glossary_are_those_of_the_code() -> None:
     assert not foreign, "one word, one meaning: these are not in the code"
 
 
+WIDTH = 100  # columns
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_paragraphs_are_wrapped(page: Path) -> None:
+    """Code, tables and headings are as wide as they are; so is a line that cannot be broken."""
+    code = {n for block in blocks(page) for n in range(block.first, block.last)}
+    wide = [
+        f"{page.name}:{number + 1}: {len(line)} columns"
+        for number, line in enumerate(page.read_text().splitlines())
+        if len(line) > WIDTH and " " in line.strip() and number not in code
+        if not line.startswith(("#", "|", "    "))
+    ]
+    assert not wide
+
+
 def test_no_page_names_a_folder_of_somebodys_machine() -> None:
     home = os.path.expanduser("~")
     for page in PAGES:
