@@ -135,15 +135,22 @@ def test_a_fork_server_that_does_not_answer_is_replaced(
     node: Node, server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopped one held up the whole agent, heartbeats and all, for ever."""
-    monkeypatch.setattr("everstep.node.fork_server.ANSWER_S", 0.5)
     node.start(1)
     node.until(lambda: node.is_up(1))
     node.kill(1)
     node.until(lambda: node.events(ev.WorkerExited))
     os.kill(server.pid, signal.SIGSTOP)
+    patience, replace, number = server.answer_s, server.replace, server.number
+
+    def replace_and_wait_as_usual() -> None:
+        server.answer_s = patience
+        replace()
+
+    monkeypatch.setattr(server, "replace", replace_and_wait_as_usual)
+    server.answer_s = 0.2
     node.start(2)
-    monkeypatch.setattr("everstep.node.fork_server.ANSWER_S", 20.0)
     node.until(lambda: node.is_up(2))
+    assert server.number == number + 1
     assert len(node.events(ev.WorkerExited)) == 1
 
 

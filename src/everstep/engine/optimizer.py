@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo  # torch's optimizers import it in their first step: 2 s, better spent before a fork
 from torch import Tensor, nn
 
 from everstep.engine.model import Slot

@@ -29,7 +29,8 @@ from everstep.node import slot_devices
 
 WARM_S = 300.0  # to load torch, from a slow disk on a busy machine
 ANSWER_S = 20.0  # to fork
-_ALWAYS = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker")
+# torch's optimizers import torch._dynamo in their first step: 2 s, better spent once, before the forks.
+_ALWAYS = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker", "torch._dynamo")
 
 # Some builds of torch allocate with mimalloc, which gives free memory back after 10 ms; the next op faults it
 # in again: 8 % of a step on two cores. A worker needs the same memory a moment later, so it keeps it.
@@ -49,10 +50,13 @@ class ForkServerDied(EverstepError):
 class ForkServer:
     """The owner's side. `threads`: of each worker's tensor ops; some libraries read it only as they are
     loaded. `preload`: modules that workers will want besides; one that cannot be imported is left to them.
+    `answer_s`: after so long without an answer it counts as hung.
     """
 
-    def __init__(self, *, threads: int = 1, preload: tuple[str, ...] = ()) -> None:
-        self._threads, self._preload = threads, preload
+    def __init__(
+        self, *, threads: int = 1, preload: tuple[str, ...] = (), answer_s: float = ANSWER_S
+    ) -> None:
+        self._threads, self._preload, self.answer_s = threads, preload, answer_s
         self.warm = False
         self.number = 0  # of servers started so far
         self._socket: socket.socket | None = None
@@ -94,7 +98,7 @@ class ForkServer:
 
     def spawn(self, spec: dict[str, Any], *, output: Path) -> ForkedProcess:
         """Fork a worker. Its stdout and stderr go to the file `output`."""
-        data, fds = self._ask({"spawn": spec, "output": str(output)}, ANSWER_S if self.warm else WARM_S)
+        data, fds = self._ask({"spawn": spec, "output": str(output)}, self.answer_s if self.warm else WARM_S)
         return ForkedProcess(json.loads(data)["pid"], fds[0], self.number)
 
     def reap(self, child: ForkedProcess) -> None:
