@@ -1,7 +1,8 @@
 """Figures of the simulator, each by a command:
 
     python bench/simulate.py storms --seeds 0:10000     how many pass, how fast on one core
-    python bench/simulate.py storms --cluster           the same around the whole coordinator
+    python bench/simulate.py storms --kind moves        another kind: cluster, moves, sharded, sharded-cluster
+    python bench/simulate.py storms --seeds fresh:5000 --jobs 8
     python bench/simulate.py mutants                    every planted bug: seeds until it is seen, seconds
     python bench/simulate.py mutants --names a,b        these planted bugs only
     python bench/simulate.py studies                    8 weeks of 128 GPUs, 90 days of 16,384: seconds
@@ -17,56 +18,102 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
+import secrets
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for the planted bugs, which are in harness/
 
-from everstep.sim.storm import StormKind, draw_storm, run_storm
+from everstep.sim.storm import StormKind, draw_storm, is_of_cluster, run_storm
 from everstep.sim.study.request import Request
 from everstep.sim.study.study import run_study
 
 WITHIN = 2000
+PIECE = 50  # storms between two looks at the clock
 
 
 def storms(args: argparse.Namespace) -> dict[str, Any]:
-    first, last = (int(x) for x in args.seeds.split(":"))
-    kind: StormKind = "cluster" if args.cluster else ""
-    failed, events, deaths = [], 0, 0
-    gc.disable()
-    began = time.process_time()
-    for seed in range(first, last):
-        report = run_storm(draw_storm(seed, kind), cluster=args.cluster)
-        events += report.events
-        deaths += report.deaths
-        if report.violation is not None:
-            failed.append({"seed": seed, "violation": report.violation[:160]})
-        if seed % 500 == 0:
-            gc.collect()
-    spent = time.process_time() - began
-    gc.enable()
+    """In pieces, by `--jobs` processes; a failing seed is printed when it is found."""
+    first, last = _range(args.seeds)
+    kind: StormKind = "cluster" if args.cluster else args.kind
+    pieces = [(kind, at, min(at + PIECE, last)) for at in range(first, last, PIECE)]
+    done, failed, events, deaths = 0, [], 0, 0
+    began, spent = time.monotonic(), 0.0
+    with multiprocessing.Pool(args.jobs, initializer=gc.disable) as pool:
+        for piece in pool.imap_unordered(_piece, pieces):
+            done, events, deaths = done + piece.seeds, events + piece.events, deaths + piece.deaths
+            spent += piece.cpu_seconds
+            failed += piece.failed
+            for row in piece.failed:
+                told = f"{kind or 'plain'} seed {row['seed']}: {row['violation']}"
+                print(told, file=sys.stderr, flush=True)
+            if args.within_s and time.monotonic() - began > args.within_s:
+                pool.terminate()
+                break
+    wall = time.monotonic() - began
     return {
-        "seeds": last - first,
-        "passed": last - first - len(failed),
+        "kind": kind or "plain",
+        "seeds": done,
+        "from": first,
+        "passed": done - len(failed),
         "cpu_seconds": round(spent, 1),
-        "seeds_per_second": round((last - first) / spent, 1),
+        "seeds_per_second": round(done / spent, 1),
+        "wall_seconds": round(wall, 1),
+        "seeds_per_wall_second": round(done / wall, 1),
         "events": events,
         "deaths": deaths,
         "failed": failed,
     }
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What a few storms gave."""
+
+    seeds: int
+    events: int
+    deaths: int
+    cpu_seconds: float
+    failed: list[dict[str, Any]]
+
+
+def _piece(given: tuple[StormKind, int, int]) -> Piece:
+    kind, first, last = given
+    began = time.process_time()
+    reports = [run_storm(draw_storm(s, kind), cluster=is_of_cluster(kind)) for s in range(first, last)]
+    failed = [{"seed": r.seed, "violation": r.violation[:200]} for r in reports if r.violation is not None]
+    found = Piece(
+        seeds=last - first,
+        events=sum(r.events for r in reports),
+        deaths=sum(r.deaths for r in reports),
+        cpu_seconds=time.process_time() - began,
+        failed=failed,
+    )
+    gc.collect()
+    return found
+
+
+def _range(seeds: str) -> tuple[int, int]:
+    first, last = seeds.split(":")
+    if first == "fresh":
+        drawn = secrets.randbelow(1 << 40)
+        return drawn, drawn + int(last)
+    return int(first), int(last)
+
+
 def mutants(args: argparse.Namespace) -> dict[str, Any]:
     """A table: each planted bug, the seeds until one sees it, CPU seconds, and which invariant broke."""
     from harness.agent_mutants import CLUSTER_MUTANTS
-    from harness.mutants import MUTANTS
+    from harness.mutants import MUTANTS, SHARD_MUTANTS
 
-    wanted = args.names.split(",") if args.names else [*MUTANTS, *CLUSTER_MUTANTS]
+    wanted = args.names.split(",") if args.names else [*MUTANTS, *SHARD_MUTANTS, *CLUSTER_MUTANTS]
     rows = {}
     for name in wanted:
-        kind: StormKind = "cluster" if name in CLUSTER_MUTANTS else ""
+        kind: StormKind = "cluster" if name in CLUSTER_MUTANTS else "sharded" if name in SHARD_MUTANTS else ""
         rows[name] = _first_seed(name, kind)
         if not args.json:
             row = rows[name]
@@ -87,8 +134,8 @@ def _first_seed(name: str, kind: StormKind) -> dict[str, Any]:
     for seed in range(WITHIN):
         spec = draw_storm(seed, kind)
         with planted(name):
-            violation = run_storm(spec, cluster=bool(kind)).violation
-        if violation is not None and run_storm(spec, cluster=bool(kind)).violation is None:
+            violation = run_storm(spec, cluster=is_of_cluster(kind)).violation
+        if violation is not None and run_storm(spec, cluster=is_of_cluster(kind)).violation is None:
             spent = round(time.process_time() - began, 1)
             return {"seeds": seed + 1, "cpu_seconds": spent, "seen_as": violation.split(":")[0]}
     return {"seeds": None, "cpu_seconds": round(time.process_time() - began, 1), "seen_as": "not seen"}
@@ -159,7 +206,10 @@ def main() -> int:
     commands = {f.__name__: f for f in (storms, mutants, studies, published, predicted, real)}
     parser.add_argument("what", choices=list(commands))
     parser.add_argument("--seeds", default="0:10000")
-    parser.add_argument("--cluster", action="store_true")
+    parser.add_argument("--cluster", action="store_true", help="as --kind cluster")
+    parser.add_argument("--kind", default="", choices=get_args(StormKind))
+    parser.add_argument("--jobs", type=int, default=1, help="processes, of `storms`")
+    parser.add_argument("--within-s", type=float, default=0.0, help="stop after so many seconds")
     parser.add_argument("--lives", type=int, default=10, help="random lives, of `published`")
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)

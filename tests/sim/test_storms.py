@@ -12,7 +12,7 @@ import pytest
 
 from everstep.cli.main import run as everstep
 from everstep.sim.draw import Draw
-from everstep.sim.storm import StormKind, draw_spec, draw_storm, run_storm, with_shards
+from everstep.sim.storm import StormKind, draw_spec, draw_storm, is_of_cluster, run_storm, with_sharded_states
 from everstep.sim.storm.faults import OF_CLUSTERS
 from everstep.sim.storm.shrink import shrink
 from everstep.sim.storm.spec import OF_TASKS
@@ -92,8 +92,9 @@ def listed_seeds() -> list[tuple[StormKind, int, str, str]]:
 
 def violation_of(kind: StormKind, seed: int) -> str | None:
     """What goes wrong in this storm, with the command that replays it."""
-    found = run_storm(draw_storm(seed, kind), cluster=bool(kind)).violation
-    command = f"everstep sim storm {f'--{kind} ' if kind else ''}--seeds {seed}"
+    found = run_storm(draw_storm(seed, kind), cluster=is_of_cluster(kind)).violation
+    flags = "".join(f"--{word} " for word in kind.split("-") if word)
+    command = f"everstep sim storm {flags}--seeds {seed}"
     return None if found is None else f"{command}: {found}"
 
 
@@ -159,7 +160,7 @@ def test_a_planted_bug_is_seen(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHARDED_SEEN_AT)
 def test_a_planted_bug_of_sharded_states_is_seen(name: str) -> None:
-    spec = with_shards(draw_spec(SHARDED_SEEN_AT[name]))
+    spec = with_sharded_states(draw_spec(SHARDED_SEEN_AT[name]))
     with planted(name):
         assert run_storm(spec).violation is not None
     assert run_storm(spec).violation is None
@@ -168,7 +169,7 @@ def test_a_planted_bug_of_sharded_states_is_seen(name: str) -> None:
 def test_sixty_storms_with_sharded_states_break_nothing() -> None:
     mended_after_an_update = (99, 110)  # weights of the step before were sent again, and were gone
     for seed in (*range(60), *mended_after_an_update):
-        violation = run_storm(with_shards(draw_spec(seed))).violation
+        violation = run_storm(with_sharded_states(draw_spec(seed))).violation
         assert violation is None, f"seed {seed}, sharded: {violation}"
 
 

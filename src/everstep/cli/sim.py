@@ -40,6 +40,10 @@ def storm_command(
     moves: Annotated[
         bool, typer.Option("--moves", help="As --cluster, with memory copies and changes of shape.")
     ] = False,
+    sharded: Annotated[
+        bool,
+        typer.Option("--sharded", help="Shard the optimizer states of each stage over its replicas."),
+    ] = False,
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Print every event, in virtual time.")
     ] = False,
@@ -61,15 +65,17 @@ def storm_command(
 
         everstep sim storm --seeds 0:500 --moves
 
+        everstep sim storm --seeds 0:500 --sharded --cluster
+
         everstep sim storm --seeds fresh:200 --cluster
 
         everstep sim storm --seeds 17 --transcript
 
         everstep sim storm --seeds 583 --keep 0,3 --transcript
     """
-    from everstep.sim.storm import draw_storm, run_storm
+    from everstep.sim.storm import draw_storm, is_of_cluster, run_storm
 
-    kind: StormKind = "moves" if moves else "cluster" if cluster else ""
+    kind = _kind(cluster=cluster, moves=moves, sharded=sharded)
     first, last = _range(seeds)
     kept = _numbers(keep)
     if (transcript or kept is not None) and last != first + 1:
@@ -82,7 +88,7 @@ def storm_command(
     digest = 0
     with bar(last - first, quiet=as_json) as advance:
         for seed in range(first, last):
-            report = run_storm(draw_storm(seed, kind), cluster=bool(kind))
+            report = run_storm(draw_storm(seed, kind), cluster=is_of_cluster(kind))
             events += report.events
             deaths += report.deaths
             incidents += report.incidents
@@ -116,7 +122,7 @@ def storm_command(
 def _show_one(
     seed: int, kept: tuple[int, ...] | None, transcript: bool, as_json: bool, kind: StormKind
 ) -> int:
-    from everstep.sim.storm import draw_storm, run_storm
+    from everstep.sim.storm import draw_storm, is_of_cluster, run_storm
 
     spec = draw_storm(seed, kind)
     if kept is not None:
@@ -125,7 +131,7 @@ def _show_one(
                 f"--keep names a fault that seed {seed} does not have; it has {len(spec.faults)}."
             )
         spec = spec.keep(kept)
-    report = run_storm(spec, record=transcript, cluster=bool(kind))
+    report = run_storm(spec, record=transcript, cluster=is_of_cluster(kind))
     if as_json:
         fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
         print(json.dumps(fields | {"spec": spec.lines()}))
@@ -149,12 +155,12 @@ def _tell(result: dict[str, Any], failed: list[tuple[int, str]], kind: StormKind
 
 
 def _tell_failure(seed: int, kind: StormKind) -> None:
-    from everstep.sim.storm import draw_storm, run_storm
+    from everstep.sim.storm import draw_storm, is_of_cluster, run_storm
     from everstep.sim.storm.shrink import shrink
 
     spec = draw_storm(seed, kind)
-    few = shrink(spec, cluster=bool(kind))
-    report = run_storm(spec.keep(few), record=True, cluster=bool(kind))
+    few = shrink(spec, cluster=is_of_cluster(kind))
+    report = run_storm(spec.keep(few), record=True, cluster=is_of_cluster(kind))
     print("\n".join(["", *spec.keep(few).lines()]))
     print("\n".join(line[:200] for line in report.transcript[-TAIL:]))
     print(f"seed {seed}: {report.violation}")
@@ -164,7 +170,14 @@ def _tell_failure(seed: int, kind: StormKind) -> None:
 
 def _replay(seed: int, kind: StormKind, few: tuple[int, ...] | None = None) -> str:
     kept = "" if few is None else f" --keep {','.join(map(str, few))}"
-    return f"everstep sim storm --seeds {seed}{kept}{f' --{kind}' if kind else ''} --transcript"
+    flags = "".join(f" --{word}" for word in kind.split("-") if word)
+    return f"everstep sim storm --seeds {seed}{kept}{flags} --transcript"
+
+
+def _kind(*, cluster: bool, moves: bool, sharded: bool) -> StormKind:
+    if sharded:
+        return "sharded-moves" if moves else "sharded-cluster" if cluster else "sharded"
+    return "moves" if moves else "cluster" if cluster else ""
 
 
 def _range(text: str) -> tuple[int, int]:

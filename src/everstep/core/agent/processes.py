@@ -67,6 +67,7 @@ class NodeProcesses:
     processes: dict[Sender, Process] = field(default_factory=dict)
     waiting: dict[tuple[str, object], StartProcess] = field(default_factory=dict)  # by task and worker
     tasks: set[str] = field(default_factory=set)
+    dead_servers: set[str] = field(default_factory=set)  # tasks whose fork server is known to be dead
     progress: ProgressWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,7 +151,13 @@ class NodeProcesses:
             return []
         process = Process(order)
         self.processes[process.sender] = process
-        return [Spawn(order)]
+        return [self._spawn(order)]
+
+    def _spawn(self, order: StartProcess) -> Spawn:
+        """By its task's fork server, or by a new one."""
+        dead = order.task in self.dead_servers
+        self.dead_servers.discard(order.task)
+        return Spawn(order, fresh_server=dead)
 
     def _in_the_way(self, order: StartProcess) -> Iterator[Process]:
         """Those who hold its slot, and an earlier process of the same worker."""
@@ -229,9 +236,11 @@ class NodeProcesses:
 
     def _not_spawned(self, event: SpawnFailed) -> Actions:
         process = self.processes[event.sender]
-        if event.server_died and process.state is _S.STARTING and process.tries < self.limits.spawn_tries:
-            process.tries += 1
-            return [Spawn(process.order, fresh_server=True)]
+        if event.server_died:
+            self.dead_servers.add(process.order.task)
+            if process.state is _S.STARTING and process.tries < self.limits.spawn_tries:
+                process.tries += 1
+                return [self._spawn(process.order)]
         return [_never_started(process.order, event.because), *self._remove(process)]
 
     def _greeted(self, sender: Sender) -> Actions:

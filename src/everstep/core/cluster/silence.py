@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.roster import Roster
+from everstep.core.cluster.task import Task
 from everstep.core.task.states import Gathering, Member
 from everstep.core.words.cluster_messages import Patience
+from everstep.core.words.ops import Worker
 
 
 def why_given_up(roster: Roster, node: Node, patience: Patience, now: float) -> str:
@@ -58,11 +60,18 @@ def _owed_by(roster: Roster, node: str) -> str:
 def _others_speak_for(roster: Roster, node: str) -> bool:
     """Does a worker of this node train with workers on other nodes? Then only the line is cut.
 
-    One that only starts, or joins, is not waited for: its silence would otherwise last for ever.
+    Both must be members. One that only starts, or joins, waits for nothing of a step and blames no worker:
+    the silence would otherwise last for ever.
     """
     return any(
-        task.recovery is not None
-        and isinstance(task.recovery.places.get(worker), Member)
-        and any(seat.node != node and roster.is_heard(seat.node) for seat in task.seats.values())
+        _is_member(task, worker)
+        and any(
+            seat.node != node and roster.is_heard(seat.node) and _is_member(task, other)
+            for other, seat in task.seats.items()
+        )
         for task, worker in roster.on_node(node)
     )
+
+
+def _is_member(task: Task, worker: Worker) -> bool:
+    return task.recovery is not None and isinstance(task.recovery.places.get(worker), Member)

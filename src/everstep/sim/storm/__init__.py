@@ -1,6 +1,15 @@
 """Storms: the real recovery, workers and agents in a virtual cluster where everything goes wrong."""
 
 from everstep.sim.storm.run import Report, run_storm
-from everstep.sim.storm.spec import Spec, StormKind, draw_spec, draw_storm, with_shards
+from everstep.sim.storm.spec import Spec, StormKind, draw_spec, draw_storm, is_of_cluster, with_sharded_states
 
-__all__ = ["Report", "Spec", "StormKind", "draw_spec", "draw_storm", "run_storm", "with_shards"]
+__all__ = [
+    "Report",
+    "Spec",
+    "StormKind",
+    "draw_spec",
+    "draw_storm",
+    "is_of_cluster",
+    "run_storm",
+    "with_sharded_states",
+]

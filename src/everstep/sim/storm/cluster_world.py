@@ -13,6 +13,7 @@ from typing import Any
 from everstep.core.agent.agent import LineOpened, OrderHeard, ReportsKept
 from everstep.core.agent.messages import ProcessSpoke
 from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.node_states import NodeLiveness
 from everstep.core.cluster.snapshot import digest
 from everstep.core.task.recovery import Recovery
 from everstep.core.words import cluster_messages as msg
@@ -208,7 +209,8 @@ class ClusterWorld:
             self.hear(msg.PlanAnswered(task=TASK, event=found))
 
     def _node_changed(self, action: msg.NodeChanged) -> None:
-        if action.state in ("isolated", "lemon") and not self._agent(action.node).struck:
+        kept_out = action.state in ("isolated", "lemon", "silent", "gone")
+        if kept_out and not self._agent(action.node).struck:
             raise Violation(f"no false isolation: {action.node} is {action.state} ({action.because})")
 
     # -------------------------------------------------------------- the agents' surroundings
@@ -221,10 +223,13 @@ class ClusterWorld:
             self.coordinator.acknowledged(agent.name, agent.state.done)
 
     def started(self, agent: VirtualAgent, body: VirtualWorker) -> None:
-        old = self.bodies.get(body.me)
-        if old is not None and old.alive:
-            self._check_given_up(old)
-        self.bodies[body.me] = body
+        other = self.bodies.get(body.me)
+        if other is not None and other.alive:
+            older, newer = sorted((other, body), key=lambda one: one.incarnation)
+            self._check_given_up(older)
+            self.bodies[body.me] = newer
+        else:
+            self.bodies[body.me] = body
         text = f"{body.me} is up, incarnation {body.incarnation}, on {agent.name}"
         self.scene.note("start", body.me, text)
         if agent.lemon:
@@ -232,12 +237,14 @@ class ClusterWorld:
             self.scene.soon(20_000, self.lose_node, agent.number, 10_000)
 
     def _check_given_up(self, old: VirtualWorker) -> None:
-        """A second process of a worker is started only where the first is given up for good: its node is
-        gone, or just back and about to hear of it, or it cannot be killed.
+        """A worker has two processes only where the older one is given up for good: its node is gone, or
+        just back and about to hear of it, or it cannot be killed. An agent that was stopped meanwhile may be
+        the one that starts the older one, from an order of before.
         """
         agent = self.nodes[old.node]
         node = self.coordinator.nodes[agent.name]
-        if agent.is_reachable() and not old.asleep and agent.state.done >= node.sent:
+        heard = not agent.is_cut_off() and node.liveness is NodeLiveness.HEARD
+        if heard and not old.asleep and agent.state.done >= node.sent:
             raise Violation(f"one owner: {old.me} lives on {agent.name} and is started again")
 
     def _agent(self, name: str) -> VirtualAgent:

@@ -16,7 +16,7 @@ from everstep.core.worker.rules import TaskRules
 from everstep.sim.draw import Draw
 from everstep.sim.storm.faults import HERE, OF_CLUSTERS, TRIGGERS, WHO_WORKERS, FaultKind, StormFault
 
-StormKind = Literal["", "cluster", "moves"]
+StormKind = Literal["", "cluster", "moves", "sharded", "sharded-cluster", "sharded-moves"]
 OP_US = 1_000  # a typical op; all else is in proportion to it
 FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # nobody can wait for their end
 FOR_GOOD_US = 3_600_000_000
@@ -107,11 +107,21 @@ def draw_spec(seed: int) -> Spec:
 
 
 def draw_storm(seed: int, kind: StormKind = "") -> Spec:
-    """For one task's recovery alone, for the whole cluster, or for that with other shapes asked for."""
+    """For one task's recovery alone, for the whole cluster, or for that with other shapes asked for; each
+    also with sharded optimizer states.
+    """
+    sharded, around = kind.startswith("sharded"), kind.removeprefix("sharded").removeprefix("-")
     spec = draw_spec(seed)
-    if not kind:
-        return spec
-    return with_moves(with_nodes(spec)) if kind == "moves" else with_nodes(spec)
+    if around:
+        spec = with_nodes(spec)
+    if around == "moves":
+        spec = with_moves(spec)
+    return with_sharded_states(spec) if sharded else spec
+
+
+def is_of_cluster(kind: StormKind) -> bool:
+    """Is it a storm around the whole coordinator?"""
+    return kind not in ("", "sharded")
 
 
 def with_nodes(spec: Spec) -> Spec:
@@ -142,7 +152,7 @@ def with_moves(spec: Spec) -> Spec:
     return replace(spec, rules=rules, moves=tuple(draw.below(duration) for _ in range(draw.between(1, 3))))
 
 
-def with_shards(spec: Spec) -> Spec:
+def with_sharded_states(spec: Spec) -> Spec:
     """The same storm for a task whose replicas share the optimizer states of their stage."""
     rules = spec.rules
     return replace(spec, rules=replace(rules, tied=None, chunks=CHUNKS_PER_REPLICA * rules.replicas))

@@ -310,10 +310,10 @@ class VirtualAgent:
             return
         body = self.bodies[sender] = self.processes.start(sender, self.number)
         body.slot = order.slot
-        self.world.started(self, body)
         self.happens(ag.ProcessSpawned(sender))
         if not body.alive:
-            return
+            return  # it was given up meanwhile
+        self.world.started(self, body)
         self.happens(ag.ProcessGreeted(sender))
         times = msg.TimesReported(
             task=order.task, worker=order.worker, incarnation=order.incarnation, times=TIMES_S
