@@ -48,6 +48,7 @@ class FakeCluster:
         self.numbers: dict[str, int] = {}
         self.done: dict[str, int] = {}
         self.commits = True  # off: commits are not answered
+        self.copies = True  # off: joiners get no state
         self.cut: set[str] = set()  # nodes that are not heard
         self.lost: list[msg.Dispatch] = []  # what was sent to them
         self.actions: list[msg.ClusterAction] = []
@@ -258,7 +259,7 @@ class FakeCluster:
             case act.ResumeStep(order=resume):
                 actor.step, actor.joining = resume.step, False
                 event = ev.WorkerResumed(worker=order.worker, epoch=resume.epoch, at=self.now)
-            case act.CopyState(joiner=joiner, transfer=transfer):
+            case act.CopyState(joiner=joiner, transfer=transfer) if self.copies:
                 other = self.actors[order.task, joiner]
                 other.step = actor.step
                 event = ev.StateCopied(

@@ -147,6 +147,17 @@ def test_a_fork_server_that_dies_each_time_is_reported_by_its_own_name(node: Nod
     assert not node.machine.processes
 
 
+def test_a_fork_server_known_to_be_dead_is_replaced_also_by_the_next_start(node: Node) -> None:
+    """The start that found it dead was no longer wanted."""
+    node.give(start(A, 1))
+    node.give(msg.KillProcess(task="t", worker=A, incarnation=1))
+    died = ag.SpawnFailed(sender(A, 1), "the fork server was killed by SIGKILL", server_died=True)
+    assert len(exits(node.happens(died))) == 1
+    assert node.give(start(A, 2)) == [ag.Spawn(start(A, 2), fresh_server=True)]
+    assert node.happens(ag.ProcessSpawned(sender(A, 2))) == []
+    assert node.give(start(B, 1, slot=1)) == [ag.Spawn(start(B, 1, slot=1))], "the new one lives"
+
+
 # ------------------------------------------------------------------ ends
 
 

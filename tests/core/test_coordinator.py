@@ -160,6 +160,25 @@ def test_a_node_that_dies_while_its_workers_start_is_given_up_though_nobody_wait
     assert cluster.coordinator.tasks["t"].recovery.recorded == 1
 
 
+def test_a_drained_node_that_dies_is_given_up_though_a_joiner_elsewhere_waits_for_its_state() -> None:
+    """The joiner is no member: it blames no worker, and does not speak for those it waits for."""
+    cluster = FakeCluster(nodes={"a": 3})
+    cluster.submit(shape=Shape(3, 1, 2))
+    cluster.seal()
+    cluster.copies = False
+    cluster.exits(Worker(0, 0), "killed by SIGKILL")  # it is started again, and joins
+    cluster.join("b", 3)
+    cluster.cut.add("a")
+    cluster.hear(msg.DrainRequested(node="a"))
+    cluster._ends("t", Worker(0, 0), "killed by SIGKILL")  # the only report that still arrives
+    assert node_of(cluster, Worker(0, 0)) == "b"
+    cluster.silence("a")
+    cluster.wait(31)
+    assert cluster.coordinator.nodes["a"].state is NodeState.GONE
+    cluster.seal()
+    assert {seat.node for seat in cluster.coordinator.tasks["t"].seats.values()} == {"b"}
+
+
 def test_a_node_that_dies_while_ledgers_are_gathered_is_given_up_though_its_peers_stand_still() -> None:
     cluster = running()
     b = node_of(cluster, W10)
