@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -78,6 +79,9 @@ def marked() -> list[int]:
 
 
 def shared_memory() -> set[str]:
+    """Only where it is our own: another storm beside this one has its segments there too."""
+    if OWN_MOUNTS not in os.environ:
+        return set()
     return {path.name for path in SHARED.glob("everstep*")} if SHARED.is_dir() else set()
 
 
@@ -101,6 +105,17 @@ def check_tasks(storm: Storm, clean: dict[str, dict[int, float]], state: Path) -
             wrong.append(f"{name}: microbatches {told['microbatches']}")
         wrong += check_rows(name, state / "tasks" / f"{name}.jsonl", losses)
     return wrong
+
+
+def steps_done(storm: Storm, state: Path, seconds: float) -> dict[str, int]:
+    """By kind of task: the steps that were on record when the storm ended; done twice, they count once."""
+    found = dict.fromkeys(storm.kinds, 0)
+    for name, kind in storm.submitted.items():
+        path = state / "tasks" / f"{name}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        in_time = {row["step"] for row in lines if 0 <= row["at"] - storm.began_at <= seconds}
+        found[kind] += len(in_time)
+    return found
 
 
 def check_rows(name: str, path: Path, losses: dict[int, float]) -> list[str]:
@@ -139,6 +154,8 @@ def run(
     os.environ["TMPDIR"] = str(temporary)
     wrong: list[str] = []
     with small_disk(folder / "disk") as may_fill, Cluster(folder, eager=True, token_file=True) as cluster:
+        if OWN_MOUNTS not in os.environ:
+            say("/dev/shm is shared with other programs: what is left there is not checked")
         say(f"seed {seed}; the disk of checkpoints can {'' if may_fill else 'not '}be filled")
         storm = Storm(cluster, seed, folder / "disk", jobs, say)
         if not may_fill:
@@ -147,6 +164,8 @@ def run(
         for node in NODES:
             cluster.start_agent(node, slots=SLOTS)
         cluster.nodes_up(len(NODES))
+        measured = storm.measure()
+        say(f"without faults: {measured}")
         storm.rage(arguments.minutes * 60, arguments.every)
         say("calm: everything is undone, tasks finish ...")
         storm.calm()
@@ -159,6 +178,7 @@ def run(
                 (folder / f"stuck-{name}.txt").write_text(str(error))
         state = folder / "state-first"
         wrong += check_tasks(storm, clean, state)
+        done = steps_done(storm, state, arguments.minutes * 60)
         incidents = cluster.incidents()
         settled = cluster.settled()
         cluster.kill_coordinator()
@@ -168,8 +188,19 @@ def run(
         wrong += left_behind(storm, before, temporary)
     counts: dict[str, int] = {}
     for each in storm.happenings:
-        kind = " ".join(word for word in each.what.split() if word.isalpha() and word not in NODES)
-        counts[kind] = counts.get(kind, 0) + 1
+        counts[each.what] = counts.get(each.what, 0) + 1
+    if arguments.trace:
+        trace = {
+            "seed": seed,
+            "seconds": arguments.minutes * 60,
+            "steps": arguments.steps,
+            "cores": len(os.sched_getaffinity(0)),
+            "measured": measured,
+            "done": done,
+            "trace": [each.document() for each in storm.happenings],
+        }
+        Path(arguments.trace).mkdir(parents=True, exist_ok=True)
+        (Path(arguments.trace) / f"storm-{seed}.json").write_text(json.dumps(trace))
     return {
         "seed": seed,
         "minutes": arguments.minutes,
@@ -178,6 +209,7 @@ def run(
         "tasks": len(storm.submitted),
         "cancelled": len(storm.cancelled),
         "steps": sum(len(clean[kind]) for name, kind in storm.submitted.items() if name in names),
+        "steps_in_time": done,
         "incidents": len(incidents),
         "journal": settled[0],
         "wrong": wrong,
@@ -194,6 +226,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60, help="of every task")
     parser.add_argument("--patience", type=float, default=240.0, help="seconds for the tasks to finish")
     parser.add_argument("--keep", action="store_true", help="keep the folder with all logs")
+    parser.add_argument("--trace", default="", help="a folder for what happened when, for bench/forecast.py")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     _take_own_mounts()
@@ -226,7 +259,9 @@ def storm(arguments: argparse.Namespace, seed: int, clean: dict[str, dict[int, f
 
 def _take_own_mounts() -> None:
     """Root gets a /dev/shm of its own, so that what other programs leave there is not taken for ours."""
-    if os.geteuid() == 0 and shutil.which("unshare") and OWN_MOUNTS not in os.environ:
+    if OWN_MOUNTS in os.environ or os.geteuid() != 0 or not shutil.which("unshare"):
+        return
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0:
         os.environ[OWN_MOUNTS] = "1"
         mount = 'mount -t tmpfs tmpfs /dev/shm; exec "$@"'
         here = [sys.executable, os.path.abspath(__file__), *sys.argv[1:]]

@@ -25,6 +25,7 @@ from harness.cluster import Cluster, descendants
 NODES = ("a", "b", "c")
 SLOTS = 3
 DISK_BYTES = 48 << 20
+WARM_STEPS = 20
 Undo = Callable[[], None]
 
 
@@ -37,10 +38,21 @@ class JobKind:
     job: dict[str, Any]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Happening:
+    """Something was done, to a node, a task or a worker; `harness.storm_forecast` does it again in virtual
+    time.
+    """
+
     at_s: float
     what: str
+    node: str = ""
+    task: str = ""
+    worker: str = ""
+    number: int = 0
+
+    def document(self) -> dict[str, Any]:
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) not in ("", 0)}
 
 
 @dataclass(slots=True)
@@ -54,7 +66,8 @@ class Storm:
     happenings: list[Happening] = field(default_factory=list)
     submitted: dict[str, str] = field(default_factory=dict)  # task -> kind
     cancelled: set[str] = field(default_factory=set)
-    _undo: list[tuple[float, str, Undo]] = field(default_factory=list)
+    _undo: list[tuple[float, Undo]] = field(default_factory=list)
+    began_at: float = 0.0  # wall time
     _began: float = field(default_factory=time.monotonic)
     _taken: set[str] = field(default_factory=set)  # what something is done to at the moment
 
@@ -63,9 +76,28 @@ class Storm:
 
     # -------------------------------------------------------------- the run
 
+    def measure(self) -> dict[str, dict[str, float]]:
+        """Before the storm, by kind of task: seconds per step alone and beside one of each other kind, and
+        seconds from submission to the first step's end.
+        """
+        rounds = [(self.kinds.values(), 2), *(([kind], WARM_STEPS) for kind in self.kinds.values())]
+        found: dict[str, dict[str, float]] = {}
+        for number, (kinds, steps) in enumerate(rounds):  # in the first, fork servers come up
+            for kind in kinds:
+                job = kind.job | {"steps": steps, "checkpoint": None}
+                self.cluster.submit(job, f"calm-{kind.name}-{number}", weight=kind.weight)
+            for kind in kinds:
+                told = self.cluster.finished(f"calm-{kind.name}-{number}")
+                found[kind.name] = {"alone_s": _usual(told), "begin_s": _begin(told)}
+        for kind in self.kinds.values():
+            self._submit(kind)
+        for name, kind_name in self.submitted.items():
+            found[kind_name]["beside_s"] = _usual(self.cluster.finished(name))
+        return found
+
     def rage(self, seconds: float, every_s: float) -> None:
         """Faults, and tasks for them, for so long."""
-        self._began = time.monotonic()
+        self._began, self.began_at = time.monotonic(), time.time()
         next_at = 3.0
         while (now := time.monotonic() - self._began) < seconds:
             self._keep_busy()
@@ -94,8 +126,7 @@ class Storm:
         while due := [each for each in self._undo if each[0] <= now]:
             first = min(due, key=lambda each: each[0])
             self._undo.remove(first)  # what it does may undo others
-            self._note(first[1])
-            first[2]()
+            first[1]()
 
     def _keep_busy(self) -> None:
         """One task of each kind at a time."""
@@ -103,14 +134,15 @@ class Storm:
             alive = {self.submitted[task["task"]] for task in self._alive() if task["task"] in self.submitted}
             for kind in self.kinds.values():
                 if kind.name not in alive:
-                    number = 1 + sum(each == kind.name for each in self.submitted.values())
-                    name = f"{kind.name}-{number}"
-                    job = kind.job | {
-                        "checkpoint": {**kind.job["checkpoint"], "folder": str(self.disk / name)}
-                    }
-                    self.submitted[name] = kind.name
-                    self._note(f"submit {name}")
-                    self.cluster.submit(job, name, weight=kind.weight)
+                    self._submit(kind)
+
+    def _submit(self, kind: JobKind) -> None:
+        number = 1 + sum(each == kind.name for each in self.submitted.values())
+        name = f"{kind.name}-{number}"
+        job = kind.job | {"checkpoint": {**kind.job["checkpoint"], "folder": str(self.disk / name)}}
+        self.submitted[name] = kind.name
+        self._note("submit", task=name)
+        self.cluster.submit(job, name, weight=kind.weight)
 
     # -------------------------------------------------------------- what is there
 
@@ -118,10 +150,12 @@ class Storm:
         tasks = self.cluster.client.get("/v1/status")["tasks"]
         return [task for task in tasks if task["state"] not in ("finished", "failed", "cancelled")]
 
-    def _worker_pid(self) -> int:
+    def _worker(self) -> tuple[str, str, int]:
+        """Of which task, which one, its pid."""
         task = self.random.choice([task["task"] for task in self._alive()])
         rows = self.cluster.client.get(f"/v1/tasks/{task}/readings")["workers"]
-        return int(self.random.choice(sorted(rows, key=lambda row: str(row["worker"])))["pid"])
+        row = self.random.choice(sorted(rows, key=lambda row: str(row["worker"])))
+        return task, str(row["worker"]), int(row["pid"])
 
     def _fork_servers(self, node: str) -> list[int]:
         """The direct children of an agent: it starts nothing else."""
@@ -136,62 +170,65 @@ class Storm:
         self._taken.add(node)
         return node
 
-    def _note(self, what: str) -> None:
-        at_s = time.monotonic() - self._began
-        self.happenings.append(Happening(at_s, what))
-        self.say(f"{at_s:7.1f} s  {what}")
+    def _note(self, what: str, **about: Any) -> None:
+        at_s = round(time.monotonic() - self._began, 3)
+        self.happenings.append(Happening(at_s, what, **about))
+        self.say(f"{at_s:7.1f} s  {what} {' '.join(map(str, about.values()))}")
 
-    def _later(self, seconds: float, what: str, undo: Undo, free: str = "") -> None:
+    def _later(self, seconds: float, what: str, undo: Undo, free: str = "", **about: Any) -> None:
         def undone() -> None:
             self._taken.discard(free)
+            self._note(what, **about)
             undo()
 
-        self._undo.append((time.monotonic() - self._began + seconds, what, undone))
+        self._undo.append((time.monotonic() - self._began + seconds, undone))
 
     # -------------------------------------------------------------- faults of processes
 
     def kill_worker(self) -> None:
-        pid = self._worker_pid()
-        self._note(f"kill worker {pid}")
+        task, worker, pid = self._worker()
+        self._note("kill worker", task=task, worker=worker)
         os.kill(pid, signal.SIGKILL)
 
     def stop_worker(self) -> None:
-        pid = self._worker_pid()
-        self._note(f"stop worker {pid}")
+        task, worker, pid = self._worker()
+        self._note("stop worker", task=task, worker=worker, number=pid)
         os.kill(pid, signal.SIGSTOP)
 
         def go_on() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
-        self._later(self.random.uniform(0.2, 10.0), f"continue worker {pid}", go_on)
+        self._later(
+            self.random.uniform(0.2, 10.0), "continue worker", go_on, task=task, worker=worker, number=pid
+        )
 
     def kill_agent(self) -> None:
         node = self._free_node()
-        self._note(f"kill agent {node}")
+        self._note("kill agent", node=node)
         self.cluster.agents[node].kill()
         self.cluster.agents[node].wait()
-        self._later(self.random.uniform(0.5, 6.0), f"start agent {node}", lambda: self._start(node), node)
+        self._later(self.random.uniform(0.5, 6.0), "start agent", lambda: self._start(node), node, node=node)
 
     def kill_node(self) -> None:
         node = self._free_node()
-        self._note(f"kill node {node}")
+        self._note("kill node", node=node)
         self.cluster.signal_node(node, signal.SIGKILL)
         self.cluster.agents[node].wait()
-        self._later(self.random.uniform(0.5, 6.0), f"start agent {node}", lambda: self._start(node), node)
+        self._later(self.random.uniform(0.5, 6.0), "start agent", lambda: self._start(node), node, node=node)
 
     def stop_agent(self) -> None:
         node = self._free_node()
         process = self.cluster.agents[node]
-        self._note(f"stop agent {node}")
+        self._note("stop agent", node=node)
         process.send_signal(signal.SIGSTOP)
         go_on = lambda: process.send_signal(signal.SIGCONT)  # noqa: E731
-        self._later(self.random.uniform(0.5, 20.0), f"continue agent {node}", go_on, node)
+        self._later(self.random.uniform(0.5, 20.0), "continue agent", go_on, node, node=node)
 
     def stop_node(self) -> None:
         node = self._free_node()
         pids = [*descendants(self.cluster.agents[node].pid), self.cluster.agents[node].pid]
-        self._note(f"stop node {node}")
+        self._note("stop node", node=node)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -201,25 +238,25 @@ class Storm:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
-        self._later(self.random.uniform(0.5, 20.0), f"continue node {node}", go_on, node)
+        self._later(self.random.uniform(0.5, 20.0), "continue node", go_on, node, node=node)
 
     def kill_fork_server(self) -> None:
         node = self.random.choice([node for node in NODES if node not in self._taken])
         pid = self.random.choice(self._fork_servers(node))
-        self._note(f"kill fork server {pid} of {node}")
+        self._note("kill fork server", node=node)
         os.kill(pid, signal.SIGKILL)
 
     def stop_fork_server(self) -> None:
         node = self._free_node()
         pid = self.random.choice(self._fork_servers(node))
-        self._note(f"stop fork server {pid} of {node}")
+        self._note("stop fork server", node=node)
         os.kill(pid, signal.SIGSTOP)
 
         def go_on() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
-        self._later(self.random.uniform(1.0, 20.0), f"continue fork server {pid} of {node}", go_on, node)
+        self._later(self.random.uniform(1.0, 20.0), "continue fork server", go_on, node, node=node)
 
     def kill_coordinator(self) -> None:
         if "coordinator" in self._taken:
@@ -244,29 +281,29 @@ class Storm:
 
     def drain(self) -> None:
         node = self._free_node()
-        self._note(f"drain {node}")
+        self._note("drain", node=node)
         self.cluster.client.post(f"/v1/nodes/{node}/drain", {"force": True})
-        self._later(self.random.uniform(1.0, 15.0), f"readmit {node}", lambda: self._readmit(node), node)
+        self._later(self.random.uniform(1.0, 15.0), "readmit", lambda: self._readmit(node), node, node=node)
 
     def pause(self) -> None:
         name = self.random.choice([task["task"] for task in self._alive() if task["state"] == "running"])
-        self._note(f"pause {name}")
+        self._note("pause", task=name)
         self.cluster.client.post(f"/v1/tasks/{name}/pause")
 
         def resume() -> None:
             self._until_heard(lambda: self.cluster.client.post(f"/v1/tasks/{name}/unpause"))
 
-        self._later(self.random.uniform(0.5, 8.0), f"resume {name}", resume)
+        self._later(self.random.uniform(0.5, 8.0), "resume", resume, task=name)
 
     def resize(self) -> None:
         task = self.random.choice(self._alive())
         workers = self.random.randint(task["shape"]["stages"], task["places"])
-        self._note(f"resize {task['task']} to {workers}")
+        self._note("resize", task=task["task"], number=workers)
         self.cluster.client.post(f"/v1/tasks/{task['task']}/resize", {"workers": workers})
 
     def cancel(self) -> None:
         name = self.random.choice([task["task"] for task in self._alive()])
-        self._note(f"cancel {name}")
+        self._note("cancel", task=name)
         self.cancelled.add(name)
         self.cluster.client.post(f"/v1/tasks/{name}/cancel")
 
@@ -279,9 +316,7 @@ class Storm:
         self.cluster.kill_coordinator()
         self.cluster.set_token(secrets.token_hex(8))
         start = lambda: self._start_coordinator()  # noqa: E731
-        self._later(
-            self.random.uniform(0.0, 2.0), "start coordinator with another token", start, "coordinator"
-        )
+        self._later(self.random.uniform(0.0, 2.0), "start coordinator", start, "coordinator")
 
     def fill_disk(self) -> None:
         if "disk" in self._taken:
@@ -316,7 +351,7 @@ class Storm:
             except (StopIteration, OSError):
                 pass
             except EverstepError as error:
-                if "cannot be reached" not in str(error):
+                if "no coordinator at" not in str(error) and "does not answer" not in str(error):
                     return
             self._undo_due(time.monotonic() - self._began)
             time.sleep(0.2)
@@ -347,6 +382,16 @@ FAULTS = (
     FaultKind("rotate token", 1, Storm.rotate_token),
     FaultKind("fill disk", 2, Storm.fill_disk),
 )
+
+
+def _usual(told: Any) -> float:
+    """The median step, without the first few."""
+    seconds = sorted(row["seconds"] for row in told["rows"][3:] or told["rows"])
+    return float(seconds[len(seconds) // 2])
+
+
+def _begin(told: Any) -> float:
+    return float(told["rows"][0]["at"] - told["submitted_at"])
 
 
 @contextlib.contextmanager
