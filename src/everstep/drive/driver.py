@@ -87,6 +87,11 @@ class Driver(Generic[E, A]):
         self._woken_for: float | None = None
 
     @property
+    def num_waiting(self) -> int:
+        """Events that are not on their way into the store yet."""
+        return len(self._waiting)
+
+    @property
     def now(self) -> float:
         """The time of the last event."""
         return self._now

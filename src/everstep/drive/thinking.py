@@ -87,7 +87,8 @@ class Thinking:
                     )
                     self.forget(action.task)
                 case msg.NodeChanged():
-                    is_here = machine.nodes[action.node].reachable
+                    node = machine.nodes.get(action.node)  # it may be forgotten by now
+                    is_here = node is not None and node.reachable
                     self.measured.node_changed(action.node, is_here=is_here, at=one.at)
 
     def _measure_ops(self, machine: Coordinator) -> None:

@@ -107,4 +107,6 @@ def _with_incidents(view: ClusterView, node: str) -> IncidentLog:
         for task in view.tasks.values()
         if task.state is TaskState.RUNNING and any(seat.node == node for seat in task.seats.values())
     ]
-    return cast(IncidentLog, SimpleNamespace(incidents=[*view.log.incidents, *hurt]))
+    return cast(
+        IncidentLog, SimpleNamespace(incidents=[*view.log.incidents, *hurt], forgotten=view.log.forgotten)
+    )

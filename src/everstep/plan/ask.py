@@ -160,6 +160,7 @@ def _running_s(view: ClusterView, now: float) -> float:
     up = sum(node.reachable and node.admin is NodeAdmin.UP for node in view.nodes.values())
     usual_s = 1000 * DAY_S / (FAILURES_PER_1000_NODE_DAYS * max(1, up))
     began = min((task.submitted_at for task in view.tasks.values()), default=now)
+    began = max(began, view.log.forgotten.since)  # what is counted below has happened since
     seen = sum(incident.stops_training for incident in view.log.incidents)
     return rounded((usual_s + max(0.0, now - began)) / (1 + seen))
 

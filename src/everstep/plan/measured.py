@@ -16,6 +16,7 @@ from everstep.schedule.instance import Instance
 KEPT_STEPS = 9
 LEAST_STEPS = 3  # fewer say little: the first ones after a change are slow
 KEPT_ABSENCES = 16
+MOST_AWAY = 1000  # nodes
 Placed = tuple[int, int, int]  # replicas, stages, workers
 
 
@@ -74,6 +75,8 @@ class Measurements:
     def node_changed(self, node: str, *, is_here: bool, at: float) -> None:
         if not is_here:
             self._away.setdefault(node, at)
+            while len(self._away) > MOST_AWAY:
+                del self._away[next(iter(self._away))]
         elif node in self._away:
             self.absences.append(max(0.0, at - self._away.pop(node)))
 

@@ -138,12 +138,14 @@ class AgentConnections:
             async for message in line:
                 if message.type is aiohttp.WSMsgType.TEXT:
                     self._take(hello, json.loads(message.data))
+                    await self._term.has_room()
         except (PeerError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             self._term.record.say(f"node {node} sent an invalid message: {error}")
         finally:
             writing.cancel()
             if self._queues.get(node) is queue:
                 del self._queues[node]
+                del self._boots[node]
 
     async def _write(self, line: web.WebSocketResponse, queue: asyncio.Queue[dict[str, Any] | None]) -> None:
         while (message := await queue.get()) is not None:

@@ -19,6 +19,7 @@ from aiohttp import web
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.progress import cost_of_drain
+from everstep.core.cluster.retention import MOST_CLOSED
 from everstep.core.cluster.snapshot import digest
 from everstep.core.cluster.task import OVER, Task
 from everstep.core.words import cluster_messages as msg
@@ -182,6 +183,11 @@ class Api:
         for one in self.record.machine.log.incidents:
             if str(one.number) == text:
                 return web.json_response(views.incident(self.record, one))
+        forgotten = self.record.machine.log.forgotten
+        if text.isdecimal() and 0 < int(text[:18]) <= forgotten.last:
+            return _refuse(
+                404, f"incident {text} is closed and no longer kept: the last {MOST_CLOSED} closed ones are."
+            )
         return _refuse(404, f"there is no incident {text!r}; GET /v1/incidents lists them.")
 
     async def _task(self, request: web.Request) -> web.Response:
@@ -356,9 +362,9 @@ class Api:
     def _named_task(self, request: web.Request) -> Task:
         name = request.match_info["task"]
         if name not in self.record.machine.tasks:
-            known = ", ".join(self.record.machine.tasks) or "none"
+            known = requests.known_names("tasks", self.record.machine.tasks)
             raise web.HTTPNotFound(
-                text=_json({"error": f"task {name!r} not found; known tasks: {known}."}),
+                text=_json({"error": f"task {name!r} not found; {known}."}),
                 content_type="application/json",
             )
         return self.record.machine.tasks[name]
@@ -366,9 +372,9 @@ class Api:
     def _named_node(self, request: web.Request) -> Node:
         name = request.match_info["node"]
         if name not in self.record.machine.nodes:
-            known = ", ".join(self.record.machine.nodes) or "none"
+            known = requests.known_names("nodes", self.record.machine.nodes)
             raise web.HTTPNotFound(
-                text=_json({"error": f"node {name!r} not found; known nodes: {known}."}),
+                text=_json({"error": f"node {name!r} not found; {known}."}),
                 content_type="application/json",
             )
         return self.record.machine.nodes[name]

@@ -11,11 +11,10 @@ from prometheus_client.registry import Collector
 
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.task import TaskState
+from everstep.core.words.incidents import RECOVERY_EDGES_S, ForgottenIncidents
 from everstep.server import views
 from everstep.server.outlook import waf
 from everstep.server.record import ClusterRecord
-
-RECOVERY_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
 class ClusterMetrics(Collector):
@@ -119,29 +118,37 @@ class ClusterMetrics(Collector):
         total = CounterMetricFamily(
             "everstep_incidents", "Incidents by verdict.", labels=["severity", "kind"]
         )
-        counts: dict[tuple[str, str], int] = {}
+        log = self.record.machine.log
+        counts = dict(log.forgotten.verdicts)
         recoveries = []
-        for incident in self.record.machine.log.incidents:
-            verdict = incident.verdict
-            key = (f"SEV{verdict.severity}", verdict.kind) if verdict is not None else ("none", "none")
-            counts[key] = counts.get(key, 0) + 1
+        for incident in log.incidents:
+            counts[incident.label] = counts.get(incident.label, 0) + 1
             if incident.resumed_at is not None:
                 recoveries.append(incident.resumed_at - incident.evidence_at)
         for key, count in counts.items():
-            total.add_metric(list(key), count)
+            total.add_metric(key.split(" ", 1), count)
         yield total
         yield _one(
             "everstep_incidents_open",
             "Incidents that are not closed.",
             len(self.record.machine.log.open_ones()),
         )
-        buckets = [(str(edge), sum(took <= edge for took in recoveries)) for edge in RECOVERY_BUCKETS_S]
-        yield HistogramMetricFamily(
-            "everstep_recovery_seconds",
-            "Time from first evidence to recovery, of closed incidents.",
-            buckets=[*buckets, ("+Inf", len(recoveries))],
-            sum_value=sum(recoveries),
-        )
+        yield _recoveries(recoveries, log.forgotten)
+
+
+def _recoveries(recoveries: list[float], forgotten: ForgottenIncidents) -> Metric:
+    """Of all closed incidents, also those that are no longer kept."""
+    buckets, before = [], 0
+    for edge in RECOVERY_EDGES_S:
+        before += forgotten.recoveries.get(str(edge), 0)
+        buckets.append((str(edge), before + sum(took <= edge for took in recoveries)))
+    everything = sum(forgotten.recoveries.values()) + len(recoveries)
+    return HistogramMetricFamily(
+        "everstep_recovery_seconds",
+        "Time from first evidence to recovery, of closed incidents.",
+        buckets=[*buckets, ("+Inf", everything)],
+        sum_value=sum(recoveries) + forgotten.recovery_s,
+    )
 
 
 def _one(name: str, text: str, value: float) -> Metric:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.task import OVER
 from everstep.core.faults.detector import Heartbeats
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import encode
@@ -24,6 +25,8 @@ from everstep.server.step_files import StepFiles
 
 KEPT_NEWS = 2000
 KEPT_PLANS = 50
+KEPT_ROWS_OVER = 20_000  # of all tasks that are over, together
+LEAST_ROWS_OVER = 100  # of each of them
 SILENCE_S = 1.0
 
 
@@ -80,6 +83,8 @@ class ClusterRecord:
         at = one.at + self.ahead_s
         if isinstance(one.event, msg.AssignmentChosen) and one.event.version == self.machine.version:
             self._keep_plan(one.event, one.number, at)
+        if any(isinstance(action, msg.TaskEnded) for action in one.actions):
+            self._trim_steps()
         for action in one.actions:
             if begins_training(action):
                 assert isinstance(action, msg.Dispatch)
@@ -104,6 +109,21 @@ class ClusterRecord:
             "weighed": [encode(option) for option in chosen.weighed],
         }
         self.plans.append(plan)
+
+    def _trim_steps(self) -> None:
+        """Tasks that are forgotten have no rows here, and those that ended first have fewer; their step logs
+        on disk have all.
+        """
+        tasks = self.machine.tasks
+        self.steps = {name: steps for name, steps in self.steps.items() if name in tasks}
+        over = [tasks[name] for name in self.steps if tasks[name].state in OVER]
+        over.sort(key=lambda task: task.ended_at)
+        kept = sum(len(self.steps[task.name].rows) for task in over)
+        for task in over:
+            rows = self.steps[task.name].rows
+            while kept > KEPT_ROWS_OVER and len(rows) > LEAST_ROWS_OVER:
+                rows.popleft()
+                kept -= 1
 
     def _steps(self, task: str) -> StepRows:
         return self.steps.setdefault(task, StepRows())

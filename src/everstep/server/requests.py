@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -21,6 +21,7 @@ from everstep.errors import UserError
 
 MOST_WEIGHT = 1_000_000
 MOST_REPAIR_S = 365 * 86_400
+NAMED = 20  # tasks or nodes, in a sentence that says what is there
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -124,3 +125,10 @@ def whole(text: str, name: str) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 12:
         raise UserError(f"{name} is {shown(text)}; give a whole number of at most 12 digits.")
     return int(text)
+
+
+def known_names(what: str, names: Collection[str]) -> str:
+    """The newest of them, in words."""
+    newest = list(names)[-NAMED:]
+    more = f"{len(names)} {what}, the newest are" if len(names) > NAMED else f"known {what}:"
+    return f"{more} {', '.join(newest) or 'none'}"

@@ -35,7 +35,7 @@ class StepFiles:
                     f"the step log of task {task} cannot be written ({error.strerror}); it is tried again"
                 )
         else:
-            held.clear()
+            del self._held[task]
 
     def complete(self, task: str, rows: Sequence[dict[str, Any]]) -> None:
         """After a restart: add the rows that the file lacks, `rows` being the newest of the task."""

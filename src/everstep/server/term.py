@@ -35,6 +35,8 @@ from everstep.server.returns import Returns
 TICK_S = 0.05
 AHEAD_S, AHEAD_SHARE = 0.5, 0.02  # between two answers that are prepared, and the share of time for it
 SNAPSHOT_EVERY = 5000  # entries
+MOST_WAITING = 20_000  # events that the journal has not taken: then agents are not read any more
+FORGET_S = 10.0
 REPLAYED_AT_ONCE = 100  # entries, before the loop may do something else: the lease must be kept alive
 _ZIPPED = b"z"
 
@@ -162,6 +164,14 @@ class Term:
         self.driver.hear(event, handled=lambda: None if caller.done() else caller.set_result(None))
         await caller
 
+    async def has_room(self) -> None:
+        """Returns when the journal has taken most of what waits. A journal that stands still must not fill
+        the memory: agents keep their reports, and send them later.
+        """
+        while self.driver.num_waiting > MOST_WAITING and not self._is_over:
+            self.hearts.excuse(time.monotonic())  # we do not listen
+            await asyncio.sleep(TICK_S)
+
     def learn(self, report: msg.TimesReported) -> None:
         """For the scheduler and the watch only: not journaled, and forgotten by a restart."""
         task = self.machine.tasks.get(report.task)
@@ -200,7 +210,7 @@ class Term:
         """`_tick` looks often enough."""
 
     async def _tick(self) -> None:
-        last = ahead_at = time.monotonic()
+        last = ahead_at = forget_at = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
@@ -211,6 +221,9 @@ class Term:
             for node, silent_s in self.hearts.fell_silent(now):
                 self.hear(msg.NodeFellSilent(node=node, silent_s=silent_s))
             self.driver.look_at_clock()
+            if now > forget_at:
+                forget_at = now + FORGET_S
+                self.hearts.keep_only(self.machine.nodes)
             if now > ahead_at:
                 self.thinking.think_ahead(self.machine, self._clock())
                 took_s = time.monotonic() - now

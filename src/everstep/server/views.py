@@ -47,7 +47,11 @@ def status(record: ClusterRecord, connected: set[str], now: float) -> dict[str, 
 
 def incident_counts(record: ClusterRecord) -> dict[str, Any]:
     log = record.machine.log
-    return {"open": [incident.number for incident in log.open_ones()], "total": len(log.incidents)}
+    return {
+        "open": [incident.number for incident in log.open_ones()],
+        "total": len(log.incidents) + log.forgotten.count,
+        "forgotten": log.forgotten.count,  # closed long ago: only counted
+    }
 
 
 def _seated(record: ClusterRecord) -> dict[str, list[dict[str, Any]]]:

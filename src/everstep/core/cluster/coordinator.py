@@ -27,6 +27,7 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.nodes import Nodes
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
+from everstep.core.cluster.retention import Retention
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.slowness import Slowness
 from everstep.core.cluster.staffing import Staffing
@@ -85,6 +86,7 @@ class Coordinator:
         self.events = 0  # handled so far: the number of the last one in the journal
         self._orders = Orders(self.roster.nodes)
         self._later = FollowUps()
+        self._retention = Retention(roster=self.roster, log=self.incidents.log)
         self._build(self.roster, self._orders, self.incidents, self.policy, self._later)
 
     def _build(
@@ -204,7 +206,9 @@ class Coordinator:
         self.events += 1
         moment = Moment(now, self.events)
         self.log.event = self.events
-        return self._handle(event, moment) + self._tasks.settle(moment)
+        actions = self._handle(event, moment) + self._tasks.settle(moment)
+        self._retention.handled(self.events)
+        return actions
 
     def _handle(self, event: ClusterEvent, now: Moment) -> Actions:
         match event:

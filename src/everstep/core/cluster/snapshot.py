@@ -18,7 +18,7 @@ from everstep.core.cluster.tasks import PlannerQuestion
 from everstep.core.task.recovery import Recovery
 from everstep.core.words.cluster_messages import Patience
 from everstep.core.words.codec import decode, encode
-from everstep.core.words.incidents import Incident
+from everstep.core.words.incidents import ForgottenIncidents, Incident
 from everstep.errors import UserError
 
 FORMAT = 3  # of a snapshot: another one is refused, not guessed at
@@ -34,6 +34,7 @@ def freeze(coordinator: Coordinator) -> dict[str, Any]:
         "nodes": [encode(node) for node in coordinator.nodes.values()],
         "tasks": [_freeze_task(task) for task in coordinator.tasks.values()],
         "incidents": [encode(incident) for incident in coordinator.log.incidents],
+        "forgotten": encode(coordinator.log.forgotten),
     }
 
 
@@ -51,6 +52,8 @@ def thaw(coordinator: Coordinator, frozen: dict[str, Any]) -> None:
     policy = coordinator.policy
     policy.patience, policy.planned = decode(Patience, frozen["patience"]), frozen["planned"]
     coordinator.log.incidents = [decode(Incident, data) for data in frozen["incidents"]]
+    if "forgotten" in frozen:
+        coordinator.log.forgotten = decode(ForgottenIncidents, frozen["forgotten"])
     for data in frozen["nodes"]:
         node: Node = decode(Node, data)
         coordinator.nodes[node.name] = node

@@ -228,6 +228,7 @@ class Task:
     because: str = "no slot was given to it yet"
     ending: Ending | None = None  # while it is ending
     next_shape: NextShape | None = None
+    ended_at: float = 0.0  # once it is over
     finishes_early: bool = False  # after the step that it is in, not after its last
     most: int | None = None  # workers the planner gives it; None: as many as its shape; 0: it waits
     bounds: Bounds = field(default_factory=Bounds)

@@ -278,6 +278,7 @@ class Tasks:
         ending, task.ending = task.ending, None
         unsaved = self._unsaved(task) if ending.state is TaskState.FINISHED else ""
         task.enter(ending.state, ending.because + unsaved)
+        task.ended_at = now.at if ending.state in OVER else 0.0
         closing = self._close_incidents(task, ending.because, now)
         self._later.slots_changed(f"task {task.name} is {ending.state}")
         if ending.state is TaskState.WAITING:

@@ -58,9 +58,10 @@ class Heartbeats:
             return True
         return False
 
-    def forget(self, node: str) -> None:
-        self._heard.pop(node, None)
-        self._silent.discard(node)
+    def keep_only(self, nodes: Collection[str]) -> None:
+        """The others are not known any more."""
+        self._heard = {node: at for node, at in self._heard.items() if node in nodes}
+        self._silent.intersection_update(nodes)
 
     def fell_silent(self, now: float) -> list[tuple[str, float]]:
         """The nodes that have fallen silent since the last call, and for how long."""

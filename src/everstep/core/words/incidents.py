@@ -19,6 +19,8 @@ from everstep.core.words.lifecycle import move
 from everstep.core.words.ops import Worker
 
 MOST_EVENTS = 100  # of one incident
+MOST_EVIDENCE = 100  # of one incident: the first half of it stays, and the newest
+RECOVERY_EDGES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
 class IncidentState(StrEnum):
@@ -97,7 +99,14 @@ class Incident:
     def closed(self) -> bool:
         return self.state is IncidentState.CLOSED
 
+    @property
+    def label(self) -> str:
+        """Severity and kind of its verdict."""
+        return "none none" if self.verdict is None else f"SEV{self.verdict.severity} {self.verdict.kind}"
+
     def add(self, evidence: Evidence) -> None:
+        if len(self.evidence) >= MOST_EVIDENCE:
+            del self.evidence[MOST_EVIDENCE // 2]
         self.evidence.append(evidence)
         self.belongs(evidence.event)
 
@@ -110,6 +119,8 @@ class Incident:
         self._become(IncidentState.TREATED)
         if self.remedies and not self.remedies[-1].outcome:
             self.remedies[-1].outcome = "not enough"
+        if len(self.remedies) >= MOST_EVIDENCE:
+            del self.remedies[MOST_EVIDENCE // 2]
         self.remedies.append(remedy)
         self.belongs(remedy.event)
 
@@ -134,9 +145,34 @@ class Incident:
         self.state = move(INCIDENT, self.state, state, f"incident {self.number}")
 
 
+@dataclass(slots=True, kw_only=True)
+class ForgottenIncidents:
+    """What is left of closed incidents that are no longer kept: counts, which only rise."""
+
+    last: int = 0  # the highest number
+    since: float = 0.0  # the last of them closed then
+    verdicts: dict[str, int] = field(default_factory=dict)  # by severity and kind
+    recoveries: dict[str, int] = field(default_factory=dict)  # by the first edge that is not less
+    recovery_s: float = 0.0  # all together
+
+    @property
+    def count(self) -> int:
+        return sum(self.verdicts.values())
+
+    def add(self, incident: Incident) -> None:
+        closed_at = incident.resumed_at if incident.resumed_at is not None else incident.evidence_at
+        took_s = closed_at - incident.evidence_at
+        edge = next((str(edge) for edge in RECOVERY_EDGES_S if took_s <= edge), "+Inf")
+        self.last, self.since = max(self.last, incident.number), max(self.since, closed_at)
+        self.verdicts[incident.label] = self.verdicts.get(incident.label, 0) + 1
+        self.recoveries[edge] = self.recoveries.get(edge, 0) + 1
+        self.recovery_s += took_s
+
+
 class IncidentLog:
     def __init__(self) -> None:
         self.incidents: list[Incident] = []
+        self.forgotten = ForgottenIncidents()
         self.event = 0  # the number of the event that is being handled
 
     def of_task(self, task: str) -> TaskIncidents:
@@ -144,7 +180,7 @@ class IncidentLog:
 
     def new(self, *, task: str, workers: list[Worker], what: str, step: int, now: float) -> Incident:
         incident = Incident(
-            number=self.incidents[-1].number + 1 if self.incidents else 1,
+            number=max(self.forgotten.last, self.incidents[-1].number if self.incidents else 0) + 1,
             workers=workers,
             what=what,
             step=step,
@@ -157,6 +193,19 @@ class IncidentLog:
 
     def open_ones(self) -> list[Incident]:
         return [incident for incident in self.incidents if not incident.closed]
+
+    def forget_closed(self, most: int) -> None:
+        """All but the last `most` to close; those that are open stay."""
+        if len(self.incidents) <= most:
+            return
+        closed = sorted(
+            (i for i in self.incidents if i.closed), key=lambda i: (i.resumed_at or 0.0, i.number)
+        )
+        over = closed[: len(closed) - min(len(closed), most)]
+        for incident in over:
+            self.forgotten.add(incident)
+        numbers = {incident.number for incident in over}
+        self.incidents = [incident for incident in self.incidents if incident.number not in numbers]
 
 
 class TaskIncidents:
