@@ -16,6 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes about a minute; run by `make cluster`")
+    config.addinivalue_line("markers", "alone: measures time or load; `make test` runs nothing beside it")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
