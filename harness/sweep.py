@@ -196,7 +196,7 @@ class Sweep:
         precision: str = "fp32",
         preset: str = "gpt-tiny",
         steps: int = 6,
-        limit_s: float = 120.0,
+        limit_s: float = 300.0,
         transport: str = "auto",
         shards: int = 1,
         shard: bool = False,

@@ -7,7 +7,7 @@ from harness.sweep import Sweep
 
 
 def test_a_model_that_cannot_be_built_is_told_in_its_own_words() -> None:
-    sweep = Sweep(limit_s=60)
+    sweep = Sweep()
     try:
         broken = replace(sweep.job, replicas=2, stages=2, model=ModelSpec(build="no_such_module:build"))
         outcome = sweep.run(broken, ())

@@ -163,6 +163,7 @@ def test_what_ranks_write_is_passed_on_with_the_rank_and_kept_as_it_is(run: Run)
 # ------------------------------------------------------------------ faults
 
 
+@pytest.mark.alone
 def test_a_killed_rank_is_named_and_all_start_again(run: Run) -> None:
     told = run("if life == 0 and rank == 1: os.kill(os.getpid(), 9)\nif life == 0: time.sleep(60)")
     assert told.ran.code == 0
@@ -179,6 +180,7 @@ def test_a_killed_rank_is_named_and_all_start_again(run: Run) -> None:
     assert told.ran.seconds < 20
 
 
+@pytest.mark.alone
 def test_an_exception_comes_with_its_traceback_and_without_our_frames(run: Run) -> None:
     told = run("def load(): raise OSError('no disk')\nif rank == 0: load()\ntime.sleep(60)", max_restarts=0)
     assert told.ran.code == 1

@@ -57,10 +57,10 @@ def test_a_look_up_takes_less_than_a_millisecond() -> None:
 
 
 def _look_ups(table: NextEvents) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     for event in table.events:
         assert table.look_up(event).allocation
-    return (time.perf_counter() - began) / len(table.events)
+    return (time.process_time() - began) / len(table.events)
 
 
 def test_a_ready_answer_seats_everybody() -> None:

@@ -11,9 +11,9 @@ from everstep.plan import memory
 from everstep.plan.curve import from_model, from_table
 from everstep.plan.hardware import GPUS
 from everstep.plan.models import PRESETS
+from everstep.plan.pipeline_orders import ORDERS
 from everstep.plan.published import ROWS
 from everstep.plan.stacks import EVERSTEP, MEGATRON, MEGATRON_2022, MEGATRON_ZERO_1
-from everstep.plan.throughput import bubble_microbatches
 from everstep.schedule import Instance, plan, uniform
 
 
@@ -45,7 +45,7 @@ def test_the_bubble_is_the_schedulers(schedule: str, mode: str) -> None:
         step = Instance(
             replicas=1, stages=stages, microbatches=count, forward=one, input_grad=one, weight_grad=one
         )
-        expected = 3.0 * (count + bubble_microbatches(schedule, stages, 1))
+        expected = 3.0 * (count + ORDERS[schedule].bubble(stages, 1))
         assert plan(step, mode).value == pytest.approx(expected)
 
 

@@ -175,6 +175,7 @@ def test_an_answer_that_is_lost_does_not_double_the_entry(
     assert next(sendings) == 2 * (1 + 5 + 2)  # the leader key, five appends, a chunk and its commit
 
 
+@pytest.mark.alone
 def test_a_leader_that_resigns_is_followed_at_once(etcd: Etcd, prefix: str) -> None:
     async def scene() -> float:
         first = await leading(etcd, prefix, "first")

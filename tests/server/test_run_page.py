@@ -132,6 +132,7 @@ def test_the_follower_is_where_the_run_is_and_follows_it_also_after_its_own_deat
         assert run.page._follower is not first
 
 
+@pytest.mark.alone
 def test_a_follower_that_does_not_read_is_let_go_and_never_waited_for() -> None:
     with running() as (run, client):
         run.meanwhile(lambda: client.get("/v1/health"))

@@ -25,7 +25,7 @@ from everstep.schedule import grid as worker_grid
 from everstep.schedule.bounds import relative_throughput
 from everstep.schedule.compare import compare
 from everstep.schedule.document import choice_document, document_of, instance_from
-from everstep.schedule.modes import REFERENCES
+from everstep.schedule.modes import REFERENCES, TRAINING
 from everstep.schedule.normalize import normalize
 from everstep.schedule.polish import polish as polish_plan
 
@@ -57,7 +57,7 @@ def schedule_command(
     memory: Annotated[float, typer.Option(help="Bytes per worker for activations.")] = 0.0,
     held_forward: Annotated[float, typer.Option(help="Bytes per microbatch from F to I.")] = 0.0,
     held_weight: Annotated[float, typer.Option(help="Bytes per microbatch from I to W.")] = 0.0,
-    mode: Annotated[str, typer.Option(help=f"Schedule mode: {', '.join(MODES)}.")] = "staggered",
+    mode: Annotated[str, typer.Option(help=f"Schedule mode: {', '.join(MODES)}.")] = TRAINING,
     instance_file: Annotated[
         Path | None,
         typer.Option("--instance", help="Read the full instance from JSON instead of the options above."),

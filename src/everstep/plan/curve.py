@@ -18,6 +18,7 @@ from everstep.plan import memory
 from everstep.plan.hardware import Gpu, Stack
 from everstep.plan.memory import RECOMPUTE, Floats
 from everstep.plan.models import ModelFigures
+from everstep.plan.pipeline_orders import OURS
 from everstep.plan.shape import ParallelShape
 from everstep.plan.throughput import PlannedCut, divides, step_time
 
@@ -55,7 +56,7 @@ class Curve:
     state_bytes: float = 0.0  # weights and optimizer of the whole task
     work_per_step: float = 0.0  # in the unit of throughput; 0: unknown
     batch: int = 0
-    schedule: str = "staggered"
+    schedule: str = OURS
     replicated: bool = True  # a live replica holds all there is; not so when ZeRO-1 splits the optimizer
     _index: Mapping[tuple[int, int], int] = field(default_factory=dict)
     _by_units: dict[int, tuple[Floats, Ints]] = field(default_factory=dict, init=False, repr=False)
@@ -154,7 +155,7 @@ def replicated(
     shards: int = 1,
     state_bytes: float = 0.0,
     batch: int = 0,
-    schedule: str = "staggered",
+    schedule: str = OURS,
 ) -> Curve:
     """A job with a fixed cut whose replicas each bring the same: what is known before measuring.
 

@@ -30,7 +30,7 @@ class Stack:
     """How a training system uses the hardware."""
 
     name: str
-    schedule: str  # 1f1b, interleaved or staggered
+    schedule: str  # a row of `pipeline_orders.ORDERS`
     most_chunks: int = 1  # interleaved: model chunks a worker may hold
     sequence_parallel: bool = False  # what tensor parallelism leaves whole is split along the sequence
     fused_attention: bool = False  # no score matrix is written to memory

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from everstep.plan.hardware import Gpu, Stack
 from everstep.plan.models import ModelFigures
-from everstep.schedule.footprint import ADAM, MASTERS, USABLE, WEIGHTS, stash_cap
+from everstep.plan.pipeline_orders import ORDERS
+from everstep.schedule.footprint import ADAM, MASTERS, USABLE, WEIGHTS
 
 Floats = npt.NDArray[np.float64]
 RECOMPUTE = ("none", "selective", "full")
@@ -43,13 +44,7 @@ def in_flight(stack: Stack, *, stages: int, chunks: int) -> float:
     """Microbatches whose activations the first stage holds at once, in whole stages' worth."""
     if stages == 1:
         return 1.0
-    match stack.schedule:
-        case "staggered":
-            return float(stash_cap(stages))
-        case "interleaved":
-            return stages * (1.0 + (stages - 1) / (stages * chunks)) if chunks > 1 else float(stages)
-        case _:
-            return float(stages)
+    return ORDERS[stack.schedule].in_flight(stages, chunks)
 
 
 def needed(

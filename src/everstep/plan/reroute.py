@@ -12,15 +12,12 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from everstep.core.words.ops import Worker
+from everstep.plan.pipeline_orders import ORDERS
 from everstep.plan.shape import ParallelShape
 from everstep.schedule import Instance, plan, uniform
 from everstep.schedule.bounds import lower_bound
 
 SCHEDULED_OPS = 2_000  # above this the bound is asked
-MODES = {"staggered": "staggered"}  # schedule of the stack -> mode of the scheduler; others fuse the backward
-# What a whole step is compared with. `unstaggered`: a stack with few bubbles while nothing is lost, that
-# re-routes in a 1F1B step with all of them.
-BASES = {"unstaggered": "staggered"}
 
 
 def dead_groups(shape: ParallelShape, missing: Iterable[int]) -> frozenset[Worker]:
@@ -43,8 +40,8 @@ def throughput_ratio(shape: ParallelShape, dead: frozenset[Worker], *, batch: in
     rows = max(1, shape.microbatch)
     count = batch // (shape.replicas * rows) if batch else 4 * shape.stages
     lost = tuple(shape.replicas - live for live in per_stage)
-    mode = MODES.get(schedule, "reroute")
-    return _ratio(shape.replicas, shape.stages, max(1, count), lost, mode, BASES.get(schedule, mode))
+    order = ORDERS[schedule]
+    return _ratio(shape.replicas, shape.stages, max(1, count), lost, order.broken, order.whole)
 
 
 @lru_cache(maxsize=4096)

@@ -20,8 +20,8 @@ from everstep.plan.offers import Offer
 from everstep.plan.shape import ParallelShape
 from everstep.schedule.bounds import lower_bound
 from everstep.schedule.instance import Grid, Instance, uniform
+from everstep.schedule.modes import TRAINING
 
-MODE = "staggered"
 MOST_WORKERS = 64  # of a shape that the task does not have: larger ones are not offered
 MOST_SHAPES = 24
 SMALL = 16  # workers
@@ -234,4 +234,4 @@ def _bound(
         update=update,
         dead=dead,
     )
-    return lower_bound(instance, MODE)
+    return lower_bound(instance, TRAINING)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from everstep.errors import UserError
 from everstep.plan.hardware import Stack
+from everstep.plan.pipeline_orders import OURS
 from everstep.schedule.footprint import REDUCED, SUMS
 
 MEGATRON_2021 = Stack(name="megatron-2021", schedule="interleaved", most_chunks=2)
@@ -20,7 +21,7 @@ MEGATRON_ZERO_1 = replace(MEGATRON, name="megatron-zero1", zero_1=True)
 LLAMA3 = replace(MEGATRON_ZERO_1, name="llama3", most_chunks=8)
 EVERSTEP = Stack(
     name="everstep",
-    schedule="staggered",
+    schedule=OURS,
     fused_attention=True,
     most_shards=1,
     gradient=SUMS["strict"] + REDUCED,

@@ -21,6 +21,7 @@ import numpy as np
 from everstep.plan.hardware import Gpu, Stack
 from everstep.plan.memory import Floats
 from everstep.plan.models import ModelFigures
+from everstep.plan.pipeline_orders import ORDERS
 from everstep.plan.shape import ParallelShape
 from everstep.schedule.footprint import REDUCED
 
@@ -124,7 +125,7 @@ def step_time(
     reduce = 2 * (copies - 1) / copies * per_gpu * REDUCED / wire * stack.reduce_exposed
     shared = copies if stack.zero_1 else np.ones_like(copies)
     update = per_gpu * UPDATE_BYTES / gpu.memory_bandwidth / shared
-    idle = bubble_microbatches(stack.schedule, cut.stages, cut.chunks)
+    idle = ORDERS[stack.schedule].bubble(cut.stages, cut.chunks)
     return StepTime(
         compute=count * once,
         bubble=np.full_like(count, idle * (once + shard_s)),
@@ -147,14 +148,3 @@ def shard_traffic(model: ModelFigures, gpu: Gpu, stack: Stack, cut: PlannedCut) 
         gathered = 2 * 2.0 * tokens * (cut.context - 1) * model.hidden * shared / cut.shards
         seconds += inner * 2 * gathered / (gpu.network_bandwidth * stack.wire_efficiency)
     return seconds
-
-
-def bubble_microbatches(schedule: str, stages: int, chunks: int) -> float:
-    """Idle time of a step, in microbatches. `tests/plan` holds it against `everstep.schedule` itself."""
-    match schedule:
-        case "staggered":
-            return 0.0  # with the stash of `memory.in_flight`, no stage waits for another
-        case "interleaved":
-            return (stages - 1) / chunks
-        case _:
-            return float(stages - 1)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from everstep.core.words.ops import Worker
 from everstep.schedule.instance import Grid, Instance
+from everstep.schedule.modes import MODES, REFERENCES
 from everstep.schedule.planner import plan
 
 
@@ -35,17 +36,11 @@ def compare(instance: Instance) -> list[Row]:
     """Fault-free references first, then what each policy makes of the dead."""
     healthy = instance.fault_free()
     rows = []
-    for name, mode, who in (
-        ("fault-free 1F1B", "1f1b", healthy),
-        ("fault-free zero bubble", "zero-bubble", healthy),
-        ("re-route, fused backward", "reroute", instance),
-        ("re-route, decoupled", "decoupled", instance),
-        ("re-route, staggered", "staggered", instance),
-    ):
-        planned = plan(who, mode)
-        rows.append(Row(name, planned.value, planned.lower_bound))
-    for mode, label in (("1f1b", "1F1B"), ("zero-bubble", "zero bubble")):
-        rows.append(Row(f"shrink, {label}", shrink(instance, mode)))
+    for name, mode in MODES.items():
+        planned = plan(healthy if mode.reference else instance, name)
+        policy = f"fault-free {mode.label}" if mode.reference else f"re-route, {mode.label}"
+        rows.append(Row(policy, planned.value, planned.lower_bound))
+    rows += [Row(f"shrink, {MODES[name].label}", shrink(instance, name)) for name in REFERENCES]
     rows.append(Row("redundancy, no failures", redundancy(healthy)))
     rows.append(Row("redundancy", redundancy(instance)))
     return rows

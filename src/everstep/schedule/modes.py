@@ -19,25 +19,42 @@ class ScheduleMode:
     staggered: bool  # no barrier between steps: what is minimised is the period, else the makespan
     reference: bool = False  # to compare with, without failures
     tight_stash: bool = False  # at most `stages - s` microbatches at stage s
-    about: str = ""
+    label: str  # beside other policies
+    about: str
 
 
 MODES: dict[str, ScheduleMode] = {
     "1f1b": ScheduleMode(
-        fused=True, staggered=False, reference=True, tight_stash=True, about="one forward, one backward"
+        fused=True,
+        staggered=False,
+        reference=True,
+        tight_stash=True,
+        label="1F1B",
+        about="one forward, one backward",
     ),
     "zero-bubble": ScheduleMode(
-        fused=False, staggered=True, reference=True, about="no bubbles that re-routing could use"
+        fused=False,
+        staggered=True,
+        reference=True,
+        label="zero bubble",
+        about="no bubbles that re-routing could use",
     ),
-    "reroute": ScheduleMode(fused=True, staggered=False, about="fused backward, a barrier between steps"),
-    "decoupled": ScheduleMode(fused=False, staggered=False, about="split backward, a barrier between steps"),
+    "reroute": ScheduleMode(
+        fused=True, staggered=False, label="fused backward", about="fused backward, a barrier between steps"
+    ),
+    "decoupled": ScheduleMode(
+        fused=False, staggered=False, label="decoupled", about="split backward, a barrier between steps"
+    ),
     "staggered": ScheduleMode(
-        fused=False, staggered=True, about="split backward, each stage goes on after its own update"
+        fused=False,
+        staggered=True,
+        label="staggered",
+        about="split backward, each stage continues after its own update",
     ),
 }
 REFERENCES = tuple(name for name, mode in MODES.items() if mode.reference)
+TRAINING, WITH_BARRIER = "staggered", "decoupled"  # what training uses; `optimizer.stagger = "never"`
 
 
 def training_mode(*, stagger: bool) -> str:
-    """What training uses."""
-    return "staggered" if stagger else "decoupled"
+    return TRAINING if stagger else WITH_BARRIER

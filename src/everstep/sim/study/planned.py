@@ -17,6 +17,7 @@ from everstep.plan import Assignment, Cluster, Costs, PlanNode, SlotPlace, TaskS
 from everstep.plan.holes import per_stage
 from everstep.plan.memory import Floats
 from everstep.plan.option import OptionKind, TaskOption
+from everstep.plan.pipeline_orders import OURS
 from everstep.plan.placement import Unplaceable, place
 from everstep.sim.study.failures import Failure, Seen
 from everstep.sim.study.life import Life, StudyTask
@@ -193,7 +194,7 @@ class PlannedPolicy(Policy):
         """Without staggering: a fused backward, and one optimizer step for all stages. Without re-routing:
         a lost worker's state comes from another host's memory, and the task is formed anew.
         """
-        schedule = "staggered" if self.means.stagger else "unstaggered"
+        schedule = OURS if self.means.stagger else "unstaggered"
         curve, reroute = task.curve, self.means.reroute
         if curve.schedule != schedule or curve.replicated != reroute:
             task.curve = replace(curve, schedule=schedule, replicated=reroute)
