@@ -12,7 +12,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -39,6 +39,7 @@ MAX_BODY = 1 << 20
 MAX_LOG = 1 << 20
 MAX_VIEWERS = 200
 VIEWER_PING_S = 20.0  # a closed laptop must not keep its place for ever
+Named = TypeVar("Named")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -360,24 +361,10 @@ class Api:
             )
 
     def _named_task(self, request: web.Request) -> Task:
-        name = request.match_info["task"]
-        if name not in self.record.machine.tasks:
-            known = requests.known_names("tasks", self.record.machine.tasks)
-            raise web.HTTPNotFound(
-                text=_json({"error": f"task {name!r} not found; {known}."}),
-                content_type="application/json",
-            )
-        return self.record.machine.tasks[name]
+        return _named("task", request, self.record.machine.tasks)
 
     def _named_node(self, request: web.Request) -> Node:
-        name = request.match_info["node"]
-        if name not in self.record.machine.nodes:
-            known = requests.known_names("nodes", self.record.machine.nodes)
-            raise web.HTTPNotFound(
-                text=_json({"error": f"node {name!r} not found; {known}."}),
-                content_type="application/json",
-            )
-        return self.record.machine.nodes[name]
+        return _named("node", request, self.record.machine.nodes)
 
 
 async def _until_closed(line: web.WebSocketResponse) -> None:
@@ -391,3 +378,14 @@ def _json(document: Any) -> str:
 
 def _refuse(status: int, sentence: str) -> web.Response:
     return web.json_response({"error": sentence}, status=status)
+
+
+def _named(kind: str, request: web.Request, known: Mapping[str, Named]) -> Named:
+    name = request.match_info[kind]
+    if name not in known:
+        names = requests.known_names(f"{kind}s", known)
+        raise web.HTTPNotFound(
+            text=_json({"error": f"{kind} {name!r} not found; {names}."}),
+            content_type="application/json",
+        )
+    return known[name]
