@@ -534,3 +534,13 @@ def test_there_is_a_remedy_for_every_fault_and_it_is_never_milder_than_the_fault
     assert kind in rule.kinds
     assert rule.severity <= TABLE[kind]
     assert choice.because
+
+
+def test_where_something_is_used_up_a_restart_waits_and_then_escalates_as_usual() -> None:
+    def at(failures: int) -> Situation:
+        judgement = known(ErrorKind.HOST_OUT_OF_MEMORY, "a test")
+        return Situation(judgement=judgement, failures=failures, node="a", can_leave_node=True)
+
+    first, later = choose(at(1), Patience()), choose(at(9), Patience())
+    assert (first.what, first.wait_s) == ("restart the worker after a pause", 5.0)
+    assert later.what == "isolate the node"

@@ -55,6 +55,7 @@ class RemedyRule:
     effect: Effect
     refuses: Callable[[Situation, Patience], str]  # why it cannot help; empty: it may
     helps: str  # why it is tried first
+    pause_s: float = 0.0  # before a restart, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,7 @@ def _never(at: Situation, patience: Patience) -> str:
 
 _SLOW_WORKER, _SLOW_LINK = frozenset({ErrorKind.SLOW_WORKER}), frozenset({ErrorKind.SLOW_LINK})
 _GONE = frozenset({ErrorKind.LOST_CONNECTION})
+_USED_UP = frozenset({ErrorKind.HOST_OUT_OF_MEMORY, ErrorKind.RESOURCE_LIMIT, ErrorKind.DISK_FULL})
 _FAULTS = frozenset(ErrorKind) - _SLOW_WORKER - _SLOW_LINK - _GONE
 
 REMEDIES = (
@@ -117,6 +119,15 @@ REMEDIES = (
         effect=Effect.RESEND,
         refuses=_retry,
         helps="the processes are alive: what may be lost is sent again",
+    ),
+    RemedyRule(
+        name="restart the worker after a pause",
+        severity=SEV2,
+        kinds=_USED_UP,
+        effect=Effect.RESTART,
+        refuses=_restart,
+        helps="memory, disk or a limit of the host is used up; what took it may have ended by then",
+        pause_s=5.0,
     ),
     RemedyRule(
         name="restart the worker",
@@ -179,7 +190,8 @@ def choose(at: Situation, patience: Patience) -> RemedyChoice:
         if refusal:
             refusals.append(refusal)
             continue
-        wait_s = backoff_s(at.failures, patience) if rule.effect is Effect.RESTART else 0.0
+        restarts = rule.effect is Effect.RESTART
+        wait_s = max(rule.pause_s, backoff_s(at.failures, patience)) if restarts else 0.0
         refused = "; ".join(refusals)
         return RemedyChoice(
             what=rule.name,
@@ -197,9 +209,9 @@ def includes(name: str, choice: RemedyChoice) -> bool:
     return name == choice.what or all_restart
 
 
-def first_remedy(severity: Severity) -> str:
+def first_remedy(severity: Severity, kind: ErrorKind = ErrorKind.OTHER) -> str:
     """What is tried first for a fault of this severity."""
-    return next(rule.name for rule in REMEDIES if rule.kinds == _FAULTS and rule.severity is severity)
+    return next(rule.name for rule in REMEDIES if kind in rule.kinds and rule.severity <= severity)
 
 
 def name_of(effect: Effect) -> str:
@@ -209,7 +221,7 @@ def name_of(effect: Effect) -> str:
 def sentence(judgement: Judgement) -> str:
     """What is wrong, how severe it is and what is tried first."""
     because = judgement.because.rstrip(".")
-    return f"{because[:1].upper()}{because[1:]}. {judgement.severity}: {first_remedy(judgement.severity)}."
+    return f"{because[:1].upper()}{because[1:]}. {judgement.severity}: {first_remedy(judgement.severity, judgement.kind)}."
 
 
 def backoff_s(failures: int, patience: Patience) -> float:
