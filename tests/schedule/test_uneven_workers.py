@@ -13,6 +13,7 @@ from everstep.errors import UserError
 from everstep.schedule import Instance, Worker, plan
 from everstep.schedule.bounds import lower_bound
 from everstep.schedule.compact import compact
+from everstep.schedule.compare import compare
 from everstep.schedule.dispatch import HABITS, dispatch
 from everstep.schedule.modes import MODES, ScheduleMode
 from everstep.schedule.search import time_order, value_of
@@ -126,9 +127,11 @@ def test_uneven_plans_are_the_same_every_time() -> None:
 
 
 def test_a_new_mode_is_a_new_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODES, "fused-staggered", ScheduleMode(fused=True, staggered=True))
+    row = ScheduleMode(fused=True, staggered=True, label="fused and staggered", about="a test")
+    monkeypatch.setitem(MODES, "fused-staggered", row)
     planned = plan(uneven_step(1), "fused-staggered")
     assert planned.value == planned.period >= planned.lower_bound
+    assert "re-route, fused and staggered" in [each.policy for each in compare(uneven_step(1))]
 
 
 @pytest.mark.parametrize("hop", ["inf", "nan", "-1"])

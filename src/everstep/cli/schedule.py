@@ -57,7 +57,9 @@ def schedule_command(
     memory: Annotated[float, typer.Option(help="Bytes per worker for activations.")] = 0.0,
     held_forward: Annotated[float, typer.Option(help="Bytes per microbatch from F to I.")] = 0.0,
     held_weight: Annotated[float, typer.Option(help="Bytes per microbatch from I to W.")] = 0.0,
-    mode: Annotated[str, typer.Option(help=f"Schedule mode: {', '.join(MODES)}.")] = TRAINING,
+    mode: Annotated[
+        str, typer.Option(help="; ".join(f"{name}: {mode.about}" for name, mode in MODES.items()) + ".")
+    ] = TRAINING,
     instance_file: Annotated[
         Path | None,
         typer.Option("--instance", help="Read the full instance from JSON instead of the options above."),

@@ -221,7 +221,8 @@ def name_of(effect: Effect) -> str:
 def sentence(judgement: Judgement) -> str:
     """What is wrong, how severe it is and what is tried first."""
     because = judgement.because.rstrip(".")
-    return f"{because[:1].upper()}{because[1:]}. {judgement.severity}: {first_remedy(judgement.severity, judgement.kind)}."
+    remedy = first_remedy(judgement.severity, judgement.kind)
+    return f"{because[:1].upper()}{because[1:]}. {judgement.severity}: {remedy}."
 
 
 def backoff_s(failures: int, patience: Patience) -> float:
