@@ -47,7 +47,7 @@ def explain_command(
 ) -> None:
     """Explain an incident: evidence, verdict and remedies, with time, reason and the event behind each.
 
-    `event:NUMBER` shows an event of the recent past, what the coordinator did about it, and the chain of
+    `event:NUMBER` shows a recent event, what the coordinator did about it, and the chain of
     causes behind it. `plan` shows the planner's last decision: what each task could have done, with numbers,
     and why the chosen option won; `plan:EVENT` an earlier one.
 

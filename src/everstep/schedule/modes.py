@@ -30,14 +30,14 @@ MODES: dict[str, ScheduleMode] = {
         reference=True,
         tight_stash=True,
         label="1F1B",
-        about="one forward, one backward",
+        about="one forward, one backward; for comparison",
     ),
     "zero-bubble": ScheduleMode(
         fused=False,
         staggered=True,
         reference=True,
         label="zero bubble",
-        about="no bubbles that re-routing could use",
+        about="split backward without bubbles; for comparison",
     ),
     "reroute": ScheduleMode(
         fused=True, staggered=False, label="fused backward", about="fused backward, a barrier between steps"
