@@ -18,11 +18,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	.venv/bin/mypy
 
-# Two at a time; then those that measure time or load, one after the other.
 unit: export PYTHONDONTWRITEBYTECODE :=  # tests start Python hundreds of times
 unit: $(STAMP)
-	$(PY) -m pytest -n 2 --dist worksteal -m "not alone"
-	$(PY) -m pytest -m alone
+	$(PY) -m pytest -n 2 --dist worksteal
 
 docs: $(STAMP)           ## the API reference, every picture and every quoted output, made again (minutes)
 	$(PY) -m tools.docs

@@ -1,4 +1,10 @@
-"""Options of the test suite."""
+"""Options of the test suite, and who may run beside whom."""
+
+import fcntl
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes about a minute; run by `make cluster`")
-    config.addinivalue_line("markers", "alone: measures time or load; `make test` runs nothing beside it")
+    config.addinivalue_line("markers", "alone: measures time or load; no other test runs beside it")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -24,6 +30,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow; run by make cluster"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Where several processes run tests, one marked `alone` waits until no other is under way, and the
+    next ones wait for it. Two locks: who waits for the second keeps the first, so it is not overtaken.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    alone = item.get_closest_marker("alone") is not None
+    with Path(__file__).open() as turn, Path(__file__).with_name("__init__.py").open() as room:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)  # not by closing: a child may have it too
 
 
 @pytest.fixture
