@@ -4,6 +4,7 @@
     python -m tools.docs api           docs/api/, from the docstrings
     python -m tools.docs lifecycles    docs/lifecycles.md, from the tables of transitions
     python -m tools.docs protocol      docs/protocol.md, from the classes of the messages
+    python -m tools.docs wrap          paragraphs of docs/*.md, to 100 columns
     python -m tools.docs pictures      every picture of docs/, by the command that its page shows
     python -m tools.docs outputs PAGE  blocks marked `output` and `grep` (tools/pages.py), by their commands
 
@@ -22,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools import api_reference, lifecycles, protocol
+from tools import api_reference, lifecycles, protocol, wrap
 from tools.pages import DOCS, ROOT, Block, blocks, picture_commands
 
 
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=["all", "api", "lifecycles", "protocol", "pictures", "outputs"],
+        choices=["all", "api", "lifecycles", "protocol", "pictures", "outputs", "wrap"],
         default="all",
     )
     parser.add_argument("pages", nargs="*", type=Path)
@@ -52,6 +53,9 @@ def main() -> None:
             if made := remade(page.resolve()):
                 page.write_text(made)
                 say(page.resolve())
+    if options.what in ("all", "wrap"):
+        for page in sorted(DOCS.glob("*.md")):
+            page.write_text(wrap.wrapped(page.read_text()))
     if options.what in ("all", "pictures"):
         for picture, command in sorted(picture_commands().items()):
             if one_line(command) not in _ran:  # by its page, for its output
