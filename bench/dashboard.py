@@ -179,8 +179,7 @@ async def measure(given: argparse.Namespace, cluster: Cluster, address: str) -> 
         unseen = await _share(pid, given.seconds / 2)
         looking = [asyncio.create_task(viewer.look(session, address)) for viewer in viewers]
         await page.look(width=1600, height=1000, dark=False)
-        await page.open(address)
-        await page.until("document.getElementById('link')?.dataset.state === 'live'", within_s=30)
+        await page.sign_in(address, cluster.token)
         await asyncio.sleep(2.0)
         await page.value(_OBSERVE)
         for viewer in viewers:

@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+LIVE = "document.getElementById('link')?.dataset.state === 'live'"  # the dashboard is up to date
 _FLAGS = [
     "--headless=new",
     "--no-sandbox",
@@ -78,6 +79,15 @@ class Page:
 
     async def open(self, address: str) -> None:
         await self.do("Page.navigate", url=address)
+
+    async def sign_in(self, address: str, token: str) -> None:
+        """Open the dashboard and give the token that it asks for."""
+        await self.open(address)
+        await self.until("document.getElementById('ask-token')?.open", within_s=60)
+        await self.click("#token")
+        await self.type(token)
+        await self.click("#token-form button")
+        await self.until(LIVE, within_s=60)
 
     async def value(self, expression: str) -> Any:
         told = await self.do(

@@ -33,7 +33,6 @@ FEW = {
     ("task", "after", "wide-dark"),
     ("cluster", "during", "phone-dark"),
 }
-LIVE = "document.getElementById('link')?.dataset.state === 'live'"
 SETTLE_S = 0.7  # for readings, which are asked for twice a second
 
 
@@ -84,8 +83,7 @@ def _shrink(path: Path) -> None:
 async def play(cluster: Cluster, folder: Path, *, few: bool) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     async with browser() as chromium, chromium.page() as page:
-        await page.open(cluster.addresses["first"])
-        await page.until(LIVE, within_s=20)
+        await page.sign_in(cluster.addresses["first"], cluster.token)
         pictures = Pictures(cluster, page, folder, few=few)
         await asyncio.to_thread(cluster.step_reached, 8, "gpt")
         await pictures.take("before")

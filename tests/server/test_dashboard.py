@@ -23,7 +23,7 @@ from everstep.core.words.ops import Kind
 from everstep.core.words.worker_messages import ParcelKind
 from everstep.server import pages, viewers, words
 from everstep.server.record import ClusterRecord
-from harness.browser import CHROMIUM, Page, browser
+from harness.browser import CHROMIUM, LIVE, Page, browser
 from tests.server.served import WordyAgent, agent, served
 from tests.server.test_api import JOB, call
 
@@ -218,9 +218,6 @@ def test_a_viewer_that_reads_too_slowly_gets_the_whole_picture_again(
 # ------------------------------------------------------------------ in a browser
 
 
-LIVE = "document.getElementById('link').dataset.state === 'live'"
-
-
 async def start(one: WordyAgent, number: int) -> msg.StartProcess:
     """The order to start a worker, obeyed."""
     order: msg.StartProcess = await one.until(msg.StartProcess)
@@ -252,18 +249,9 @@ async def says(page: Page, place: str, text: str) -> None:
     await page.until(f"document.querySelector({json.dumps(place)})?.innerText.includes({json.dumps(text)})")
 
 
-async def sign_in(page: Page, address: str) -> None:
-    await page.open(address)
-    await page.until("document.getElementById('ask-token')?.open")
-    await page.click("#token")
-    await page.type(TOKEN)
-    await page.click("#token-form button")
-    await page.until(LIVE)
-
-
 async def watch_a_life(page: Page, address: str, pictures: Path) -> None:
     """A node joins, a task runs, its worker dies and is back, the node is drained by a click."""
-    await sign_in(page, address)
+    await page.sign_in(address, TOKEN)
     async with agent(address, "node-a", token=TOKEN) as one:
         alive = [asyncio.create_task(beating(one))]
         await says(page, "#cluster-figures", "1 / 1")
