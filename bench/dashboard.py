@@ -31,6 +31,8 @@ import psutil
 from harness.browser import Page, browser
 from harness.cluster import Cluster, small_job
 
+TOKEN = "harness"
+SIGNED = {"Authorization": f"Bearer {TOKEN}"}
 SLOTS = 8
 BEAT_S = 0.25
 AT_ONCE = 40  # nodes drained
@@ -51,7 +53,7 @@ new PerformanceObserver((list) => {
 
 async def crowd(address: str, number: int) -> None:
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
+    async with aiohttp.ClientSession(connector=connector, headers=SIGNED) as session:
         await asyncio.gather(*(_agent(session, address, index) for index in range(number)))
 
 
@@ -170,7 +172,7 @@ async def measure(given: argparse.Namespace, cluster: Cluster, address: str) -> 
     names = [node["node"] for node in cluster.client.get("/v1/status")["nodes"] if not node["workers"]]
     viewers = [Viewer() for _ in range(given.viewers - 1)]
     async with (
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=SIGNED) as session,
         browser() as chromium,
         chromium.page() as page,
     ):
@@ -235,7 +237,10 @@ def main() -> None:
     if given.crowd:
         asyncio.run(crowd(given.crowd, given.nodes))
         return
-    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name, Cluster(Path(name)) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="everstep-bench-") as name,
+        Cluster(Path(name), token=TOKEN) as cluster,
+    ):
         address = cluster.start_coordinator()
         with crowded(address, given.nodes):
             cluster.nodes_up(given.nodes)
