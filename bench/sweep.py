@@ -35,6 +35,7 @@ def main() -> int:
         "--shards", type=int, default=1, help="processes per worker; kills strike each in turn"
     )
     parser.add_argument("--only", default="", help="points whose name contains this")
+    parser.add_argument("--after", type=int, default=0, help="leave out so many points: to resume")
     parser.add_argument("--shard", action="store_true", help="with sharded optimizer states")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", action="store_true")
@@ -49,7 +50,7 @@ def main() -> int:
     )
     every = [*points(given.shards), *(sharded() if given.shard else ())]
     part, parts = map(int, given.part.split("/"))
-    chosen = [p for p in every if given.only in p.name][part - 1 :: parts] * given.repeat
+    chosen = [p for p in every if given.only in p.name][part - 1 :: parts][given.after :] * given.repeat
     results = []
     try:
         for number, point in enumerate(chosen, 1):
