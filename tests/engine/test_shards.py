@@ -19,8 +19,10 @@ from torch import nn
 from everstep.engine.data import Synthetic
 from everstep.engine.evaluation import Evaluation
 from everstep.engine.gpt import gpt
+from everstep.engine.job import Job, ModelSpec
 from everstep.engine.model import Model
 from everstep.engine.optimizer import Updater, adamw
+from everstep.engine.preflight import preflight
 from everstep.engine.shards.collectives import GroupCollectives
 from everstep.engine.shards.plan import Cut, from_theirs
 from everstep.engine.stage import Stage
@@ -172,6 +174,49 @@ def test_a_shards_tensors_are_boxes_of_the_logical_ones() -> None:
     assert cut.split("b.out.bias", (6,)) is None
     assert cut.local_shape("b.q.bias", (6,)) == (3,)
     assert cut.local_shape("b.norm.weight", (6,)) == (6,)
+
+
+@pytest.mark.parametrize(
+    ("shards", "changes", "words"),
+    [
+        (3, {}, "model.heads 4"),
+        (4, {"kv_heads": 2}, "model.kv_heads 2"),
+        (2, {"vocab": 257}, "model.vocab 257"),
+        (4, {"hidden": 90}, "model.hidden 90"),
+    ],
+)
+def test_a_gpt_that_shards_cannot_share_evenly_is_refused_before_anything_starts(
+    shards: int, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=f"shards is {shards}, which does not divide {words}; give a divisor"):
+        Job(model=ModelSpec(preset="gpt-tiny", options=changes), shards=shards)
+    job = Job(model=ModelSpec(build="module:function"), shards=shards)
+    with pytest.raises(UserError, match=words):
+        preflight(job, model=gpt("gpt-tiny", **changes))
+
+
+def test_a_model_of_ones_own_that_cannot_be_split_is_refused_before_anything_starts() -> None:
+    job = Job(model=ModelSpec(build="module:function"), shards=3)
+    with pytest.raises(UserError, match=r"shards is 3, which does not divide dimension 0 of embed\.weight"):
+        preflight(job, model=own_model())
+
+
+def test_grouped_heads_of_a_hugging_face_model_fewer_than_shards_are_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    from everstep.engine.hf.model import hf
+
+    config = transformers.AutoConfig.for_model(
+        "llama",
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    job = Job(model=ModelSpec(build="module:function"), shards=4)
+    with pytest.raises(UserError, match="shards is 4, which does not divide num_key_value_heads 2"):
+        preflight(job, model=hf(config))
 
 
 def refusals() -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -71,6 +71,18 @@ def test_a_task_goes_through_other_shapes_without_a_trace_in_its_losses(
     assert len(task.coordinator.tasks["task"].copies.fetched) == len(shapes)
 
 
+def test_a_running_task_changes_its_shards_too(fork_server: ForkServer, clean: dict[int, float]) -> None:
+    """The chain of all three dimensions. Only the order of additions inside a group of shards differs."""
+    shapes = {2: (1, 2, 2), 5: (4, 1, 1), 8: (1, 1, 4)}
+    task = run(fork_server, JOB, {step: lambda t, s=shape: t.reshape(*s) for step, shape in shapes.items()})  # type: ignore[misc]
+    found = losses(task.outcome)
+    assert found == pytest.approx(clean, rel=2e-6)
+    assert [found[step] for step in (1, 2)] == [clean[step] for step in (1, 2)]
+    assert str(task.shape) == "1x1x4"
+    assert not task.outcome.incidents
+    assert len(task.coordinator.tasks["task"].copies.fetched) == len(shapes)
+
+
 def test_a_worker_that_dies_while_the_shape_ends_changes_nothing(
     fork_server: ForkServer, clean: dict[int, float]
 ) -> None:
@@ -100,3 +112,5 @@ def test_a_stage_whose_workers_all_die_comes_back_from_memory(
 def test_a_shape_that_does_not_fit_is_refused_in_a_sentence() -> None:
     with pytest.raises(UserError, match="12 microbatches, which 5 replicas cannot share evenly"):
         JOB.reshaped(5, 1)
+    with pytest.raises(UserError, match=r"shards is 3, which does not divide model\.heads 4"):
+        JOB.reshaped(2, 1, 3)

@@ -64,7 +64,9 @@ def test_a_shape_that_cannot_be_is_refused_in_a_sentence(cluster: Cluster, tmp_p
     for shape, sentence in (
         ({"replicas": 3, "stages": 2}, "3 replicas cannot share evenly"),
         ({"replicas": 1, "stages": 9}, "the model has 6 layers"),
-        ({"replicas": "1", "stages": 2}, "give two whole numbers"),
+        ({"replicas": "1", "stages": 2}, "give whole numbers"),
+        ({"replicas": 1, "stages": 2, "shards": 3}, "shards is 3, which does not divide model.heads 4"),
+        ({"replicas": 1, "stages": 2, "shards": 4}, "4 slots of one node per stage"),
     ):
         with pytest.raises(Exception, match=sentence):
             cluster.client.post("/v1/tasks/job/reshape", shape)

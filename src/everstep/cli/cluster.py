@@ -227,7 +227,7 @@ def resume_command(
 def resize_command(
     task: Annotated[str, typer.Argument(help="Name of the task.")],
     workers: Annotated[int | None, typer.Argument(help="Maximum number of workers.")] = None,
-    shape: Annotated[str, typer.Option(help="replicas x stages, such as 3x2.")] = "",
+    shape: Annotated[str, typer.Option(help="replicas x stages, such as 3x2, or x shards: 1x2x2.")] = "",
     release: Annotated[bool, typer.Option("--release", help="Let the planner choose again.")] = False,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
@@ -245,6 +245,8 @@ def resize_command(
 
       everstep resize llama-8b --shape 3x2
 
+      everstep resize llama-8b --shape 1x2x4
+
       everstep resize llama-8b --release
     """
     client = Client(address=address, token=token, ca=ca)
@@ -254,11 +256,13 @@ def resize_command(
         return _report(client.post(f"/v1/tasks/{task}/release"), "task", as_json)
     if shape:
         words = shape.lower().split("x")
-        if workers is not None or len(words) != 2 or not all(word.strip().isdecimal() for word in words):
+        is_odd = len(words) not in (2, 3) or not all(word.strip().isdecimal() for word in words)
+        if workers is not None or is_odd:
             raise UserError(
-                f"--shape is {shape!r}; give replicas x stages, such as 3x2, and no number of workers."
+                f"--shape is {shape!r}; give replicas x stages, such as 3x2, or replicas x stages x shards, "
+                "and no number of workers."
             )
-        counts = {"replicas": int(words[0]), "stages": int(words[1])}
+        counts = dict(zip(("replicas", "stages", "shards"), map(int, words), strict=False))
         return _report(client.post(f"/v1/tasks/{task}/reshape", counts), "task", as_json)
     if workers is None:
         raise UserError("give a number of workers, or --shape, such as 3x2.")

@@ -42,7 +42,7 @@ def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
     return Model(
         layers={"embed": partial(Embed, form), **blocks, "head": partial(Head, form)},
         tied=tied,
-        assembly=ModelAssembly(check=partial(check_tokens, form.vocab)),
+        assembly=ModelAssembly(check=partial(check_tokens, form.vocab), shared_out=form.shared_out()),
         shard_plan=SHARD_PLAN,
     )
 

@@ -230,6 +230,9 @@ class Job:
             raise UserError("optimizer.ema does not work with optimizer.shard = true; leave one of them out.")
         if self.optimizer.shard and self.shards > 1:
             raise UserError("optimizer.shard = true does not work with shards > 1; set one of the two.")
+        form = self.model.shape()
+        if form is not None:
+            presets.refuse_shards(self.shards, form.shared_out())
         at_most("replicas * stages", self.replicas * self.stages, MOST_WORKERS)
         at_most("replicas * stages * microbatches", self.replicas * self.stages * self.microbatches, MOST_OPS)
 
@@ -245,15 +248,18 @@ class Job:
     def task_shape(self) -> Shape:
         return Shape(self.replicas, self.stages, self.microbatches, chunks=self.chunks, shards=self.shards)
 
-    def reshaped(self, replicas: int, stages: int) -> Self:
-        """The same training, the same batch, cut otherwise."""
-        total = self.microbatches_in_step
+    def reshaped(self, replicas: int, stages: int, shards: int | None = None) -> Self:
+        """The same training, the same batch, cut otherwise. `shards`: as many as now, if not given."""
+        total, shards = self.microbatches_in_step, self.shards if shards is None else shards
         if replicas < 1 or stages < 1 or total % replicas:
             raise UserError(
                 f"shape {replicas}x{stages} does not fit: a step has {total} microbatches, which "
                 f"{replicas} replicas cannot share evenly; give a divisor of {total}."
             )
-        return replace(self, replicas=replicas, stages=stages, microbatches=total // replicas)
+        each = total // replicas
+        made = replace(self, replicas=replicas, stages=stages, shards=shards, microbatches=each)
+        presets.refuse_shards(shards, made.heads())
+        return made
 
     def rate(self, step: int) -> float:
         return self.optimizer.rate(step, self.steps)
@@ -276,6 +282,12 @@ class Job:
             return form.depth + 2
         depth = config.get("num_hidden_layers", config.get("n_layer"))
         return depth + 2 if isinstance(depth, int) else None
+
+    def heads(self) -> dict[str, int | None]:
+        """Of a Hugging Face model, where its config says: shards share them out."""
+        config = self._hf_config() if self.shards > 1 else {}
+        keys = ("num_attention_heads", "num_key_value_heads")
+        return {key: config[key] for key in keys if isinstance(config.get(key), int)}
 
     def model_card(self) -> dict[str, Any]:
         """What a checkpoint says about the model, so that others can build it."""

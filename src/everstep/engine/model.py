@@ -72,6 +72,7 @@ class ModelAssembly:
     recomputed: frozenset[str] | None = None  # what `recompute` is about; None: all layers but the last
     check: Callable[[Value, Value], None] = anything  # says in a sentence what of a batch does not fit
     card: Mapping[str, Any] = field(default_factory=dict)  # what checkpoints say about the model
+    shared_out: Mapping[str, int | None] = field(default_factory=dict)  # among shards, such as heads
 
 
 @dataclass(frozen=True, eq=False)

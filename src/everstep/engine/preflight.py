@@ -33,8 +33,10 @@ from everstep.engine.model import (
     slots,
 )
 from everstep.engine.optimizer import OptimizerFactory
+from everstep.engine.presets import refuse_shards
 from everstep.engine.resolve import data_of, model_of, optimizer_of
 from everstep.engine.sharded import refuse_unless_elementwise, tied_refused
+from everstep.engine.shards.plan import Cut
 from everstep.engine.stage import DTYPES
 from everstep.errors import UserError
 
@@ -65,6 +67,9 @@ def preflight(
     parts = partition(model, job.stages)
     check_tied(model)
     built = _check_sharing(model)
+    if job.shards > 1:
+        refuse_shards(job.shards, model.assembly.shared_out)
+        slots(model, range(len(model.layers)), cut=Cut(model.shard_plan, 0, job.shards))
     parameters = parameter_count(model)
     if parameters == 0:
         raise UserError("the model has no parameter to train; is everything frozen?")

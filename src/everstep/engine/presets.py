@@ -5,6 +5,7 @@ Torch-free: a job file is checked before torch is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -40,6 +41,16 @@ class GptShape:
             raise UserError(f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}.")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1.")
+
+    def shared_out(self) -> dict[str, int | None]:
+        """What is shared out among shards, which must divide it."""
+        kv_heads = self.kv_heads or self.heads
+        return {
+            "model.heads": self.heads,
+            "model.kv_heads": kv_heads,
+            "model.hidden": self.hidden,
+            "model.vocab": self.vocab,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +103,15 @@ def closest_key(word: str, known: Any) -> str:
     near = get_close_matches(word, list(known), n=1)
     guess = f"did you mean {near[0]!r}? " if near else ""
     return f"{guess}{'Its' if near else 'its'} keys: {', '.join(sorted(known))}."
+
+
+def refuse_shards(shards: int, numbers: Mapping[str, int | None]) -> None:
+    """`numbers`: of the model, by the names a user knows; each shard gets an equal part of every one."""
+    for name, number in numbers.items():
+        if number is not None and number % shards:
+            raise UserError(
+                f"shards is {shards}, which does not divide {name} {number}; give a divisor of it."
+            )
 
 
 def matmul_parameters(shape: GptShape) -> int:

@@ -325,7 +325,7 @@ class Api:
             case "release":
                 event = msg.ResizeReleased(task=task.name)
             case "reshape":
-                slots = sum(n.slots for n in self.record.machine.nodes.values() if n.state is NodeState.UP)
+                slots = [n.slots for n in self.record.machine.nodes.values() if n.state is NodeState.UP]
                 event = requests.reshape(task, await requests.body(request), slots=slots)
             case _:
                 return _refuse(404, f"{verb!r} is not cancel, pause, unpause, resize, reshape or release.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -58,19 +58,34 @@ def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted
     )
 
 
-def reshape(task: Task, given: Mapping[str, Any], *, slots: int) -> ReshapeRequested:
-    """Wrong requests are rejected here, so that a running task does not fail because of one."""
+def reshape(task: Task, given: Mapping[str, Any], *, slots: Sequence[int]) -> ReshapeRequested:
+    """Wrong requests are rejected here, so that a running task does not fail because of one. `slots`: of
+    each node that is up.
+    """
     if task.state in (TaskState.SEARCHING, TaskState.ENDING):
         raise UserError(f"task {task.name} is {task.state}; change its shape while it is running.")
-    replicas, stages = given.get("replicas"), given.get("stages")
-    if type(replicas) is not int or type(stages) is not int:
-        raise UserError(f"replicas is {replicas!r} and stages {stages!r}; give two whole numbers.")
-    job = Job.from_dict(task.job).reshaped(replicas, stages)
+    replicas, stages, shards = (given.get(key) for key in ("replicas", "stages", "shards"))
+    if type(replicas) is not int or type(stages) is not int or type(shards) not in (int, type(None)):
+        raise UserError(
+            f"replicas is {shown(replicas)}, stages {shown(stages)} and shards {shown(shards)}; give whole "
+            "numbers. Shards stay as they are if not given."
+        )
+    now = Job.from_dict(task.job)
+    job = now.reshaped(replicas, stages, shards)
+    if now.shards % job.shards and (job.model.preset is None or task.request.script):
+        raise UserError(
+            f"shards is {job.shards}: a model of your own can go to a divisor of its {now.shards} while it "
+            "runs, for what else divides it is not known here; pause the task, change the job and resume it."
+        )
     most = job.most_stages()
     if most is not None and job.stages > most:
         raise UserError(f"stages is {job.stages}, and the model has {most} layers.")
-    if job.stages > slots:
-        raise UserError(f"shape {job.replicas}x{job.stages} needs one slot per stage; {slots} are available.")
+    if job.stages > sum(count // job.shards for count in slots):
+        each = "one slot" if job.shards == 1 else f"{job.shards} slots of one node"
+        raise UserError(
+            f"shape {job.task_shape()} needs {each} per stage; there are {sum(slots)} slots on {len(slots)} "
+            "nodes."
+        )
     shape = job.task_shape()
     return ReshapeRequested(task=task.name, job=job.to_dict(), shape=shape)
 

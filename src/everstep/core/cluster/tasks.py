@@ -114,7 +114,8 @@ class Tasks:
     def _reshape(self, task: Task, after: NextShape, now: Moment) -> Actions:
         task.next_shape, task.wish = after, None
         if task.state is TaskState.RUNNING:
-            because = f"it takes the shape {after.shape.replicas} x {after.shape.stages}"
+            shards = f" x {after.shape.shards}" if after.shape.shards > 1 else ""
+            because = f"it takes the shape {after.shape.replicas} x {after.shape.stages}{shards}"
             return self._leave(task, because, now)
         if task.state in (TaskState.WAITING, TaskState.PAUSED):
             self._later.slots_changed(f"task {task.name} has another shape")

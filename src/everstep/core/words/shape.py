@@ -17,6 +17,10 @@ class Shape:
     chunks: int = 0  # of each stage's optimizer state, where its replicas share it; 0: each has all of it
     shards: int = 1  # processes per worker, each with a slot, on one node
 
+    def __str__(self) -> str:
+        counts = [self.replicas, self.stages] + ([self.shards] if self.shards > 1 else [])
+        return "x".join(map(str, counts))
+
     def workers(self) -> list[Worker]:
         return [Worker(k, s) for k in range(self.replicas) for s in range(self.stages)]
 

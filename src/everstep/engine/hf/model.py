@@ -93,6 +93,7 @@ class Family:
                 recomputed=frozenset(anatomy.layers),
                 check=self.check,
                 card=self._card(),
+                shared_out=self._heads(),
             ),
             shard_plan=self._shard_plan(),
         )
@@ -220,6 +221,11 @@ class Family:
         if table is not None and table not in found:
             found[table] = "embedding_rowwise"
         return from_theirs(found)
+
+    def _heads(self) -> dict[str, int | None]:
+        text = self.config.get_text_config()
+        keys = ("num_attention_heads", "num_key_value_heads")
+        return {key: getattr(text, key, None) for key in keys}
 
     def _cost(self, name: str) -> float:
         """Multiplications per token: of experts only those that a token is sent to, of a table none."""

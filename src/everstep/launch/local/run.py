@@ -169,9 +169,9 @@ class LocalTask:
         self.watch("action", act.FinishTask(because=because))
         self._driver.hear(msg.CancelRequested(task=TASK))
 
-    def reshape(self, replicas: int, stages: int) -> None:
+    def reshape(self, replicas: int, stages: int, shards: int | None = None) -> None:
         """Take another shape at the next step boundary; training goes on from where it is."""
-        job = self.job.reshaped(replicas, stages)
+        job = self.job.reshaped(replicas, stages, shards)
         shape = job.task_shape()
         self._driver.hear(msg.ReshapeRequested(task=TASK, job=job.to_dict(), shape=shape))
 
