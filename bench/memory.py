@@ -2,11 +2,15 @@
 
     python bench/memory.py                        CPU: every kind of sum; peak stash by microbatches
     python bench/memory.py --device cuda --preset gpt-1b --rows 1
+    python bench/memory.py --device cuda --preset gpt-1b --options '{"depth": 8}' --sharing 2 4 8
     python bench/memory.py --json
 
 Each row is one worker alone in a fresh process (`harness.one_worker`), with the ops of its real schedule. On
 a GPU the bytes are torch's own count (`memory_allocated`, `max_memory_allocated`); on a CPU they are the
 process's resident memory, less what it had before the worker was built.
+
+`--sharing`: real runs of one stage instead, with and without sharded states, whose workers share one GPU.
+Each tells what it has there (torch's own count, and its slabs of shared memory).
 """
 
 from __future__ import annotations
@@ -93,6 +97,49 @@ def child(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def shared_gpu(given: dict[str, Any]) -> dict[str, Any]:
+    """In a fresh process: a real run, whose workers tell what they hold."""
+    from everstep.engine.figures import layer_figures, settings_of, stage_figures
+    from everstep.engine.model import partition
+    from everstep.engine.program import Program
+    from everstep.launch.local.run import LocalTask
+    from everstep.node.fork_server import ForkServer
+    from everstep.schedule import footprint
+    from everstep.schedule.profile import ALLOCATED, PEAK
+
+    job = job_of(given)
+    optimizer = replace(job.optimizer, shard=given["shard"], clip=1.0)
+    job = replace(job, optimizer=optimizer, steps=given["steps"])
+    told: list[Any] = []
+    server = ForkServer().start()
+    try:
+        outcome = LocalTask(
+            job, fork_server=server, watch=lambda kind, what: told.append(what) if kind == "times" else None
+        ).run()
+    finally:
+        server.close()
+    if outcome.failure is not None:
+        raise SystemExit(outcome.failure)
+    program = Program.of(job)
+    layers = layer_figures(program.model, program.data.batch(1, 0), job.precision)
+    figures = stage_figures(layers, partition(program.model, 1)[0], recompute=job.recompute)
+    settings = settings_of(job)
+    items = footprint.items(figures, settings, stash=footprint.stash_cap(1), hosted=job.microbatches)
+    late = [report for report in told if report.step > 2]
+    steps = [row.seconds for row in list(outcome.steps.rows)[2:]]
+    return {
+        **given,
+        "parameters": figures.parameters,
+        "model_per_parameter": sum(footprint.per_parameter(settings).values()),
+        "measured_per_parameter": max(r.times.get(ALLOCATED, 0.0) for r in late) / figures.parameters,
+        "model_peak": footprint.total(items),
+        "measured_peak": max(r.times.get(PEAK, 0.0) for r in late),
+        "step_s": sorted(steps)[len(steps) // 2],
+        "peaks": {f"{r.worker} {r.step}": r.times.get(PEAK, 0.0) for r in told},
+        "now": {f"{r.worker} {r.step}": r.times.get(ALLOCATED, 0.0) for r in told},
+    }
+
+
 def _resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -105,7 +152,7 @@ def _most_resident() -> int:
 def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     base = {
         "preset": args.preset,
-        "options": {},
+        "options": json.loads(args.options),
         "rows": args.rows,
         "sequence": args.sequence,
         "precision": args.precision or ("fp32" if args.device == "cpu" else "bf16"),
@@ -117,11 +164,24 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         "cap": None,
         "eager": False,
     }
+    if args.sharing:
+        real = {**base, "steps": 5, "accumulate": "strict32", "shard": True}
+        return _children(
+            [
+                {**real, "replicas": args.sharing[0], "shard": False},
+                *({**real, "replicas": replicas} for replicas in args.sharing),
+                {**real, "replicas": args.sharing[-1], "accumulate": "strict"},
+            ]
+        )
     asked = [{**base, "accumulate": kind, "eager": eager} for kind in KINDS for eager in (False, True)]
     asked += [{**base, "accumulate": "strict", "replicas": 2}]
     piped = {**base, "accumulate": "strict32", "stages": 4}
     for microbatches in args.microbatches:
         asked += [{**piped, "microbatches": microbatches, "cap": cap} for cap in (None, 0)]
+    return _children(asked)
+
+
+def _children(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for given in asked:
         environment = {**os.environ, "MIMALLOC_PURGE_DELAY": "0"}
@@ -138,6 +198,21 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return found
+
+
+def show_shared(found: list[dict[str, Any]]) -> None:
+    print(
+        f"{'sums':9} {'R':>2} {'sharded':7} | {'bytes/parameter':>15} {'measured':>9} | {'peak GiB':>9} "
+        f"{'measured':>9} {'off':>6} | {'step s':>7}"
+    )
+    for row in found:
+        off = row["model_peak"] / max(row["measured_peak"], 1) - 1
+        print(
+            f"{row['accumulate']:9} {row['replicas']:2} {'yes' if row['shard'] else 'no':7} | "
+            f"{row['model_per_parameter']:15.2f} {row['measured_per_parameter']:9.2f} | "
+            f"{row['model_peak'] / GIB:9.3f} {row['measured_peak'] / GIB:9.3f} {off:+6.1%} | "
+            f"{row['step_s']:7.3f}"
+        )
 
 
 def show(found: list[dict[str, Any]]) -> None:
@@ -167,16 +242,21 @@ def main() -> int:
     parser.add_argument("--precision", choices=["fp32", "bf16"])
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--options", default="{}", help="of the model, as JSON")
+    parser.add_argument("--sharing", type=int, nargs="*", default=[], help="replicas that share the GPU")
     parser.add_argument("--microbatches", type=int, nargs="*", default=[8, 16, 32])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(child(json.loads(args.child))))
+        given = json.loads(args.child)
+        print(json.dumps(shared_gpu(given) if "shard" in given else child(given)))
         return 0
     found = rows(args)
     if args.json:
         print(json.dumps({"rows": found}))
+    elif args.sharing:
+        show_shared(found)
     else:
         show(found)
     return 0

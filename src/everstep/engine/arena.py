@@ -93,6 +93,11 @@ class Arena:
         raw = self._memory.view(slab.address + offset, nbytes, lease)
         return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all slabs: they are never given back."""
+        return sum(slab.nbytes for slab in self._slabs)
+
     def copy(self, tensor: Tensor) -> Tensor:
         """The same values in this arena; a tensor that is here already stays where it is."""
         if self.location(tensor) is not None:

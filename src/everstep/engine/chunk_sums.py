@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ from everstep.engine.sums import SumPart, peaks_of
 from everstep.schedule.footprint import CHUNK
 
 Received = Mapping[Parcel, tuple[tuple[Tensor, ...], Any]]
+Empty = Callable[[int], Tensor]  # fp32, this many elements, where peers can read it
 
 
 class ChunkSums:
     """The means of the chunks that this worker holds, by step."""
 
-    def __init__(self, replica: int, ranges: Sequence[slice]) -> None:
-        self._replica, self._ranges = replica, ranges
+    def __init__(self, replica: int, ranges: Sequence[slice], empty: Empty) -> None:
+        self._replica, self._ranges, self._empty = replica, ranges, empty
         self.means: dict[int, dict[int, Tensor]] = {}
 
     def part(self, stage: Stage, chunks: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:
@@ -41,7 +42,7 @@ class ChunkSums:
         norms: list[Tensor] = []
         for index, chunk in enumerate(task.chunks):
             where = self._ranges[chunk]
-            mean = torch.zeros(where.stop - where.start, dtype=torch.float32, device=stage.device)
+            mean = self._empty(where.stop - where.start)
             stretches = [
                 slice(at, min(at + CHUNK, where.stop)) for at in range(where.start, where.stop, CHUNK)
             ]
@@ -63,10 +64,12 @@ class ChunkSums:
         return tuple(self.means[step][chunk] for chunk in chunks), list(chunks)
 
     def assemble(self, stage: Stage, task: AssembleSum, received: Received) -> None:
+        """Sums of chunks that this worker guards: its own copies, for the owner uses its memory again."""
         for parcel in task.chunks:
             tensors, chunks = received[parcel]
             for chunk, tensor in zip(chunks, tensors, strict=True):
-                self.means[task.step][int(chunk)] = devices.to_device(tensor, stage.device)
+                mean = torch.empty(tensor.shape, dtype=tensor.dtype, device=stage.device)
+                self.means[task.step][int(chunk)] = mean.copy_(tensor, non_blocking=True)
 
     def _opened(
         self, stage: Stage, payload: tuple[tuple[Tensor, ...], Any]

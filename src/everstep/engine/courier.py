@@ -116,6 +116,11 @@ class Courier:
             return self.arena.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
+    @property
+    def shared_bytes(self) -> int:
+        """On the device besides torch's own."""
+        return 0 if self.arena is None or self.device.type != "cuda" else self.arena.nbytes
+
     def kept(self, tensor: Tensor) -> Tensor:
         """A boundary tensor as it is kept until its step is over: where it can be sent from again."""
         if self.arena is not None:

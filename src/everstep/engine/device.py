@@ -76,6 +76,13 @@ def to_host(tensor: Tensor) -> Tensor:
     return host
 
 
+def for_queue(tensor: Tensor) -> Tensor:
+    """What a queue may keep for long while the tensor itself is written to. A GPU's tensor goes to the host
+    when it is queued (`courier`), which is copy enough.
+    """
+    return tensor.detach() if tensor.is_cuda else tensor.detach().clone()
+
+
 def on_its_way(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """As `to_host`, but not waited for: the bytes are there when the function that comes with it returns."""
     if tensor.device.type == "cpu":

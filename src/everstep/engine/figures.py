@@ -48,6 +48,7 @@ def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) 
         elementwise=elementwise,
         replicas=job.replicas,
         through_host=job.device.startswith("cuda") and job.transport == "tcp",
+        in_place=job.device.startswith("cuda") and job.transport == "auto" and torch.cuda.device_count() == 1,
     )
 
 

@@ -62,12 +62,15 @@ def memory_here(job: Job) -> Memory:
     return Memory(worker=footprint.USABLE * total / math.ceil(workers / torch.cuda.device_count()))
 
 
-def room(job: Job, stage: Stage) -> float | None:
-    """Bytes that a running worker has for stashes; None: it is not known, or does not matter."""
+def room(job: Job, stage: Stage, shared: int = 0) -> float | None:
+    """Bytes that a running worker has for stashes; None: it is not known, or does not matter. `shared`: what
+    it has on the device besides torch's own.
+    """
     if stage.device.type == "cuda":
         total = torch.cuda.get_device_properties(stage.device).total_memory
         limit = footprint.USABLE * total if job.memory_gib is None else job.memory_gib * GIB
-        return max(0.0, limit - (torch.cuda.memory_allocated(stage.device) - stage.stash_bytes()))
+        used = torch.cuda.memory_allocated(stage.device) - stage.stash_bytes() + shared
+        return max(0.0, limit - used)
     if job.memory_gib is None:
         return None
     settings = settings_of(job)

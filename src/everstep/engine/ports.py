@@ -37,5 +37,5 @@ class Ports:
     copy_chunks: Callable[
         [int, int, bool, int, Mapping[int, Sequence[ChunkSlice]], StateDirections], None
     ] = lambda *copy: None
-    room: Callable[[Stage], float | None] = lambda stage: None  # bytes there are for stashes
+    room: Callable[[Stage, int], float | None] = lambda stage, shared: None  # bytes there are for stashes
     clock_ns: Callable[[], int] = time.monotonic_ns

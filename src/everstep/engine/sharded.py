@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from everstep.engine import device as devices
 from everstep.engine.model import Slot
 from everstep.engine.optimizer import Named, OptimizerFactory, Rate, adamw, is_elementwise, plain_groups
 from everstep.engine.stage import Stage
@@ -180,12 +181,12 @@ class ShardedUpdater:
     # -------------------------------------------------------------- to another holder
 
     def fill_of(self, chunk: int) -> tuple[tuple[Tensor, ...], list[Any]]:
-        """A copy of a chunk's state: tensors, and in JSON's terms what each is."""
+        """A chunk's state, to be queued: tensors, and in JSON's terms what each is."""
         held = self.held[chunk]
-        tensors, facts = [held.masters.clone()], []
+        tensors, facts = [devices.for_queue(held.masters)], []
         for index, key, value in held.states():
             if isinstance(value, Tensor):
-                tensors.append(value.detach().clone())
+                tensors.append(devices.for_queue(value))
                 facts.append([index, key, None])
             else:
                 facts.append([index, key, value])

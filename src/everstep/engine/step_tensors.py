@@ -100,7 +100,10 @@ class StepTensors:
         )
         self._sums: dict[int, Tensor] = {}
         self._holders = holders
-        self.by_chunk = ChunkSums(me.replica, updater.ranges) if isinstance(updater, ShardedUpdater) else None
+        self.by_chunk: ChunkSums | None = None
+        if isinstance(updater, ShardedUpdater):
+            new = lambda count: shared.empty((count,), dtype=torch.float32)  # noqa: E731
+            self.by_chunk = ChunkSums(me.replica, updater.ranges, new)
         self._peaks: dict[int, list[int]] = {}  # of the same steps: the next step's limits follow from them
 
     def rebuilt(self, stage: Stage, updater: Updater | ShardedUpdater) -> None:
@@ -148,15 +151,12 @@ class StepTensors:
                 return Payload(*sums.for_holder(parcel.step, both))
             case ParcelKind.WEIGHTS:
                 if parcel not in self.payloads:  # a copy: the next update must not wait for its last reader
-                    weights = self._shared.kept(self.updater.weights_of(parcel.owner).clone())
-                    self.payloads[parcel] = Payload((weights,))
+                    self.payloads[parcel] = Payload((self._copied(self.updater.weights_of(parcel.owner)),))
                 return self.payloads[parcel]
             case ParcelKind.FILL:
-                tensors, facts = self.updater.fill_of(parcel.owner)
-                return Payload(tuple(map(self._shared.kept, tensors)), facts)
+                return Payload(*self.updater.fill_of(parcel.owner))
             case ParcelKind.FEED:
-                weights = self._shared.kept(self.stage.working.clone())
-                return Payload((weights,), self._peaks[parcel.step])
+                return Payload((devices.for_queue(self.stage.working),), self._peaks[parcel.step])
             case _:
                 return Payload(())
 
@@ -277,6 +277,9 @@ class StepTensors:
             self.boundaries = {p: b for p, b in self.boundaries.items() if p in kept}
 
     # -------------------------------------------------------------- how
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        return self._shared.empty(tuple(tensor.shape), dtype=tensor.dtype).copy_(tensor)
 
     def _squares(self, mean: Tensor) -> float:
         assert isinstance(self.updater, Updater)

@@ -33,7 +33,7 @@ from everstep.engine.signs import WorkerSigns
 from everstep.engine.stage import Stage
 from everstep.engine.step_tensors import StepTensors
 from everstep.engine.transfers import send_state
-from everstep.schedule.profile import HELD_FORWARD, HELD_WEIGHT, ROOM
+from everstep.schedule.profile import ALLOCATED, HELD_FORWARD, HELD_WEIGHT, PEAK, ROOM
 
 _OF_CHUNKS = (msg.AdoptWeights, msg.LoadFill, msg.ApplyFeed, msg.SaveCheckpoint, msg.StoreCopy)
 
@@ -316,7 +316,12 @@ class WorkItems:
         """What a stash takes and how much there is for stashes, in bytes, for the scheduler."""
         forward, weight = self.stage.held_bytes
         told = {HELD_FORWARD: float(forward), HELD_WEIGHT: float(weight)}
-        room = self.ports.room(self.stage)
+        shared, device = self.courier.shared_bytes, self.stage.device
+        if device.type == "cuda":
+            told[ALLOCATED] = float(torch.cuda.memory_allocated(device) + shared)
+            told[PEAK] = float(torch.cuda.max_memory_allocated(device) + shared)
+            torch.cuda.reset_peak_memory_stats(device)
+        room = self.ports.room(self.stage, shared)
         return told if room is None else told | {ROOM: room}
 
     def _carriers(self) -> dict[str, str]:

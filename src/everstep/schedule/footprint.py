@@ -48,6 +48,7 @@ class Settings:
     replicas: int = 1
     sharded: bool = False  # masters, optimizer state and reduced gradient at two replicas, not at all
     through_host: bool = False  # what peers send is received in host memory: a GPU without shared memory
+    in_place: bool = False  # all workers share one GPU: what peers send is read where it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,9 @@ def scratch(stage: StageFigures, settings: Settings) -> float:
 def received(stage: StageFigures, settings: Settings) -> float:
     """Parts and sums of peers, until they are added up and put together."""
     others = (settings.replicas - 1) / settings.replicas
+    if settings.in_place:  # only a copy of the new weights that it sends to those who do not hold the chunk
+        sends = settings.sharded and settings.replicas > HOLDERS
+        return stage.parameters * WEIGHTS[settings.precision] / settings.replicas if sends else 0.0
     if settings.sharded:  # parts of what it owns, sums of what it guards, and the others' new weights
         arriving = SUMS[settings.accumulate] + REDUCED / settings.replicas
         return others * stage.parameters * max(arriving, WEIGHTS[settings.precision])

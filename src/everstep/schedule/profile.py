@@ -27,6 +27,10 @@ WORK = (Kind.F, Kind.I, Kind.W)
 DRIFT = 0.3  # a stage's share of the work has changed if it is off by this much
 _OLD, _NEW = 0.7, 0.3  # how own times are smoothed
 HELD_FORWARD, HELD_WEIGHT, ROOM = "held.F", "held.W", "room"  # bytes, told with the times
+ALLOCATED, PEAK = (
+    "memory",
+    "memory.peak",
+)  # likewise: on its GPU now, and the most since it last told
 
 
 class Profile:

@@ -298,6 +298,7 @@ class LocalTask:
             case msg.TimesReported():
                 task = self.coordinator.tasks.get(TASK)
                 self._look_at_data(report)
+                self.watch("times", report)
                 if task is not None:
                     for found in self._thinking.learn(task, report):
                         self._driver.hear(found)
