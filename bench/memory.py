@@ -165,7 +165,7 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         "eager": False,
     }
     if args.sharing:
-        real = {**base, "steps": 5, "accumulate": "strict32", "shard": True}
+        real = {**base, "steps": 4, "accumulate": "strict32", "shard": True}
         return _children(
             [
                 {**real, "replicas": args.sharing[0], "shard": False},
@@ -195,8 +195,7 @@ def _children(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if done.returncode:
             raise SystemExit(f"{given}: {done.stderr[-2000:]}")
         found.append(json.loads(done.stdout.splitlines()[-1]))
-        print(".", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        print(done.stdout.splitlines()[-1], file=sys.stderr, flush=True)  # also if it is cut off later
     return found
 
 

@@ -42,7 +42,7 @@ GIB = 2.0**30
 
 def job_of(args: argparse.Namespace, accumulate: str) -> Job:
     return Job(
-        model=ModelSpec(preset=args.preset),
+        model=ModelSpec(preset=args.preset, options=json.loads(args.options)),
         data=DataSpec(kind="synthetic", rows=args.rows, sequence=args.sequence),
         optimizer=OptimizerSpec(stagger="never"),
         precision="bf16" if args.device != "cpu" else "fp32",
@@ -59,7 +59,7 @@ def kinds(args: argparse.Namespace) -> dict[str, tuple[str, bool]]:
         found[f"{kind}, torch"] = (kind, False)
         if args.device != "cpu":
             found[f"{kind}, kernel"] = (kind, True)
-    return found
+    return {name: kind for name, kind in found.items() if not args.only or name in args.only}
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -81,6 +81,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 times.append(seconds)
                 weights.append(_weight_seconds(args, worker, step))
         rows.append({"sums": name, **_row(args, job, worker, times, weights)})
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)  # also if it is cut off later
         del worker
         gc.collect()
         if args.device != "cpu":
@@ -188,6 +189,8 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--preset", default="gpt-1b")
+    parser.add_argument("--options", default="{}", help="of the model, as JSON")
+    parser.add_argument("--only", nargs="*", default=[], help="fp32 first, then others by their names")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--microbatches", type=int, default=4)
