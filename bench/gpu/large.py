@@ -1,8 +1,8 @@
 """A model that nearly fills one GPU, its workers sharing it: trains, one is killed, the losses are equal.
 
-    python bench/gpu/large.py                            gpt-3b, 2 x 2, bf16, sharded states
-    python bench/gpu/large.py --preset gpt-tiny --device cpu --sequence 64
-    python bench/gpu/large.py --shape 1x1 --kill ''      does it fit with one worker?
+python bench/gpu/large.py                            gpt-3b, 2 x 2, bf16, sharded states
+python bench/gpu/large.py --preset gpt-tiny --device cpu --sequence 64
+python bench/gpu/large.py --shape 1x1 --kill ''      does it fit with one worker?
 """
 
 from __future__ import annotations

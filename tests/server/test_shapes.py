@@ -59,6 +59,35 @@ def test_a_stage_lost_with_its_node_comes_back_from_another_node_s_memory(
     assert incident["restored_from"] >= 5
 
 
+def test_sharded_states_move_to_another_shape_while_a_node_dies(cluster: Cluster, tmp_path: Path) -> None:
+    job = small_job(tmp_path, steps=STEPS, replicas=2, memory_interval=1, optimizer={"shard": True})
+    clean = run_clean(cluster, job)
+    cluster.submit(job)
+    cluster.step_reached(4)
+    victim = cluster.task()["seats"][-1]["node"]
+    cluster.client.post("/v1/tasks/job/reshape", {"replicas": 4, "stages": 1})
+    cluster.signal_node(victim, signal.SIGKILL)
+    told = cluster.finished()
+    assert told["state"] == "finished"
+    assert (told["shape"]["replicas"], told["shape"]["stages"]) == (4, 1)
+    assert cluster.losses() == clean
+
+
+def test_sharded_states_whose_holders_are_lost_come_back_from_other_nodes_memory(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Owner and guard of a chunk die with their nodes: only copies on other nodes are left."""
+    job = small_job(tmp_path, steps=STEPS, replicas=4, stages=1, memory_interval=1, optimizer={"shard": True})
+    clean = run_clean(cluster, job)
+    cluster.submit(job)
+    cluster.step_reached(8)
+    seats = {seat["worker"]: seat["node"] for seat in cluster.task()["seats"]}
+    for worker in ("1:0", "2:0"):
+        cluster.signal_node(seats[worker], signal.SIGKILL)
+    assert cluster.finished()["state"] == "finished"
+    assert cluster.losses() == clean
+
+
 def test_a_shape_that_cannot_be_is_refused_in_a_sentence(cluster: Cluster, tmp_path: Path) -> None:
     cluster.submit(small_job(tmp_path, steps=200))
     for shape, sentence in (

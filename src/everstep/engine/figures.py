@@ -44,6 +44,7 @@ def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) 
         eager=job.stages > 1 and job.optimizer.stagger != "never" and not job.optimizer.shard,
         sharded=job.optimizer.shard,
         clip=job.optimizer.clip is not None,
+        average=job.optimizer.ema is not None,
         optimizer=optimizer,
         elementwise=elementwise,
         replicas=job.replicas,

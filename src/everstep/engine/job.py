@@ -226,8 +226,6 @@ class Job:
         at_least("load_ahead", self.load_ahead, 0)
         at_most("load_ahead", self.load_ahead, 1024)
         at_most("shards", self.shards, MOST_SHARDS)
-        if self.optimizer.shard and self.optimizer.ema is not None:
-            raise UserError("optimizer.ema does not work with optimizer.shard = true; leave one of them out.")
         if self.optimizer.shard and self.shards > 1:
             raise UserError("optimizer.shard = true does not work with shards > 1; set one of the two.")
         form = self.model.shape()

@@ -87,7 +87,8 @@ class Program:
         if job.chunks:
             if made.tied_names:
                 raise UserError(tied_refused(made.tied_names[0]))
-            return made, ShardedUpdater(made, self.optimizer, rate, chunks=job.chunks)
+            ema = job.optimizer.ema
+            return made, ShardedUpdater(made, self.optimizer, rate, chunks=job.chunks, ema=ema)
         return made, Updater(made, self.optimizer, rate, job.optimizer.ema)
 
     def _tied_stages(self) -> tuple[int, int] | None:

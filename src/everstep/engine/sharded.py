@@ -67,6 +67,7 @@ class HeldChunk:
     named: Named
     optimizer: torch.optim.Optimizer
     rates: list[float]
+    average: Tensor | None = None  # of the masters, where the job asks for one
 
     def states(self) -> Iterator[tuple[int, str, Any]]:
         for index, (_, p) in enumerate(self.named):
@@ -112,11 +113,12 @@ class ShardedUpdater:
         rate: Rate = lambda step: 1.0,
         *,
         chunks: int,
+        ema: float | None = None,
     ) -> None:
-        self.stage, self.rate, self._factory = stage, rate, optimizer or adamw()
+        self.stage, self.rate, self._factory, self.ema = stage, rate, optimizer or adamw(), ema
         self.ranges = chunk_ranges(stage.slots, stage.size, chunks)
         self.held: dict[int, HeldChunk] = {}
-        empty = torch.zeros(1, device=stage.device)
+        empty = torch.zeros((), device=stage.device)
         shapes: Named = [(name, nn.Parameter(empty.expand(s.shape))) for name, s in stage.slots.items()]
         self._whole = self._factory(shapes)  # it never steps: for its groups alone
         self._shapes = shapes
@@ -151,7 +153,8 @@ class ShardedUpdater:
             named.append((piece.name, nn.Parameter(masters[at : at + piece.size].view(piece.rows))))
         optimizer = self._factory(named) if named else torch.optim.SGD([nn.Parameter(torch.zeros(0))])
         rates = [group["lr"] for group in optimizer.param_groups]
-        held = HeldChunk(where, pieces, masters, named, optimizer, rates)
+        average = None if self.ema is None else masters.clone()
+        held = HeldChunk(where, pieces, masters, named, optimizer, rates, average)
         self.held[chunk] = held
         return held
 
@@ -173,6 +176,8 @@ class ShardedUpdater:
             held.optimizer.step()
             for _, p in held.named:
                 p.grad = None
+            if held.average is not None and self.ema is not None:
+                held.average.lerp_(held.masters, 1 - self.ema)
             self.weights_of(chunk).copy_(held.masters)
 
     def weights_of(self, chunk: int) -> Tensor:
@@ -184,6 +189,8 @@ class ShardedUpdater:
         """A chunk's state, to be queued: tensors, and in JSON's terms what each is."""
         held = self.held[chunk]
         tensors, facts = [devices.for_queue(held.masters)], []
+        if held.average is not None:
+            tensors.append(devices.for_queue(held.average))
         for index, key, value in held.states():
             if isinstance(value, Tensor):
                 tensors.append(devices.for_queue(value))
@@ -196,6 +203,8 @@ class ShardedUpdater:
         masters = tensors[0].to(self.stage.device, copy=True)
         held = self._hold(chunk, masters)
         rest = iter(tensors[1:])
+        if held.average is not None:
+            held.average.copy_(next(rest))
         for index, key, value in facts:
             p = held.named[index][1]
             state = held.optimizer.state.setdefault(p, {})
@@ -212,6 +221,10 @@ class ShardedUpdater:
         for index, piece in enumerate(held.pieces):
             values = held.named[index][1].detach()
             found.append(ChunkSlice(f"model/{piece.name}", piece.shape, piece.box, values))
+            if held.average is not None:
+                at = piece.offset - held.where.start
+                averaged = held.average[at : at + piece.size].view(piece.rows)
+                found.append(ChunkSlice(f"extra/ema/{piece.name}", piece.shape, piece.box, averaged))
             if piece.start == 0 and piece.name in limits:
                 grid = torch.tensor(limits[piece.name])
                 found.append(ChunkSlice(f"extra/grid/{piece.name}", (), Box((), ()), grid))
@@ -255,6 +268,10 @@ class ShardedUpdater:
             held = self._hold(chunk, masters)
             for (_, p), piece in zip(held.named, held.pieces, strict=True):
                 p.detach().copy_(_rows(_given(state, piece.name, piece.shape), piece))
+                if held.average is not None:  # a state that was saved without an average starts one
+                    at = piece.offset - where.start
+                    kept = state.get(f"extra/ema/{piece.name}", state[f"model/{piece.name}"])
+                    held.average[at : at + piece.size].view(piece.rows).copy_(_rows(kept, piece))
                 mine = held.optimizer.state.setdefault(p, {})
                 for key, value in keyed.get(piece.name, ()):
                     word, _, kind = key.partition("#")

@@ -10,6 +10,7 @@ with what a process really uses.
     optimizer state           8        8     of Adam
     gradient sums          4, 8     4, 8     of this worker's own microbatches; see docs/strict-sums.md
     reduced gradient          4        4     of the stage
+    average of the weights    4        4     only with optimizer.ema
     undo                      0        0     an eager update is computed twice instead
 
 Per microbatch a stage holds its stash: from F to I what autograd saves, from I to W the inputs and output
@@ -45,6 +46,7 @@ class Settings:
     clip: bool = True
     optimizer: float = ADAM  # bytes per parameter of its state
     elementwise: bool = True  # else its step needs scratch for the whole stage
+    average: bool = False  # of the weights, kept beside them
     replicas: int = 1
     sharded: bool = False  # masters, optimizer state and reduced gradient at two replicas, not at all
     through_host: bool = False  # what peers send is received in host memory: a GPU without shared memory
@@ -86,12 +88,14 @@ def per_parameter(settings: Settings) -> dict[str, float]:
     """Bytes that stay from step to step."""
     separate = settings.precision != "fp32" or settings.eager or settings.sharded
     part = share(settings)
+    average = {"average of the weights": MASTERS * part} if settings.average else {}
     return {
         "master weights": MASTERS * part,
         "working weights": WEIGHTS[settings.precision] if separate else 0.0,
         "optimizer state": settings.optimizer * part,
         "gradient sums": SUMS[settings.accumulate],
         "reduced gradient": REDUCED * part,
+        **average,
     }
 
 
