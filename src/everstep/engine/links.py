@@ -156,6 +156,14 @@ class Links:
         memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
         return any(self._queues(link, memory) for link in list(self._out.values()))
 
+    def queued(self, to: Address) -> int:
+        """Bytes for a peer that the kernel has not taken yet."""
+        link = self._out.get(to)
+        if link is None:
+            return 0
+        with link.lock:
+            return sum(view.nbytes for view in link.queue)
+
     def forget(self, keep: set[Address]) -> None:
         """Close the connections to everybody else."""
         for address in [a for a in list(self._out) if a not in keep]:

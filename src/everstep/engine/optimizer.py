@@ -241,6 +241,23 @@ class Updater:
         """The optimizer's groups as the next step will find them: names, and every number they hold."""
         return plain_groups(self._groups, self._base_rates, self.named, self.rate(step + 1))
 
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Where a tensor of a state that `load` will be given belongs: its values may be put there before."""
+        kind, _, rest = name.removeprefix("extra/").partition("/")
+        if kind == "ema" and self._average is not None and rest in self.stage.slots:
+            slot = self.stage.slots[rest]
+            return slot.of(self._average) if shape and slot.shape == shape else None
+        parameter = rest if kind == "model" else rest.rpartition("/")[0]
+        p = next((p for n, p in self.named if n == parameter and tuple(p.shape) == shape), None)
+        if p is None or not shape or kind not in ("model", "optimizer") or self.optimizer is None:
+            return None
+        if kind == "model":
+            return p.detach()
+        found: Tensor = self.optimizer.state[p].setdefault(
+            rest.rpartition("/")[2], torch.empty(shape, dtype=dtype, device=p.device)
+        )
+        return found if found.shape == p.shape and found.dtype == dtype else None
+
     def load(self, state: Mapping[str, Tensor], step: int | None = None) -> None:
         """Take over a state that `state` gave, here or on another worker, optimizer and all."""
         keyed: dict[str, list[tuple[str, Tensor]]] = {}

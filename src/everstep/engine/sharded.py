@@ -253,6 +253,13 @@ class ShardedUpdater:
         found = {f"extra/grid/{name}": torch.tensor(limit) for name, limit in limits.items()}
         return found | {f"model/{n}": view for n, view in self.stage.views(self.stage.working).items()}
 
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Where the working weights of a peer belong; `follow` comes with the last of them."""
+        slot = self.stage.slots.get(name.removeprefix("model/")) if name.startswith("model/") else None
+        if slot is None or not shape or slot.shape != shape or dtype != self.stage.working.dtype:
+            return None
+        return slot.of(self.stage.working)
+
     def load(self, state: Mapping[str, Tensor], step: int, chunks: Iterable[int]) -> None:
         """Take over a whole stage's state: working weights, and these chunks."""
         self.follow(state, step)

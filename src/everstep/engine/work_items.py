@@ -17,6 +17,7 @@ from everstep.core.words.agent_messages import SAVING
 from everstep.core.words.cluster_messages import TimesReported
 from everstep.core.words.ops import Kind, Microbatch, Worker
 from everstep.core.worker.control import WorkerControl
+from everstep.core.worker.joining import WorkerLife
 from everstep.engine import device as devices
 from everstep.engine.boundary import Boundary, Gradients
 from everstep.engine.courier import Courier
@@ -32,9 +33,19 @@ from everstep.engine.shards.slices import sliced, together
 from everstep.engine.signs import WorkerSigns
 from everstep.engine.stage import Stage
 from everstep.engine.step_tensors import StepTensors
-from everstep.engine.transfers import send_state
+from everstep.engine.transfers import StateSender
 from everstep.schedule.profile import ALLOCATED, HELD_FORWARD, HELD_WEIGHT, PEAK, ROOM
 
+# What changes the state that a joiner is being sent.
+_WRITES = (
+    msg.Update,
+    msg.Commit,
+    msg.Undo,
+    msg.ApplyFeed,
+    msg.AdoptWeights,
+    msg.LoadFill,
+    msg.Restore,
+)
 _OF_CHUNKS = (msg.AdoptWeights, msg.LoadFill, msg.ApplyFeed, msg.SaveCheckpoint, msg.StoreCopy)
 
 
@@ -57,6 +68,7 @@ class WorkItems:
         self.state, self.me, self.rules = control.state, control.sender.worker, control.state.rules
         self.signs, self.times, self.loader = signs, times, loader
         self._data_waited_s = 0.0
+        self._sender = StateSender(courier.links)
         self._build = build
         self.stage, made = build()
         self.tensors = StepTensors(
@@ -78,6 +90,8 @@ class WorkItems:
             self.sharded = ShardedSteps(made, self.tensors, self.state.chunks)
 
     def do(self, task: msg.WorkItem) -> Any:
+        if isinstance(task, _WRITES):
+            self._sender.settle(self._fed(), lambda: self.signs.show(busy=True, doing=SAVING))
         if self.sharded is not None and isinstance(task, _OF_CHUNKS):
             return self._do_sharded(task, self.sharded)
         match task:
@@ -258,8 +272,20 @@ class WorkItems:
         target = self.address(address)
         step = task.transfer.state_step
         state = self.updater.weights(step) if self.sharded is not None else self.updater.state(step)
-        state = {n: devices.to_host(t) if t.is_cuda else t.detach().clone() for n, t in state.items()}
-        send_state(self.courier.links, target, task.transfer, state)
+        self._sender.begin(target, task.transfer, state)
+
+    def _fed(self) -> list[Address]:
+        """The joiners that this worker feeds."""
+        joiners = [Worker(replica, self.me.stage) for replica in self.state.feeder.feeds]
+        return [self.address(self.control.book[worker]) for worker in joiners if worker in self.control.book]
+
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Where a tensor of a peer's state belongs, if this worker has no state of its own to lose."""
+        if self.state.joiner.life is not WorkerLife.EMPTY:
+            return None
+        self._touched = True
+        found: Tensor | None = self.updater.place(name, shape, dtype)
+        return found
 
     def load_arrived(self, state_step: int, state: Mapping[str, Tensor]) -> None:
         """A joiner has a peer's state, or with sharded states its weights."""

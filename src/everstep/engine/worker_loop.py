@@ -93,7 +93,7 @@ class WorkerLoop:
             shard=shard,
         )
         self.tensors = self.work.tensors
-        self._arriving = ArrivingState(self.state.take_state)
+        self._arriving = ArrivingState(self.state.take_state, self.work.place)
 
     # -------------------------------------------------------------- the loop
 

@@ -33,6 +33,9 @@ ADAM = 8.0
 HOLDERS = 2  # of each chunk of a sharded optimizer state
 BUCKET = 16 << 20  # parameters that are updated at once where a step needs scratch
 CHUNK = 4 << 20  # elements of the reduce that are summed at once
+# Bytes of a state on its way to a joiner, in host memory: queued while a step is computed; left for the
+# moment before an update; copied at once (`engine.transfers`).
+SNAPSHOT_WINDOW, SNAPSHOT_REST, SNAPSHOT_PIECE = 256 << 20, 1 << 30, 8 << 20
 USABLE = 0.92  # of a device's memory: the rest is the driver's, the libraries' and the allocator's
 
 
