@@ -104,7 +104,7 @@ def test_a_node_isolated_twice_is_a_lemon_until_somebody_readmits_it() -> None:
         cluster.raises(worker, ecc + f" {cluster.now}")
         cluster.wait(601)
         if cluster.coordinator.nodes["a"].state is NodeState.UP:
-            cluster.hear(msg.DrainRequested(node="b"))
+            cluster.hear(msg.DrainRequested(node="b", force=True))
             cluster.hear(msg.ReadmitRequested(node="b", by="test"))
     assert cluster.coordinator.nodes["a"].state is NodeState.LEMON
     cluster.wait(100_000)

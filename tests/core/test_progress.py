@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from everstep.core.cluster.progress import cost_of_drain, why_stalled
+from everstep.core.cluster.progress import costs_of_drain, why_stalled
 from everstep.core.cluster.skipped_steps import MOST_IN_A_ROW, NOT_FINITE
 from everstep.core.cluster.task import Task, TaskState
+from everstep.core.words import actions as act
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.shape import Shape
 from everstep.server.outlook import foresee
@@ -30,7 +31,9 @@ def task_of(cluster: FakeCluster) -> Task:
 def test_a_drain_that_takes_the_only_workers_of_a_stage_says_what_it_costs() -> None:
     """It stopped the task, which was seen at an earlier step afterwards."""
     cluster = pipeline({"a": 1, "b": 1})
-    (sentence,) = cost_of_drain(cluster.coordinator.roster, "a")
+    (cost,) = costs_of_drain(cluster.coordinator.roster, "a")
+    sentence = cost.sentence("a")
+    assert not cost.is_savable, "there is no other memory for its state, and no checkpoint folder"
     assert "from step 2 to step 0" in sentence
     assert "only node a has stage" in sentence
 
@@ -39,17 +42,61 @@ def test_a_drain_costs_nothing_where_another_replica_lives_or_the_state_is_saved
     cluster = FakeCluster()
     cluster.submit()
     cluster.seal()
-    assert cost_of_drain(cluster.coordinator.roster, "a") == []
+    assert costs_of_drain(cluster.coordinator.roster, "a") == []
     cluster = pipeline({"a": 1, "b": 1}, has_checkpoints=True)
     task_of(cluster).checkpoints.newest = 2
-    assert cost_of_drain(cluster.coordinator.roster, "a") == []
+    assert costs_of_drain(cluster.coordinator.roster, "a") == []
+
+
+def resumes(cluster: FakeCluster) -> list[msg.NotifyWorker]:
+    """The last order to resume of each worker."""
+    orders = [a.order for a in cluster.actions if isinstance(a, msg.Dispatch)]
+    found = [o for o in orders if isinstance(o, msg.NotifyWorker) and isinstance(o.words, act.ResumeStep)]
+    return list({order.worker: order for order in found}.values())
+
+
+def test_a_drain_that_would_cost_steps_makes_the_state_safe_at_the_end_of_the_step() -> None:
+    """Its workers were ended at once, or the drain was refused."""
+    cluster = FakeCluster(nodes={"a": 1, "b": 1}, memory_port=9)
+    cluster.submit(shape=Shape(1, 2, 2))
+    cluster.seal()
+    cluster.seal()
+    (cost,) = costs_of_drain(cluster.coordinator.roster, "a")
+    assert cost.is_savable
+    cluster.hear(msg.DrainRequested(node="a"))
+    task = task_of(cluster)
+    assert len(task.seats) == 2, "nobody has gone yet"
+    for order in resumes(cluster):
+        on_a = task.seats[order.worker].node == "a"
+        assert isinstance(order.words, act.ResumeStep)
+        assert (order.words.order.until, order.words.order.saves) == (3, True)
+        assert order.copy_away is on_a
+        assert not on_a or (order.copy_to is not None and order.copy_to.node == "b")
+    cluster.copy_to_memory(3)
+    cluster.seal()
+    assert task.state is TaskState.WAITING
+    assert task.protected == 3
+    cluster.join("c", 1)
+    assert task.state is TaskState.RUNNING
+    assert task.next_step == 4, "not a step is done twice"
+    assert not [i for i in cluster.coordinator.log.incidents if i.stops_training]
+
+
+def test_a_drain_by_force_ends_the_workers_at_once() -> None:
+    cluster = FakeCluster(nodes={"a": 1, "b": 1}, memory_port=9)
+    cluster.submit(shape=Shape(1, 2, 2))
+    cluster.seal()
+    cluster.hear(msg.DrainRequested(node="a"))
+    assert len(task_of(cluster).seats) == 2
+    cluster.hear(msg.DrainRequested(node="a", force=True))
+    assert "a" not in {seat.node for seat in task_of(cluster).seats.values()}
 
 
 def test_a_task_without_a_worker_in_a_stage_does_not_train_whatever_it_is_meant_to() -> None:
     """Page and status said "running" and "work re-routed"."""
     cluster = pipeline({"a": 1, "b": 1})
     assert why_stalled(task_of(cluster), since_step_s=60.0, usual_step_s=0.1) == ""
-    cluster.hear(msg.DrainRequested(node="a"))
+    cluster.hear(msg.DrainRequested(node="a", force=True))
     assert task_of(cluster).state is TaskState.RUNNING
     said = why_stalled(task_of(cluster), since_step_s=60.0, usual_step_s=0.1)
     assert said.startswith("no step for 60 s: stage")

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everstep.cli.client import Client
+from everstep.core.cluster.progress import DrainCost
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Worker
@@ -272,11 +273,12 @@ def test_the_viewers_line_tells_what_happens(address: str) -> None:
     asyncio.run(play())
 
 
-def test_a_drain_that_costs_steps_is_refused_unless_forced(
+def test_a_drain_that_costs_steps_which_cannot_be_made_safe_is_refused_unless_forced(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cost = "task t would go back from step 9 to step 5: only node a has stage 1"
-    monkeypatch.setattr("everstep.server.api.cost_of_drain", lambda roster, node: [cost])
+    found = DrainCost(task="t", step=9, protected=5, stages=(1,), is_savable=False)
+    monkeypatch.setattr("everstep.server.api.costs_of_drain", lambda roster, node: [found])
 
     async def play() -> None:
         async with agent(address, "a"):

@@ -125,7 +125,9 @@ def drain_command(
     readmit: Annotated[
         bool, typer.Option("--readmit", help="Undo a drain: workers may run there again.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Drain also if a task loses steps.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Drain at once, also if a task loses steps.")
+    ] = False,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
@@ -133,8 +135,9 @@ def drain_command(
 ) -> int:
     """Move all workers off a node and start no new ones there.
 
-    It is refused if a task would lose steps: a stage has its only workers on that node, and its last steps
-    are not saved. --force drains the node anyway.
+    A task that would lose steps, because a stage has its only workers on that node, first makes its state
+    safe at the end of its step: as a checkpoint, or in the memory of another node. If it has neither, the
+    drain is refused. --force ends the workers at once in both cases.
 
     --readmit undoes it, also for a lemon: a node that was isolated repeatedly.
 

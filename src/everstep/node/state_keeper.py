@@ -214,7 +214,8 @@ class States:
         try:
             label = put()
             self._say(self._written(step, attempt, label, memory_of=self._node, share=share))
-            if leaving or directions.copy_to is None or directions.copy_to.node == self._node:
+            stays = leaving and not directions.copy_away
+            if stays or directions.copy_to is None or directions.copy_to.node == self._node:
                 return
             node, host, port = directions.copy_to
             memory.send(self._memory_root, label, memory.Remote(host, port, self._token), self._task, step)

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
-from everstep.core.cluster.progress import cost_of_drain
+from everstep.core.cluster.progress import costs_of_drain
 from everstep.core.cluster.retention import MOST_CLOSED
 from everstep.core.cluster.snapshot import digest
 from everstep.core.cluster.task import OVER, Task
@@ -338,8 +338,7 @@ class Api:
         node, verb = self._named_node(request), request.match_info["verb"]
         match verb:
             case "drain":
-                self._check_drain(node, await requests.body(request))
-                await self.served.handle(msg.DrainRequested(node=node.name))
+                await self.served.handle(self._drain(node, await requests.body(request)))
             case "readmit":
                 await self.served.handle(msg.ReadmitRequested(node=node.name, by="an operator"))
             case "expect":
@@ -349,16 +348,21 @@ class Api:
                 return _refuse(404, f"{verb!r} is not drain, readmit or expect.")
         return web.json_response({"node": node.name, "state": node.state, "because": node.because})
 
-    def _check_drain(self, node: Node, body: Mapping[str, Any]) -> None:
-        """A drain that would cost steps needs an operator's word."""
-        if not isinstance(body.get("force", False), bool):
-            raise UserError(f"force is {shown(body['force'])}; give true or false.")
-        cost = cost_of_drain(self.record.machine.roster, node.name)
-        if cost and not body.get("force", False):
+    def _drain(self, node: Node, body: Mapping[str, Any]) -> msg.DrainRequested:
+        """A drain that would cost steps waits for the state to be safe; where it cannot be, it needs an
+        operator's word.
+        """
+        force = body.get("force", False)
+        if not isinstance(force, bool):
+            raise UserError(f"force is {shown(force)}; give true or false.")
+        costs = costs_of_drain(self.record.machine.roster, node.name)
+        if lost := [cost.sentence(node.name) for cost in costs if not cost.is_savable and not force]:
             raise UserError(
-                f"node {node.name} is not drained: {'; '.join(cost)}. Free slots on another node or wait for "
-                f"the next checkpoint, or use everstep drain {node.name} --force."
+                f"node {node.name} is not drained: {'; '.join(lost)}, and there is neither a checkpoint "
+                "folder nor another node for its state. Start an agent on another node, or use everstep "
+                f"drain {node.name} --force."
             )
+        return msg.DrainRequested(node=node.name, force=force)
 
     def _named_task(self, request: web.Request) -> Task:
         return _named("task", request, self.record.machine.tasks)

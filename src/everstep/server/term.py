@@ -37,7 +37,7 @@ AHEAD_S, AHEAD_SHARE = 0.5, 0.02  # between two answers that are prepared, and t
 SNAPSHOT_EVERY = 5000  # entries
 MOST_WAITING = 20_000  # events that the journal has not taken: then agents are not read any more
 FORGET_S = 10.0
-REPLAYED_AT_ONCE = 100  # entries, before the loop may do something else: the lease must be kept alive
+REPLAY_S, REPLAY_PAUSE_S = 0.05, 0.002  # at once, and then for the rest of the loop: it keeps the lease
 _ZIPPED = b"z"
 
 
@@ -88,29 +88,44 @@ class Term:
         number, steps, at = 0, None, 0.0
         if snapshot is not None:
             number, body = snapshot
-            document = json.loads(zlib.decompress(body))
-            thaw(self.machine, document["state"])
-            steps, at = document["steps"], document.get("at", 0.0)
+            # In a thread: a large one takes longer than a lease lasts, which the loop keeps alive meanwhile.
+            # Not the lease in a thread: a coordinator that hangs must lose it.
+            steps, at = await asyncio.to_thread(self._thaw, body)
         self._snapshot_at = number
         self.driver = self._driver(number, at)
         self.record.begin(self.machine, self.hearts, number, steps)
         while entries := await self.journal.entries(after=self.driver.number):
-            for start in range(0, len(entries), REPLAYED_AT_ONCE):
-                page = entries[start : start + REPLAYED_AT_ONCE]
-                self.driver.replay(_readable(page))
-                await asyncio.sleep(0)
+            await self._replay(entries)
         self._began_at, self._began = max(self._clock(), self.driver.now), time.monotonic()
         self.returns.expect([n.name for n in self.machine.nodes.values() if n.reachable], time.monotonic())
+        state = await asyncio.to_thread(digest, self.machine)
         self.record.lead()
         self.record.say(
             f"coordinator: {self.driver.number} entries in {time.monotonic() - began:.2f} s, "
-            f"state {digest(self.machine)[:12]}, {len(self.machine.nodes)} nodes, "
+            f"state {state[:12]}, {len(self.machine.nodes)} nodes, "
             f"{len(self.machine.tasks)} tasks"
         )
         in_force = msg.PolicySet(patience=self.machine.patience, planned=self.machine.policy.planned)
         if policy is not None and policy != in_force:
             self.hear(policy)
         self.driver.resume()
+
+    async def _replay(self, entries: Sequence[JournalEntry]) -> None:
+        """By time, not by number: what an entry costs depends on the size of the cluster. A pause is long
+        enough for a whole request, because a lease is kept by one.
+        """
+        busy_since = time.monotonic()
+        for each in _readable(entries):
+            self.driver.replay([each])
+            if time.monotonic() - busy_since > REPLAY_S:
+                await asyncio.sleep(REPLAY_PAUSE_S)
+                busy_since = time.monotonic()
+
+    def _thaw(self, body: bytes) -> tuple[Any, float]:
+        """Fill the machine from a snapshot; the rows of steps, and its time."""
+        document = json.loads(zlib.decompress(body))
+        thaw(self.machine, document["state"])
+        return document["steps"], document.get("at", 0.0)
 
     async def run(self) -> None:
         """Until cancelled, or until another coordinator leads: then LostLeadership."""
@@ -249,8 +264,7 @@ class Term:
             "steps": self.record.snapshot(),
             "at": self.driver.now,
         }
-        text = json.dumps(document, separators=(",", ":"))
-        await self.journal.snapshot(number, zlib.compress(text.encode(), 1))
+        await self.journal.snapshot(number, await asyncio.to_thread(_packed, document))
 
     # -------------------------------------------------------------- slow questions
 
@@ -276,6 +290,10 @@ class Term:
         job = asyncio.create_task(work)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
+
+
+def _packed(document: dict[str, Any]) -> bytes:
+    return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 1)
 
 
 def _readable(entries: Sequence[JournalEntry]) -> Iterator[tuple[float, msg.ClusterEvent]]:

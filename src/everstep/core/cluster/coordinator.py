@@ -253,7 +253,7 @@ class Coordinator:
             case msg.NodeLeft():
                 return self._nodes.left(node, now)
             case msg.DrainRequested():
-                return self._nodes.drain(node, now)
+                return self._nodes.drain(node, now, force=event.force)
             case msg.ReadmitRequested():
                 return self._nodes.readmit(node, event.by, now)
             case msg.RepairPromised():

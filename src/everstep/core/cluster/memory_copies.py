@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from everstep.core.cluster import copy_placement as placement
 from everstep.core.cluster.node import Node
+from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER, Fetched, KeptState, Task
@@ -90,6 +91,7 @@ class MemoryCopies:
             order,
             copy_to=placement.memory_for(nodes, task, worker),
             copy_at_end=placement.copies_at_end(task, worker),
+            copy_away=nodes[own].admin is not NodeAdmin.UP,
             copies=() if kept is None else placement.copies_for(nodes, kept, worker, own),
         )
         return self._open_memory(task, worker, now) + self._orders.send(own, order, because, now)

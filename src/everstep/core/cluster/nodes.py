@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from everstep.core.cluster import silence
 from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
@@ -10,6 +12,7 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin, NodeLiveness, NodeState
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
+from everstep.core.cluster.progress import costs_of_drain
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import Seat, Task, TaskState
@@ -102,13 +105,19 @@ class Nodes:
     def left(self, node: Node, now: Moment) -> Actions:
         return self._lost(node, NodeLiveness.LEFT, "its agent ended in good order", now)
 
-    def drain(self, node: Node, now: Moment) -> Actions:
-        if node.admin is NodeAdmin.DRAINING:
+    def drain(self, node: Node, now: Moment, *, force: bool) -> Actions:
+        """Its workers go: those of a task that would lose steps by that, once its state is safe."""
+        if node.admin is NodeAdmin.DRAINING and not force:
             return []
         because = "drained by an operator"
-        actions = self._set_admin(node, NodeAdmin.DRAINING, because, now)
+        actions: Actions = []
+        if node.admin is not NodeAdmin.DRAINING:
+            actions += self._set_admin(node, NodeAdmin.DRAINING, because, now)
         self._later.slots_changed(f"node {node.name} is drained")
-        return actions + self._evacuate(node, because, now)
+        saving = set() if force else {cost.task for cost in costs_of_drain(self._roster, node.name)}
+        for name in sorted(saving):
+            actions += self._tasks.leave_safely(self._roster.tasks[name], node.name, now)
+        return actions + self._evacuate(node, because, now, but=saving)
 
     def isolate(self, node: Node, because: str, now: Moment) -> Actions:
         patience = self._policy.patience
@@ -219,9 +228,11 @@ class Nodes:
         choice = remedies.choose(remedies.Situation(judgement=judgement), self._policy.patience)
         self._incidents.treat(incident, choice.what, choice.because, now)
 
-    def _evacuate(self, node: Node, because: str, now: Moment) -> Actions:
-        """Ask a node's workers to go; their places are filled elsewhere."""
+    def _evacuate(self, node: Node, because: str, now: Moment, but: Collection[str] = frozenset()) -> Actions:
+        """Ask a node's workers to go; their places are filled elsewhere. `but`: not those of these tasks."""
         actions: Actions = []
         for task, worker in self._roster.on_node(node.name):
+            if task.name in but:
+                continue
             actions += self._staffing.ask_to_go(task, worker, f"node {node.name}: {because}", now)
         return actions

@@ -1,11 +1,14 @@
 """What is said of a task's progress: derived from its workers and its steps, not from what is intended.
 
 stalled          it is running by intent, but a stage has no worker that takes part and no step is made
-cost of a drain  a stage whose workers are all on one node loses its state with them
+cost of a drain  a stage whose workers are all on one node loses its state with them, if it is not made safe
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.task.states import Member
@@ -37,17 +40,40 @@ def why_stalled(task: Task, *, since_step_s: float, usual_step_s: float) -> str:
     return f"no step for {since_step_s:.0f} s: {_stages(empty)} without a worker; {task.because}"
 
 
-def cost_of_drain(roster: Roster, node: str) -> list[str]:
-    """A sentence for each task that would lose steps if this node's workers were ended now."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainCost:
+    """What a task loses if the workers of a node are ended at once."""
+
+    task: str
+    step: int  # it is at
+    protected: int  # it would go back to
+    stages: tuple[int, ...]  # that only this node has
+    is_savable: bool  # its state can be made safe first: on disk, or in another node's memory
+
+    def sentence(self, node: str) -> str:
+        back = f"go back from step {self.step} to step {self.protected}"
+        return f"task {self.task} would {back}: only node {node} has {_stages(list(self.stages))}"
+
+
+def costs_of_drain(roster: Roster, node: str) -> list[DrainCost]:
+    """Of each task that would lose steps if this node's workers were ended now."""
+    others = [other for other in roster.nodes.values() if other.name != node]
+    has_memory = any(other.state is NodeState.UP and other.memory_port for other in others)
     found = []
     for task in roster.tasks_on_node(node):
         if task.state is not TaskState.RUNNING or task.recovery is None:
             continue
         lost = sorted(set(empty_stages(task, without=node)) - set(empty_stages(task)))
-        steps = task.recovery.recorded - task.protected
-        if lost and steps > 0:
-            back = f"go back from step {task.recovery.recorded} to step {task.protected}"
-            found.append(f"task {task.name} would {back}: only node {node} has {_stages(lost)}")
+        if lost and task.recovery.recorded > task.protected:
+            found.append(
+                DrainCost(
+                    task=task.name,
+                    step=task.recovery.recorded,
+                    protected=task.protected,
+                    stages=tuple(lost),
+                    is_savable=task.request.has_checkpoints or has_memory,
+                )
+            )
     return found
 
 

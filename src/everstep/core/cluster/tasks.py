@@ -129,6 +129,14 @@ class Tasks:
         self._later.endings.append((task, Ending(state=TaskState.WAITING, because=because, gently=True)))
         return []
 
+    def leave_safely(self, task: Task, node: str, now: Moment) -> Actions:
+        """A node is drained that has all workers of a stage: at the next step boundary the task leaves with
+        its state in memory, also in that of another node, and as a checkpoint where it has those.
+        """
+        task.because = f"node {node} is drained: its state is made safe at the end of this step"
+        stop = ev.StopRequested(because=f"node {node} is drained", saves=True)
+        return self._training.inform(task, stop, now)
+
     def assigned(self, event: msg.AssignmentChosen, now: Moment) -> Actions:
         """The planner has said how many workers each task gets."""
         if event.version != self._question.version:

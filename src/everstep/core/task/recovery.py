@@ -140,7 +140,7 @@ class Recovery:
             case ev.ChunksFilled():
                 return self._handle_filled(event)
             case ev.StopRequested():
-                self._book.stopping, self._book.final = event.because, event.final
+                self._book.stop(event.because, final=event.final, saves=event.saves)
                 return self._phases.interrupt_if_running(event.because)
             case _:
                 assert_never(event)

@@ -32,7 +32,7 @@ def restore_orders(
                 members=groups.members,
                 restore=phase.restore,
                 until=book.until,
-                final=book.final,
+                saves=book.saves,
             ),
         )
         for worker in places.members()
@@ -64,7 +64,7 @@ def resume_orders(
             give=_up_to(rewind, owed.give.get(worker, {})),
             rewind=rewind,
             until=book.until,
-            final=book.final,
+            saves=book.saves,
             awaits=frozenset() if groups.shape.chunks else _awaited(worker, owed, rewind),
             fills=_fills(worker, phase, groups),
             shares=book.all_shares(),

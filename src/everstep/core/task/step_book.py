@@ -21,6 +21,7 @@ class StepBook:
     until: int | None = None  # the last step of this shape, if the task is to take another one
     stopping: str = ""  # why this shape ends
     final: bool = False  # the task ends with it
+    saves: bool = False  # its last state is a checkpoint
     sealed: dict[int, dict[int, StepSealed]] = field(default_factory=dict)  # by step and stage
     shares: dict[int, dict[int, float]] = field(default_factory=dict)  # of the norm, of the last few steps
 
@@ -36,6 +37,11 @@ class StepBook:
     def must_stop(self) -> bool:
         """This shape is to end, and its last step is not chosen yet."""
         return bool(self.stopping) and self.until is None
+
+    def stop(self, because: str, *, final: bool, saves: bool) -> None:
+        """After the step that is the last one when this is planned for."""
+        self.stopping, self.final = because, final
+        self.saves = self.saves or saves or final
 
     def stop_after(self, step: int) -> None:
         if self.must_stop and step < self.steps:

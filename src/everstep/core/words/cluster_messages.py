@@ -191,7 +191,12 @@ class NodeLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
+    """An operator wants a node emptied. A task that would lose steps makes its state safe first, at the end
+    of its step. `force`: at once, whatever is lost.
+    """
+
     node: str
+    force: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,10 +168,13 @@ class ChunksFilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """This shape ends after the last step that a worker is in now. `final`: and the task with it."""
+    """This shape ends after the last step that a worker is in now. `final`: and the task with it. `saves`:
+    its last state is also saved as a checkpoint, where the task has checkpoints.
+    """
 
     because: str
     final: bool = False
+    saves: bool = False
 
 
 Event = (

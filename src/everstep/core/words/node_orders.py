@@ -54,7 +54,8 @@ class MemoryAddress(NamedTuple):
 class NotifyWorker:
     """Pass this on to a worker. `book`: where every worker of the task can be reached. `copy_to`: where
     it puts copies of its state; `copy_at_end`: whether it leaves one on its own node when its shape ends (a
-    peer on its node may do so); `copies`: the state it restores, where that is in memory.
+    peer on its node may do so); `copy_away`: that one goes to `copy_to` too, because its node is to be
+    emptied; `copies`: the state it restores, where that is in memory.
     """
 
     task: str
@@ -63,6 +64,7 @@ class NotifyWorker:
     book: tuple[tuple[Worker, str, int], ...] = ()
     copy_to: MemoryAddress | None = None
     copy_at_end: bool = True
+    copy_away: bool = False
     copies: tuple[tuple[MemoryAddress, Any], ...] = ()  # whose memory, part
 
 

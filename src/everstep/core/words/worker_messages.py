@@ -64,7 +64,7 @@ class Resume:
     until: int | None = (
         None  # the last step of this shape: after it the state is copied to memory, and that is all
     )
-    final: bool = False  # and the last of the task: its state is saved
+    saves: bool = False  # the state of the step `until` is saved as a checkpoint
 
     def attempt(self, step: int) -> int:
         if len(self.attempts) == 1:

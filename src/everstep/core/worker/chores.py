@@ -28,9 +28,7 @@ def _save(before: StepState, mail: Mailbox, rules: TaskRules) -> WorkItem | None
     """This worker's share of the checkpoint, every few steps and after the last one, also where
     a task ends early. If a peer has died since, the shares are different ones.
     """
-    every = rules.checkpoint_every
-    last = mail.order.until if mail.order.final and mail.order.until else rules.steps - rules.closes
-    if not every or before.step > last or (before.step % every and before.step != last):
+    if not _is_saved(before.step, mail, rules):
         return None
     peers = mail.peers(before.step)
     if before.saved_among == peers:
@@ -39,9 +37,16 @@ def _save(before: StepState, mail: Mailbox, rules: TaskRules) -> WorkItem | None
     return SaveCheckpoint(before.step, attempt, peers.index(mail.me.replica), len(peers))
 
 
+def _is_saved(step: int, mail: Mailbox, rules: TaskRules) -> bool:
+    """Is the state after this step a checkpoint?"""
+    every = rules.checkpoint_every
+    last = mail.order.until if mail.order.saves and mail.order.until else rules.steps - rules.closes
+    return bool(every) and step <= last and (step % every == 0 or step == last)
+
+
 def _save_chunks(before: StepState, mail: Mailbox, rules: TaskRules, chunks: Chunks) -> SaveCheckpoint | None:
     """Sharded: the chunks that it owns. A new owner writes what the old one may not have written."""
-    if not rules.checkpoint_every or before.step % rules.checkpoint_every:
+    if not _is_saved(before.step, mail, rules):
         return None
     due = _due(before, chunks, before.saved_chunks)
     attempt = mail.order.attempt(before.step)

@@ -64,6 +64,7 @@ class StateDirections:
 
     copy_to: MemoryAddress | None = None
     copy_at_end: bool = True
+    copy_away: bool = False  # the one that is left behind goes to `copy_to` too
     copies: tuple[tuple[MemoryAddress, Any], ...] = ()  # whose memory, part; empty: the state is on disk
 
 
@@ -129,7 +130,12 @@ class WorkerControl:
         self.book = {worker: (host, port) for worker, host, port in order.book}
         # Where to load from changes with an order to load only: an interrupt may have come before the load.
         copies = self.directions.copies if resume.restore is None else order.copies
-        self.directions = StateDirections(copy_to=order.copy_to, copy_at_end=order.copy_at_end, copies=copies)
+        self.directions = StateDirections(
+            copy_to=order.copy_to,
+            copy_at_end=order.copy_at_end,
+            copy_away=order.copy_away,
+            copies=copies,
+        )
         addresses = frozenset(self.book.values())
         self.mending.keep(addresses)
         self.state.resume(resume)

@@ -286,7 +286,8 @@ class ClusterWorld:
             return
         own = self.nodes[body.node].name
         self._keep(body, own, task, state)
-        if directions.copy_to is not None and directions.copy_to.node != own and not task.leaving:
+        stays = task.leaving and not directions.copy_away
+        if directions.copy_to is not None and directions.copy_to.node != own and not stays:
             self.scene.soon(
                 self.spec.weather.hop_us * 4, self._keep, body, directions.copy_to.node, task, state
             )
