@@ -13,6 +13,7 @@ A file is prose (`#`), commands (`>`) and, under each command, what came of it. 
     kill WORKER [and WORKER]          what it had under way is lost with it
     start WORKER                      the replacement that recovery has ordered is up
     show WORKER                       what it knows of its open steps
+    show holders                      sharded states: by stage and chunk, the owner first, and who is filled
 
 Everything but the network and the processes is the real thing: `Recovery`, `WorkerState`, the scheduler.
 """
@@ -82,7 +83,8 @@ class Scenario:
         rules: dict[str, Any] = {"replicas": 2, "stages": 2, "microbatches": 1, "steps": 2}
         rules |= {k: v if k == "stagger" else float(v) if k == "clip" else int(v) for k, v in values.items()}
         self.rules = TaskRules(**rules)
-        shape = Shape(self.rules.replicas, self.rules.stages, self.rules.microbatches)
+        fixed = self.rules
+        shape = Shape(fixed.replicas, fixed.stages, fixed.microbatches, fixed.chunks)
         self.recovery = Recovery(shape, steps=self.rules.steps, policy=RecoveryPolicy())
         grid = uniform(replicas=shape.replicas, stages=shape.stages, value=1.0)
         self.plans = PlanCache(
@@ -149,6 +151,17 @@ class Scenario:
             if not worker.joining:
                 self.out.append(f"  {_shown(state)}")
 
+    def show_holders(self) -> None:
+        for stage in range(self.rules.stages):
+            here = {w.replica: state for w, state in sorted(self.workers.items()) if w.stage == stage}
+            newest = max((state for state in here.values() if not state.joining), key=lambda s: s.now.step)
+            rows = newest.chunks.holders(newest.now.step)
+            words = [
+                " ".join(f"{k}{'' if k in here and chunk in here[k].chunks.kept else ' (empty)'}" for k in row)
+                for chunk, row in enumerate(rows)
+            ]
+            self.out.append(f"  stage {stage}: {'; '.join(f'chunk {c}: {row}' for c, row in enumerate(words))}")
+
     # -------------------------------------------------------------- turns
 
     def _run(self, is_done: Callable[[], bool], *, may_stop: bool = False) -> None:
@@ -197,7 +210,7 @@ class Scenario:
 
     def _save(self, worker: Worker, item: msg.SaveCheckpoint) -> None:
         shares = self.saved.setdefault(item.state_step, {})
-        shares.setdefault(worker.stage, set()).add(item.index)
+        shares.setdefault(worker.stage, set()).update(item.chunks or (item.index,))
         whole = len(shares) == self.rules.stages and all(len(s) == item.count for s in shares.values())
         if whole and item.state_step <= self.recovery.recorded:
             self.happens(ev.CheckpointCommitted(step=item.state_step))
@@ -225,6 +238,12 @@ class Scenario:
                     self.happens(
                         ev.UpdateInvalidated(
                             worker=worker, step=command.step, norm=command.norm, attempt=command.attempt
+                        )
+                    )
+                case msg.TellFilled():
+                    self.happens(
+                        ev.ChunksFilled(
+                            worker=worker, incarnation=self.incarnations[worker], step=command.step
                         )
                     )
                 case msg.TellCopied():
@@ -322,6 +341,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     r"release (\S+) to (\S+)": Scenario.release,
     r"kill (\S+(?: and \S+)*)": Scenario.kill,
     r"start (\S+)": Scenario.start,
+    r"show holders": Scenario.show_holders,
     r"show (\S+)": Scenario.show,
 }
 
@@ -342,6 +362,8 @@ def _word(item: msg.WorkItem) -> str:
             return f"sends its state to replica {item.joiner}"
         case msg.ApplyFeed():
             return "follows"
+        case msg.LoadFill():
+            return f"takes the state of chunk {item.fill.owner} after step {item.fill.step}"
         case _:
             words = {
                 msg.Contribute: "contributes its part",
@@ -349,6 +371,7 @@ def _word(item: msg.WorkItem) -> str:
                 msg.CombineTied: "combines",
                 msg.Commit: "commits",
                 msg.Undo: "undoes",
+                msg.AdoptWeights: "adopts weights",
                 msg.Restore: "restores",
                 msg.SaveCheckpoint: "saves",
                 msg.StoreCopy: "stores",
@@ -367,6 +390,8 @@ def _ops(ops: Any) -> str:
 def _step_of(item: Any) -> int:
     if isinstance(item, msg.Snapshot):
         return item.transfer.state_step
+    if isinstance(item, msg.LoadFill):
+        return item.fill.step + 1
     return int(item.step if hasattr(item, "step") else item.state_step)
 
 
