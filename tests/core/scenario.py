@@ -157,10 +157,14 @@ class Scenario:
             newest = max((state for state in here.values() if not state.joining), key=lambda s: s.now.step)
             rows = newest.chunks.holders(newest.now.step)
             words = [
-                " ".join(f"{k}{'' if k in here and chunk in here[k].chunks.kept else ' (empty)'}" for k in row)
+                " ".join(
+                    f"{k}{'' if k in here and chunk in here[k].chunks.kept else ' (empty)'}" for k in row
+                )
                 for chunk, row in enumerate(rows)
             ]
-            self.out.append(f"  stage {stage}: {'; '.join(f'chunk {c}: {row}' for c, row in enumerate(words))}")
+            self.out.append(
+                f"  stage {stage}: {'; '.join(f'chunk {c}: {row}' for c, row in enumerate(words))}"
+            )
 
     # -------------------------------------------------------------- turns
 

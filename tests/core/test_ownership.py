@@ -11,6 +11,7 @@ from everstep.core.task.ownership import (
     reassigned,
     without_dead,
 )
+from everstep.core.words.shape import Shape
 
 
 def whole(holders: Holders, live: list[int]) -> dict[int, frozenset[int]]:
@@ -114,3 +115,9 @@ def test_the_rules_hold_through_any_history(replicas: int, history: list[tuple[s
     owned = [sum(row[0] == k for row in holders) for k in live]
     assert max(loads) - min(loads) <= 3
     assert max(owned) - min(owned) <= 4
+
+
+def test_another_shape_has_chunks_of_its_own() -> None:
+    """The planner moved a task from 4 x 1 to 2 x 3 with the chunks of four replicas: every worker raised."""
+    assert Shape(4, 1, 4, chunks=16).cut(2, 3) == Shape(2, 3, 8, chunks=8)
+    assert Shape(4, 1, 4, shards=2).cut(2, 3) == Shape(2, 3, 8, shards=2)

@@ -288,9 +288,7 @@ def _interesting(decision: Decision) -> list[str]:
 def _shape(task: RunningTask, choice: TaskOption) -> Shape:
     if choice.shape is None:
         return task.shape
-    total = task.shape.replicas * task.shape.microbatches
-    replicas, stages = choice.shape.replicas, choice.shape.stages
-    return replace(task.shape, replicas=replicas, stages=stages, microbatches=total // replicas)
+    return task.shape.cut(choice.shape.replicas, choice.shape.stages)
 
 
 def in_shape(job: Any, shape: Shape) -> Any:

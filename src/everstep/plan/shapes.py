@@ -142,7 +142,7 @@ def _off_by(shape: Shape, known: TaskMeasurements) -> float:
 def _others(shape: Shape, stages: range, most_workers: int) -> list[Shape]:
     total = shape.replicas * shape.microbatches
     found = [
-        replace(shape, replicas=replicas, stages=count, microbatches=total // replicas)
+        shape.cut(replicas, count)
         for count in sorted({*stages, shape.stages}, key=lambda s: (abs(s - shape.stages), s))
         for replicas in range(1, total + 1)
         if total % replicas == 0

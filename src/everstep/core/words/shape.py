@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.core.words.ops import Microbatch, Worker
 
@@ -20,6 +20,12 @@ class Shape:
     def __str__(self) -> str:
         counts = [self.replicas, self.stages] + ([self.shards] if self.shards > 1 else [])
         return "x".join(map(str, counts))
+
+    def cut(self, replicas: int, stages: int) -> Shape:
+        """The same batch on other workers. Chunks follow the number of replicas."""
+        total = self.replicas * self.microbatches
+        chunks = CHUNKS_PER_REPLICA * replicas if self.chunks else 0
+        return replace(self, replicas=replicas, stages=stages, microbatches=total // replicas, chunks=chunks)
 
     def workers(self) -> list[Worker]:
         return [Worker(k, s) for k in range(self.replicas) for s in range(self.stages)]
