@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from math import exp, log
 from statistics import median
 
+from everstep.core.faults.lagging_shard import slow_shard
 from everstep.core.words.cluster_messages import SlownessEnded, SlownessFound, TimesReported
 from everstep.core.words.facts import OpsTook
 from everstep.core.words.ops import Worker
@@ -294,6 +295,8 @@ class Watch:
         pace.slow = _Slow(factor=factor, since=since)
         pace.hot.clear()
         pace.beside_peers.clear()
+        if (shard := _slow_shard(looks[worker].report)) is not None:
+            because, evidence = f"{because}; its shard {shard[0]} is the slow one", (*evidence, shard[1])
         return SlownessFound(
             task=self.task,
             worker=worker,
@@ -374,3 +377,15 @@ def _scatter(values: Sequence[float]) -> float:
     """The standard deviation that the middle of the values suggests."""
     middle = median(values)
     return max(_LEAST_SCATTER, 1.4826 * median(abs(value - middle) for value in values))
+
+
+def _slow_shard(report: TimesReported) -> tuple[int, str] | None:
+    """Which of a worker's shards the others wait for, and how that is known."""
+    shard = slow_shard(report.shard_waits, report.seconds)
+    if shard is None:
+        return None
+    waits = ", ".join(f"shard {i} {waited * 1e3:.0f} ms" for i, waited in enumerate(report.shard_waits))
+    text = (
+        f"of {report.seconds * 1e3:.0f} ms its shards spent in collectives, waiting for each other: {waits}"
+    )
+    return shard, f"{text}; shard {shard} comes last"

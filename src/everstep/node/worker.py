@@ -27,7 +27,13 @@ from everstep.core.words.agent_messages import (
     WorkerOrder,
     WorkerReport,
 )
-from everstep.core.words.cluster_messages import PartWritten, SaveFailed, Sender, StateFetched
+from everstep.core.words.cluster_messages import (
+    PartWritten,
+    SaveFailed,
+    Sender,
+    StateFetched,
+    TimesReported,
+)
 from everstep.core.words.framing import Unpacker, pack
 from everstep.core.words.ops import parse_worker
 from everstep.core.words.text import MOST_TRACEBACK, clipped
@@ -49,6 +55,7 @@ from everstep.engine.recorder import WorkerRecorder
 from everstep.engine.shards.collectives import GroupCollectives
 from everstep.engine.shards.follower import Follower
 from everstep.engine.shards.leader import FollowerSays, ShardLeader
+from everstep.engine.shards.marks import GroupWaits, ShardMark
 from everstep.engine.shards.plan import Cut
 from everstep.engine.worker_loop import InboxItem, WorkerLoop
 from everstep.node import slot_devices
@@ -181,7 +188,15 @@ def train(
     shards = None
     if group is not None:  # watched before it meets: a shard that ends on its way would be waited for
         _watch(group, inbox, sender, line, leader)
-        shards = GroupCollectives(group.store, group.index, group.count, device, entered=lambda: entering())
+        mark = None if spec["beacon"] is None else ShardMark(Path(spec["beacon"]), group.index)
+        shards = GroupCollectives(
+            group.store,
+            group.index,
+            group.count,
+            device,
+            entered=lambda: entering(mark),
+            left=_nothing if mark is None else mark.leaving,
+        )
     states = States(
         sender,
         job,
@@ -196,7 +211,7 @@ def train(
         control,
         lambda: program.build(me.stage, device=device, empty=courier.empty, shards=shards),
         ports=Ports(
-            report=line.say,
+            report=line.say if leader is None else _with_waits(line.say, spec["beacon"], job.shards),
             save=states.save,
             load=states.load,
             save_chunks=states.save_chunks,
@@ -213,7 +228,12 @@ def train(
         shard=0 if group is None else group.index,
         leader=leader,
     )
-    entering = loop.signs.entering
+
+    def entering(mark: ShardMark | None) -> None:
+        if mark is not None:
+            mark.entering()
+        loop.signs.entering()
+
     line.where = control.where
     links.start()
     if isinstance(line, _Pipe):
@@ -239,6 +259,26 @@ def train(
     if flows is not None:
         flows.stop()
     links.stop()
+
+
+def _nothing() -> None:
+    """Nobody looks."""
+
+
+def _with_waits(
+    say: Callable[[WorkerReport], None], beacon: str | None, shards: int
+) -> Callable[[WorkerReport], None]:
+    """What a worker reports of its times, with how long each of its shards has waited for the others."""
+    if beacon is None:
+        return say
+    waits = GroupWaits(Path(beacon), shards)
+
+    def report(report: WorkerReport) -> None:
+        if isinstance(report, TimesReported):
+            report = replace(report, shard_waits=waits.since_the_last())
+        say(report)
+
+    return report
 
 
 def _watch(

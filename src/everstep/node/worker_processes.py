@@ -18,7 +18,6 @@ from typing import Any
 
 from everstep.core.agent import messages as ag
 from everstep.core.agent.processes import NodeProcesses
-from everstep.core.faults.detector import Glance
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.agent_messages import PlantFaults
 from everstep.core.words.cluster_messages import Sender
@@ -30,9 +29,10 @@ from everstep.errors import EverstepError
 from everstep.node.checkpoints import failure, work_on_disk
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkedProcess, ForkServer, ForkServerDied, exit_reason
+from everstep.node.glances import Glances
 from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.memory_store import MemoryStore
-from everstep.node.process_facts import active_s, is_stopped, parent_of
+from everstep.node.process_facts import parent_of
 from everstep.node.ring_watch import RingWatch
 from everstep.node.worker_lines import Loop, WorkerLines
 
@@ -58,8 +58,8 @@ class WorkerProcess:
     server: ForkServer
     beacon: Beacon
     lifeline: Lifeline
+    glances: Glances
     killed_at: float | None = None
-    active_since: float | None = None  # what `active_s` said when its beacon last stood still
     dead: bool = False  # though the kernel may still be clearing up
 
     @property
@@ -268,7 +268,8 @@ class WorkerProcesses:
         lifeline = Lifeline(path.with_suffix(".life"), create=True)
         output = self.log_path(sender.task, sender.worker)
         child = server.spawn(self._spec(sender, path), output=output)
-        return WorkerProcess(sender, child, server, beacon, lifeline)
+        glances = Glances(sender, child.pid, beacon, self.tasks[sender.task].job.shards)
+        return WorkerProcess(sender, child, server, beacon, lifeline, glances)
 
     def _fork_ended(self, sender: Sender, found: Any) -> None:
         self._forking.pop(sender, None)
@@ -361,26 +362,9 @@ class WorkerProcesses:
         self._all.pop(process.sender, None)
 
     def _look(self, process: WorkerProcess, now: float) -> None:
-        reading = process.beacon.read()
-        if reading is None:
-            return
-        glance = Glance(
-            moment=reading.at_ns,
-            step=reading.step,
-            busy=reading.busy,
-            doing=reading.doing,
-            age_s=max(0.0, now - reading.at_ns / 1e9),
-        )
-        ask = self.machine.curious(process.sender, glance)
-        active = 0.0
-        if ask.active:
-            total = active_s(process.child.pid)
-            process.active_since = total if process.active_since is None else process.active_since
-            active = total - process.active_since
-        elif not ask.stopped:
-            process.active_since = None
-        stopped = ask.stopped and is_stopped(process.child.pid)
-        self.happened(ag.Glanced(process.sender, glance, stopped=stopped, active_s=active))
+        glanced = process.glances.look(self.machine.curious, now)
+        if glanced is not None:
+            self.happened(glanced)
 
     def _look_into_rings(self, task: str, now: float) -> None:
         there = {worker: p for (name, worker), p in self.processes.items() if name == task}

@@ -88,12 +88,15 @@ class ProcessGone:
 
 @dataclass(frozen=True, slots=True)
 class Glanced:
-    """One look at a process's beacon. `stopped`, `active_s`: what the kernel says, where it was asked."""
+    """One look at a process's beacon. `stopped`, `active_s`: what the kernel says, where it was asked.
+    `shard`: the one of the worker's processes that this is about, where the others wait for it.
+    """
 
     sender: Sender
     glance: Glance
     stopped: bool = False
     active_s: float = 0.0
+    shard: int | None = None
 
 
 ProcessEvent = (

@@ -352,6 +352,7 @@ class NodeProcesses:
             stopped=event.stopped,
             now=now,
             active_s=event.active_s,
+            shard=event.shard,
             unanswered_s=now - process.unanswered[0] if process.unanswered else 0.0,
         )
         return [] if found is None else [SendToCoordinator(found, event.sender)]

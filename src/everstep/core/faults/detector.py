@@ -145,6 +145,7 @@ class ProgressWatch:
         now: float,
         active_s: float = 0.0,
         unanswered_s: float = 0.0,
+        shard: int | None = None,
     ) -> OpOverdue | WorkerMoved | None:
         seen = self._of(task, worker)
         moved = glance.moment != seen.moment
@@ -176,6 +177,7 @@ class ProgressWatch:
             step=glance.step,
             active_s=active_s,
             unanswered_s=deaf_s,
+            shard=shard,
         )
 
     def _limit(self, seen: _Seen, glance: Glance) -> tuple[float, float]:
@@ -255,7 +257,7 @@ def locate(
         worst = max(stopped, key=lambda report: report.elapsed_s)
         return Hung(
             worker=worst.worker,
-            because=f"the process of worker {worst.worker} is stopped, {_duration(worst.elapsed_s)} in "
+            because=f"the process of {_subject(worst)} is stopped, {_duration(worst.elapsed_s)} in "
             f"{worst.doing}{_and_waiting(waiting)}",
             waiting=waiting,
         )
@@ -280,7 +282,7 @@ def locate(
             return None
         return Hung(
             worker=worst.worker,
-            because=f"worker {worst.worker} hung in {worst.doing} for {_duration(worst.elapsed_s)} "
+            because=f"{_subject(worst)} hung in {worst.doing} for {_duration(worst.elapsed_s)} "
             f"(usual {_duration(worst.expected_s)}){_and_waiting(waiting)}",
             waiting=waiting,
         )
@@ -303,6 +305,14 @@ def _and_waiting(waiting: tuple[Worker, ...]) -> str:
         return f"; worker {waiting[0]} waits for it"
     few = ", ".join(map(str, waiting[:4])) + (" and others" if len(waiting) > 4 else "")
     return f"; workers {few} wait for it"
+
+
+def _subject(report: OpOverdue) -> str:
+    return (
+        f"worker {report.worker}"
+        if report.shard is None
+        else f"shard {report.shard} of worker {report.worker}"
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -101,6 +101,7 @@ class OpOverdue:
     step: int
     active_s: float = 0.0  # of that time its threads ran, or waited for a CPU
     unanswered_s: float = 0.0  # it only waits, and for so long it has not taken an order
+    shard: int | None = None  # of the worker: the others wait for this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,7 @@ class TimesReported:
     ops: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     seconds: float = 0.0  # since the last telling
     carriers: Mapping[str, str] = field(default_factory=dict)  # by peer: the transport of tensors to it
+    shard_waits: tuple[float, ...] = ()  # seconds inside collectives of each of its shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ class Collectives(Protocol):
 class GroupCollectives:
     """Over a process group that is nobody else's: torch's global group stays free for the user's code.
 
-    `entered` is called before each one, so that a shard that stays behind can be named.
+    `entered` is called before each one and `left` after it, so that a shard that stays behind can be named.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class GroupCollectives:
         count: int,
         device: torch.device,
         entered: Callable[[], None] = lambda: None,
+        left: Callable[[], None] = lambda: None,
     ) -> None:
-        self.index, self.count, self._entered = index, count, entered
+        self.index, self.count, self._entered, self._left = index, count, entered, left
         self._group = _group(_c10d.FileStore(str(store), count), index, count, device)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -61,6 +62,7 @@ class GroupCollectives:
         self._entered()
         found = [torch.empty_like(tensor) for _ in range(self.count)]
         self._group.allgather([found], [tensor.contiguous()]).wait()
+        self._left()
         return found
 
     def _reduced(self, tensor: Tensor, how: Any) -> Tensor:
@@ -68,6 +70,7 @@ class GroupCollectives:
         options = dist.AllreduceOptions()
         options.reduceOp = how
         self._group.allreduce([tensor], options).wait()
+        self._left()
         return tensor
 
 
