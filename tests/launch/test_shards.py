@@ -1,14 +1,20 @@
 """Workers of several processes: any shard's death ends its worker, and training heals as from any death."""
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import everstep
+from everstep.core.words.ops import Worker
 from everstep.engine.job import CheckpointSpec, DataSpec, ModelSpec
+from everstep.engine.shards.marks import read_marks
+from everstep.launch.local.run import LocalTask
 from harness.sweep import Sweep, compare, points
 
 CHOSEN = [
@@ -41,6 +47,34 @@ def test_the_shard_that_failed_is_named(sweep: Sweep) -> None:
     assert incident.what == "lost its shard 1 (killed by SIGKILL)"
     (incident,) = sweep.run(job, ("stage=0,replica=1,step=3,op=I1,shard=1,how=raise",)).incidents
     assert "shard 1: RuntimeError: planted fault" in incident.what
+
+
+def test_a_stopped_shard_is_named_and_not_only_its_worker(sweep: Sweep) -> None:
+    job = replace(sweep.job, replicas=2, stages=1)
+
+    def stop_follower(kind: str, what: Any) -> None:
+        if kind == "step" and what.step == 2:
+            marks = read_marks(task.processes[Worker(1, 0)].beacon.path, 2)
+            assert marks is not None
+            os.kill(marks[1].pid, signal.SIGSTOP)
+
+    task = LocalTask(job, fork_server=sweep.fork_server, watch=stop_follower)
+    outcome = task.run()
+    assert outcome.failure is None
+    assert len(outcome.by_step()) == job.steps
+    verdicts = [incident.verdict.because for incident in outcome.incidents if incident.verdict is not None]
+    assert any("the process of shard 1 of worker 1:0 is stopped" in because for because in verdicts), verdicts
+
+
+@pytest.mark.slow
+def test_a_slow_shard_is_named_by_how_long_the_others_wait_for_it(sweep: Sweep) -> None:
+    job = replace(sweep.job, replicas=2, stages=1, steps=30, model=ModelSpec(preset="gpt-1m"))
+    outcome = sweep.run(job, ("stage=0,replica=1,step=14,how=slow,factor=3,shard=1",))
+    slow = [incident for incident in outcome.incidents if incident.what == "is slow"]
+    assert slow
+    assert slow[0].workers == [Worker(1, 0)]
+    assert slow[0].verdict is not None
+    assert "its shard 1 is the slow one" in slow[0].verdict.because
 
 
 def test_a_shard_that_ends_before_the_others_have_met_it_is_noticed(sweep: Sweep, tmp_path: Path) -> None:
