@@ -2,7 +2,9 @@
 a shard is killed inside an all-reduce of its group, and training heals.
 
     python bench/gpu/shards.py             root, a GPU that can be cut; cuts it, and makes it whole again
-    python bench/gpu/shards.py --whole     no cut: all shards share the GPU; also the time of a step by shards
+    python bench/gpu/shards.py --whole     no cut: all shards share the GPU; also step times by shards,
+                                           beside torch's own tensor parallel on the same GPU
+    python bench/gpu/shards.py --whole --mps    the same under MPS, which is started and ended
     python bench/gpu/shards.py --json
 """
 
@@ -11,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +27,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # where nothing can be installed
 os.environ["PYTHONPATH"] = f"{ROOT / 'src'}:{ROOT}"
 
 from everstep.engine.faults import parse_fault  # noqa: E402
-from everstep.engine.job import Job  # noqa: E402
+from everstep.engine.job import Job, ModelSpec  # noqa: E402
 from everstep.launch.local.outcome import Outcome  # noqa: E402
 from everstep.launch.local.run import LocalTask  # noqa: E402
 from everstep.node.fork_server import ForkServer  # noqa: E402
 
 STEPS = 12
+UNTIED = ModelSpec(preset="gpt-125m", options={"tied": False})
 KILLS = {
     "follower, in an all-reduce of F": "stage=0,replica=1,step=6,op=F1,when=inside,shard=1",
     "leader, in an all-reduce of I": "stage=0,replica=0,step=6,op=I2,when=inside,shard=0",
@@ -66,6 +71,16 @@ def step_ms(outcome: Outcome) -> float:
     return statistics.median(row.seconds for row in rows) * 1e3
 
 
+def torch_step(shards: int) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "bench/gpu/torch_shards.py"), "--shards", str(shards), "--json"]
+    ran = subprocess.run(
+        [*command, "--steps", str(STEPS)], stdout=subprocess.PIPE, text=True, check=False, timeout=100
+    )
+    lines = ran.stdout.splitlines()
+    answer: dict[str, Any] = json.loads(lines[-1]) if lines else {"failure": f"exit code {ran.returncode}"}
+    return answer
+
+
 def measure(whole: bool) -> dict[str, Any]:
     server = ForkServer().start()
     try:
@@ -85,8 +100,11 @@ def measure(whole: bool) -> dict[str, Any]:
             print(row, file=sys.stderr, flush=True)
         if whole:
             for shards in (1, 2):
-                one = run(server, job(shards, replicas=1))
+                one = run(server, replace(job(shards, replicas=1), model=UNTIED))
                 found[f"shards_{shards}"] = {"step_ms": step_ms(one), "loss": one.by_step()[STEPS].loss}
+                print(found[f"shards_{shards}"], file=sys.stderr, flush=True)
+                found[f"torch_{shards}"] = torch_step(shards)
+                print(found[f"torch_{shards}"], file=sys.stderr, flush=True)
     finally:
         server.close()
     return found
@@ -96,8 +114,12 @@ def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--mps", action="store_true", help="with --whole")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.mps:
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that MPS is ended
     cut = ["nvidia-smi -mig 1", "nvidia-smi mig -cgi 15,15,15,15 -C"]
     mend = ["nvidia-smi mig -dci", "nvidia-smi mig -dgi", "nvidia-smi -mig 0"]
     try:
@@ -106,6 +128,8 @@ def main() -> int:
             time.sleep(1)
         found = measure(args.whole)
     finally:
+        if args.mps:
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
         for command in () if args.whole else mend:
             subprocess.run(command.split(), check=False, stdout=subprocess.DEVNULL)
     print(json.dumps(found, indent=None if args.json else 1))
