@@ -68,7 +68,9 @@ def rank_main(given: argparse.Namespace) -> dict[str, Any]:
         head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
         parallelize_module(layers[-1], mesh, {"logits": head})
     working = list(layers.parameters())
-    masters = [nn.Parameter(p.detach().float()) for p in working]
+    is_split = [hasattr(p, "to_local") for p in working]
+    masters = [nn.Parameter(local(p.detach()).float()) for p in working]
+    sums: list[Any] = [torch.zeros_like(p) for p in masters]
     optimizer = torch.optim.AdamW(masters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
@@ -77,7 +79,7 @@ def rank_main(given: argparse.Namespace) -> dict[str, Any]:
 
     def one(step: int) -> float:
         total = []
-        sums: list[Any] = [torch.zeros_like(p) for p in masters]
+        torch._foreach_zero_(sums)
         for number in range(given.microbatches):
             x, y = (part.to(device) for part in data.batch(step, number))
             if given.shards > 1:
@@ -88,23 +90,24 @@ def rank_main(given: argparse.Namespace) -> dict[str, Any]:
                 loss = loss_of(x, y)
                 loss.backward()
             for held, p in zip(sums, working, strict=True):
-                held.add_(p.grad)
+                grad: Any = p.grad
+                same = grad.redistribute(placements=p.placements) if hasattr(p, "placements") else grad
+                held.add_(local(same))
                 p.grad = None
-            total.append(loss.detach())
+            total.append(local(loss.detach()))
         for p, held in zip(masters, sums, strict=True):
             p.grad = held.div_(given.microbatches)
-        plain = [p for p in masters if not hasattr(p, "device_mesh")]
-        split = [p for p in masters if hasattr(p, "device_mesh")]
-        norms = [nn.utils.get_total_norm([p.grad for p in few]) for few in (plain, split) if few]
-        norm = sum(float(getattr(n, "full_tensor", lambda n=n: n)()) ** 2 for n in norms) ** 0.5
-        for p in masters:
-            p.grad.mul_(min(1.0, 1.0 / norm))
+        squares = torch.zeros(2, device=device)
+        for held, split in zip(sums, is_split, strict=True):
+            squares[int(split)] += held.square().sum()
+        if given.shards > 1:
+            dist.all_reduce(squares[1:])
+        torch._foreach_mul_(sums, torch.clamp(squares.sum().rsqrt(), max=1.0))
         optimizer.step()
         with torch.no_grad():
             for w, p in zip(working, masters, strict=True):
-                w.copy_(p)
-        found = torch.stack([getattr(t, "full_tensor", lambda t=t: t)() for t in total])
-        return float(found.mean())
+                local(w).copy_(p)
+        return float(torch.stack(total).mean())
 
     times, losses = [], []
     for step in range(1, given.steps + 1):
@@ -112,6 +115,11 @@ def rank_main(given: argparse.Namespace) -> dict[str, Any]:
         losses.append(one(step))
         times.append(time.monotonic() - began)
     return {"times": times, "losses": losses}
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def run(arguments: list[str], shards: int) -> list[dict[str, Any]]:
