@@ -184,7 +184,11 @@ def train(spec: Spec, model: nn.Module, optimizer: torch.optim.Optimizer, steps:
         optimizer.step()
 
 
-_STATES = {"momentum": ("momentum_buffer",), "amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+_ADAM = ("exp_avg", "exp_avg_sq")
+_STATES = {
+    "adamw": _ADAM, "tensor-lr": _ADAM, "amsgrad": (*_ADAM, "max_exp_avg_sq"),
+    "momentum": ("momentum_buffer",), "sgd": (),
+}  # fmt: skip
 
 
 def train_shards(spec: Spec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -199,7 +203,7 @@ def train_shards(spec: Spec, model: nn.Module, optimizer: torch.optim.Optimizer)
             name = names[id(p)]
             if name in spec["never"]:
                 continue
-            for i, key in enumerate(_STATES.get(spec["optimizer"], ("exp_avg", "exp_avg_sq"))):
+            for i, key in enumerate(_STATES[spec["optimizer"]]):
                 with torch.no_grad():
                     local = p._local_tensor if isinstance(p, DTensor) else p.detach()
                     made = local * (0.25 + i) + 0.5
@@ -209,7 +213,7 @@ def train_shards(spec: Spec, model: nn.Module, optimizer: torch.optim.Optimizer)
                         made, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
                     )
                 optimizer.state[p][key] = made
-            if spec["optimizer"] != "momentum":
+            if "exp_avg" in _STATES[spec["optimizer"]]:
                 optimizer.state[p]["step"] = torch.tensor(1.0 if name in spec["late"] else 2.0)
 
 

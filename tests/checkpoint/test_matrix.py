@@ -7,6 +7,7 @@ import pytest
 
 from harness.odd.frameworks import Frameworks
 from harness.odd.matrix import PAIRS, cases, parse, run
+from harness.odd.model import OddModel, draw, optimizer_of, train, train_shards, truth_of
 
 SAMPLE = ("300019:plain:universal:dcp", "300040:plain:universal:ds-universal", "300001:plain:zero-3:megatron")
 SHARDED = (
@@ -29,6 +30,19 @@ def test_a_seed_gives_the_same_cases_and_every_pair_once() -> None:
     drawn = cases(len(PAIRS), 9, deepspeed=False)
     assert drawn == cases(len(PAIRS), 9, deepspeed=False)
     assert {(case.a, case.b) for case in drawn} == set(PAIRS)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "amsgrad", "momentum", "sgd", "tensor-lr"])
+def test_shards_are_given_the_states_that_torchs_own_step_makes(optimizer: str) -> None:
+    """Else a sharded model asks for states that the checkpoint of a plain one rightly has not."""
+    spec = draw(900208, "torch") | {"optimizer": optimizer}
+    named = []
+    for way in (train, train_shards):
+        model = OddModel(spec)
+        made = optimizer_of(spec, model)
+        way(spec, model, made)
+        named.append(set(truth_of(spec, model, made)[0]))
+    assert named[0] == named[1]
 
 
 def test_odd_checkpoints_survive_pairs_of_formats(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from everstep.plan.memory import RECOMPUTE, Floats
 from everstep.plan.models import ModelFigures
 from everstep.plan.pipeline_orders import OURS
 from everstep.plan.shape import ParallelShape
-from everstep.plan.throughput import PlannedCut, divides, step_time
+from everstep.plan.throughput import PlannedCut, StepTime, divides, step_time
 
 MICROBATCHES = (1, 2, 4, 8)
 Ints = npt.NDArray[np.int64]
@@ -35,6 +35,9 @@ class SameCut:
     throughput: Floats  # by replicas, from 0; 0 where it does not divide or fit
     microbatch: Ints
     recompute: npt.NDArray[np.int8]
+    # Shares of the step's time, by replicas; zeros: unknown.
+    per_step: Floats  # what comes once per step whatever the number of microbatches: reduction and update
+    bubble: Floats  # of the pipeline
 
     def shape(self, replicas: int) -> ParallelShape:
         return ParallelShape(
@@ -112,6 +115,11 @@ class Curve:
             return self.at(shape.workers)
         return float(cut.throughput[shape.replicas]) if shape.replicas < len(cut.throughput) else 0.0
 
+    def per_step(self, shape: ParallelShape) -> float:
+        """Share of a step in this shape that is spent once per step, not once per microbatch."""
+        cut = self.like(shape)
+        return float(cut.per_step[shape.replicas]) if cut and shape.replicas < len(cut.per_step) else 0.0
+
     def step_s(self, throughput: float) -> float:
         return self.work_per_step / throughput if throughput > 0 else 0.0
 
@@ -134,7 +142,8 @@ def from_table(
         cut_of[::each] = 0
         rows = values[::each].copy()
         none = np.zeros(len(rows), dtype=np.int64)
-        cuts = (SameCut(stages, shards, rows, none, none.astype(np.int8)),)
+        zeros = np.zeros(len(rows))
+        cuts = (SameCut(stages, shards, rows, none, none.astype(np.int8), zeros, zeros),)
     best = float(values.max(initial=0.0))
     return Curve(
         throughput=values,
@@ -210,7 +219,7 @@ def _same_cut(
     model: ModelFigures, gpu: Gpu, stack: Stack, stages: int, shards: int, most: int, slots_per_node: int
 ) -> SameCut:
     top = min(most // (stages * shards), model.batch)
-    throughput = np.zeros(top + 1)
+    throughput, per_step, bubble = (np.zeros(top + 1) for _ in range(3))
     microbatches = np.zeros(top + 1, dtype=np.int64)
     recomputes = np.zeros(top + 1, dtype=np.int8)
     for microbatch in MICROBATCHES:
@@ -227,19 +236,21 @@ def _same_cut(
                 cut = PlannedCut(
                     stages=stages, shards=shards, microbatch=microbatch, recompute=recompute, chunks=chunks
                 )
-                rate = _rate(model, gpu, stack, cut, replicas.astype(np.float64), slots_per_node)
+                rate, time = _rate(model, gpu, stack, cut, replicas.astype(np.float64), slots_per_node)
                 better = rate > throughput[replicas]
                 chosen = replicas[better]
                 throughput[chosen] = rate[better]
+                per_step[chosen] = ((time.reduce + time.update) / time.total)[better]
+                bubble[chosen] = (time.bubble / time.total)[better]
                 microbatches[chosen] = microbatch
                 recomputes[chosen] = code
-    return SameCut(stages, shards, throughput, microbatches, recomputes)
+    return SameCut(stages, shards, throughput, microbatches, recomputes, per_step, bubble)
 
 
 def _rate(
     model: ModelFigures, gpu: Gpu, stack: Stack, cut: PlannedCut, replicas: Floats, slots_per_node: int
-) -> Floats:
-    """FLOP/s of all workers; 0 where memory does not suffice."""
+) -> tuple[Floats, StepTime]:
+    """FLOP/s of all workers, 0 where memory does not suffice; and the step's time."""
     need = memory.needed(
         model,
         stack,
@@ -250,8 +261,8 @@ def _rate(
         recompute=cut.recompute,
         chunks=cut.chunks,
     )
-    seconds = step_time(model, gpu, stack, cut, replicas, slots_per_node=slots_per_node).total
-    return np.where(memory.fits(gpu, need), model.flops_per_step / seconds, 0.0)
+    time = step_time(model, gpu, stack, cut, replicas, slots_per_node=slots_per_node)
+    return np.where(memory.fits(gpu, need), model.flops_per_step / time.total, 0.0), time
 
 
 def _divisors(number: int) -> list[int]:

@@ -61,7 +61,13 @@ def ratio(curve: Curve, cut: SameCut, replicas: int, groups: int) -> float:
     """Throughput of so many groups in a shape of so many replicas, over that of the whole shape."""
     live = per_stage(groups, cut.stages)
     dead = frozenset(Worker(k, s) for s, n in enumerate(live) for k in range(n, replicas))
-    return throughput_ratio(cut.shape(replicas), dead, batch=curve.batch, schedule=curve.schedule)
+    return throughput_ratio(
+        cut.shape(replicas),
+        dead,
+        batch=curve.batch,
+        schedule=curve.schedule,
+        per_step=float(cut.per_step[replicas]),
+    )
 
 
 def _shortlist(curve: Curve, number: int, cut: SameCut, likely: Floats, cuts: Ints, replicas: Ints) -> None:
@@ -75,7 +81,8 @@ def _shortlist(curve: Curve, number: int, cut: SameCut, likely: Floats, cuts: In
         if not len(groups) or each < 1:
             continue
         busiest = -(-int(count) * each // (groups // cut.stages))
-        rate = cut.throughput[count] * each / busiest
+        once = float(cut.per_step[count])
+        rate = cut.throughput[count] / ((1 - once) * busiest / each + once)
         better = rate > likely[workers]
         at = workers[better]
         likely[at], cuts[at], replicas[at] = rate[better], number, count

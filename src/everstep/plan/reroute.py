@@ -30,8 +30,14 @@ def live_per_stage(shape: ParallelShape, dead: frozenset[Worker]) -> list[int]:
     return [shape.replicas - sum(w.stage == s for w in dead) for s in range(shape.stages)]
 
 
-def throughput_ratio(shape: ParallelShape, dead: frozenset[Worker], *, batch: int, schedule: str) -> float:
-    """Throughput with these groups dead over throughput with all alive; 0 if a stage has no worker."""
+def throughput_ratio(
+    shape: ParallelShape, dead: frozenset[Worker], *, batch: int, schedule: str, per_step: float = 0.0
+) -> float:
+    """Throughput with these groups dead over throughput with all alive; 0 if a stage has no worker.
+
+    `per_step`: the share of a whole step that is spent once per step (reduction, update). It takes as long
+    with some dead: the survivors have more microbatches each, and still one reduction and one update.
+    """
     if not dead:
         return 1.0
     per_stage = live_per_stage(shape, dead)
@@ -41,7 +47,8 @@ def throughput_ratio(shape: ParallelShape, dead: frozenset[Worker], *, batch: in
     count = batch // (shape.replicas * rows) if batch else 4 * shape.stages
     lost = tuple(shape.replicas - live for live in per_stage)
     order = ORDERS[schedule]
-    return _ratio(shape.replicas, shape.stages, max(1, count), lost, order.broken, order.whole)
+    work = _ratio(shape.replicas, shape.stages, max(1, count), lost, order.broken, order.whole)
+    return 1.0 / ((1.0 - per_step) / work + per_step)
 
 
 @lru_cache(maxsize=4096)

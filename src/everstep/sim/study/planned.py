@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from everstep.plan import Assignment, Cluster, Costs, PlanNode, SlotPlace, TaskSpec, decide
-from everstep.plan.holes import per_stage
+from everstep.plan import Assignment, Cluster, Costs, Curve, PlanNode, SlotPlace, TaskSpec, decide
+from everstep.plan.holes import per_stage, with_holes
 from everstep.plan.memory import Floats
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.pipeline_orders import OURS
@@ -22,6 +22,7 @@ from everstep.plan.placement import Unplaceable, place
 from everstep.sim.study.failures import Failure, Seen
 from everstep.sim.study.life import Life, StudyTask
 from everstep.sim.study.policies import Policy, concave_hull, ratio_without
+from everstep.sim.study.templates import by_templates
 
 RESTART_PROCESS_S = 60.0  # a process with CUDA, its state copied from a peer or from memory: our assumption
 RECONNECT_S = 5.0
@@ -262,8 +263,9 @@ def everstep(means: Means | None = None) -> PlannedPolicy:
 class Ideal(Policy):
     """What the healthy workers could earn at best, every moment, with nothing ever lost or moved.
 
-    Unreachable: each task's curve is replaced by its concave hull, so that any number of workers is as good
-    as the mixtures of the good numbers, and the split over tasks is the best one at any time.
+    Unreachable: a number of workers brings what the best of whole shapes, shapes with empty places and
+    pipelines of two depths brings; each task's curve is the concave hull of that, so that any number is as
+    good as the mixtures of the good ones; and the split over tasks is the best one at any time.
     """
 
     def begin(self, life: Life) -> None:
@@ -289,11 +291,20 @@ class Ideal(Policy):
 def hull_waf(tasks: Sequence[StudyTask], most: int) -> Floats:
     """The best WAF of any number of workers: marginal gains of all concave hulls, largest first."""
     gains = np.concatenate(
-        [task.weight * np.diff(concave_hull(task.curve.throughput[: most + 1])) for task in tasks]
+        [task.weight * np.diff(concave_hull(_best_known(task.curve)[: most + 1])) for task in tasks]
     )
     best = np.sort(gains)[::-1][:most]
     total = np.concatenate(([0.0], np.cumsum(np.maximum(best, 0.0))))
     return np.concatenate((total, np.full(max(0, most + 1 - len(total)), total[-1])))
+
+
+def _best_known(curve: Curve) -> Floats:
+    whole = curve.throughput
+    if not curve.batch or curve.most > LARGE_NODES:  # then its steps are too fine for this to matter
+        return whole
+    staggered = replace(curve, schedule="staggered")
+    mixed = np.array([by_templates(curve, n) for n in range(curve.most + 1)])
+    return np.maximum(np.maximum(whole, mixed), with_holes(staggered).throughput)
 
 
 def _back_in(life: Life, node: int) -> float | None:

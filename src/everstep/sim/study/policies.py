@@ -240,12 +240,9 @@ class Oobleck(Policy):
             return 0.0
         workers = min(here * life.slots, task.curve.most)
         best = np.maximum.accumulate(task.curve.throughput)  # more nodes than it can use do no harm
-        hull = float(concave_hull(best)[workers])
-        return (
-            hull
-            if self.idealised
-            else min(hull, max(float(best[workers]), by_templates(task.curve, workers)))
-        )
+        if self.idealised:
+            return float(concave_hull(best)[workers])
+        return max(float(best[workers]), by_templates(task.curve, workers))
 
 
 class Recycle(Policy):
@@ -299,7 +296,14 @@ def ratio_without(task: StudyTask, missing: list[int]) -> float:
     if task.shape is None:
         return max(0.0, 1 - len(missing) / max(1, task.curve.most))
     dead = dead_groups(task.shape, [i for i in missing if i < task.shape.workers])
-    return throughput_ratio(task.shape, dead, batch=task.curve.batch, schedule=task.curve.schedule)
+    curve = task.curve
+    return throughput_ratio(
+        task.shape,
+        dead,
+        batch=curve.batch,
+        schedule=curve.schedule,
+        per_step=curve.per_step(task.shape),
+    )
 
 
 def concave_hull(values: Floats) -> Floats:

@@ -66,7 +66,7 @@ def build(
 def _curve(model_name: str, gpu_name: str, stack_name: str, most: int, slots: int) -> Curve:
     """Every replica holds a whole copy of the state: policies that live from peers' states need that."""
     chosen = replace(stack(stack_name), zero_1=False)
-    curve = from_model(model(model_name), gpu(gpu_name), chosen, most=most, slots_per_node=max(slots, 8))
+    curve = from_model(model(model_name), gpu(gpu_name), chosen, most=most, slots_per_node=slots)
     if not curve.throughput.any():
         raise UserError(f"model {model_name!r} does not fit on {most} {gpu_name}; give the study more nodes.")
     return curve
@@ -86,7 +86,7 @@ def by_node(curve: Curve, slots: int) -> Curve:
         better = cut.throughput[replicas] > best[nodes]
         best[nodes[better]] = cut.throughput[replicas[better]]
         cut_of[nodes[better]] = len(cuts)
-        cuts.append(SameCut(cut.stages, 1, cut.throughput, cut.microbatch, cut.recompute))
+        cuts.append(replace(cut, shards=1))
     return Curve(
         throughput=best,
         cut_of=cut_of,

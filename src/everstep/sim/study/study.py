@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from everstep.errors import UserError
@@ -199,7 +199,12 @@ def _first_allocation(
         yield tasks[0], list(working), int(table.argmax())
         return
     nodes = [PlanNode(name=str(n), slots=setup.slots) for n in working]
-    specs = [TaskSpec(name=t.name, curve=t.curve, weight=t.weight, must_run=True) for t in tasks]
+    # In whole shapes: not every policy runs with empty places.
+    whole = [replace(t.curve, replicated=False) for t in tasks]
+    specs = [
+        TaskSpec(name=t.name, curve=curve, weight=t.weight, must_run=True)
+        for t, curve in zip(tasks, whole, strict=True)
+    ]
     plan = assign(Cluster(nodes=nodes, whole_nodes=True), specs, Assignment(), second=False)
     free = list(working)
     for task in tasks:

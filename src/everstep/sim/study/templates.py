@@ -1,13 +1,15 @@
 """Pipelines of two depths side by side, as Oobleck forms them: what any number of workers brings.
 
-Every pipeline runs whole microbatches, so the slowest one's share decides. A pipeline is as fast as in a
-whole shape of about as many replicas, with its bubbles and its share of the reduction. Any cut that the curve
-knows is a template.
+Every pipeline runs whole microbatches, then all reduce and update once per step; the slowest pipeline
+decides. Any cut that the curve knows is a template, timed as in the whole shape nearest in replicas:
+
+    step  =  microbatches x time of one  +  bubble  +  reduction and update
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,38 +26,61 @@ def by_templates(curve: Curve, workers: int) -> float:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pipeline:
+    """Times in units of work over throughput."""
+
+    rows: int  # sequences of a microbatch
+    sequence: float
+    once: float  # per step: bubble, reduction, update
+
+    def time(self, sequences: int) -> float:
+        return sequences * self.sequence + self.once
+
+
 def _by_templates(curve: Curve, workers: int) -> float:
     if not curve.batch:
         return 0.0
     cuts = [cut for cut in curve.cuts if cut.throughput.any()]
-    best = 0.0
+    best = math.inf
     for one in cuts:
         size = one.stages * one.shards
         for x in range(1, workers // size + 1):
-            best = max(best, _rate(curve.batch, x, _each(one, x), 0, 1.0))
+            best = min(best, _alone(curve.batch, x, _pipeline(one, x, curve.batch)))
             for other in cuts:
                 y = (workers - x * size) // (other.stages * other.shards)
                 if other is not one and y > 0:
-                    best = max(best, _rate(curve.batch, x, _each(one, x + y), y, _each(other, x + y)))
-    return best
+                    first = _pipeline(one, x + y, curve.batch)
+                    second = _pipeline(other, x + y, curve.batch)
+                    best = min(best, _together(curve.batch, x, first, y, second))
+    return 1.0 / best if best < math.inf else 0.0
 
 
-def _each(cut: SameCut, pipelines: int) -> float:
-    """Throughput of one pipeline among so many: as in the whole shape nearest in replicas."""
+def _pipeline(cut: SameCut, pipelines: int, batch: int) -> _Pipeline:
+    """One pipeline among so many."""
     known = np.flatnonzero(cut.throughput)
     nearest = int(known[np.abs(known - pipelines).argmin()])
-    return float(cut.throughput[nearest]) / nearest
+    step = 1.0 / float(cut.throughput[nearest])
+    once = step * float(cut.per_step[nearest] + cut.bubble[nearest])
+    rows = max(1, int(cut.microbatch[nearest]))
+    return _Pipeline(rows=rows, sequence=(step - once) * nearest / batch, once=once)
 
 
-def _rate(batch: int, x: int, one: float, y: int, other: float) -> float:
-    """Throughput of x pipelines and y others that share a batch in whole sequences; `one` and `other` are
-    theirs when they have work all the time.
-    """
-    if not y:
-        return one * batch / math.ceil(batch / x)
-    even = batch * one / (x * one + y * other)
-    best = 0.0
-    for first in (math.floor(even), math.ceil(even)):
-        second = max(0, math.ceil((batch - x * first) / y))
-        best = max(best, batch / max(first / one, second / other))
+def _alone(batch: int, x: int, one: _Pipeline) -> float:
+    return one.time(_whole(batch / x, one.rows))
+
+
+def _together(batch: int, x: int, one: _Pipeline, y: int, other: _Pipeline) -> float:
+    """The shortest step of x pipelines and y others that share a batch in whole microbatches."""
+    together = x / one.sequence + y / other.sequence
+    even = (batch + x * one.once / one.sequence + y * other.once / other.sequence) / together
+    share = max(0.0, (even - one.once) / one.sequence)
+    best = math.inf
+    for first in (int(share // one.rows) * one.rows, _whole(share, one.rows)):
+        second = max(0, _whole((batch - x * first) / y, other.rows))
+        best = min(best, max(one.time(first), other.time(second)))
     return best
+
+
+def _whole(sequences: float, rows: int) -> int:
+    return math.ceil(sequences / rows - 1e-9) * rows
