@@ -139,7 +139,7 @@ def by_deepspeed(given: Judgement) -> list[str]:
     if universal:  # its loader leaves frozen weights and buffers alone
         trained = {t["name"] for t in given.spec["tensors"] if t["role"] == "trained" and count(t["shape"])}
         wanted = {n: t for n, t in wanted.items() if _parameter(n) in trained}
-    same(given.renamed(found), _in_engine(given, wanted), subset=True, exact=False)
+    same(given.renamed(found), in_engine(given.spec, given.precision, wanted), subset=True, exact=False)
     _same_groups(given, table)
     return [*said, f"loaded by DeepSpeed {given.kind} x {world} {given.precision}"]
 
@@ -149,7 +149,7 @@ def _offline(given: Judgement, job: dict[str, Any]) -> list[str]:
     fp32 = job | {"do": "fp32", "truth": str(given.scratch / "fp32")}
     found, _ = given.frameworks.run(DEEPSPEED, fp32, 1)
     same(given.renamed(found), given.weights(), subset=True, exact=False)
-    if given.spec["optimizer"] != "adamw" or not given.with_optimizer or given.spec["never"]:
+    if not given.with_optimizer or not has_atoms(given.spec, given.kind):
         return ["zero_to_fp32"]
     atoms = job | {"do": "atoms", "truth": str(given.scratch / "atoms")}
     found, _ = given.frameworks.run(DEEPSPEED, atoms, 1)
@@ -159,24 +159,37 @@ def _offline(given: Judgement, job: dict[str, Any]) -> list[str]:
     return ["zero_to_fp32", "ds_to_universal"]
 
 
+def has_atoms(spec: Spec, kind: str) -> bool:
+    """Can `ds_to_universal` take it? It knows Adam's states, wants them for every parameter, and for stages
+    1 and 2 puts every parameter together by `torch.cat`, which refuses tensors without dimensions.
+    """
+    trained = [t for t in spec["tensors"] if t["role"] == "trained"]
+    if kind != "zero-3" and any(not t["shape"] for t in trained):
+        return False
+    return spec["optimizer"] == "adamw" and not spec["never"]
+
+
 def _parameter(name: str) -> str:
     kind, _, rest = name.partition("/")
     return rest.rpartition("/")[0] if kind == "optimizer" else rest
 
 
-def _in_engine(given: Judgement, truth: Truth) -> Truth:
-    """A 16-bit engine casts frozen weights and buffers."""
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(given.precision, torch.float32)
-    frozen = {t["name"] for t in given.spec["tensors"] if t["role"] != "trained"}
-    buffers = {t["name"] for t in given.spec["tensors"] if t["role"] == "buffer"}
-    return {
-        n: t.to(kind)
-        if t.is_floating_point()
-        and _parameter(n) in frozen
-        and (kind != torch.float32 or _parameter(n) not in buffers)
-        else t
-        for n, t in truth.items()
-    }
+def in_engine(spec: Spec, precision: str, truth: Truth) -> Truth:
+    """What an engine that has loaded it holds: masters and states in fp32, whatever the file had; a 16-bit
+    engine casts frozen weights and buffers.
+    """
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    roles = {t["name"]: t["role"] for t in spec["tensors"]}
+    found = dict(truth)
+    for name, tensor in truth.items():
+        role = roles.get(_parameter(name), "trained")  # a tied name is that of a trained one
+        if not tensor.is_floating_point() or (role == "buffer" and kind == torch.float32):
+            continue
+        if role != "trained":
+            found[name] = tensor.to(kind)
+        elif tensor.dtype == torch.float64:
+            found[name] = tensor.to(torch.float32)
+    return found
 
 
 def _same_groups(given: Judgement, table: dict[str, Any]) -> None:

@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from harness.odd.frameworks import Frameworks
+from harness.odd.frameworks import Frameworks, has_atoms, in_engine
 from harness.odd.matrix import PAIRS, cases, parse, run
 from harness.odd.model import OddModel, draw, optimizer_of, train, train_shards, truth_of
 
@@ -43,6 +44,24 @@ def test_shards_are_given_the_states_that_torchs_own_step_makes(optimizer: str) 
         way(spec, model, made)
         named.append(set(truth_of(spec, model, made)[0]))
     assert named[0] == named[1]
+
+
+def test_deepspeeds_engine_holds_what_was_64_bits_wide_in_32() -> None:
+    """Its file keeps F64 to the bit; the engine casts when it loads."""
+    spec = draw(700007, "sharded")
+    fine = torch.tensor([1 / 3], dtype=torch.float64)
+    truth = {"model/a.b.c.bias": fine, "optimizer/a.b.c.bias/momentum_buffer": fine}
+    truth["model/out.tie.weight"] = fine  # tied to it
+    for held in in_engine(spec, "fp32", truth).values():
+        assert held.dtype == torch.float32
+    assert in_engine(spec, "bf16", truth)["model/a.b.c.bias"].dtype == torch.float32, "masters are not cast"
+
+
+def test_deepspeeds_offline_tool_is_not_asked_for_a_parameter_without_dimensions() -> None:
+    spec = draw(700077, "sharded")
+    assert any(not t["shape"] for t in spec["tensors"] if t["role"] == "trained")
+    assert not has_atoms(spec, "zero-2")
+    assert has_atoms(spec, "zero-3"), "there it never gives parameters their shapes"
 
 
 def test_odd_checkpoints_survive_pairs_of_formats(tmp_path: Path) -> None:

@@ -9,11 +9,15 @@ import pytest
 
 from everstep.core.words.ops import Worker
 from everstep.plan import Assignment, Cluster, PlanNode, SlotPlace, TaskSpec, assign
-from everstep.plan.curve import Curve, from_table
+from everstep.plan.curve import Curve, from_model, from_table
+from everstep.plan.hardware import gpu
 from everstep.plan.holes import num_moving, per_stage, ratio, with_holes
+from everstep.plan.models import model
 from everstep.plan.option import OptionKind
 from everstep.plan.reroute import throughput_ratio
 from everstep.plan.shape import ParallelShape
+from everstep.plan.stacks import stack
+from everstep.plan.throughput import PlannedCut, step_time
 
 BATCH = 64
 
@@ -52,6 +56,33 @@ def test_throughput_is_the_schedulers_for_places_spread_evenly() -> None:
         dead = frozenset(Worker(k, s) for s, n in enumerate(live) for k in range(n, 8))
         wanted = throughput_ratio(ParallelShape(8, 3), dead, batch=BATCH, schedule="staggered")
         assert ratio(made, made.cuts[0], 8, groups) == wanted
+
+
+def test_what_comes_once_per_step_is_not_done_more_often_by_fewer() -> None:
+    """Half of a step is reduction and update: with half of the workers only the other half takes longer."""
+    shape, dead = ParallelShape(8, 1), frozenset(Worker(k, 0) for k in range(4))
+    alone = throughput_ratio(shape, dead, batch=BATCH, schedule="staggered")
+    assert alone == pytest.approx(0.5)
+    half = throughput_ratio(shape, dead, batch=BATCH, schedule="staggered", per_step=0.5)
+    assert half == pytest.approx(1 / (0.5 / 0.5 + 0.5))
+
+
+def test_a_cut_of_a_model_says_which_share_of_its_step_comes_once() -> None:
+    made = from_model(model("gpt3-1.3b"), gpu("A800"), stack("megatron-2022"), most=32, slots_per_node=1)
+    cut = made.cuts[0]
+    shape = cut.shape(32)
+    whole = step_time(
+        model("gpt3-1.3b"),
+        gpu("A800"),
+        stack("megatron-2022"),
+        PlannedCut(stages=1, shards=1, microbatch=shape.microbatch, recompute=shape.recompute),
+        np.array([32.0]),
+        slots_per_node=1,
+    )
+    wanted = float((whole.reduce + whole.update)[0] / whole.total[0])
+    assert 0.05 < wanted < 0.5
+    assert made.per_step(shape) == pytest.approx(wanted)
+    assert ratio(made, cut, 32, 31) > 16 / 17, "one of 32 is missing: 17 microbatches instead of 16"
 
 
 def test_a_node_that_comes_fills_one_of_three_empty_places() -> None:
