@@ -175,15 +175,15 @@ def _parameter(name: str) -> str:
 
 
 def in_engine(spec: Spec, precision: str, truth: Truth) -> Truth:
-    """What an engine that has loaded it holds: masters and states in fp32, whatever the file had; a 16-bit
-    engine casts frozen weights and buffers.
+    """What an engine that has loaded it holds: masters and states in fp32, whatever the file had. A 16-bit
+    engine casts frozen weights, and leaves buffers as they are unless `buffer_dtype` says otherwise.
     """
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     roles = {t["name"]: t["role"] for t in spec["tensors"]}
     found = dict(truth)
     for name, tensor in truth.items():
         role = roles.get(_parameter(name), "trained")  # a tied name is that of a trained one
-        if not tensor.is_floating_point() or (role == "buffer" and kind == torch.float32):
+        if role == "buffer" or not tensor.is_floating_point():
             continue
         if role != "trained":
             found[name] = tensor.to(kind)

@@ -57,6 +57,13 @@ def test_deepspeeds_engine_holds_what_was_64_bits_wide_in_32() -> None:
     assert in_engine(spec, "bf16", truth)["model/a.b.c.bias"].dtype == torch.float32, "masters are not cast"
 
 
+def test_deepspeeds_16_bit_engine_casts_frozen_weights_and_no_buffers() -> None:
+    spec = {"tensors": [{"name": "w", "role": "frozen"}, {"name": "b", "role": "buffer"}]}
+    held = in_engine(spec, "fp16", {"model/w": torch.ones(2), "buffer/b": torch.tensor([0.41632])})
+    assert held["model/w"].dtype == torch.float16
+    assert held["buffer/b"].dtype == torch.float32
+
+
 def test_deepspeeds_offline_tool_is_not_asked_for_a_parameter_without_dimensions() -> None:
     spec = draw(700077, "sharded")
     assert any(not t["shape"] for t in spec["tensors"] if t["role"] == "trained")
