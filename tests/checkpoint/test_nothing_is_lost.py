@@ -258,8 +258,11 @@ def test_a_pickled_object_in_the_scheduler_is_refused_by_name(
     assert code == 2
     assert "lost: lr_scheduler.lambdas.0; to accept this, give --accept lost:lr_scheduler.lambdas.0." in said
     assert said.count("\n") == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) in (["dcp"], ["dcp", "u"])
-    assert not list(tmp_path.glob("u/*"))
+    assert [p.name for p in tmp_path.iterdir()] == ["dcp"], "no empty folder either"
+    for to in ("universal", "hf"):
+        code, _ = everstep("ckpt", "convert", tmp_path / "dcp", tmp_path / "a" / "b" / "u", "--to", to)
+        assert code == 2
+        assert [p.name for p in tmp_path.iterdir()] == ["dcp"], "nor its parents"
     code, said = everstep(
         "ckpt", "convert", tmp_path / "dcp", tmp_path / "u", "--accept", "lost:lr_scheduler*"
     )

@@ -17,6 +17,7 @@ from everstep.checkpoint import dtypes, selfcheck
 from everstep.checkpoint.formats import dialects
 from everstep.checkpoint.formats.format import Format, Reading, Target
 from everstep.checkpoint.formats.table import FORMATS
+from everstep.checkpoint.new_folders import NewFolders
 from everstep.checkpoint.parts import Progress
 from everstep.checkpoint.selfcheck import Accepted, Change
 from everstep.checkpoint.state import TrainingState
@@ -62,6 +63,7 @@ def write_state(
     """Write all of it, or nothing under this name. The changes that were accepted."""
     row = format_named(target.format)
     wanted, asked = _wanted(state, target)
+    new = NewFolders(path)
     staging = row.staged(path) if row.staged is not None else FolderStaging(path, row)
     try:
         source = selfcheck.hashed(wanted) if check else wanted
@@ -73,8 +75,10 @@ def write_state(
             patterns = () if accepted is None else accepted.patterns
             rows = selfcheck.require(rows, Accepted(patterns, asked), str(path))
         staging.commit()
-    finally:
+    except BaseException:
         staging.discard()
+        new.remove_empty()
+        raise
     return rows
 
 

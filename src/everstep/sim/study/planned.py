@@ -304,7 +304,8 @@ def _best_known(curve: Curve) -> Floats:
         return whole
     staggered = replace(curve, schedule="staggered")
     mixed = np.array([by_templates(curve, n) for n in range(curve.most + 1)])
-    return np.maximum(np.maximum(whole, mixed), with_holes(staggered).throughput)
+    found: Floats = np.maximum(np.maximum(whole, mixed), with_holes(staggered).throughput)
+    return found
 
 
 def _back_in(life: Life, node: int) -> float | None:
