@@ -136,6 +136,8 @@ def by_deepspeed(given: Judgement) -> list[str]:
     load = job | {"do": "load", "truth": str(given.scratch / "engine")}
     found, table = given.frameworks.run(DEEPSPEED, load, world)
     wanted = given.truth if given.with_optimizer else given.weights()
+    empty = {t["name"] for t in given.spec["tensors"] if not count(t["shape"])}  # it keeps no state for them
+    wanted = {n: t for n, t in wanted.items() if not (n.startswith("optimizer/") and _parameter(n) in empty)}
     if universal:  # its loader leaves frozen weights and buffers alone
         trained = {t["name"] for t in given.spec["tensors"] if t["role"] == "trained" and count(t["shape"])}
         wanted = {n: t for n, t in wanted.items() if _parameter(n) in trained}

@@ -27,6 +27,9 @@ from everstep.errors import UserError
 __all__ = ["FORMATS", "Accepted", "Reading", "Target", "detect", "read_state", "write_state"]
 
 
+DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, OSError)
+
+
 def format_named(name: str) -> Format:
     if name not in FORMATS:
         raise UserError(f"format {name!r} is not one of {', '.join(FORMATS)}.")
@@ -48,7 +51,15 @@ def detect(path: str | Path) -> str:
 
 def read_state(path: str | Path, format: str | None = None, reading: Reading | None = None) -> TrainingState:
     """All of a checkpoint of any known format, read as it is asked for; `detect` finds out which."""
-    return format_named(format or detect(path)).read(path, reading or Reading())
+    row = format_named(format or detect(path))
+    try:
+        return row.read(path, reading or Reading())
+    except DAMAGE as error:  # foreign structures: a key may be missing anywhere
+        what = f"{type(error).__name__} {error}".strip()
+        raise UserError(
+            f"{path} cannot be read as {row.name}: {what}; it is damaged, mixed from several checkpoints or "
+            "of a version that is not known."
+        ) from error
 
 
 def write_state(
@@ -63,6 +74,7 @@ def write_state(
     """Write all of it, or nothing under this name. The changes that were accepted."""
     row = format_named(target.format)
     wanted, asked = _wanted(state, target)
+    _require_folder(path)
     new = NewFolders(path)
     staging = row.staged(path) if row.staged is not None else FolderStaging(path, row)
     try:
@@ -75,11 +87,20 @@ def write_state(
             patterns = () if accepted is None else accepted.patterns
             rows = selfcheck.require(rows, Accepted(patterns, asked), str(path))
         staging.commit()
-    except BaseException:
+    except BaseException as error:
         staging.discard()
         new.remove_empty()
+        if isinstance(error, OSError):
+            raise UserError(f"{path} is not written: {error}.") from error
         raise
     return rows
+
+
+def _require_folder(path: str | Path) -> None:
+    if "://" not in str(path):
+        at = next(at for at in (Path(path), *Path(path).parents) if os.path.lexists(at))
+        if not at.is_dir():
+            raise UserError(f"{at} is not a directory; give a new folder to write to.")
 
 
 def _wanted(state: TrainingState, target: Target) -> tuple[TrainingState, tuple[str, ...]]:

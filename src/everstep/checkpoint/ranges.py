@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import stat
 import threading
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -64,7 +66,7 @@ class LocalFile:
     def _open(self) -> int:
         with self._lock:
             if self._number is None:
-                self._number = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._number = _opened(self.path)
                 if self.access == "mmap" and os.fstat(self._number).st_size:
                     self._map = mmap.mmap(self._number, 0, prot=mmap.PROT_READ)
             return self._number
@@ -79,6 +81,15 @@ class LocalFile:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _opened(path: Path) -> int:
+    """Files only: the opening of a pipe would wait for a writer."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return number
 
 
 class UrlFile:

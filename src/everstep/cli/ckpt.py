@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -152,6 +153,7 @@ def convert_command(
         frozen=tuple(frozen or ()),
     )
     kind, state = _read(source, reading)
+    _require_apart(source, target)
     _give_config(state, goal.format, heads, kv_heads)
     with progress_bar(f"{kind} to {to}", state.num_bytes()) as advance:
         changes = write_state(target, state, goal, advance, accepted=accepted)
@@ -176,6 +178,15 @@ def convert_command(
     else:
         size = size_text(state.num_bytes())
         print(f"{target}: {to}, step {state.step}, {len(state.tensors)} tensors, {size}, checked")
+
+
+def _require_apart(source: str, target: str) -> None:
+    """A conversion leaves its source as it is."""
+    if "://" in source or "://" in target:
+        return
+    here, there = Path(os.path.realpath(source)), Path(os.path.realpath(target))
+    if here == there or here in there.parents:
+        raise UserError(f"{target} is inside the source {source}; give a folder outside of it.")
 
 
 @ckpt_app.command("export")

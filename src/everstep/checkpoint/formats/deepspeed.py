@@ -53,6 +53,8 @@ def folder_of(path: Path) -> Path | None:
         tag = (path / "latest").read_text(encoding="utf-8").strip()
         if "/" in tag or tag in ("", ".", ".."):
             raise UserError(f"{path / 'latest'} names {tag!r}, which is not a folder here.")
+        if not (path / tag).is_dir():
+            raise UserError(f"{path / 'latest'} names {tag!r}, which is not a folder here.")
         path = path / tag
     return path if path.is_dir() and any(OPTIM.fullmatch(p.name) for p in path.iterdir()) else None
 

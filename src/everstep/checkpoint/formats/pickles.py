@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from everstep.layout.box import whole
 from everstep.layout.layout import ITEM_BYTES
 
 MAX_PICKLE_BYTES = 1 << 30
+RANK = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)")
 STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
     "ComplexFloatStorage": "C64", "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16",
@@ -87,21 +89,22 @@ def load(path: str | Path) -> Any:
     """The object of a torch file. A sentence if it is not one."""
     file = LocalFile(path)
     try:
-        return load_range(file, 0, file.size())
+        return load_range(file, 0, file.size(), name=Path(path).name)
     except Refused as refused:
         raise UserError(f"{path} cannot be read: {refused}.") from refused
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
 
 
-def load_range(file: RangeFile, start: int, length: int) -> Any:
-    """The object of a torch file that is a part of another file."""
+def load_range(file: RangeFile, start: int, length: int, *, name: str = "") -> Any:
+    """The object of a torch file that is a part of another file; `name`: of a file of its own."""
     window = _Window(file, start, length)
     try:
         archive = zipfile.ZipFile(window)
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
         raise Refused(f"it is not a file of torch.save: {error}") from error
     records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    _require_rank(name, next((info.filename.partition("/")[0] for info in archive.infolist()), ""))
     if "data.pkl" not in records:
         raise Refused("it is not a file of torch.save: data.pkl is missing")
     if records["data.pkl"].file_size > MAX_PICKLE_BYTES:
@@ -131,6 +134,17 @@ def load_range(file: RangeFile, start: int, length: int) -> Any:
         return _Storage(file, at, size, str(kind))
 
     return _unpickled(archive.read(records["data.pkl"]), persistent)
+
+
+def _require_rank(name: str, written_as: str) -> None:
+    """torch.save keeps the name a file was written under: one rank's file must not stand for another's."""
+    ours, theirs = RANK.search(name), RANK.search(written_as)
+    if ours and theirs and [*map(_number, ours.groups())] != [*map(_number, theirs.groups())]:
+        raise Refused(f"it was written as {written_as}.pt, another rank's; restore the file of this rank")
+
+
+def _number(digits: str | None) -> int:
+    return int(digits or 0)
 
 
 def load_plain(data: bytes, known: dict[tuple[str, str], Any] | None = None) -> Any:

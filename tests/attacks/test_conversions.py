@@ -1,0 +1,112 @@
+"""Folders that are not what they seem: one sentence, exit code 2, source untouched, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from everstep.checkpoint.convert import Target, write_state
+from everstep.checkpoint.state import TrainingState
+from everstep.checkpoint.stored import Held
+from everstep.cli import main
+
+Converts = Callable[..., str]
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Converts:
+    """What a conversion says that must be refused."""
+
+    def run(source: Path, target: Path | None = None, *options: str) -> str:
+        before, others = _seen(source), {p for p in tmp_path.rglob("*") if source not in p.parents}
+        out = target or tmp_path / "out"
+        assert main.run(["ckpt", "convert", str(source), str(out), *options]) == 2
+        said = capfd.readouterr().err
+        assert said.count("\n") == 1, said
+        assert _seen(source) == before
+        assert {p for p in tmp_path.rglob("*") if source not in p.parents} == others
+        return said
+
+    return run
+
+
+def _seen(folder: Path) -> list[tuple[str, int, int]]:
+    return [(str(p), p.lstat().st_size, p.lstat().st_mtime_ns) for p in sorted([folder, *folder.rglob("*")])]
+
+
+def _state() -> TrainingState:
+    weight = np.arange(60, dtype=np.uint32).reshape(12, 5)
+    names = ("model/w", "optimizer/w/exp_avg", "optimizer/w/exp_avg_sq")
+    tensors = {name: Held("F32", weight + i) for i, name in enumerate(names)}
+    tensors["optimizer/w/step"] = Held("F32", np.array(7.0, np.float32).view(np.uint32))
+    return TrainingState(step=7, tensors=tensors, groups=[{"params": ["w"], "lr": 0.1, "weight_decay": 0.0}])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same state as ZeRO-2, ZeRO-3 and DCP."""
+    root = tmp_path_factory.mktemp("made")
+    for stage in (2, 3):
+        write_state(root / f"z{stage}", _state(), Target(format="deepspeed", stage=stage, world=3))
+    write_state(root / "dcp", _state(), Target(format="dcp"))
+    return root
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_rank_s_file_does_not_stand_for_another_s(
+    made: Path, tmp_path: Path, refusal: Converts, stage: int
+) -> None:
+    """ZeRO-3's has no rank inside: a third of every parameter was another third's, and nobody noticed."""
+    folder = shutil.copytree(made / f"z{stage}", tmp_path / "copy")
+    first, second, _ = sorted(folder.glob("*/*optim_states.pt"))
+    shutil.copy(first, second)
+    assert f"{second} cannot be read: it was written as {first.name}, another rank's;" in refusal(folder)
+
+
+def test_ranks_of_two_checkpoints_are_one_sentence(made: Path, tmp_path: Path, refusal: Converts) -> None:
+    folder = shutil.copytree(made / "z2", tmp_path / "copy")
+    mine, other = (sorted(f.glob("*/*optim_states.pt"))[1] for f in (folder, made / "z3"))
+    shutil.copy(other, mine)
+    said = refusal(folder)
+    assert "KeyError 'single_partition_of_fp32_groups'" in said
+    assert "mixed from several checkpoints" in said
+
+
+def test_a_pipe_among_the_files_is_not_waited_for(made: Path, tmp_path: Path, refusal: Converts) -> None:
+    folder = shutil.copytree(made / "dcp", tmp_path / "copy")
+    data = next(folder.glob("*.distcp"))
+    data.unlink()
+    os.mkfifo(data)
+    assert "not a regular file" in refusal(folder)
+
+
+def test_latest_that_names_nothing(made: Path, tmp_path: Path, refusal: Converts) -> None:
+    folder = shutil.copytree(made / "z2", tmp_path / "copy")
+    (folder / "latest").write_text("global_step999")
+    assert "latest names 'global_step999', which is not a folder here." in refusal(folder)
+
+
+@pytest.mark.parametrize("to", ["universal", "hf"])
+def test_a_target_that_is_a_file_or_inside_the_source(
+    made: Path, tmp_path: Path, refusal: Converts, to: str
+) -> None:
+    (tmp_path / "file").write_text("x")
+    folder = shutil.copytree(made / "dcp", tmp_path / "copy")
+    for target in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        assert f"{tmp_path / 'file'} is not a directory" in refusal(folder, target, "--to", to)
+    (tmp_path / "link").symlink_to(folder)
+    for target in (folder / "inner", tmp_path / "link" / "inner", folder):
+        assert "is inside the source" in refusal(folder, target, "--to", to)
+
+
+def test_a_full_disk_is_one_sentence(made: Path, refusal: Converts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("everstep.checkpoint.formats.hf.write_file", full)
+    assert "is not written: [Errno 28] No space left on device." in refusal(made / "dcp", None, "--to", "hf")
