@@ -153,7 +153,7 @@ def convert_command(
         frozen=tuple(frozen or ()),
     )
     kind, state = _read(source, reading)
-    _require_apart(source, target)
+    _require_apart(source, target, kind)
     _give_config(state, goal.format, heads, kv_heads)
     with progress_bar(f"{kind} to {to}", state.num_bytes()) as advance:
         changes = write_state(target, state, goal, advance, accepted=accepted)
@@ -180,12 +180,14 @@ def convert_command(
         print(f"{target}: {to}, step {state.step}, {len(state.tensors)} tensors, {size}, checked")
 
 
-def _require_apart(source: str, target: str) -> None:
-    """A conversion leaves its source as it is."""
+def _require_apart(source: str, target: str, kind: str) -> None:
+    """A conversion leaves its source as it is. DCP and Hugging Face are flat folders; the others keep one
+    folder per step, and a new one may lie beside those.
+    """
     if "://" in source or "://" in target:
         return
     here, there = Path(os.path.realpath(source)), Path(os.path.realpath(target))
-    if here == there or here in there.parents:
+    if here == there or (kind in ("dcp", "hf") and here in there.parents):
         raise UserError(f"{target} is inside the source {source}; give a folder outside of it.")
 
 

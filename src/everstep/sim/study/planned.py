@@ -302,7 +302,7 @@ def _best_known(curve: Curve) -> Floats:
     whole = curve.throughput
     if not curve.batch or curve.most > LARGE_NODES:  # then its steps are too fine for this to matter
         return whole
-    staggered = replace(curve, schedule="staggered")
+    staggered = replace(curve, schedule=OURS)
     mixed = np.array([by_templates(curve, n) for n in range(curve.most + 1)])
     found: Floats = np.maximum(np.maximum(whole, mixed), with_holes(staggered).throughput)
     return found
