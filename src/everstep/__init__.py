@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from everstep.engine.model import Model, token_loss
     from everstep.errors import EverstepError, UserError
     from everstep.launch.local.api import Result, train
+    from everstep.launch.local.lightning import fit
     from everstep.launch.local.loggers import CsvLog, EarlyStop, JsonlLog, MlflowLog, WandbLog
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "WandbLog",
     "__version__",
     "export",
+    "fit",
     "hf",
     "load",
     "rows",
@@ -48,6 +50,7 @@ _HOMES = {
     "MlflowLog": _LOGGERS,
     "train": "everstep.launch.local.api",
     "Result": "everstep.launch.local.api",
+    "fit": "everstep.launch.local.lightning",
     "Model": "everstep.engine.model",
     "token_loss": "everstep.engine.model",
     "hf": "everstep.engine.hf.model",

@@ -16,17 +16,17 @@ from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.engine.resolve import data_of
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
-from tests.launch.counted import ROWS, elements
+from harness.counted_rows import ROWS, elements
 
 JOB = Job(
-    model=ModelSpec(build="counted:model"),
-    data=DataSpec(build="counted:Data"),
+    model=ModelSpec(build="counted_rows:model"),
+    data=DataSpec(build="counted_rows:Data"),
     optimizer=OptimizerSpec(lr=1e-3),
     steps=24,
     replicas=2,
     stages=2,
     microbatches=3,
-    base=str(Path(__file__).parent),
+    base=str(Path(__file__).parents[2] / "harness"),
 )
 
 
@@ -98,7 +98,7 @@ def test_every_row_is_trained_on_once_per_epoch_under_kills_and_reshapes(
 
 def test_a_stream_is_read_once_whichever_worker_dies(fork_server: ForkServer, tmp_path: Path) -> None:
     draw = random.Random(20)
-    job = replace(JOB, data=DataSpec(build="counted:StreamData"), steps=16)
+    job = replace(JOB, data=DataSpec(build="counted_rows:StreamData"), steps=16)
 
     def prepared(name: str) -> Job:
         made = counting(job, tmp_path / name, where=str(tmp_path / f"{name}-stream"))

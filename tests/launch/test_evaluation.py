@@ -17,23 +17,23 @@ from everstep.launch.local.api import run_told
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
-from tests.launch.evaluated import Data, error, model
+from harness.evaluated_model import Data, error, model
 
 JOB = Job(
-    model=ModelSpec(build="evaluated:model"),
-    data=DataSpec(build="evaluated:Data"),
+    model=ModelSpec(build="evaluated_model:model"),
+    data=DataSpec(build="evaluated_model:Data"),
     optimizer=OptimizerSpec(lr=1e-2),
     evaluation=EvaluationSpec(
         every=4,
         batches=13,
-        data=DataSpec(build="evaluated:Data", options={"seed": 1}),
-        metrics=["evaluated:error"],
+        data=DataSpec(build="evaluated_model:Data", options={"seed": 1}),
+        metrics=["evaluated_model:error"],
     ),
     steps=10,
     replicas=2,
     stages=2,
     microbatches=3,
-    base=str(Path(__file__).parent),
+    base=str(Path(__file__).parents[2] / "harness"),
 )
 
 

@@ -212,10 +212,11 @@ def run_job(
 
 
 def _modules(job: Job) -> tuple[str, ...]:
-    """What workers will want: for a script that has built a Hugging Face model, what that has imported."""
+    """What workers will want, and what takes long to import: that of a job file, or what this script has."""
     ours = "everstep.engine.hf.model"
     models = [name for name in sys.modules if re.fullmatch(r"transformers\.models\.\w+\.modeling_\w+", name)]
-    return job.modules() or ((ours, *sorted(models)) if ours in sys.modules else ())
+    lightning = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
+    return job.modules() or (*((ours, *sorted(models)) if ours in sys.modules else ()), *lightning)
 
 
 def run_told(job: Job, callbacks: Sequence[Any] = (), *, watch: Watcher, **more: Any) -> Outcome:
@@ -342,6 +343,11 @@ def _this_launch() -> LocalLaunch:
     if launch.result is not None:
         raise UserError("everstep.train was called a second time; a script trains once.")
     return launch
+
+
+def overrides() -> dict[str, int]:
+    """What `everstep run` says of the shape, in the launcher."""
+    return dict(_this_launch().overrides)
 
 
 # ------------------------------------------------------------------ ending early

@@ -1,0 +1,1 @@
+"""A LightningModule as a program of ours: its layers, its step, its optimizer."""

@@ -1,0 +1,243 @@
+"""`everstep.fit`: a LightningModule, trained by workers that recover.
+
+The module's own hooks say everything: training_step and validation_step what a step computes,
+configure_optimizers how it is updated, train_dataloader and val_dataloader (or a datamodule's, or loaders
+that are given) on what. Its Trainer is not used: what it does is the work of the launcher and the workers.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from everstep.checkpoint.export import load
+from everstep.engine import context
+from everstep.engine.datasets.rows import Rows, rows, seeded
+from everstep.engine.datasets.stream import Stream, stream
+from everstep.engine.lightning import hooks
+from everstep.engine.lightning.cut import WHOLE, ModuleParts, parts_of
+from everstep.engine.lightning.model import (
+    CARD,
+    LightningProgram,
+    give_up_values,
+    parts_from,
+    write_values,
+)
+from everstep.errors import UserError
+from everstep.launch.local import api
+from everstep.launch.local.data import steps_of
+
+
+def fit(
+    module: Any,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    datamodule: Any = None,
+    *,
+    layers: str | None = None,
+    replicas: int = 1,
+    stages: int = 1,
+    microbatches: int = 4,
+    steps: int | None = None,
+    epochs: float | None = None,
+    checkpoint: Any = None,
+    **settings: Any,
+) -> api.Result:
+    """Train a LightningModule on `replicas` x `stages` workers; afterwards it has the trained weights.
+
+    module               any with automatic optimization and one optimizer
+    train_dataloaders    as for `Trainer.fit`: else those of `datamodule`, else those of the module. A batch
+                         of the loader is a microbatch
+    layers               for more than one stage: the name of the module's row of layers, such as "blocks";
+                         stages are cut between them
+    steps, epochs        how long; one of them
+    settings             as for `everstep.train`: clip, precision, ema, seed, device, eval_every,
+                         eval_batches, callbacks, recompute, page
+    """
+    unused = hooks.check(module)
+    if stages > 1 and layers is None:
+        raise UserError(
+            f"stages is {stages}, and the module must be cut; name its row of layers: "
+            'everstep.fit(module, layers="blocks", ...).'
+        )
+    here = context.current_worker()
+    owner = datamodule if datamodule is not None else module
+    if here is None and hasattr(owner, "prepare_data"):
+        owner.prepare_data()
+    for told in (datamodule, module):
+        if told is not None:
+            told.setup("fit")
+    module.configure_model()
+    data = _data(train_dataloaders, "train_dataloader", datamodule, module)
+    tested = _data(val_dataloaders, "val_dataloader", datamodule, module, wanted=False)
+    if data is None:
+        raise UserError("everstep.fit found no training data; give train_dataloaders or a datamodule.")
+    if here is not None:
+        card = here.job.model.card[CARD]
+        program = LightningProgram(module, Path(card["start"]), parts_from(card), here.job.steps)
+        give_up_values(module)
+        shape = {"replicas": 1, "microbatches": here.job.microbatches_in_step}
+        names = tuple(here.job.evaluation.metrics) if here.job.evaluation else ()
+        _train(program, data, tested, names, _steps_in_epoch(data, shape), {})
+    shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches}
+    shape = {**shape, **api.overrides()}
+    if (steps is None) == (epochs is None):
+        raise UserError(
+            "everstep.fit needs steps or epochs, one of them: everstep.fit(module, epochs=3, ...)."
+        )
+    count = steps or steps_of(data, epochs, shape, int(settings.get("seed", 0)))
+    if unused:
+        print(f"not called: {', '.join(unused)}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="everstep-fit-") as folder:
+        start = Path(folder) / "start.safetensors"
+        write_values(module, start)
+        with _tried(module):
+            program = LightningProgram(module, start, _cut(module, data, layers, count), count)
+            program.check_cut(module, _first(data))
+            names = _metrics(module, tested, count)
+        kept = checkpoint or {"folder": str(Path(folder) / "checkpoints"), "interval": count}
+        more = {**settings, **shape, "steps": count, "checkpoint": kept}
+        result = _train(program, data, tested, names, _steps_in_epoch(data, shape), more)
+        weights = load(kept["folder"] if isinstance(kept, dict) else kept)
+    module.load_state_dict(
+        {name.removeprefix(f"{WHOLE}."): value for name, value in weights.items()}, strict=False
+    )
+    return result
+
+
+def _train(
+    program: LightningProgram,
+    data: Any,
+    tested: Any,
+    names: tuple[str, ...],
+    steps_in_epoch: int | None,
+    settings: dict[str, Any],
+) -> api.Result:
+    evaluation: dict[str, Any] = {}
+    if tested is not None:
+        evaluation = {"eval_data": tested, "metrics": {name: _Logged(name) for name in names}}
+    return api.train(
+        model=program.model(),
+        data=data,
+        optimizer=program.optimizer,
+        schedule=program.rate(steps_in_epoch),
+        **evaluation,
+        **settings,
+    )
+
+
+class _Logged:
+    """A metric: what validation_step has logged under a name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, output: Any, targets: Any) -> Any:
+        return output["logged"][self.name]
+
+
+@contextmanager
+def _tried(module: Any) -> Iterator[None]:
+    """Steps of the module here, in the launcher, which leave no trace in it."""
+    try:
+        with seeded(0):
+            yield
+    finally:
+        module.train()
+        for part in module.modules():
+            for name in ("log", "log_dict"):
+                part.__dict__.pop(name, None)
+            if "_trainer" in part.__dict__:
+                part.__dict__["_trainer"] = None
+
+
+def _cut(module: Any, data: Any, layers: str | None, steps: int) -> ModuleParts | None:
+    calls, batch = hooks.StepCalls(module, steps), _first(data)
+    if layers is not None:
+        return parts_of(module, layers, lambda: calls.train(batch))
+    calls.train(batch)
+    return None
+
+
+def _metrics(module: Any, tested: Any, steps: int) -> tuple[str, ...]:
+    """The names of what validation_step logs."""
+    if tested is None:
+        return ()
+    module.eval()
+    with torch.no_grad():
+        return tuple(hooks.StepCalls(module, steps).evaluate(_first(tested))["logged"])
+
+
+# ------------------------------------------------------------------ data
+
+
+def _data(given: Any, hook: str, datamodule: Any, module: Any, wanted: bool = True) -> Rows | Stream | None:
+    """A loader, as data of ours; None where there is none."""
+    if given is not None and hasattr(given, hook):  # a datamodule in the first place, as Trainer.fit takes it
+        given = getattr(given, hook)()
+    for owner in (datamodule, module):
+        if given is None and owner is not None and (wanted or _defines(owner, hook)):
+            given = getattr(owner, hook)() if _defines(owner, hook) else None
+    if given is None or (not wanted and not _defines(module, "validation_step")):
+        return None
+    if isinstance(given, dict | list | tuple):
+        raise UserError(f"{hook} gives several loaders; everstep.fit takes one.")
+    if not isinstance(given, DataLoader):
+        return stream(_Batches(given))
+    ordinary = isinstance(given.sampler, RandomSampler | SequentialSampler) and given.batch_size is not None
+    if isinstance(given.dataset, IterableDataset) or not ordinary:
+        return stream(_Batches(given))
+    return rows(
+        given.dataset,
+        rows=given.batch_size or 1,
+        shuffle=isinstance(given.sampler, RandomSampler),
+        collate=_Collated(given.collate_fn),
+    )
+
+
+def _defines(owner: Any, hook: str) -> bool:
+    """Does a class of the user's define this hook?"""
+    kinds = type(owner).__mro__
+    return any(hook in vars(kind) for kind in kinds if not kind.__module__.startswith(_THEIRS))
+
+
+_THEIRS = ("lightning.", "pytorch_lightning.")
+
+
+class _Collated:
+    """A batch goes whole to the first stage and, for its size, to the last."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+    def __call__(self, given: list[Any]) -> dict[str, Any]:
+        return {"batch": self.collate(given)}
+
+
+class _Batches:
+    """A loader whose batches go whole; with its state, where it has one."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return ({"batch": batch} for batch in self.loader)
+
+
+def _first(data: Rows | Stream) -> Any:
+    if isinstance(data, Rows):
+        return data.batch(1, 0)["batch"]
+    return next(iter(data.source.source))["batch"]
+
+
+def _steps_in_epoch(data: Any, shape: dict[str, int]) -> int | None:
+    return steps_of(data, 1, shape, 0) if isinstance(data, Rows) else None
