@@ -24,7 +24,6 @@ parser.add_argument("--plain", action="store_true")
 parser.add_argument("--stages", type=int, default=2)
 parser.add_argument("--whole", action="store_true", help="do not cut it")
 parser.add_argument("--dropout", type=float, default=0.0)
-parser.add_argument("--spoil", default="", help="what is wrong with the module")
 options = parser.parse_args()
 STEPS, REPLICAS, MICROBATCHES = 6, 2, 2
 
@@ -51,16 +50,14 @@ class Lit(lightning.LightningModule):
     def forward(self, ids):
         x = self.embed(ids) * self.scale
         for block in self.blocks:
-            x = x + block(x) if options.spoil == "residual" else block(x)
+            x = block(x)
         return self.head(x)
 
     def training_step(self, batch, batch_idx):
         ids, targets = batch
         loss = nn.functional.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
         self.log("train_loss", loss)
-        if options.spoil == "global_step":
-            loss = loss * self.global_step
-        return None if options.spoil == "nothing" else loss
+        return loss
 
     def validation_step(self, batch, batch_idx):
         ids, targets = batch
@@ -76,15 +73,8 @@ class Lit(lightning.LightningModule):
         )
         steps = self.trainer.estimated_stepping_batches
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * steps))
-        if options.spoil == "plateau":
-            rate = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
 
-
-if options.spoil == "manual":
-    Lit.automatic_optimization = False
-if options.spoil == "hook":
-    Lit.on_after_backward = lambda self: None
 
 draw = torch.Generator().manual_seed(3)
 ids = torch.randint(0, 32, (4 * 4 * STEPS, 9), generator=draw)

@@ -16,6 +16,7 @@ from rich.text import Text
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.train import KILL
+from everstep.cli.worker_output import WorkerOutput
 from everstep.errors import EverstepError, UserError
 from everstep.plan.events import duration
 
@@ -276,23 +277,33 @@ def logs_command(
     task: Annotated[str, typer.Argument(help="Name of the task.")],
     worker: Annotated[str, typer.Option(help="The worker, as replica:stage.")] = "0:0",
     size: Annotated[int, typer.Option("--bytes", min=1, help="Number of bytes to show.")] = 16384,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print what comes, until the task has ended.")
+    ] = False,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show the last lines a worker printed.
+    """Show the last lines a worker printed, also once its task has ended.
 
-    [bold]Example[/bold]
+    With [bold]--follow[/bold] evaluations are shown too, as they come.
+
+    [bold]Examples[/bold]
 
       everstep logs llama-8b --worker 1:0
+
+      everstep logs llama-8b --follow
     """
     client = Client(address=address, token=token, ca=ca)
-    answer = client.get(f"/v1/tasks/{task}/logs?worker={worker}&bytes={size}")
-    if as_json:
-        render.emit(answer)
+    shown = WorkerOutput(client, task, worker, size)
+    write = (lambda text: None) if as_json else (lambda text: print(text, end="", flush=True))
+    if follow:
+        shown.follow(write)
     else:
-        print(answer["text"], end="")
+        write(shown.read())
+    if as_json:
+        render.emit(shown.document)
     return 0
 
 
@@ -339,6 +350,7 @@ def _tasks(tasks: Any) -> Table:
         "protected",
         "loss",
         "s/step",
+        "evaluation",
         "because",
         box=None,
         pad_edge=False,
@@ -353,9 +365,22 @@ def _tasks(tasks: Any) -> Table:
             _protected(task["saved"]),
             "-" if task["loss"] is None else f"{task['loss']:.5f}",
             "-" if not task["step_seconds"] else f"{task['step_seconds']:.3f}",
+            evaluated(task.get("evaluation")),
             task["because"],
         )
     return table
+
+
+def evaluated(found: Any) -> str:
+    """The newest scores of a task, in a few words."""
+    if found is None:
+        return "-"
+    values = ", ".join(f"{name} {_score(value)}" for name, value in list(found["values"].items())[:3])
+    return f"{values} (step {found['step']})"
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _protected(saved: Any) -> Text:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words.actions import RecordStep
 
 KEPT_ROWS = 2000  # of a task, for those who look
+KEPT_EVALUATIONS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,15 @@ class StepRows:
     last: int = 0
     committed: int = 0  # microbatches
     replayed_elsewhere: int = 0
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # by the step that was evaluated
+
+    def evaluate(self, record: RecordStep, names: Iterable[str]) -> dict[str, float]:
+        """The scores that a step brought along: those of the weights after the step before."""
+        found = means(names, (line for _, line in record.scores))
+        self.evaluations[record.step - 1] = found
+        while len(self.evaluations) > KEPT_EVALUATIONS:
+            del self.evaluations[min(self.evaluations)]
+        return found
 
     def shift(self, seconds: float) -> None:
         """Bring the times to another clock."""
@@ -83,6 +93,24 @@ class StepRows:
         return row
 
 
+def metric_names(job: Mapping[str, Any]) -> tuple[str, ...]:
+    """What an evaluation finds, by the words of a job."""
+    told = (job.get("evaluation") or {}).get("metrics") or ()
+    return ("loss", *(str(name).rpartition(":")[2] for name in told))
+
+
+def means(names: Iterable[str], lines: Iterable[tuple[float, ...]]) -> dict[str, float]:
+    """The value of every metric, from the lines of all microbatches."""
+    columns = list(zip(*(line for line in lines if line), strict=True))
+    found = {}
+    for number, name in enumerate(names):
+        if not columns:
+            return {}
+        total, weight = math.fsum(columns[2 * number]), math.fsum(columns[2 * number + 1])
+        found[name] = total / weight if weight else math.nan
+    return found
+
+
 def begins_training(action: msg.ClusterAction) -> bool:
     order = action.order if isinstance(action, msg.Dispatch) else None
     return isinstance(order, msg.NotifyWorker) and isinstance(order.words, act.ResumeStep)
@@ -90,7 +118,9 @@ def begins_training(action: msg.ClusterAction) -> bool:
 
 def rows_from(document: Mapping[str, Any]) -> StepRows:
     """What `rows_document` has written."""
-    rows = StepRows(**{name: value for name, value in document.items() if name != "rows"})
+    plain = {name: value for name, value in document.items() if name not in ("rows", "evaluations")}
+    rows = StepRows(**plain)
+    rows.evaluations = {int(step): dict(values) for step, values in document.get("evaluations", ())}
     rows.rows.extend(StepRow(**row) for row in document["rows"])
     return rows
 
@@ -103,4 +133,5 @@ def rows_document(rows: StepRows) -> dict[str, Any]:
         "last": rows.last,
         "committed": rows.committed,
         "replayed_elsewhere": rows.replayed_elsewhere,
+        "evaluations": [[step, values] for step, values in sorted(rows.evaluations.items())],
     }

@@ -80,15 +80,3 @@ def added(scores: Iterable[list[tuple[float, float]]]) -> tuple[float, ...]:
     return tuple(
         math.fsum(part) for column in zip(*scores, strict=True) for part in zip(*column, strict=True)
     )
-
-
-def means(names: Iterable[str], lines: Iterable[tuple[float, ...]]) -> dict[str, float]:
-    """The value of every metric, from the lines of all microbatches."""
-    columns = list(zip(*(line for line in lines if line), strict=True))
-    found = {}
-    for number, name in enumerate(names):
-        if not columns:
-            return {}
-        total, weight = math.fsum(columns[2 * number]), math.fsum(columns[2 * number + 1])
-        found[name] = total / weight if weight else math.nan
-    return found

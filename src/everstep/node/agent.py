@@ -297,8 +297,11 @@ class Agent:
         try:
             match asked["what"]:
                 case "log":
-                    path = self.workers.log_path(asked["task"], parse_worker(asked["worker"]))
-                    return _tail(path, int(asked["bytes"]))
+                    worker = parse_worker(asked["worker"])
+                    start = None if asked.get("from") is None else int(asked["from"])
+                    return self.workers.logs.read(
+                        asked["task"], worker, most=int(asked["bytes"]), start=start
+                    )
                 case "ops":
                     return {
                         str(worker): last_steps(process.beacon.path)
@@ -318,7 +321,8 @@ class Agent:
                         if task == asked["task"]
                     ]
         except (OSError, KeyError, ValueError, UserError) as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            return {"error": f"{kind}{error}"}
         return None
 
     async def _speak(self, line: aiohttp.ClientWebSocketResponse, sent: int) -> None:
@@ -345,13 +349,6 @@ def _watch(sock: Any) -> None:
     with contextlib.suppress(OSError):
         if sock is not None:
             watch_path(sock)
-
-
-def _tail(path: Path, most: int) -> str:
-    with path.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - most))
-        return file.read(most).decode(errors="replace")
 
 
 class _Loop:

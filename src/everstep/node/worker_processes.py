@@ -35,6 +35,7 @@ from everstep.node.memory_store import MemoryStore
 from everstep.node.process_facts import parent_of
 from everstep.node.ring_watch import RingWatch
 from everstep.node.worker_lines import Loop, WorkerLines
+from everstep.node.worker_logs import WorkerLogs
 
 _PLANTED = ("dies at", "raises at")  # what a beacon shows of a fault that a script asked for
 Report = Callable[[msg.NodeReport, Sender | None], None]  # None: the agent speaks for itself
@@ -104,7 +105,8 @@ class WorkerProcesses:
         self.tasks: dict[str, TaskHere] = {}
         self._loop, self._fork_server, self._beside = loop, fork_server, beside
         self._decide: Decide = decide or machine.handle
-        self._logs, self._detect, self._fabric = logs, detect, fabric
+        self.logs = WorkerLogs(logs or folder)
+        self._detect, self._fabric = detect, fabric
         self._all: dict[Sender, WorkerProcess] = {}
         self._unreadable: dict[str, str] = {}  # jobs that make no sense here, and why
         self._rings: dict[str, RingWatch] = {}
@@ -153,12 +155,7 @@ class WorkerProcesses:
 
     def log_path(self, task: str, worker: Worker) -> Path:
         """The file with what a worker printed."""
-        folder, job = self._logs or self.folder, self.tasks[task].job
-        if job.log is not None:
-            folder = job.path(job.log)
-        folder.mkdir(parents=True, exist_ok=True)
-        prefix = "" if job.log is not None else f"{task}-"
-        return folder / f"{prefix}worker-{worker.replica}-{worker.stage}.log"
+        return self.logs.path(task, worker, self.tasks[task].job)
 
     def slots_by_pid(self) -> dict[int, int]:
         known = self.machine.processes

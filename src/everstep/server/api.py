@@ -200,14 +200,26 @@ class Api:
         task = self._named_task(request)
         worker = parse_worker(request.query.get("worker", "0:0"))
         most = min(MAX_LOG, requests.whole(request.query.get("bytes", "16384"), "bytes"))
-        seat = task.seats.get(worker)
-        if seat is None:
-            return _refuse(404, f"worker {worker} of {task.name} has no slot now.")
         question = {"what": "log", "task": task.name, "worker": str(worker), "bytes": most}
-        value = await self.served.lines.ask(seat.node, question)
-        if isinstance(value, dict):
-            return _refuse(502, f"node {seat.node}: {value.get('error')}")
-        return web.json_response({"task": task.name, "worker": str(worker), "node": seat.node, "text": value})
+        if "from" in request.query:
+            question["from"] = requests.whole(request.query["from"], "from")
+        seat = task.seats.get(worker)
+        lines = self.served.lines
+        nodes = sorted(lines.nodes) if seat is None else [seat.node]
+        answers = await asyncio.gather(*(lines.ask(node, question) for node in nodes), return_exceptions=True)
+        found = [
+            (answer["at"], node, answer)
+            for node, answer in zip(nodes, answers, strict=True)
+            if isinstance(answer, dict) and "text" in answer
+        ]
+        if not found:  # of a worker that has no slot any more, any node may have what it has printed
+            why = next(
+                (str(a.get("error")) for a in answers if isinstance(a, dict)), "its node is not connected"
+            )
+            return _refuse(404, f"there is no log of worker {worker} of {task.name}: {why}")
+        _, node, newest = max(found, key=lambda one: one[:2])
+        answer = {"task": task.name, "worker": str(worker), "node": node, "state": task.state}
+        return web.json_response(answer | {"text": newest["text"], "next": newest["next"]})
 
     async def _readings(self, request: web.Request) -> web.Response:
         """What every worker of a task does right now, from its node's shared memory."""

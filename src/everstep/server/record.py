@@ -7,6 +7,7 @@ machine that takes over, show the same.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import encode
 from everstep.drive.causes import Causes
 from everstep.drive.ports import HandledEvent
-from everstep.drive.step_rows import StepRows, begins_training, rows_document, rows_from
+from everstep.drive.step_rows import StepRows, begins_training, metric_names, rows_document, rows_from
 from everstep.server import words
 from everstep.server.step_files import StepFiles
 
@@ -129,12 +130,37 @@ class ClusterRecord:
         return self.steps.setdefault(task, StepRows())
 
     def _record(self, action: msg.RecordRow, at: float, *, live: bool) -> None:
+        if action.record.scores:
+            self._evaluated(action, at, live=live)
         if not action.record.trains:
             return
         row = self._steps(action.task).add(action.record, at).document()
         if live and self.files is not None:
             self.files.append(action.task, row)
         self.publish({"at": at, "kind": "step", "task": action.task, "row": row})
+
+    def _evaluated(self, action: msg.RecordRow, at: float, *, live: bool) -> None:
+        task = self.machine.tasks.get(action.task)
+        names = metric_names(task.job if task is not None else {})
+        values = self._steps(action.task).evaluate(action.record, names)
+        step = action.record.step - 1
+        text = f"task {action.task}: evaluation after step {step}: " + ", ".join(
+            f"{name} {value:.6f}" for name, value in values.items()
+        )
+        if live:
+            self.say(text)
+        known = {name: value for name, value in values.items() if math.isfinite(value)}
+        self.publish(
+            {
+                "at": at,
+                "kind": "evaluation",
+                "task": action.task,
+                "step": step,
+                "values": known,
+                "text": text,
+                "because": "",
+            }
+        )
 
     def _announce(self, action: msg.ClusterAction, at: float) -> None:
         news: dict[str, Any] = {

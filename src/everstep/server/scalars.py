@@ -51,6 +51,10 @@ class RunScalars:
 
         self._safely(write)
 
+    def evaluation(self, step: int, values: Mapping[str, float], at: float) -> None:
+        finite = {f"eval/{name}": value for name, value in values.items() if math.isfinite(value)}
+        self._safely(lambda: self._file.scalars(step, at, finite))
+
     def incident(self, one: Incident, at: float) -> None:
         self._safely(lambda: self._file.text(one.step, at, f"incident/{one.number}", story(one)))
 
@@ -84,6 +88,8 @@ class TaskScalars:
         match news["kind"]:
             case "step":
                 self._of(news["task"]).step(news["row"], tasks[news["task"]].recovery, news["at"])
+            case "evaluation":
+                self._of(news["task"]).evaluation(news["step"], news["values"], news["at"])
             case "IncidentClosed":
                 for one in self._record.machine.log.incidents:
                     if one.number == news["incident"] and one.task:

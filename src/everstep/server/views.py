@@ -151,6 +151,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "saved": saved_row(task),
         "loss": None if last is None else finite(last.loss),
         "step_seconds": None if last is None else round(last.seconds, 6),
+        "evaluation": None if steps is None else _evaluation(steps),
         "microbatches": {
             "issued": 0
             if steps is None or not steps.first
@@ -158,6 +159,18 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
             "committed": 0 if steps is None else steps.committed,
         },
     }
+
+
+def _evaluation(steps: StepRows) -> dict[str, Any] | None:
+    """The newest."""
+    if not steps.evaluations:
+        return None
+    step = max(steps.evaluations)
+    return evaluation_row(step, steps.evaluations[step])
+
+
+def evaluation_row(step: int, values: dict[str, float]) -> dict[str, Any]:
+    return {"step": step, "values": {name: finite(value) for name, value in values.items()}}
 
 
 def _stalled(steps: StepRows | None, task: Task) -> str:
@@ -199,6 +212,9 @@ def task(record: ClusterRecord, task: Task, *, rows: int | None = None) -> dict[
             for worker, seat in sorted(task.seats.items())
         ],
         "rows": [step_row(row.document()) for row in kept],
+        "evaluations": []
+        if steps is None
+        else [evaluation_row(step, values) for step, values in sorted(steps.evaluations.items())],
         "kept_step": task.copies.newest,
         "moves": [{"step": step, **encode(moved)} for step, moved in sorted(task.copies.fetched.items())],
         "incidents": [i.number for i in record.machine.log.incidents if i.task == task.name],

@@ -44,12 +44,10 @@ def empty_copy(module: Any) -> Any:
 def configured(module: Any, named: Sequence[tuple[str, nn.Parameter]] | None, steps: int) -> Configured:
     """`module`: on the meta device. `named`: the parameters to optimize; None: those of the module."""
     given = dict(module.named_parameters() if named is None else named)
-    table = {id(p): given[name] for name, p in module.named_parameters() if name in given}
-    asked = copy.deepcopy(module, table)
-    for part in asked.modules():
-        for key, parameter in part._parameters.items():
-            if parameter is not None and not any(parameter is p for p in given.values()):
-                part._parameters[key] = None
+    asked = copy.deepcopy(module)
+    for path, part in asked.named_modules():  # by name: of a tied pair each stage has its own half
+        for key in part._parameters:
+            part._parameters[key] = given.get(f"{path}.{key}".lstrip("."))
     StepCalls(asked, steps)
     try:
         return _read(asked.configure_optimizers())

@@ -267,8 +267,12 @@ class RunPage:
                 case "gantt":
                     return self._task.gantt_document()
                 case "log":
-                    path = self._task.words(parse_worker(asked["worker"]))
-                    return path.read_bytes()[-min(MAX_LOG, asked["bytes"]) :].decode(errors="replace")
+                    return self._task.workers.logs.read(
+                        asked["task"],
+                        parse_worker(asked["worker"]),
+                        most=min(MAX_LOG, asked["bytes"]),
+                        start=asked.get("from"),
+                    )
                 case "cancel":
                     self._task.finish("cancelled by an operator on its page")
                     return "it ends"

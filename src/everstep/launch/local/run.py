@@ -27,10 +27,9 @@ from everstep.core.words import events as ev
 from everstep.core.words.codec import encode
 from everstep.core.words.ops import Worker
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
-from everstep.drive.step_rows import begins_training
+from everstep.drive.step_rows import begins_training, means
 from everstep.drive.thinking import Thinking
 from everstep.engine.beacon import BeaconReading
-from everstep.engine.evaluation import means
 from everstep.engine.faults import PlantedFault
 from everstep.engine.job import Job
 from everstep.launch.local.data import DataWaits

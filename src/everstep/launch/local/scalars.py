@@ -20,6 +20,8 @@ class ScalarWatcher:
 
     def __call__(self, kind: str, what: Any) -> None:
         match what:
+            case (int() as step, dict() as values) if kind == "evaluation":
+                self._run.evaluation(step, values, time.time())
             case LocalTask():
                 self._task = what
             case StepRow():

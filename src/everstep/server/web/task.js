@@ -117,6 +117,8 @@ export class TaskView {
       [String(task.epoch), `epoch, ${task.phase ?? "not started"}`],
       [`${committed} / ${issued}`, "microbatches committed", committed === issued ? "" : "warn"],
       [task.saved.protected ? `step ${task.saved.protected}` : "–", "protected up to", task.saved.failing ? "warn" : ""],
+      ...Object.entries(task.evaluation?.values ?? {}).map(([name, value]) =>
+        [short(value, 6), `${name}, evaluated after step ${task.evaluation.step}`]),
     ]);
     const unsaved = document.getElementById("task-unsaved");
     unsaved.hidden = !task.saved.failing;
