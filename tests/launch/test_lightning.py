@@ -26,7 +26,7 @@ def run(*arguments: str, kill: str | None = None) -> subprocess.CompletedProcess
     if kill is not None:
         command[1:1] = ["-m", "everstep.cli.main", "run", "--no-web", "--kill", kill]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 def trained(path: Path, *arguments: str, kill: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -297,11 +297,11 @@ def logs_command(
     """
     client = Client(address=address, token=token, ca=ca)
     shown = WorkerOutput(client, task, worker, size)
-    write = (lambda text: None) if as_json else (lambda text: print(text, end="", flush=True))
     if follow:
-        shown.follow(write)
+        shown.follow(quiet=as_json)
     else:
-        write(shown.read())
+        text = shown.read()
+        print("" if as_json else text, end="")
     if as_json:
         render.emit(shown.document)
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from everstep.cli import render
@@ -31,7 +30,7 @@ class WorkerOutput:
         self.document = answer | {"text": known.get("text", "") + text}
         return text
 
-    def follow(self, write: Callable[[str], None]) -> None:
+    def follow(self, *, quiet: bool) -> None:
         """Until the task is over and all of it is read."""
         while True:
             try:
@@ -40,7 +39,8 @@ class WorkerOutput:
                 if self._is_over():
                     raise
                 text = ""  # it has not started yet, or is between two nodes
-            write(text)
+            if not quiet:
+                print(text, end="", flush=True)
             self._tell_evaluations()
             if not text:
                 if self._is_over():

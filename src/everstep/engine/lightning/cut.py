@@ -98,7 +98,7 @@ def _called(module: nn.Module, names: tuple[str, ...], step: Callable[[], Any]) 
     with ExitStack() as hooks:
         for name in names:
             part = module.get_submodule(name)
-            handle = part.register_forward_pre_hook(lambda *_, name=name: called.append(name))  # type: ignore[misc]
+            handle = part.register_forward_pre_hook(lambda *_, name=name: called.append(name))
             hooks.callback(handle.remove)
         step()
     return called

@@ -33,7 +33,7 @@ class Configured:
 
 def empty_copy(module: Any) -> Any:
     """The module on the meta device: its shapes without its memory."""
-    seen = {
+    seen: dict[int, torch.Tensor] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in module.parameters()
     }
