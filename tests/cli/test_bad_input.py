@@ -101,7 +101,11 @@ GOOD = "(torch.ones(3, 4), torch.ones(3, 2))"
         ("lambda s, m: (torch.rand(3, 4), torch.ones(3, 2))", "", "two different answers to two calls"),
         ("lambda step: 1", "", "data batch(1, 0) raised TypeError"),
         ("7", "", "data is a int; give a function of (step, microbatch)"),
-        ("lambda s, m: (torch.ones(3, 4), torch.ones(3, 2))", ", colour=1", "colour is not a key of a job"),
+        (
+            "lambda s, m: (torch.ones(3, 4), torch.ones(3, 2))",
+            ", colour=1",
+            "colour is not an argument of everstep.train",
+        ),
         (
             "lambda s, m: (torch.ones(3, 4), torch.ones(3, 2))",
             ", optimizer=lambda named: 7",
@@ -119,7 +123,11 @@ GOOD = "(torch.ones(3, 4), torch.ones(3, 2))"
             "optimizer 'sgd' is not one of torch.optim; use one of",
         ),
         (f"lambda s, m: {GOOD}", ", lr=lambda step: 0.1", "optimizer.lr is a function, and a job travels"),
-        (f"lambda s, m: {GOOD}", ", clipp=1.0", "clipp is not a key of a job; its keys: accumulate,"),
+        (
+            f"lambda s, m: {GOOD}",
+            ", clipp=1.0",
+            "clipp is not an argument of everstep.train; did you mean 'clip'?",
+        ),
         ("lambda s, m: [1, 2, 3]", "", "gave a list of 3: int, int, int; return (inputs, targets)"),
         ("lambda s, m: (torch.ones(3, 4).numpy(), torch.ones(3, 2))", "", "torch.from_numpy"),
         (None, "", "everstep.train takes named arguments, and needs model and data"),

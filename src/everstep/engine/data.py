@@ -48,6 +48,11 @@ def dataset_of(given: Any, name: str = "data") -> Any:
     )  # theirs may have a `batch`, too
     if callable(getattr(given, "batch", None)) and not foreign:
         return given
+    if isinstance(given, str | Path):
+        raise UserError(
+            f"{name} is {str(given)!r}; give everstep.tokens({str(given)!r}) for a file of tokens, or "
+            "everstep.table(...) for parquet or Arrow."
+        )
     if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
         raise UserError(
             f"{name} is a {kind}; give everstep.rows({name}, rows=...), which shuffles it by epoch."

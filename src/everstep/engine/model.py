@@ -160,7 +160,9 @@ def built(model: Model, layer: str) -> nn.Module:
     except UserError:
         raise
     except Exception as error:  # the user's factory
-        raise UserError(f"layer {layer!r} cannot be built: {in_short(error)}.") from error
+        kind = getattr(model.layers[layer], "__name__", "")
+        fix = f"; give a function without arguments: lambda: {kind}(...)" if "argument" in str(error) else ""
+        raise UserError(f"layer {layer!r} cannot be built: {in_short(error)}{fix}.") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"the factory of layer {layer!r} gave a {type(module).__name__}; give an nn.Module.")
     return module

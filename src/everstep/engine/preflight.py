@@ -139,7 +139,8 @@ def _ask(data: Dataset, step: int, microbatch: int) -> tuple[Value, Value]:
     except UserError:
         raise
     except Exception as error:  # the user's function
-        raise UserError(f"{call} raised {in_short(error)}.") from error
+        takes = "; it is called with (step, microbatch)" if isinstance(error, TypeError) else ""
+        raise UserError(f"{call} raised {in_short(error)}{takes}.") from error
     return _form(call, made)
 
 
@@ -183,6 +184,7 @@ def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
     before = "the data"
     for name in model.layers:
         module = in_precision(_layer(model, name), dtype)
+        _refuse_whole_numbers(module)
         given = described(value)
         value = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), value)
         try:
@@ -193,7 +195,8 @@ def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
             if "leaf Variable" in str(error):
                 raise UserError(f"layer {name!r} changes its input in place; use inplace=False.") from error
             raise UserError(
-                f"layer {name!r} cannot take what {before} gives, {given}: {in_short(error)}."
+                f"layer {name!r} cannot take what {before} gives, {given}: {in_short(error)}; "
+                f"{_fix(name, value, error)}."
             ) from error
         try:
             tensors_in(value)
@@ -204,6 +207,33 @@ def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
             ) from None
         before = f"layer {name!r}"
     _try_loss(model, before, value, targets, batch[1])
+
+
+def _fix(layer: str, value: Value, error: Exception) -> str:
+    if "required positional argument" in str(error):
+        return "a layer gets one argument, which is all that the layer before gives"
+    if not isinstance(value, Tensor):
+        return f"let {layer!r} take all of it as one argument, or let the layer before give one tensor"
+    return "make the two fit, in shape and type"
+
+
+def _refuse_whole_numbers(module: nn.Module) -> None:
+    """Shapes alone would fit."""
+
+    def look(part: nn.Module, given: Any) -> None:
+        if (
+            given
+            and isinstance(given[0], Tensor)
+            and not (given[0].is_floating_point() or given[0].is_complex())
+        ):
+            kind = str(given[0].dtype).removeprefix("torch.")
+            raise TypeError(
+                f"{type(part).__name__} is given {kind}, and multiplies; use .float(), or an nn.Embedding"
+            )
+
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d):
+            part.register_forward_pre_hook(look)
 
 
 def _try_loss(model: Model, last: str, output: Value, targets: Value, real_targets: Value) -> None:

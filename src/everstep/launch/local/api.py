@@ -14,20 +14,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-from torch import nn
 
 from everstep.core.words.cluster_messages import Patience
 from everstep.engine import context
 from everstep.engine.data import Dataset, dataset_of, of_job
 from everstep.engine.evaluation import Metric
 from everstep.engine.faults import PlantedFault, check_fault, parse_fault
-from everstep.engine.job import Job, OptimizerSpec
-from everstep.engine.model import Factory, Loss, Model
+from everstep.engine.job import Job
+from everstep.engine.model import Loss
 from everstep.engine.optimizer import OptimizerFactory
 from everstep.engine.preflight import batch_of, preflight
 from everstep.engine.program import Program
@@ -35,6 +31,14 @@ from everstep.engine.resolve import evaluation_of, optimizer_of, schedule_of
 from everstep.errors import EverstepError, UserError
 from everstep.launch.local import callbacks as callbacks_module
 from everstep.launch.local import fork_servers
+from everstep.launch.local.arguments import (
+    Layers,
+    check_optimizer,
+    evaluation_table,
+    job_of_call,
+    model_given,
+    named_optimizer,
+)
 from everstep.launch.local.data import buffered, prepare, steps_of
 from everstep.launch.local.history import History
 from everstep.launch.local.outcome import Outcome
@@ -44,10 +48,7 @@ from everstep.launch.local.report import document
 from everstep.launch.local.run import LocalTask, Watcher
 from everstep.node.fork_server import ForkServer
 
-Layers = Model | Mapping[str, Factory] | Sequence[Factory]
 Batch = Callable[[int, int], Any]
-_OPTIMIZER_KEYS = frozenset(f.name for f in fields(OptimizerSpec)) - {"build", "options"}
-_IN_THE_SCRIPT = "in-the:script"  # what a job says of a model, data or optimizer that no job file names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +129,8 @@ def train(
             "everstep.train takes named arguments, and needs model and data: "
             "everstep.train(model=..., data=..., steps=...)."
         )
-    found = _model(model, loss)
-    _check_optimizer(optimizer)
+    found = model_given(model, loss)
+    check_optimizer(optimizer)
     given, factory = dataset_of(data), optimizer if callable(optimizer) else None
     tested = None if eval_data is None else dataset_of(eval_data, "eval_data")
     here = context.current_worker()
@@ -152,7 +153,7 @@ def train(
         settings["evaluation"] = evaluation_table(tested, eval_every, eval_batches, metrics or {}, shape)
     elif eval_every is not None or metrics:
         raise UserError("eval_every and metrics need eval_data; give the data to evaluate on.")
-    job = _job(shape, settings, found.assembly.card)
+    job = job_of_call(shape, settings, found.assembly.card)
     faults = parse_kills(call.kills, job)
     with buffered(job, given) as job:
         dataset = of_job(given, job)
@@ -245,19 +246,6 @@ def result_of(outcome: Outcome, job: Job) -> Result:
 # ------------------------------------------------------------------ from a call to a job
 
 
-def _model(given: Layers, loss: Loss | None) -> Model:
-    if isinstance(given, nn.Module):
-        kind = type(given).__name__
-        fix = (
-            "everstep.hf(FOLDER) after save_pretrained(FOLDER)"
-            if hasattr(given, "save_pretrained")
-            else ("its layers in order, each as a function that builds it: [lambda: Embed(...), ...]")
-        )
-        raise UserError(f"model is a {kind} already built, and every worker builds its own part; give {fix}.")
-    model = given if isinstance(given, Model) else Model(layers=given)  # type: ignore[arg-type]
-    return model if loss is None else replace(model, loss=loss)
-
-
 def own_page(wanted: bool) -> AbstractContextManager[RunPage | None]:
     """The page of a script's run; it costs one socket until a browser connects."""
     if not wanted:
@@ -265,69 +253,6 @@ def own_page(wanted: bool) -> AbstractContextManager[RunPage | None]:
     page = RunPage()
     print(f"page: {page.address}", file=sys.stderr)
     return page
-
-
-def named_optimizer(given: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(given, str):
-        return {"name": given}
-    if "optimizer_options" in settings:
-        raise UserError('optimizer_options goes with the name of an optimizer, such as optimizer="SGD".')
-    return {}
-
-
-def evaluation_table(
-    data: Any, every: int | None, batches: int | None, metrics: Any, shape: Mapping[str, int]
-) -> dict[str, Any]:
-    """The job's table of an evaluation that a script gives."""
-    if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
-        raise UserError(
-            'metrics must be a dict of functions, such as {"accuracy": lambda output, targets: ...}.'
-        )
-    if batches is None:
-        whole = data.order_in(1, 0) if hasattr(data, "order_in") else None
-        batches = 8 if whole is None else max(1, whole.size // whole.rows)
-    usual = max(1, shape["steps"] // 10)
-    return {
-        "every": usual if every is None else every,
-        "batches": batches,
-        "data": {"build": _IN_THE_SCRIPT},
-        "metrics": list(metrics),
-    }
-
-
-def _check_optimizer(given: Any) -> None:
-    if isinstance(given, str):
-        return
-    if isinstance(given, torch.optim.Optimizer):
-        kind = type(given).__name__
-        raise UserError(
-            f"optimizer is a {kind} already built, and every stage makes its own; give a function: "
-            f"optimizer=lambda named: torch.optim.{kind}(named, lr=...)."
-        )
-    if given is not None and not callable(given):
-        raise UserError(
-            f"optimizer is a {type(given).__name__}; give a function of named parameters, such as "
-            "lambda named: torch.optim.SGD(named, lr=0.1)."
-        )
-
-
-def _job(shape: Mapping[str, int], settings: Mapping[str, Any], card: Mapping[str, Any]) -> Job:
-    settings = dict(settings)
-    optimizer = {key: settings.pop(key) for key in list(settings) if key in _OPTIMIZER_KEYS}
-    if "optimizer_options" in settings:
-        optimizer["options"] = settings.pop("optimizer_options")
-    if isinstance(settings.get("checkpoint"), str | Path):
-        settings["checkpoint"] = {"folder": str(settings["checkpoint"])}
-    return Job.from_dict(
-        {
-            "base": str(Path.cwd()),
-            "model": {"build": _IN_THE_SCRIPT, "card": dict(card)},
-            "optimizer": optimizer,
-            "data": {"build": _IN_THE_SCRIPT},
-            **shape,
-            **settings,
-        }
-    )
 
 
 def _this_launch() -> LocalLaunch:

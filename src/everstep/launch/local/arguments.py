@@ -1,0 +1,137 @@
+"""From the arguments of `everstep.train` to a job: what is given wrongly is said in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.engine.job import Job, OptimizerSpec
+from everstep.engine.model import Factory, Loss, Model
+from everstep.engine.presets import closest_key
+from everstep.errors import UserError
+
+Layers = Model | Mapping[str, Factory] | Sequence[Factory]
+_OPTIMIZER_KEYS = frozenset(f.name for f in fields(OptimizerSpec)) - {"build", "options"}
+_IN_THE_SCRIPT = "in-the:script"  # what a job says of a model, data or optimizer that no job file names
+_USUAL_NAMES = {  # of other trainers
+    "learning_rate": "lr",
+    "batch_size": "rows, an argument of the data: everstep.rows(dataset, rows=8)",
+    "per_device_train_batch_size": "rows, an argument of the data: everstep.rows(dataset, rows=8)",
+    "max_steps": "steps",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "max_epochs": "epochs",
+    "gradient_accumulation_steps": "microbatches",
+    "accumulate_grad_batches": "microbatches",
+    "gradient_clip_val": "clip",
+    "max_grad_norm": "clip",
+    "grad_clip": "clip",
+    "gradient_checkpointing": "recompute",
+    "warmup_steps": "warmup",
+    "num_workers": "load_ahead",
+    "output_dir": "checkpoint",
+    "bf16": 'precision="bf16"',
+    "scheduler": "schedule",
+    "lr_scheduler": "schedule",
+    "dataset": "data",
+    "train_dataset": "data",
+    "eval_dataset": "eval_data",
+}
+
+
+def model_given(given: Layers, loss: Loss | None) -> Model:
+    if isinstance(given, nn.Module):
+        kind = type(given).__name__
+        fix = (
+            "everstep.hf(FOLDER) after save_pretrained(FOLDER)"
+            if hasattr(given, "save_pretrained")
+            else ("its layers in order, each as a function that builds it: [lambda: Embed(...), ...]")
+        )
+        raise UserError(f"model is a {kind} already built, and every worker builds its own part; give {fix}.")
+    if loss is not None and not callable(loss):
+        raise UserError(
+            f"loss is a {type(loss).__name__}; give a function of (output, targets), such as "
+            "torch.nn.functional.mse_loss."
+        )
+    model = given if isinstance(given, Model) else Model(layers=given)  # type: ignore[arg-type]
+    return model if loss is None else replace(model, loss=loss)
+
+
+def named_optimizer(given: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"name": given}
+    ignored = [key for key in ("lr", "betas", "eps", "weight_decay") if key in settings]
+    if given is not None and ignored:
+        raise UserError(
+            f"{ignored[0]} is given beside an optimizer of your own, which would not see it; set it there: "
+            f"optimizer=lambda named: torch.optim.AdamW(named, {ignored[0]}=...)."
+        )
+    if "optimizer_options" in settings:
+        raise UserError('optimizer_options goes with the name of an optimizer, such as optimizer="SGD".')
+    return {}
+
+
+def evaluation_table(
+    data: Any, every: int | None, batches: int | None, metrics: Any, shape: Mapping[str, int]
+) -> dict[str, Any]:
+    """The job's table of an evaluation that a script gives."""
+    if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
+        raise UserError(
+            'metrics must be a dict of functions, such as {"accuracy": lambda output, targets: ...}.'
+        )
+    if batches is None:
+        whole = data.order_in(1, 0) if hasattr(data, "order_in") else None
+        batches = 8 if whole is None else max(1, whole.size // whole.rows)
+    usual = max(1, shape["steps"] // 10)
+    return {
+        "every": usual if every is None else every,
+        "batches": batches,
+        "data": {"build": _IN_THE_SCRIPT},
+        "metrics": list(metrics),
+    }
+
+
+def check_optimizer(given: Any) -> None:
+    if isinstance(given, str):
+        return
+    if isinstance(given, torch.optim.Optimizer):
+        kind = type(given).__name__
+        raise UserError(
+            f"optimizer is a {kind} already built, and every stage makes its own; give a function: "
+            f"optimizer=lambda named: torch.optim.{kind}(named, lr=...)."
+        )
+    if given is not None and not callable(given):
+        raise UserError(
+            f"optimizer is a {type(given).__name__}; give a function of named parameters, such as "
+            "lambda named: torch.optim.SGD(named, lr=0.1)."
+        )
+
+
+def job_of_call(shape: Mapping[str, int], settings: Mapping[str, Any], card: Mapping[str, Any]) -> Job:
+    settings = dict(settings)
+    known = {*(f.name for f in fields(Job)), *_OPTIMIZER_KEYS, "optimizer_options", "epochs"}
+    for key in settings:
+        if key not in known:
+            usual = _USUAL_NAMES.get(key)
+            hint = f"here it is called {usual}." if usual else closest_key(key, sorted(known - {"base"}))
+            raise UserError(f"{key} is not an argument of everstep.train; {hint}")
+    optimizer = {key: settings.pop(key) for key in list(settings) if key in _OPTIMIZER_KEYS}
+    if "optimizer_options" in settings:
+        optimizer["options"] = settings.pop("optimizer_options")
+    if isinstance(settings.get("checkpoint"), str | Path):
+        settings["checkpoint"] = {"folder": str(settings["checkpoint"])}
+    return Job.from_dict(
+        {
+            "base": str(Path.cwd()),
+            "model": {"build": _IN_THE_SCRIPT, "card": dict(card)},
+            "optimizer": optimizer,
+            "data": {"build": _IN_THE_SCRIPT},
+            **shape,
+            **settings,
+        }
+    )

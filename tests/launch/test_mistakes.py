@@ -1,0 +1,124 @@
+"""What people give wrongly to `everstep.train`: one sentence each, with the fix, before a worker starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import everstep
+from everstep.errors import UserError
+from everstep.launch.local import api
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def batch(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + microbatch))
+    return x, x
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x), x
+
+
+class Opaque(Pair):
+    def forward(self, x: Tensor) -> Any:
+        return {"x": self.inner(x), "what": object()}
+
+
+class WantsMask(Pair):
+    def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+        return self.inner(x)
+
+
+ONE, WEIGHT = nn.Linear(4, 4), nn.Parameter(torch.zeros(4, 4))
+
+
+class Sharing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = WEIGHT
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(linear().parameters(), lr=0.1)
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"model": [linear, Pair]}, "return one tensor, or give a loss that takes them all."),
+    (
+        {"model": [Pair, linear]},
+        "let '1' take all of it as one argument, or let the layer before give one tensor.",
+    ),
+    ({"model": [Opaque, linear]}, "a layer gives a tensor, or tuples, lists and dicts of tensors."),
+    ({"model": [linear, WantsMask]}, "a layer gets one argument, which is all that the layer before gives."),
+    (
+        {"model": nn.Sequential(nn.Linear(4, 4))},
+        "give its layers in order, each as a function that builds it",
+    ),
+    ({"model": [nn.Linear(4, 4)]}, "give a factory such as lambda: Linear(...)"),
+    ({"model": [nn.Linear]}, "give a function without arguments: lambda: Linear(...)."),
+    ({"model": [lambda: ONE, lambda: ONE]}, "are one module; build a new one in each function"),
+    ({"model": [Sharing, Sharing]}, "give each its own, and Model(tied="),
+    ({"model": [linear, lambda: nn.BatchNorm1d(4)]}, "use LayerNorm, RMSNorm or track_running_stats=False."),
+    ({"data": [1, 2, 3]}, "give everstep.rows(data, rows=...)"),
+    ({"data": "train.bin"}, "give everstep.tokens('train.bin') for a file of tokens"),
+    ({"data": torch.utils.data.DataLoader(torch.zeros(4, 4))}, "or everstep.stream(data)."),  # type: ignore[arg-type]
+    ({"data": lambda step, m: (np.zeros((2, 4)),) * 2}, "turn arrays into tensors with torch.from_numpy."),
+    (
+        {"data": lambda step, m: (torch.zeros(2, 4).long(), torch.zeros(2, 4))},
+        "use .float(), or an nn.Embedding",
+    ),
+    ({"data": lambda step: 1}, "it is called with (step, microbatch)."),
+    ({"data": lambda step, m: (torch.randn(2, 4),) * 2}, "make it a function of its arguments and the seed"),
+    ({"loss": "mse"}, "give a function of (output, targets), such as torch.nn.functional.mse_loss."),
+    ({"loss": lambda output, targets: output}, "it must be one number, such as a mean, or (sum, weight)."),
+    ({"optimizer": sgd()}, "give a function: optimizer=lambda named: torch.optim.SGD(named, lr=...)."),
+    ({"optimizer": "AdmW"}, "did you mean 'AdamW'?"),
+    ({"optimizer": torch.optim.SGD, "lr": 0.5}, "set it there: optimizer=lambda named:"),
+    ({"schedule": torch.optim.lr_scheduler.StepLR(sgd(), 1)}, "give a function: schedule=lambda optimizer:"),
+    ({"clip": lambda step: 1.0}, 'name the function in a file of its own as "module:function".'),
+    ({"checkpoint": {"foler": "x"}}, "did you mean 'folder'? Its keys: folder, interval, keep, start_over."),
+    ({"presicion": "bf16"}, "did you mean 'precision'?"),
+    ({"learning_rate": 0.1}, "here it is called lr."),
+    ({"callbacks": [everstep.EarlyStop]}, "give an object: EarlyStop(...)."),
+    ({"metrics": {"error": batch}}, "need eval_data; give the data to evaluate on."),
+]
+
+
+@pytest.mark.parametrize(("given", "fix"), MISTAKES, ids=[fix for _, fix in MISTAKES])
+def test_a_mistake_is_one_sentence_with_its_fix(
+    given: dict[str, Any], fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "launch", api.LocalLaunch(script=[__file__]))
+    monkeypatch.setattr(api, "run_told", lambda *args, **more: pytest.fail("workers were started"))
+    right = {
+        "model": [linear, linear],
+        "data": batch,
+        "loss": nn.functional.mse_loss,
+        "steps": 3,
+        "page": False,
+    }
+    with pytest.raises(UserError) as told:
+        everstep.train(**{**right, **given})
+    assert fix in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_positional_arguments_are_refused() -> None:
+    with pytest.raises(UserError, match=r"named arguments, and needs model and data: everstep.train\(model="):
+        everstep.train([linear], batch)
