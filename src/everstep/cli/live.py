@@ -14,6 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +24,7 @@ from everstep.drive.step_rows import StepRow
 from everstep.engine.beacon import BeaconReading
 from everstep.engine.job import Job
 from everstep.errors import UserError
+from everstep.launch.local.pace import Pace, told
 from everstep.launch.local.report import death, evaluation_line, resume_line, times, tried
 from everstep.launch.local.run import LocalTask
 
@@ -58,16 +60,19 @@ class LiveView:
         self._gone: dict[Worker, tuple[float, str]] = {}
         self._back: set[Worker] = set()
         self._worst = 0.0
+        self._pace = Pace(steps=job.steps)
+        self._spinner = Spinner("dots", Text("starting the workers", style="dim"))
 
     def __enter__(self) -> LiveView:
         self._live.__enter__()
-        self._live.update(Text("starting the workers ...", style="dim"), refresh=True)
+        self._live.update(self._spinner, refresh=True)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._live.__exit__(*error)
 
     def __call__(self, kind: str, what: Any) -> None:
+        told(self._pace, kind, what)
         match kind, what:
             case "tick", LocalTask():
                 self._tick(what)
@@ -123,9 +128,10 @@ class LiveView:
         if not self._begun:
             self._begin(task)
         now = time.monotonic()
-        if now - self._drawn_at >= FRAME_S and task.running:
+        if now - self._drawn_at >= FRAME_S:
             self._drawn_at = now
-            self._live.update(self._frame(task), refresh=True)
+            begun = task.running or self._row is not None
+            self._live.update(self._frame(task) if begun else self._spinner, refresh=True)
 
     def _begin(self, task: LocalTask) -> None:
         self._begun = True
@@ -180,6 +186,7 @@ class LiveView:
         table.add_row(Text("loss", style="bold"), loss)
         if row is not None:
             table.add_row(Text("time", style="bold"), Text(f"{row.seconds * 1e3:.0f} ms per step"))
+            table.add_row(Text("pace", style="bold"), Text(" · ".join(self._pace.words()[1:])))
         return table
 
 

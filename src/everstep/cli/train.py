@@ -79,6 +79,7 @@ def train_command(
     from everstep.launch.local import api, report
     from everstep.launch.local.callbacks import checked as checked_callbacks
     from everstep.launch.local.data import prepare
+    from everstep.launch.local.pace import workload_of
 
     faults = api.parse_kills(kill or (), job)
     data = data_of(job)
@@ -94,6 +95,7 @@ def train_command(
         render.watching(job, as_json=as_json, decisions=decisions, every=every) as watch,
         scalars(tensorboard, watch) as watch_all,
     ):
+        watch_all("workload", workload_of(job, checked.model, checked.batch))
         outcome = api.run_told(job, told, faults=faults, watch=watch_all, page=page)
     document = report.document(outcome, steps=job.steps)
     if as_json:

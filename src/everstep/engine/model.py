@@ -255,6 +255,14 @@ def partition(model: Model, stages: int) -> list[range]:
     return [range(blocks[part.start].start, blocks[part.stop - 1].stop) for part in parts]
 
 
+def multiplications(model: Model) -> float:
+    """The parameters that a token is multiplied with, all layers together; a looked-up table is not."""
+    known = model.assembly.costs
+    if known is not None:
+        return sum(known.values())
+    return sum(_cost(skeleton(model, name)) for name in model.layers)
+
+
 def _blocks(model: Model) -> list[range]:
     """The layers, those that stay together as one."""
     inside = {name for group in model.assembly.together for name in group[1:]}

@@ -41,7 +41,9 @@ from everstep.launch.local.arguments import (
 )
 from everstep.launch.local.data import buffered, prepare, steps_of
 from everstep.launch.local.history import History
+from everstep.launch.local.live_line import LiveLine
 from everstep.launch.local.outcome import Outcome
+from everstep.launch.local.pace import workload_of
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.plain_lines import PlainLines
 from everstep.launch.local.report import document
@@ -74,7 +76,7 @@ class LocalLaunch:
     script: list[str]
     overrides: Mapping[str, int] = field(default_factory=dict)
     kills: Sequence[str] = ()
-    watch: Callable[[Job], AbstractContextManager[Watcher]] = lambda job: nullcontext(PlainLines(job))
+    watch: Callable[[Job], AbstractContextManager[Watcher]] = lambda job: own_watch(job)
     page: Callable[[bool], AbstractContextManager[RunPage | None]] = lambda wanted: own_page(wanted)
     result: Result | None = None
 
@@ -161,9 +163,11 @@ def train(
         schedule_of(job, schedule)
         if tested is not None:
             batch_of(job, of_job(tested, job))
-        for sentence in preflight(job, model=found, data=dataset, optimizer=factory).notes:
+        checked = preflight(job, model=found, data=dataset, optimizer=factory)
+        for sentence in checked.notes:
             print(sentence, file=sys.stderr)
         with call.page(page) as shown, call.watch(job) as watch:
+            watch("workload", workload_of(job, checked.model, checked.batch))
             outcome = run_told(job, told, watch=watch, faults=faults, script=call.script, page=shown)
     call.result = result_of(outcome, job)
     if outcome.failure is not None:
@@ -244,6 +248,11 @@ def result_of(outcome: Outcome, job: Job) -> Result:
 
 
 # ------------------------------------------------------------------ from a call to a job
+
+
+def own_watch(job: Job) -> AbstractContextManager[Watcher]:
+    """One live line on a terminal, lines elsewhere."""
+    return LiveLine(job) if sys.stderr.isatty() else nullcontext(PlainLines(job))
 
 
 def own_page(wanted: bool) -> AbstractContextManager[RunPage | None]:

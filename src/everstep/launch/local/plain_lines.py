@@ -8,6 +8,7 @@ from typing import Any
 from everstep.core.words import actions as act
 from everstep.engine.job import Job
 from everstep.launch import console
+from everstep.launch.local.pace import Pace, told
 from everstep.launch.local.report import evaluation_line, incident_line, resume_line, step_line
 from everstep.launch.local.run import LocalTask
 
@@ -23,13 +24,17 @@ class PlainLines:
         self._started = time.monotonic()
         self.every = every or max(1, job.steps // 100)
         self._begun = False
+        self._pace = Pace(steps=job.steps) if every is not None else None
 
     def __call__(self, kind: str, what: Any) -> None:
+        if self._pace is not None:
+            told(self._pace, kind, what)
         match kind, what:
             case "tick", LocalTask() if not self._begun:
                 self._begin(what)
             case "step", row if row.step % self.every == 0 or row.step in (1, self.job.steps):
-                self.say(step_line(row, self.job.steps))
+                rest = "" if self._pace is None else "  " + "  ".join(self._pace.words()[1:])
+                self.say(step_line(row, self.job.steps) + rest)
             case "incident", incident:
                 self.say(incident_line(incident))
             case "evaluation", (step, values):
