@@ -37,6 +37,7 @@ from everstep.engine.linear import share_in_two
 from everstep.engine.model import parameter_count, partition, skeleton
 from everstep.launch.local.api import run_job
 from everstep.launch.local.outcome import Outcome
+from everstep.launch.local.report import incident_line
 from everstep.node.fork_server import ForkServer
 from harness.masked_tokens import MaskedTokens
 from harness.tiny_models import TINY
@@ -92,6 +93,8 @@ def table(only: str, *, quiet: bool) -> dict[str, Any]:
             rows.append({"architecture": name, "special": TINY[name][1], **row})
             if not quiet:
                 print(_line(rows[-1]), flush=True)
+            for line in rows[-1].get("unplanned", ()):  # not planted: it must be explained
+                print(f"     {name}: {line}", file=sys.stderr, flush=True)
     finally:
         server.close()
     passed = sum(row["ok"] for row in rows)
@@ -153,6 +156,7 @@ def tried(name: str, kill: str, folder: Path, server: ForkServer) -> dict[str, A
         "in_two": share_in_two([skeleton(model, layer) for layer in model.layers]),
         "kill": kill,
         "incidents": len(killed.incidents),
+        "unplanned": [incident_line(one) for one in [*clean.incidents, *killed.incidents[1:]]],
         "loss_first": ours[0],
         "loss_last": ours[-1],
         "loss_difference": max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True)),

@@ -3,6 +3,7 @@
     python -m tools.newcomer                with pip's cache as it is
     python -m tools.newcomer --cold         with an empty one
     python -m tools.newcomer --healed       end it once a failure is healed
+    python -m tools.newcomer --own-model    the walk of docs/your-model.md: a Hugging Face model, healed
     python -m tools.newcomer --json
 
 What is typed is read from the README, and it runs on a terminal of its own (a pty), as it would for a person:
@@ -37,6 +38,14 @@ STAGES = (  # a stage ends when a line like this is on the screen
     ("run to the end and compare", re.compile(r"largest loss difference  0: the same bits")),
 )
 HEALED = "heal: back at work"
+OWN_MODEL_STAGES = (
+    ("make a virtual environment, install", re.compile(r"Successfully installed .*everstep")),
+    ("load torch and transformers, start workers, train", re.compile(r"✗ step")),
+    (HEALED, re.compile(r"resumed after")),
+    ("run to the end", re.compile(r"loss .* incidents healed")),
+    ("export, load in transformers", re.compile(r"tuned: LlamaForCausalLM")),
+)
+Stages = tuple[tuple[str, re.Pattern[str]], ...]
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -46,23 +55,26 @@ def main() -> None:
     )
     parser.add_argument("--cold", action="store_true", help="an empty pip cache")
     parser.add_argument("--healed", action="store_true", help="end it once a failure is healed")
+    parser.add_argument("--own-model", action="store_true", help="the walk of docs/your-model.md")
     parser.add_argument("--json", action="store_true", dest="as_json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
-        told = path_of_a_newcomer(Path(folder), cold=options.cold, to_the_end=not options.healed)
+        walk = own_model_walk() if options.own_model else (first_command(_readme()), STAGES)
+        told = path_of_a_newcomer(Path(folder), *walk, cold=options.cold, to_the_end=not options.healed)
     print(json.dumps(told) if options.as_json else "\n".join(lines(told)))
     sys.exit(0 if told["first_healed_s"] is not None else 1)
 
 
-def path_of_a_newcomer(folder: Path, *, cold: bool, to_the_end: bool) -> dict[str, Any]:
-    command = first_command((ROOT / "README.md").read_text())
+def path_of_a_newcomer(
+    folder: Path, command: str, awaited: Stages, *, cold: bool, to_the_end: bool
+) -> dict[str, Any]:
     env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     if cold:
         env["PIP_CACHE_DIR"] = str(folder / "pip-cache")
     began = time.monotonic()
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder / "everstep")], check=True)
     stages = [{"stage": "clone", "s": time.monotonic() - began}]
-    left = list(STAGES)
+    left = list(awaited)
     before = time.monotonic()
     for line in on_a_terminal(command, folder / "everstep", env):
         while left and left[0][1].search(line):
@@ -84,6 +96,18 @@ def path_of_a_newcomer(folder: Path, *, cold: bool, to_the_end: bool) -> dict[st
         if until is None
         else round(sum(float(stage["s"]) for stage in stages[:until]), 2),
     }
+
+
+def own_model_walk() -> tuple[str, Stages]:
+    """The blocks of the page that are marked as the walk, as they stand."""
+    page = (ROOT / "docs" / "your-model.md").read_text()
+    return "set -e\n" + "\n".join(
+        re.findall(r"^```bash walk\n(.*?)^```", page, re.M | re.S)
+    ), OWN_MODEL_STAGES
+
+
+def _readme() -> str:
+    return (ROOT / "README.md").read_text()
 
 
 def first_command(readme: str) -> str:
@@ -130,14 +154,14 @@ def _size(folder: Path) -> int:
 
 def lines(told: dict[str, Any]) -> list[str]:
     out = [
-        f"git clone; {told['command']}   ({told['cores']} cores; pip's cache: {told['pip_cache']}; "
-        f"{told['installed_mb']} MB installed)",
+        f"git clone; {'; '.join(told['command'].splitlines())}",
+        f"  {told['cores']} cores; pip's cache: {told['pip_cache']}; {told['installed_mb']} MB installed",
     ]
     total = 0.0
     for stage in told["stages"]:
         total += stage["s"]
         mark = "   <- first healed failure on the screen" if stage["stage"] == HEALED else ""
-        out.append(f"  {stage['stage']:34} {stage['s']:7.2f} s {total:8.2f} s{mark}")
+        out.append(f"  {stage['stage']:50} {stage['s']:7.2f} s {total:8.2f} s{mark}")
     out += [f"  never seen: {name}" for name in told["missing"]]
     return out
 
