@@ -34,6 +34,7 @@ from everstep.core.worker.control import (
     WorkerAction,
     WorkerControl,
 )
+from everstep.core.worker.slices import SMALL
 from everstep.engine import device as devices
 from everstep.engine import frames, step_tensors
 from everstep.engine.beacon import Beacon
@@ -46,7 +47,7 @@ from everstep.engine.optimizer import Updater
 from everstep.engine.ports import Ports
 from everstep.engine.recorder import WorkerRecorder
 from everstep.engine.sharded import ShardedUpdater
-from everstep.engine.shards.leader import SMALL, Contents, FollowerSays, ShardLeader
+from everstep.engine.shards.leader import Contents, FollowerSays, ShardLeader
 from everstep.engine.signs import WorkerSigns
 from everstep.engine.stage import Stage
 from everstep.engine.transfers import ArrivingState
@@ -107,7 +108,7 @@ class WorkerLoop:
                 self.leader.tell(sh.ShardLooks())
             task = self.turn()
             if self.leader is not None:
-                self.leader.forget_before(self.state.now.step - 1)
+                self.leader.slices.forget_before(self.state.now.step - 1)
             if self.control.may_leave(task):
                 self.show_saving()  # what its saver has in hand is written after this
                 return
@@ -177,11 +178,11 @@ class WorkerLoop:
         assert self.leader is not None
         match message:
             case sh.ParcelIsHere(parcel=parcel):
-                if self.leader.others(shard, parcel):
-                    self.accept(parcel, self.leader.take(parcel))
+                if self.leader.slices.others(shard, parcel):
+                    self.accept(parcel, self.leader.slices.take(parcel))
             case sh.StateIsHere(transfer=transfer):
-                if self.leader.others_state(shard, transfer):
-                    self.load_state(transfer, self.leader.take_state(transfer))
+                if self.leader.slices.others_state(shard, transfer):
+                    self.load_state(transfer, self.leader.slices.take_state(transfer))
             case sh.ShardLink(event=event):
                 self._hear(event, self.ports.clock_ns() / 1e9)
             case sh.ShardReports() | sh.ShardRaised():
@@ -197,8 +198,8 @@ class WorkerLoop:
             return
         if self.leader is None or parcel.what in SMALL:
             self.accept(parcel, contents)
-        elif self.leader.own(parcel, contents):
-            self.accept(parcel, self.leader.take(parcel))
+        elif self.leader.slices.own(parcel, contents):
+            self.accept(parcel, self.leader.slices.take(parcel))
 
     def opened(self, frame: frames.Incoming) -> Contents | None:
         try:
@@ -230,8 +231,8 @@ class WorkerLoop:
             transfer, state = found
             if self.leader is None:
                 self.load_state(transfer, state)
-            elif self.leader.own_state(transfer, state):
-                self.load_state(transfer, self.leader.take_state(transfer))
+            elif self.leader.slices.own_state(transfer, state):
+                self.load_state(transfer, self.leader.slices.take_state(transfer))
 
     def load_state(self, transfer: msg.StateTransfer, state: Mapping[str, Tensor]) -> None:
         """All frames of a transfer are here, on every shard."""

@@ -9,13 +9,11 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
-from torch import Tensor
-
 from everstep.core.words import shard_messages as sh
 from everstep.core.words import worker_messages as msg
-from everstep.core.words.worker_messages import Parcel, ParcelKind, StateTransfer
+from everstep.core.words.worker_messages import Parcel
 from everstep.core.worker.control import LinkBroke, LinkOpened
-from everstep.core.worker.joining import FrameUse
+from everstep.core.worker.slices import SlicesInHand
 from everstep.engine import frames
 from everstep.engine.shards.leader import Contents
 from everstep.engine.transfers import ArrivingState
@@ -33,10 +31,8 @@ class Follower:
         say: Callable[[sh.FromShard], None],
     ) -> None:
         self.loop, self.inbox, self._say = loop, inbox, say
-        self._parcels: dict[Parcel, Contents] = {}
-        self._states: dict[StateTransfer, dict[str, Tensor]] = {}
-        self._newest: StateTransfer | None = None
-        self._arriving = ArrivingState(self._use)
+        self.slices = SlicesInHand()
+        self._arriving = ArrivingState(self.slices.use)
 
     def run(self) -> None:
         """Until the leader leaves."""
@@ -52,10 +48,9 @@ class Follower:
                 case sh.ShardReceives(parcel=parcel, value=value):
                     self._receive(parcel, value)
                 case sh.ShardDrops(parcel=parcel):
-                    self._parcels.pop(parcel, None)
+                    self.slices.take(parcel)
                 case sh.ShardLoads(transfer=transfer):
-                    self.loop.load_state(transfer, self._states[transfer])
-                    self._states.clear()
+                    self.loop.load_state(transfer, self.slices.take_state(transfer))
                 case sh.ShardLooks():
                     if self.loop.control.may_leave(self._look()):
                         return
@@ -66,33 +61,21 @@ class Follower:
         before = self.loop.state.now.step
         item = self.loop.turn()
         if self.loop.state.now.step != before:
-            for parcel in [p for p in self._parcels if p.step < before and p.what is not ParcelKind.FEED]:
-                del self._parcels[parcel]
+            self.slices.forget_before(before)
         return item
 
     def _arrived(self, frame: frames.Incoming) -> None:
         if frame.kind == frames.STATE:
             if (found := self._arriving.take(frame)) is not None:
                 transfer, state = found
-                self._states[transfer] = state
-                self._say(sh.StateIsHere(transfer=transfer))
+                self._say(self.slices.state_arrived(transfer, state))
             return
         contents = self.loop.opened(frame)
         if contents is not None:
             assert frame.parcel is not None
-            self._parcels[frame.parcel] = contents
-            self._say(sh.ParcelIsHere(parcel=frame.parcel))
+            self._say(self.slices.arrived(frame.parcel, contents))
 
     def _receive(self, parcel: Parcel, value: object) -> None:
-        contents = self._parcels.pop(parcel, None) or Contents(value, (), None)
+        contents = self.slices.take(parcel) or Contents(value, (), None)
         if not self.loop.accept(parcel, contents):
             raise InternalError(f"{parcel} counts for the leader of this worker and not for its shard")
-
-    def _use(self, transfer: StateTransfer) -> FrameUse:
-        """The newest transfer; whether it counts is the leader's to say."""
-        if transfer == self._newest:
-            return FrameUse.DROP if transfer in self._states else FrameUse.ADD
-        if self._newest is not None and transfer < self._newest:
-            return FrameUse.DROP
-        self._newest = transfer
-        return FrameUse.BEGIN

@@ -30,6 +30,7 @@ from everstep.sim.storm.checkers import Violation
 from everstep.sim.storm.lines import Lines
 from everstep.sim.storm.processes import Processes
 from everstep.sim.storm.scene import Scene
+from everstep.sim.storm.shard_group import LOCAL_US
 from everstep.sim.storm.spec import Spec
 from everstep.sim.storm.truth import VirtualState
 from everstep.sim.storm.virtual_agent import LIMITS, LOOK_US, VirtualAgent
@@ -56,7 +57,8 @@ class ClusterWorld:
         rules = spec.rules
         count = -(-rules.replicas * rules.stages // spec.workers_per_node) + SPARE_NODES
         self.nodes = [
-            VirtualAgent(n, spec.workers_per_node, self, self.scene, self.processes) for n in range(count)
+            VirtualAgent(n, spec.workers_per_node * spec.shards, self, self.scene, self.processes)
+            for n in range(count)
         ]
         self.bodies: dict[Worker, VirtualWorker] = {}  # the newest process of each worker
         ports = ClusterPorts(self, self, self)
@@ -94,7 +96,7 @@ class ClusterWorld:
         submitted = msg.TaskSubmitted(
             task=TASK,
             job=None,
-            shape=Shape(rules.replicas, rules.stages, rules.microbatches, rules.chunks),
+            shape=self._shape(),
             steps=rules.steps,
             secret="",
             has_checkpoints=bool(rules.checkpoint_every),
@@ -314,10 +316,14 @@ class ClusterWorld:
 
     def _move(self) -> None:
         """Another shape is asked for, which happens to be the same: everything but the arithmetic of it."""
-        rules = self.spec.rules
-        shape = Shape(rules.replicas, rules.stages, rules.microbatches, rules.chunks)
         self.scene.note("move", Worker(0, 0), "another shape is asked for")
-        self.hear(msg.ReshapeRequested(task=TASK, job=None, shape=shape))
+        self.hear(msg.ReshapeRequested(task=TASK, job=None, shape=self._shape()))
+
+    def _shape(self) -> Shape:
+        rules = self.spec.rules
+        return Shape(
+            rules.replicas, rules.stages, rules.microbatches, chunks=rules.chunks, shards=self.spec.shards
+        )
 
     # -------------------------------------------------------------- what goes wrong
 
@@ -337,6 +343,18 @@ class ClusterWorld:
         self.nodes[body.node].struck = True
         body.hung = not asleep
         body.asleep = asleep
+
+    def kill_shard(self, worker: Worker, target: int) -> None:
+        """One of a worker's processes, not the first."""
+        body = self.bodies[worker]
+        agent = self.nodes[body.node]
+        if body.group is None or agent.frozen:
+            return
+        agent.struck = True
+        follower = body.group.followers[target % len(body.group.followers)]
+        self.scene.note("shard", worker, f"shard {follower.index} of {worker} is killed")
+        self.processes.end_follower(follower)
+        self.scene.soon(LOCAL_US, agent.end_shard, body, follower.index)
 
     def lose_node(self, number: int, span_us: int) -> None:
         agent = self.nodes[number]

@@ -36,6 +36,7 @@ class FaultKind(StrEnum):
     HOLE = "hole"  # a connection swallows everything, and nothing says so
     REFUSE = "refuse"  # an agent is not let in, as with a wrong token
     ELECT = "elect"  # another coordinator takes over; the old one does not know it yet
+    SHARD = "shard"  # one process of a worker that has several, and is not the first of them
     HEAD = "coordinator"  # the coordinator crashes; what its journal had not synced is lost
 
 
@@ -48,6 +49,7 @@ WHO_WORKERS = (
     FaultKind.CUT,
     FaultKind.SLEEP,
     FaultKind.HOLE,
+    FaultKind.SHARD,
 )
 OF_CLUSTERS = (  # they need agents and a coordinator
     FaultKind.DRAIN,

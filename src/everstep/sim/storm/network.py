@@ -11,8 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from everstep.core.worker.mending import MendLimits
 from everstep.sim.agenda import Agenda
 from everstep.sim.draw import Draw
+
+MENDING = MendLimits(after_s=0.004, most_s=0.064)  # an op takes a millisecond here
 
 
 class VirtualLink:

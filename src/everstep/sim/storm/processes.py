@@ -10,10 +10,11 @@ lives, or across a cut, fails in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from everstep.core.words import actions as act
 from everstep.core.words import events as ev
+from everstep.core.words import shard_messages as sh
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.agent_messages import SAVING, WorkerReport
 from everstep.core.words.cluster_messages import NotifyWorker, Sender, TaskEvent, TimePassed
@@ -31,6 +32,7 @@ from everstep.core.worker.mending import PeerAddress
 from everstep.core.worker.worker_state import WorkerState
 from everstep.sim.storm.network import VirtualLink
 from everstep.sim.storm.scene import Scene
+from everstep.sim.storm.shard_group import IDLE, FollowerSaid, StateArrived, VirtualFollower, VirtualGroup
 from everstep.sim.storm.truth import VirtualState
 from everstep.sim.storm.virtual_worker import CARRY_OUT, VirtualWorker, what_arrives
 
@@ -40,12 +42,7 @@ _TIME_PASSED = TimePassed()
 _OPENED = object()
 
 
-class StateArrived(NamedTuple):
-    """One frame of a peer's state."""
-
-    transfer: msg.StateTransfer
-    name: str
-    value: int
+ShardEnd = VirtualWorker | VirtualFollower
 
 
 class Surroundings(Protocol):
@@ -76,7 +73,7 @@ class Processes:
         self.living: dict[PeerAddress, VirtualWorker] = {}
         self.slow: dict[Worker, int] = {}
         self.cuts: dict[tuple[PeerAddress, PeerAddress], int] = {}  # from, to: until when
-        self.partitions: list[Callable[[VirtualWorker, VirtualWorker, VirtualLink], None]] = []
+        self.partitions: list[Callable[[ShardEnd, VirtualWorker, VirtualLink], None]] = []
         self.dark: set[PeerAddress] = set()  # of processes whose machines lost power
         self._ports = 0
 
@@ -90,6 +87,8 @@ class Processes:
             address=address,
             scene=self.scene,
         )
+        if self.spec.shards > 1:
+            body.group = VirtualGroup(body, self.spec.rules, self.spec.shards, self)
         body.moved_us = self.agenda.now_us
         return body
 
@@ -108,14 +107,23 @@ class Processes:
         del self.living[body.address]
         if silently:
             self.dark.add(body.address)
-        for link in body.links.values():
-            self.network.lose_tail(link)
-        for other in self.living.values():
+        for end in ends(body):
+            for link in end.links.values():
+                self.network.lose_tail(link)
+        if body.group is not None:
+            body.group.close()
+        for other in [end for one in self.living.values() for end in ends(one)]:
             link_ = other.links.pop(body.address, None)
             if link_ is not None:
                 link_.close()
                 notice = UNANSWERED_US if silently else self.weather.spread(self.spec.weather.hop_us)
                 self.agenda.after(notice, self._broken, other, body.address)
+
+    def end_follower(self, end: VirtualFollower) -> None:
+        """One shard dies; what the others make of it is theirs to decide."""
+        for link in end.links.values():
+            self.network.lose_tail(link)
+        end.end()
 
     # -------------------------------------------------------------- its loop
 
@@ -141,12 +149,18 @@ class Processes:
         while body.inbox:
             self._obey(body, body.inbox.popleft())
         control, agenda = body.control, self.agenda
+        if body.group is not None:
+            body.group.looks_for_work()
         task = control.next()
+        if body.group is not None:
+            body.group.found(task)
         self._carry_out(body, control.take_actions())
         if control.may_leave(task):
             self._leave(body)
             return
         kind = type(task)
+        if body.group is not None and kind in IDLE:
+            body.group.turned()
         if kind is msg.Wait:
             body.show(agenda.now_us, agenda.done, busy=False, doing=task.missing)  # type: ignore[union-attr]
             return
@@ -179,8 +193,12 @@ class Processes:
                 self.scene.trigger(trigger, body.me)
                 if not body.alive:
                     return
+        if body.group is not None:
+            body.group.finished(answer, body.began_us / 1e6)
         body.control.finished(task, answer, began=body.began_us / 1e6)
         self._carry_out(body, body.control.take_actions())
+        if body.group is not None:
+            body.group.turned()
         self._turn(body)
 
     def _written(
@@ -207,22 +225,50 @@ class Processes:
     def _obey(self, body: VirtualWorker, item: Any) -> None:
         control, state = body.control, body.walker
         if type(item) is tuple:
-            parcel, facts, payload = item
-            if state.arrived(parcel, facts):
-                body.payloads[parcel] = payload
+            if body.group is None:
+                parcel, facts, payload = item
+                if state.arrived(parcel, facts):
+                    body.payloads[parcel] = payload
+            elif (whole := body.group.arrived(item)) is not None:
+                self._accept(body, *whole)
             return
         self.scene.mix(5, body.me)
         if self.trace.lines is not None:
             self.trace.tell(self.agenda.now_us, f"{body.me} hears {item}")
         if type(item) is StateArrived:
             body.take_state(*item)
+        elif type(item) is FollowerSaid:
+            self._hear_follower(body, item)
         else:
+            if body.group is not None:
+                body.group.takes(item, self.agenda.now_us / 1e6)
             actions = control.handle(item, self.agenda.now_us / 1e6)
             if type(item) is NotifyWorker:
                 self._notified(body, item)
             self._carry_out(body, actions)
             self._set_alarm(body)
         self._carry_out(body, control.take_actions())
+
+    def _accept(self, body: VirtualWorker, parcel: msg.Parcel, facts: Any, payload: Any) -> None:
+        """A parcel is here, on every shard."""
+        wanted = body.walker.arrived(parcel, facts)
+        if wanted:
+            body.payloads[parcel] = payload
+        assert body.group is not None
+        body.group.decided(parcel, facts, wanted=wanted)
+
+    def _hear_follower(self, body: VirtualWorker, item: FollowerSaid) -> None:
+        assert body.group is not None
+        slices = body.group.slices
+        match item.message:
+            case sh.ParcelIsHere(parcel=parcel):
+                if slices.others(item.shard, parcel):
+                    self._accept(body, *slices.take(parcel))
+            case sh.StateIsHere(transfer=transfer):
+                if slices.others_state(item.shard, transfer):
+                    body.load_state(transfer, slices.take_state(transfer))
+            case sh.ShardLink(event=event):
+                self._obey(body, event)
 
     def _notified(self, body: VirtualWorker, order: NotifyWorker) -> None:
         match order.words:
@@ -275,7 +321,18 @@ class Processes:
         if link is not None:
             self.network.send(link, item, self._hop(body.node, link.node))
 
-    def _send_state(self, body: VirtualWorker, task: msg.Snapshot, state: VirtualState) -> None:
+    def send_slice(self, end: VirtualFollower, command: msg.Send) -> None:
+        """A follower's slice: its name and its facts."""
+        address = end.control.book.get(Worker(command.replica, command.stage))
+        link = None if address is None else end.links.get(address) or self._connect(end, address)
+        if link is not None:
+            item = (command.parcel, command.value, None)
+            self.network.send(link, item, self._hop(end.node, link.node))
+
+    def send_state_slice(self, end: VirtualFollower, task: msg.Snapshot) -> None:
+        self._send_state(end, task, VirtualState(0, 0))
+
+    def _send_state(self, body: ShardEnd, task: msg.Snapshot, state: VirtualState) -> None:
         address = body.control.book.get(Worker(task.joiner, body.me.stage))
         link = None if address is None else body.links.get(address) or self._connect(body, address)
         if link is not None:
@@ -285,10 +342,11 @@ class Processes:
 
     # -------------------------------------------------------------- connections
 
-    def _connect(self, body: VirtualWorker, address: PeerAddress) -> VirtualLink | None:
-        there = self.living.get(address)
+    def _connect(self, body: ShardEnd, address: PeerAddress) -> VirtualLink | None:
+        living = self.living.get(address)
+        there = None if living is None else same_shard(living, body)
         until = self.cuts.get((body.address, address), 0)
-        if there is None or self.agenda.now_us < until:
+        if living is None or there is None or self.agenda.now_us < until:
             silent = address in self.dark  # a machine without power refuses nothing
             delay = UNANSWERED_US if silent else self.weather.spread(self.spec.weather.hop_us)
             self.agenda.after(delay, self._broken, body, address)
@@ -296,40 +354,46 @@ class Processes:
         link = VirtualLink(lambda item: self._arrive(there, item), there.node)
         body.links[address] = link
         for hold in self.partitions:
-            hold(body, there, link)
+            hold(body, living, link)
         self.network.send(link, (_OPENED, body, address), self._hop(body.node, there.node))
         return link
 
-    def _arrive(self, there: VirtualWorker, item: tuple[Any, Any, Any]) -> None:
+    def _arrive(self, there: ShardEnd, item: tuple[Any, Any, Any]) -> None:
         parcel, facts, payload = item
         if parcel is _OPENED:
             if facts.alive:
-                self.take(facts, LinkOpened(payload))
+                self._give(facts, LinkOpened(payload))
         else:
-            self.take(there, payload if parcel is None else (parcel, facts, what_arrives(payload)))
+            self._give(there, payload if parcel is None else (parcel, facts, what_arrives(payload)))
 
-    def _broken(self, body: VirtualWorker, address: PeerAddress) -> None:
+    def _give(self, end: ShardEnd, item: Any) -> None:
+        if isinstance(end, VirtualFollower):
+            end.take(item)
+        else:
+            self.take(end, item)
+
+    def _broken(self, body: ShardEnd, address: PeerAddress) -> None:
         if body.alive:
-            self.take(body, LinkBroke(address))
+            self._give(body, LinkBroke(address))
 
-    def break_link(self, body: VirtualWorker, address: PeerAddress, span_us: int) -> None:
+    def break_link(self, body: ShardEnd, address: PeerAddress, span_us: int) -> None:
         """It breaks now, and for a while no other one can be opened."""
         link = body.links.pop(address)
         self.network.lose_tail(link)
         self.cuts[body.address, address] = self.agenda.now_us + span_us
         self.agenda.after(self.weather.spread(self.spec.weather.hop_us), self._broken, body, address)
 
-    def swallow(self, body: VirtualWorker, address: PeerAddress) -> None:
+    def swallow(self, body: ShardEnd, address: PeerAddress) -> None:
         """Nothing arrives on this connection any more, and nothing comes back that would say so."""
         link = body.links[address]
         link.close()
         if link_gives_up(link):
             self.agenda.after(UNANSWERED_US, self._give_up, body, address, link)
 
-    def _give_up(self, body: VirtualWorker, address: PeerAddress, link: VirtualLink) -> None:
+    def _give_up(self, body: ShardEnd, address: PeerAddress, link: VirtualLink) -> None:
         if body.alive and body.links.get(address) is link:
             del body.links[address]
-            self.take(body, LinkBroke(address))
+            self._give(body, LinkBroke(address))
 
     # -------------------------------------------------------------- how long things take
 
@@ -344,6 +408,19 @@ class Processes:
         share = _SHARE_OF_AN_OP[task.op.kind] if type(task) is msg.Compute else 0.1
         typical = int(self.spec.weather.op_us * share) * self.slow.get(body.me, 1)
         return self.weather.spread(typical)
+
+
+def ends(body: VirtualWorker) -> tuple[ShardEnd, ...]:
+    """Whatever of a worker has connections: its shards."""
+    return (body,) if body.group is None else (body, *(f for f in body.group.followers if f.is_up))
+
+
+def same_shard(body: VirtualWorker, end: ShardEnd) -> ShardEnd | None:
+    """The shard of this worker that another one's shard talks to."""
+    if not isinstance(end, VirtualFollower) or body.group is None:
+        return body
+    found = body.group.followers[end.index - 1]
+    return found if found.is_up else None
 
 
 def link_gives_up(link: VirtualLink) -> bool:

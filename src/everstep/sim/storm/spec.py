@@ -16,11 +16,11 @@ from everstep.core.worker.rules import TaskRules
 from everstep.sim.draw import Draw
 from everstep.sim.storm.faults import HERE, OF_CLUSTERS, TRIGGERS, WHO_WORKERS, FaultKind, StormFault
 
-StormKind = Literal["", "cluster", "moves", "sharded", "sharded-cluster", "sharded-moves"]
+StormKind = Literal["", "cluster", "moves", "sharded", "sharded-cluster", "sharded-moves", "groups"]
 OP_US = 1_000  # a typical op; all else is in proportion to it
 FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # nobody can wait for their end
 FOR_GOOD_US = 3_600_000_000
-OF_TASKS = tuple(kind for kind in FaultKind if kind not in OF_CLUSTERS)
+OF_TASKS = tuple(kind for kind in FaultKind if kind not in OF_CLUSTERS and kind is not FaultKind.SHARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,7 @@ class Spec:
     weather: Weather = Weather()
     faults: tuple[StormFault, ...] = ()
     moves: tuple[int, ...] = ()  # when another shape is asked for, in us
+    shards: int = 1  # processes per worker
 
     def keep(self, which: tuple[int, ...]) -> Spec:
         return replace(self, faults=tuple(self.faults[i] for i in which))
@@ -73,6 +74,7 @@ class Spec:
             f"sync {w.sync_us}, start {w.start_us}, exit {w.exit_us}, silence {w.silence_us}, "
             f"save {w.save_us}",
             *([f"optimizer states in {r.chunks} chunks per stage"] if r.chunks else []),
+            *([f"workers of {self.shards} processes"] if self.shards > 1 else []),
             *([f"states in memory every {r.copy_every} steps"] if r.copy_every else []),
             *(f"another shape at {at_us / 1e3:g} ms" for at_us in self.moves),
             *(f"fault {i}: {fault}" for i, fault in enumerate(self.faults)),
@@ -108,7 +110,7 @@ def draw_spec(seed: int) -> Spec:
 
 def draw_storm(seed: int, kind: StormKind = "") -> Spec:
     """For one task's recovery alone, for the whole cluster, or for that with other shapes asked for; each
-    also with sharded optimizer states.
+    also with sharded optimizer states. `groups`: for the whole cluster, with workers of several processes.
     """
     sharded, around = kind.startswith("sharded"), kind.removeprefix("sharded").removeprefix("-")
     spec = draw_spec(seed)
@@ -116,6 +118,8 @@ def draw_storm(seed: int, kind: StormKind = "") -> Spec:
         spec = with_nodes(spec)
     if around == "moves":
         spec = with_moves(spec)
+    if around == "groups":
+        spec = with_groups(spec)
     return with_sharded_states(spec) if sharded else spec
 
 
@@ -156,6 +160,23 @@ def with_sharded_states(spec: Spec) -> Spec:
     """The same storm for a task whose replicas share the optimizer states of their stage."""
     rules = spec.rules
     return replace(spec, rules=replace(rules, tied=None, chunks=CHUNKS_PER_REPLICA * rules.replicas))
+
+
+def with_groups(spec: Spec) -> Spec:
+    """The same storm for workers of two or three processes; some kills hit one that is not the first. In one
+    of three seeds states are sharded too, in one of three copies are kept in memory.
+    """
+    draw = Draw(spec.seed, "groups")
+    faults = [
+        replace(fault, what=FaultKind.SHARD) if fault.what is FaultKind.KILL and draw.chance(0.5) else fault
+        for fault in spec.faults
+    ]
+    if spec.faults and draw.chance(0.5):
+        faults.append(draw_fault(draw, FaultKind.SHARD, run_time_us(spec)))
+    spec = replace(spec, shards=draw.choice((2, 2, 3)), faults=tuple(faults))
+    if draw.chance(1 / 3):
+        spec = replace(spec, rules=replace(spec.rules, copy_every=1))
+    return with_sharded_states(spec) if draw.chance(1 / 3) else spec
 
 
 def _draw_rules(draw: Draw) -> TaskRules:

@@ -7,6 +7,7 @@ from everstep.core.worker.mending import PeerAddress
 from everstep.sim.storm.cluster_world import ClusterWorld
 from everstep.sim.storm.faults import HERE, WHO_WORKERS, FaultKind, StormFault
 from everstep.sim.storm.network import VirtualLink
+from everstep.sim.storm.processes import ShardEnd, ends
 from everstep.sim.storm.virtual_worker import VirtualWorker
 from everstep.sim.storm.world import World
 
@@ -69,6 +70,9 @@ class Strikes:
         match fault.what:
             case FaultKind.KILL:
                 world.kill(worker, "killed")
+            case FaultKind.SHARD:
+                assert isinstance(world, ClusterWorld), "shards need agents"
+                world.kill_shard(worker, fault.target)
             case FaultKind.RAISE:
                 world.kill(worker, "raised", raised=True)
             case FaultKind.SLOW:
@@ -132,30 +136,30 @@ class Strikes:
 
     def _break_one(self, body: VirtualWorker, fault: StormFault) -> None:
         """One of its connections breaks, or swallows what is sent on it."""
-        links = sorted(body.links)
+        links = [(address, end) for end in ends(body) for address in sorted(end.links)]
         if not links:
             return
-        address = links[fault.target % len(links)]
-        self._suspect(body.node, body.links[address].node)
+        address, end = links[fault.target % len(links)]
+        self._suspect(end.node, end.links[address].node)
         if fault.what is FaultKind.HOLE:
-            self.processes.swallow(body, address)
+            self.processes.swallow(end, address)
         else:
-            self.processes.break_link(body, address, fault.span_us)
+            self.processes.break_link(end, address, fault.span_us)
 
     def _partition(self, fault: StormFault, number: int) -> None:
         """Connections between this node and the others: held, then released; broken if that took too long."""
         network = self.scene.network
-        held: list[tuple[VirtualWorker, PeerAddress, VirtualLink]] = []
+        held: list[tuple[ShardEnd, PeerAddress, VirtualLink]] = []
         one_way = fault.what is FaultKind.ONE_WAY
 
-        def hold(body: VirtualWorker, there: VirtualWorker, link: VirtualLink) -> None:
+        def hold(body: ShardEnd, there: VirtualWorker, link: VirtualLink) -> None:
             into = link.node == number and body.node != number
             out_of = body.node == number and link.node != number
             if into or (out_of and not one_way):
                 network.hold(link)
                 held.append((body, there.address, link))
 
-        for body in self.processes.living.values():
+        for body in [end for one in self.processes.living.values() for end in ends(one)]:
             for address, link in body.links.items():
                 if address in self.processes.living:
                     hold(body, self.processes.living[address], link)
@@ -164,7 +168,7 @@ class Strikes:
         self.scene.agenda.after(fault.span_us, self._reunite, hold, held, fault.span_us > BREAKS_AFTER_US)
 
     def _reunite(
-        self, hold: object, held: list[tuple[VirtualWorker, PeerAddress, VirtualLink]], broken: bool
+        self, hold: object, held: list[tuple[ShardEnd, PeerAddress, VirtualLink]], broken: bool
     ) -> None:
         self.processes.partitions.remove(hold)  # type: ignore[arg-type]
         for body, address, link in held:

@@ -29,6 +29,7 @@ from everstep.core.agent.process import AgentLimits
 from everstep.core.faults.detector import DetectorLimits, Glance
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
+from everstep.core.words.agent_messages import ShardEnded
 from everstep.core.words.cluster_messages import Sender
 from everstep.sim.storm.checkers import Violation
 from everstep.sim.storm.network import VirtualLink
@@ -286,7 +287,7 @@ class VirtualAgent:
     def _check_slot(self, order: msg.StartProcess) -> None:
         """Whoever held the slot is gone, and its memory is free."""
         for body in self.bodies.values():
-            if body.slot == order.slot or body.me == order.worker:
+            if body.slots & slots_of(order) or body.me == order.worker:
                 state = "lives" if body.alive else "holds its memory"
                 where = f"{self.name}:{order.slot}"
                 raise Violation(f"one owner: {order.worker} starts in {where}, where {body.me} still {state}")
@@ -309,7 +310,7 @@ class VirtualAgent:
             self.happens(failed)
             return
         body = self.bodies[sender] = self.processes.start(sender, self.number)
-        body.slot = order.slot
+        body.slots = slots_of(order)
         self.happens(ag.ProcessSpawned(sender))
         if not body.alive:
             return  # it was given up meanwhile
@@ -329,6 +330,19 @@ class VirtualAgent:
         elif body.alive:
             self._bury(body, reason)
             self.died(body, reason)
+
+    def end_shard(self, body: VirtualWorker, shard: int) -> None:
+        """The first shard notices, says so, and ends: a worker is all of its shards or none."""
+        if body.alive and not body.leaving:
+            ended = ShardEnded(
+                task=body.sender.task,
+                worker=body.me,
+                incarnation=body.incarnation,
+                shard=shard,
+                how="killed by SIGKILL",
+            )
+            self.happens(ag.ProcessSpoke(body.sender, ended))
+            self.kill(body, "killed by SIGKILL")
 
     def died(self, body: VirtualWorker, reason: str) -> None:
         """It is dead; its agent notices, and later there is nothing left of it."""
@@ -371,3 +385,7 @@ class VirtualAgent:
                 )
                 self.happens(ag.Glanced(body.sender, glance))
         self.scene.agenda.after(LOOK_US, self.look, boot)
+
+
+def slots_of(order: msg.StartProcess) -> frozenset[int]:
+    return frozenset((order.slot, *order.more_slots))

@@ -20,17 +20,17 @@ from everstep.core.words.ops import Kind
 from everstep.core.worker.buffers import Buffers
 from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.joining import FrameUse
-from everstep.core.worker.mending import MendLimits, PeerAddress
+from everstep.core.worker.mending import PeerAddress
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState
 from everstep.sim.storm.checkers import Violation
-from everstep.sim.storm.network import VirtualLink
+from everstep.sim.storm.network import MENDING, VirtualLink
 from everstep.sim.storm.scene import Scene
+from everstep.sim.storm.shard_group import VirtualGroup
 from everstep.sim.storm.truth import Bag, VirtualState, applied, weight
 from everstep.sim.storm.virtual_chunks import VirtualChunks
 
 _HALVES = {Kind.B: (Kind.I, Kind.W)}
-MENDING = MendLimits(after_s=0.004, most_s=0.064)  # an op takes a millisecond here
 
 
 class Cell:
@@ -87,7 +87,8 @@ class VirtualWorker:
         self.arriving: dict[str, int] = {}  # the frames of a state that this joiner copies
         self.inbox: deque[Any] = deque()
         self.links: dict[PeerAddress, VirtualLink] = {}
-        self.slot = 0
+        self.slots = frozenset({0})
+        self.group: VirtualGroup | None = None  # if it has shards: the others
         self.task: msg.WorkItem | None = None
         self.began_us = 0  # when the task was begun
         self.alive = True
@@ -285,11 +286,21 @@ class VirtualWorker:
             self.arriving.clear()
         self.arriving[name] = value
         if len(self.arriving) == len(VirtualState._fields):
-            self.state = self.working = VirtualState(**self.arriving)
-            self._begin_gradients()
-            self.chunks.follow(self.state)
+            whole = VirtualState(**self.arriving)
             self.arriving.clear()
-            self.walker.state_arrived(transfer)
+            if self.group is None:
+                self.load_state(transfer, whole)
+            elif self.group.slices.own_state(transfer, whole):
+                self.load_state(transfer, self.group.slices.take_state(transfer))
+
+    def load_state(self, transfer: msg.StateTransfer, state: VirtualState) -> None:
+        """All of it is here, on every shard."""
+        self.state = self.working = state
+        self._begin_gradients()
+        self.chunks.follow(self.state)
+        self.walker.state_arrived(transfer)
+        if self.group is not None:
+            self.group.loaded(transfer)
 
     # -------------------------------------------------------------- commands
 

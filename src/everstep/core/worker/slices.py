@@ -1,0 +1,119 @@
+"""What the shards of one worker have in hand, and when it counts: for all of them, or for none.
+
+Every shard has the same worker state and is given the same events in the same order (`shard_messages`). What
+arrives, arrives on each shard by itself, as its own slice. The leader counts: a parcel or a state is whole
+once every shard has its slice, and then the leader says to all of them that it counts. What a slice is made
+of only the shell knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from everstep.core.words import shard_messages as sh
+from everstep.core.words.worker_messages import Parcel, ParcelKind, StateTransfer
+from everstep.core.worker.joining import FrameUse
+
+SMALL = frozenset({ParcelKind.HELD, ParcelKind.NEWS})  # without tensors: only leaders send them
+
+
+class SliceCount:
+    """The leader's: its own slices, and which followers have theirs."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._parcels: dict[Parcel, Any] = {}  # this shard's own
+        self._have: dict[Parcel, set[int]] = {}  # the followers that have theirs
+        self._states: dict[StateTransfer, Any] = {}
+        self._have_state: dict[StateTransfer, set[int]] = {}
+
+    def __len__(self) -> int:
+        """Parcels that are not whole."""
+        return len(self._parcels.keys() | self._have.keys())
+
+    def own(self, parcel: Parcel, contents: Any) -> bool:
+        """This shard has its slice. True: so have all."""
+        self._parcels[parcel] = contents
+        return self._is_whole(parcel)
+
+    def others(self, shard: int, parcel: Parcel) -> bool:
+        self._have.setdefault(parcel, set()).add(shard)
+        return self._is_whole(parcel)
+
+    def take(self, parcel: Parcel) -> Any:
+        """Of a parcel that is whole."""
+        del self._have[parcel]
+        return self._parcels.pop(parcel)
+
+    def forget_before(self, step: int) -> None:
+        """What never became whole (its sender died) and is of no use any more."""
+        for parcel in _of_steps_before(step, self._parcels.keys() | self._have.keys()):
+            self._parcels.pop(parcel, None)
+            self._have.pop(parcel, None)
+
+    def own_state(self, transfer: StateTransfer, state: Any) -> bool:
+        self._states[transfer] = state
+        return self._has_state(transfer)
+
+    def others_state(self, shard: int, transfer: StateTransfer) -> bool:
+        self._have_state.setdefault(transfer, set()).add(shard)
+        return self._has_state(transfer)
+
+    def take_state(self, transfer: StateTransfer) -> Any:
+        found = self._states[transfer]
+        self._states.clear()
+        self._have_state.clear()
+        return found
+
+    def _is_whole(self, parcel: Parcel) -> bool:
+        return parcel in self._parcels and len(self._have.get(parcel, ())) == self.count - 1
+
+    def _has_state(self, transfer: StateTransfer) -> bool:
+        return transfer in self._states and len(self._have_state.get(transfer, ())) == self.count - 1
+
+
+class SlicesInHand:
+    """A follower's: what has arrived for it, until the leader says that it counts."""
+
+    def __init__(self) -> None:
+        self._parcels: dict[Parcel, Any] = {}
+        self._states: dict[StateTransfer, Any] = {}
+        self._newest: StateTransfer | None = None
+
+    def __len__(self) -> int:
+        return len(self._parcels)
+
+    def arrived(self, parcel: Parcel, contents: Any) -> sh.ParcelIsHere:
+        self._parcels[parcel] = contents
+        return sh.ParcelIsHere(parcel=parcel)
+
+    def take(self, parcel: Parcel) -> Any:
+        """None: it has no slice of it."""
+        return self._parcels.pop(parcel, None)
+
+    def forget_before(self, step: int) -> None:
+        for parcel in _of_steps_before(step, list(self._parcels)):
+            del self._parcels[parcel]
+
+    def use(self, transfer: StateTransfer) -> FrameUse:
+        """A frame of a state is here: the newest transfer counts; whether it does is the leader's to say."""
+        if transfer == self._newest:
+            return FrameUse.DROP if transfer in self._states else FrameUse.ADD
+        if self._newest is not None and transfer < self._newest:
+            return FrameUse.DROP
+        self._newest = transfer
+        return FrameUse.BEGIN
+
+    def state_arrived(self, transfer: StateTransfer, state: Any) -> sh.StateIsHere:
+        self._states[transfer] = state
+        return sh.StateIsHere(transfer=transfer)
+
+    def take_state(self, transfer: StateTransfer) -> Any:
+        found = self._states[transfer]
+        self._states.clear()
+        return found
+
+
+def _of_steps_before(step: int, parcels: Iterable[Parcel]) -> list[Parcel]:
+    return [p for p in parcels if p.step < step and p.what is not ParcelKind.FEED]
