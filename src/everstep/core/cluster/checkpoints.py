@@ -44,8 +44,9 @@ class Checkpoints:
         known.search_at = None
         known.search += 1
         nodes = sorted({seat.node for seat in task.seats.values()})
+        known.searcher = nodes[known.failed_searches % len(nodes)]
         order = msg.FindCheckpoint(task=task.name, job=task.job, known=known.newest, search=known.search)
-        return self._orders.send(nodes[known.failed_searches % len(nodes)], order, because, now)
+        return self._orders.send(known.searcher, order, because, now)
 
     def look_later(self, task: Task, now: Moment) -> float | None:
         """A search has failed: seconds until the next one, None if there were enough."""

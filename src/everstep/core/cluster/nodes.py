@@ -193,7 +193,7 @@ class Nodes:
         name = node.name
         actions = self._set_liveness(node, liveness, because, now)
         node.pending.clear()
-        self._tasks.commits_lost(name, now)
+        self._tasks.answers_lost(name, now)
         losers = self._copies.node_gone(name)
         for task in losers:
             actions += self._training.count_copies(task, now)

@@ -152,6 +152,7 @@ class CheckpointProgress:
 
     newest: int = 0  # step
     search: int = 0  # the number of the last search for it
+    searcher: str = ""  # the node that was asked
     failed_searches: int = 0  # in a row
     search_at: float | None = None  # when it is looked for again
     parts: dict[int, WrittenParts] = field(default_factory=dict)  # by step

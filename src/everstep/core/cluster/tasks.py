@@ -202,10 +202,14 @@ class Tasks:
             task.enter(TaskState.WAITING, task.because)
             task.checkpoints.search_at = None
 
-    def commits_lost(self, node: str, now: Moment) -> None:
-        """A node is gone: the checkpoints it was committing have no answer."""
+    def answers_lost(self, node: str, now: Moment) -> None:
+        """A node is gone: the search it was asked for, and the checkpoints it was committing, have no answer.
+        It need not have a worker of the task any more: it may have been drained.
+        """
         for task in self._roster.tasks.values():
             self._checkpoints.node_lost(task, node, now)
+            if task.checkpoints.searcher == node:
+                self.give_up_search(task)
 
     def time_passed(self, task: Task, now: Moment) -> Actions:
         actions = self._training.start_due(task, now)

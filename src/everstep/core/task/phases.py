@@ -98,6 +98,7 @@ class Phases:
         if {worker.stage for worker in ledgers} != set(range(self.groups.shape.stages)):
             return self.assemble()
         book, groups = self._book, self.groups
+        book.hear_shares(share for ledger in ledgers.values() for share in ledger.shares)
         if groups.lost_chunk(ledgers) is not None:
             return self.assemble()
         owed = what_is_owed(groups.shape, ledgers, steps=book.last_step, entering=self._places.entering())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from everstep.core.words.actions import RecordStep
@@ -70,6 +71,13 @@ class StepBook:
     def void_from(self, step: int) -> None:
         """What was computed of this step and later ones does not count."""
         self.shares = {earlier: shares for earlier, shares in self.shares.items() if earlier < step}
+
+    def hear_shares(self, known: Iterable[tuple[int, int, float]]) -> None:
+        """What workers know of other stages' shares: those who had announced them may be dead."""
+        oldest = self.recorded - _KEPT_SHARES
+        for step, stage, share in known:
+            if step > oldest:
+                self.shares.setdefault(step, {}).setdefault(stage, share)
 
     def all_shares(self) -> tuple[tuple[int, int, float], ...]:
         return tuple((step, stage, x) for step, shares in self.shares.items() for stage, x in shares.items())

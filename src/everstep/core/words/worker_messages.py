@@ -39,6 +39,7 @@ class Ledger:
     holding: tuple[Parcel, ...] = ()  # activations and gradients it has received and not used
     joining: bool = False  # not yet a member: its state is that after `step - 1`
     chunks: tuple[int, ...] = ()  # sharded: those whose optimizer state it has
+    shares: tuple[tuple[int, int, float], ...] = ()  # step, stage, its part of the norm, of other stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

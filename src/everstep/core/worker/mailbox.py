@@ -89,6 +89,14 @@ class Mailbox:
         """Forget every parcel of these steps that belongs to an attempt before this one."""
         self.drop(lambda p: p.step >= from_step and p.attempt < self.order.attempt(p.step))
 
+    def known_shares(self) -> list[tuple[int, int, float]]:
+        """Step, stage, share of the norm: what other stages have announced, of the newest attempt known."""
+        news = sorted((p for p in self.box if p.what is ParcelKind.NEWS), key=lambda p: p.attempt)
+        found = {
+            (p.step, p.stage): float(self.box[p]) for p in news if p.attempt >= self.order.attempt(p.step)
+        }
+        return [(step, stage, share) for (step, stage), share in sorted(found.items())]
+
     # -------------------------------------------------------------- peers
 
     def peers(self, step: int) -> tuple[int, ...]:

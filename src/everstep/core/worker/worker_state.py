@@ -125,6 +125,7 @@ class WorkerState:
             done_before=() if before is None else (*before.done, *before.ghosts),
             chunks=tuple(sorted(self.chunks.kept)),
             holding=tuple(p for p in self.mail.box if p.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT)),
+            shares=tuple(self.mail.known_shares()),
         )
 
     def resume(self, order: Resume) -> None:

@@ -260,9 +260,10 @@ class ClusterWorld:
         self.nodes[body.node].happens(ProcessSpoke(body.sender, report))
 
     def _check_mended(self, body: VirtualWorker, report: msg.LinkMended) -> None:
-        if body.control.book[report.peer] not in self.processes.living:
+        """The peer may be dead by now; but it has answered since the link broke last."""
+        if body.control.book[report.peer] not in body.answered:
             raise Violation(
-                f"honest reports: {body.me} says its link to {report.peer} works again; that process is dead"
+                f"honest reports: {body.me} says its link to {report.peer} works again; nothing has answered"
             )
 
     def left(self, body: VirtualWorker) -> None:

@@ -35,6 +35,7 @@ class LineEnds(Protocol):
 class Lines:
     def __init__(self, world: LineEnds) -> None:
         self.world, self.scene, self.weather = world, world.scene, world.scene.spec.weather
+        self.all_back_us = 0  # when the last line that was cut or refused is back
 
     # -------------------------------------------------------------- opened
 
@@ -75,6 +76,7 @@ class Lines:
         self.scene.note("mute", Worker(number, 0), f"{what} for {span_us / 1e3:g} ms")
         agent.hold_line()
         self.watch_silence(agent, span_us)
+        self.all_back_us = max(self.all_back_us, self.scene.agenda.now_us + span_us)
         self.scene.agenda.after(span_us, self._returns, agent, agent.boot, span_us)
 
     def _returns(self, agent: VirtualAgent, boot: int, span_us: int) -> None:
@@ -94,6 +96,7 @@ class Lines:
         agent = self.world.nodes[number]
         self.scene.note("refuse", Worker(number, 0), f"{agent.name} is refused for {span_us / 1e3:g} ms")
         agent.refused_until = self.scene.agenda.now_us + span_us
+        self.all_back_us = max(self.all_back_us, agent.refused_until)
         if agent.is_reachable():
             agent.struck = True
             agent.close_line()

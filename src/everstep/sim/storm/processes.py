@@ -168,7 +168,8 @@ class Processes:
             body.show(agenda.now_us, agenda.done, busy=False, doing=kind.__name__)
             return
         body.task, body.began_us = task, agenda.now_us
-        body.show(agenda.now_us, agenda.done, busy=True, doing=_shown(task, body.me.stage))
+        if kind is not msg.Snapshot:  # as the engine's beacon: who waits while a peer copies still waits
+            body.show(agenda.now_us, agenda.done, busy=True, doing=_shown(task, body.me.stage))
         agenda.after(self._time_of(body, task), self._done, body)
 
     def _done(self, body: VirtualWorker) -> None:
@@ -242,6 +243,10 @@ class Processes:
         else:
             if body.group is not None:
                 body.group.takes(item, self.agenda.now_us / 1e6)
+            if type(item) is LinkOpened:
+                body.answered.add(item.address)
+            elif type(item) is LinkBroke:
+                body.answered.discard(item.address)
             actions = control.handle(item, self.agenda.now_us / 1e6)
             if type(item) is NotifyWorker:
                 self._notified(body, item)

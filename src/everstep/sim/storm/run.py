@@ -24,6 +24,7 @@ MOST_EVENTS = 60_000
 LOSING = (FaultKind.CUT, FaultKind.PART, FaultKind.ONE_WAY, FaultKind.NODE, FaultKind.RACK, FaultKind.LEMON)
 MOST_STALLS = 3
 LEAVING_US = 2_000_000
+FIRST_STEP_US = 12_000_000  # of the detectors: how long a first step takes is not known yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,8 @@ def _run(world: World | ClusterWorld, strikes: Strikes) -> None:
         + LIVENESS_RUN_TIMES * usual
         + 40 * max(spec.weather.start_us, spec.weather.silence_us, spec.weather.overdue_us)
     )
+    if isinstance(world, ClusterWorld):
+        end_at += FIRST_STEP_US
     agenda.at(heal_at, strikes.heal)
     world.begin()
     step = agenda.step
@@ -110,7 +113,7 @@ def _let_all_leave(world: ClusterWorld) -> None:
     """
     agenda = world.scene.agenda
     world.wake_all()
-    end_at = agenda.now_us + LEAVING_US
+    end_at = max(agenda.now_us, world.lines.all_back_us) + LEAVING_US
     while not world.is_quiet():
         if not agenda.step() or agenda.now_us > end_at:
             raise Violation(f"nothing left behind: {world.left_behind()}")

@@ -87,6 +87,7 @@ class VirtualWorker:
         self.arriving: dict[str, int] = {}  # the frames of a state that this joiner copies
         self.inbox: deque[Any] = deque()
         self.links: dict[PeerAddress, VirtualLink] = {}
+        self.answered: set[PeerAddress] = set()  # since the link to them broke last
         self.slots = frozenset({0})
         self.group: VirtualGroup | None = None  # if it has shards: the others
         self.task: msg.WorkItem | None = None
