@@ -108,7 +108,7 @@ class WorkerLoop:
                 self.leader.tell(sh.ShardLooks())
             task = self.turn()
             if self.leader is not None:
-                self.leader.slices.forget_before(self.state.now.step - 1)
+                self.leader.slices.forget_before(self.state.now.step - 1, self.state.mail.order.attempt)
             if self.control.may_leave(task):
                 self.show_saving()  # what its saver has in hand is written after this
                 return

@@ -8,7 +8,7 @@ of only the shell knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from everstep.core.words import shard_messages as sh
@@ -46,9 +46,11 @@ class SliceCount:
         del self._have[parcel]
         return self._parcels.pop(parcel)
 
-    def forget_before(self, step: int) -> None:
-        """What never became whole (its sender died) and is of no use any more."""
-        for parcel in _of_steps_before(step, self._parcels.keys() | self._have.keys()):
+    def forget_before(self, step: int, attempt: Callable[[int], int]) -> None:
+        """What never became whole (its sender died) and is of no use any more. A parcel of a later attempt
+        than the one in force is kept: its step is about to be done again, and the order comes after it.
+        """
+        for parcel in _useless(self._parcels.keys() | self._have.keys(), step, attempt):
             self._parcels.pop(parcel, None)
             self._have.pop(parcel, None)
 
@@ -92,8 +94,8 @@ class SlicesInHand:
         """None: it has no slice of it."""
         return self._parcels.pop(parcel, None)
 
-    def forget_before(self, step: int) -> None:
-        for parcel in _of_steps_before(step, list(self._parcels)):
+    def forget_before(self, step: int, attempt: Callable[[int], int]) -> None:
+        for parcel in _useless(self._parcels, step, attempt):
             del self._parcels[parcel]
 
     def use(self, transfer: StateTransfer) -> FrameUse:
@@ -115,5 +117,7 @@ class SlicesInHand:
         return found
 
 
-def _of_steps_before(step: int, parcels: Iterable[Parcel]) -> list[Parcel]:
-    return [p for p in parcels if p.step < step and p.what is not ParcelKind.FEED]
+def _useless(parcels: Iterable[Parcel], step: int, attempt: Callable[[int], int]) -> list[Parcel]:
+    """Of an earlier step, and of no later attempt at it than this worker knows of."""
+    earlier = [p for p in parcels if p.step < step and p.what is not ParcelKind.FEED]
+    return [p for p in earlier if p.attempt <= attempt(p.step)]

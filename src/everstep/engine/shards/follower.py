@@ -58,10 +58,10 @@ class Follower:
                     raise item
 
     def _look(self) -> msg.WorkItem:
-        before = self.loop.state.now.step
+        state, before = self.loop.state, self.loop.state.now.step
         item = self.loop.turn()
-        if self.loop.state.now.step != before:
-            self.slices.forget_before(before)
+        if state.now.step != before:
+            self.slices.forget_before(state.now.step - 1, state.mail.order.attempt)
         return item
 
     def _arrived(self, frame: frames.Incoming) -> None:

@@ -22,7 +22,7 @@ from everstep.core.worker.mending import PeerAddress
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.slices import SMALL, SliceCount, SlicesInHand
 from everstep.core.worker.worker_state import WorkerState
-from everstep.sim.storm.checkers import Violation
+from everstep.sim.storm.checkers import Checkers, Violation
 from everstep.sim.storm.network import MENDING, Network, VirtualLink
 from everstep.sim.storm.truth import VirtualState
 
@@ -53,6 +53,7 @@ class Leading(Protocol):
     address: PeerAddress
     alive: bool
     walker: WorkerState
+    checkers: Checkers
 
 
 class SliceSender(Protocol):
@@ -105,7 +106,12 @@ class VirtualGroup:
 
     def turned(self) -> None:
         """Its look, and the work item if there was one, are over."""
-        self.slices.forget_before(self.body.walker.now.step - 1)
+        state, most = self.body.walker, self.body.checkers.most_payloads
+        self.slices.forget_before(state.now.step - 1, state.mail.order.attempt)
+        if len(self.slices) > most or any(len(follower.slices) > most for follower in self.followers):
+            raise Violation(
+                f"no leak: the shards of {self.body.me} keep {len(self.slices)} slices of parcels"
+            )
 
     def found(self, task: msg.WorkItem) -> None:
         """By the leader, in the look it has just told the others of."""
@@ -224,7 +230,8 @@ class VirtualFollower:
 
     def _turned(self) -> None:
         if self.control.state.now.step != self._before:
-            self.slices.forget_before(self._before)
+            state = self.control.state
+            self.slices.forget_before(state.now.step - 1, state.mail.order.attempt)
 
     def _done(self, look: Look) -> None:
         self.running = None
