@@ -39,11 +39,15 @@ all-storms: $(STAMP)     ## every kind of fault, by seed: one task's recovery, t
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS)
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --cluster
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --moves
+	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --sharded --cluster
+	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --groups
 
 fresh-storms: $(STAMP)   ## storms that no run has seen; the seeds are printed (about a minute)
 	.venv/bin/everstep sim storm --seeds fresh:500
 	.venv/bin/everstep sim storm --seeds fresh:300 --cluster
 	.venv/bin/everstep sim storm --seeds fresh:200 --moves
+	.venv/bin/everstep sim storm --seeds fresh:200 --sharded
+	.venv/bin/everstep sim storm --seeds fresh:100 --groups
 
 mutants: $(STAMP)        ## bugs planted in recovery, agents and worker loops: seeds until each is seen (minutes)
 	$(PY) bench/simulate.py mutants

@@ -108,12 +108,18 @@ def _range(seeds: str) -> tuple[int, int]:
 def mutants(args: argparse.Namespace) -> dict[str, Any]:
     """A table: each planted bug, the seeds until one sees it, CPU seconds, and which invariant broke."""
     from harness.agent_mutants import CLUSTER_MUTANTS
-    from harness.mutants import MUTANTS, SHARD_MUTANTS
+    from harness.mutants import GROUP_MUTANTS, MUTANTS, SHARD_MUTANTS
 
-    wanted = args.names.split(",") if args.names else [*MUTANTS, *SHARD_MUTANTS, *CLUSTER_MUTANTS]
+    kinds: dict[str, StormKind] = {
+        **dict.fromkeys(MUTANTS, ""),
+        **dict.fromkeys(SHARD_MUTANTS, "sharded"),
+        **dict.fromkeys(GROUP_MUTANTS, "groups"),
+        **dict.fromkeys(CLUSTER_MUTANTS, "cluster"),
+    }
+    wanted = args.names.split(",") if args.names else list(kinds)
     rows = {}
     for name in wanted:
-        kind: StormKind = "cluster" if name in CLUSTER_MUTANTS else "sharded" if name in SHARD_MUTANTS else ""
+        kind = kinds[name]
         rows[name] = _first_seed(name, kind)
         if not args.json:
             row = rows[name]

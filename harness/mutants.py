@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from everstep.core.agent import processes as agent_processes
 from everstep.core.task import owed as owed_module
 from everstep.core.task import ownership
 from everstep.core.task import phases as phases_module
@@ -30,6 +31,7 @@ from everstep.core.words.worker_messages import (
 from everstep.core.worker.chunks import Chunks
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.reduction import Reduction
+from everstep.core.worker.slices import SliceCount
 from everstep.core.worker.step_state import StepState, UpdateState
 from everstep.core.worker.updates import Updates
 from everstep.core.worker.worker_state import WorkerState
@@ -276,6 +278,47 @@ def unfilled_holder_owns() -> list[Patch]:
     return [(ownership, "reassigned", wrong)]
 
 
+def counts_without_every_slice() -> list[Patch]:
+    """Shards: a parcel counts once the first shard has its slice."""
+    return [(SliceCount, "_is_whole", lambda self, parcel: parcel in self._parcels)]
+
+
+def state_counts_without_every_slice() -> list[Patch]:
+    """Shards: a joiner's state counts once its first shard has its part of it."""
+    return [(SliceCount, "_has_state", lambda self, transfer: transfer in self._states)]
+
+
+def slices_of_a_later_attempt_forgotten() -> list[Patch]:
+    """Shards: slices of a step that is done again are dropped if they come before the order."""
+    right = SliceCount.forget_before
+
+    def wrong(self: SliceCount, step: int, attempt: Any) -> None:
+        right(self, step, lambda step: 1 << 30)
+
+    return [(SliceCount, "forget_before", wrong)]
+
+
+def slices_never_forgotten() -> list[Patch]:
+    """Shards: slices whose sender has died before the others came are kept for ever."""
+    return [(SliceCount, "forget_before", lambda self, step, attempt: None)]
+
+
+def slots_of_shards_are_free() -> list[Patch]:
+    """Shards: an agent starts a worker though a shard of another one holds one of its slots."""
+    first_only = lambda order: frozenset((order.slot,))  # noqa: E731
+    return [(agent_processes, "_slots", first_only)]
+
+
+GROUP_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
+    make.__name__: make
+    for make in (
+        counts_without_every_slice,
+        state_counts_without_every_slice,
+        slices_of_a_later_attempt_forgotten,
+        slices_never_forgotten,
+        slots_of_shards_are_free,
+    )
+}
 SHARD_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     make.__name__: make
     for make in (
@@ -316,7 +359,7 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Production code with one bug, until the block ends."""
-    patches = {**MUTANTS, **SHARD_MUTANTS, **CLUSTER_MUTANTS}[name]()
+    patches = {**MUTANTS, **SHARD_MUTANTS, **GROUP_MUTANTS, **CLUSTER_MUTANTS}[name]()
     kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
     for owner, attribute, wrong in patches:
         setattr(owner, attribute, wrong)

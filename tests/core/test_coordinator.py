@@ -179,6 +179,19 @@ def test_a_drained_node_that_dies_is_given_up_though_a_joiner_elsewhere_waits_fo
     assert {seat.node for seat in cluster.coordinator.tasks["t"].seats.values()} == {"b"}
 
 
+def test_a_search_dies_with_the_node_that_was_asked_though_it_was_drained_before() -> None:
+    cluster = FakeCluster(nodes={"a": 1, "b": 1})
+    cluster.cut.add("a")
+    cluster.submit(shape=Shape(1, 1, 2), has_checkpoints=True)
+    assert cluster.coordinator.tasks["t"].state is TaskState.SEARCHING
+    cluster.hear(msg.DrainRequested(node="a"))  # it has no process yet: its seat is given up at once
+    cluster.silence("a")
+    cluster.wait(31)
+    assert cluster.coordinator.nodes["a"].state is NodeState.GONE
+    assert cluster.coordinator.tasks["t"].state is TaskState.RUNNING
+    assert {seat.node for seat in cluster.coordinator.tasks["t"].seats.values()} == {"b"}
+
+
 def test_a_node_that_dies_while_ledgers_are_gathered_is_given_up_though_its_peers_stand_still() -> None:
     cluster = running()
     b = node_of(cluster, W10)

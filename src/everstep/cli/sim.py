@@ -44,6 +44,9 @@ def storm_command(
         bool,
         typer.Option("--sharded", help="Shard the optimizer states of each stage over its replicas."),
     ] = False,
+    groups: Annotated[
+        bool, typer.Option("--groups", help="As --cluster, with workers of two or three processes (shards).")
+    ] = False,
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Print every event, in virtual time.")
     ] = False,
@@ -75,7 +78,7 @@ def storm_command(
     """
     from everstep.sim.storm import draw_storm, is_of_cluster, run_storm
 
-    kind = _kind(cluster=cluster, moves=moves, sharded=sharded)
+    kind = _kind(cluster=cluster, moves=moves, sharded=sharded, groups=groups)
     first, last = _range(seeds)
     kept = _numbers(keep)
     if (transcript or kept is not None) and last != first + 1:
@@ -174,7 +177,13 @@ def _replay(seed: int, kind: StormKind, few: tuple[int, ...] | None = None) -> s
     return f"everstep sim storm --seeds {seed}{kept}{flags} --transcript"
 
 
-def _kind(*, cluster: bool, moves: bool, sharded: bool) -> StormKind:
+def _kind(*, cluster: bool, moves: bool, sharded: bool, groups: bool) -> StormKind:
+    if groups:
+        if moves or sharded:
+            raise UserError(
+                "--groups draws sharded states and copies by itself: leave out --moves and --sharded."
+            )
+        return "groups"
     if sharded:
         return "sharded-moves" if moves else "sharded-cluster" if cluster else "sharded"
     return "moves" if moves else "cluster" if cluster else ""

@@ -28,7 +28,7 @@ from everstep.drive.ports import ClusterPorts, HandledEvent
 from everstep.schedule.answer import answer
 from everstep.sim.storm.checkers import Violation
 from everstep.sim.storm.lines import Lines
-from everstep.sim.storm.processes import Processes
+from everstep.sim.storm.processes import Processes, part_written
 from everstep.sim.storm.scene import Scene
 from everstep.sim.storm.shard_group import LOCAL_US
 from everstep.sim.storm.spec import Spec
@@ -280,7 +280,7 @@ class ClusterWorld:
     def saved(self, body: VirtualWorker, task: SaveCheckpoint, state: VirtualState) -> None:
         share = (task.index, task.count)
         self.scene.disk.sync(task.state_step, body.me.stage, state, share, task.chunks)
-        self.report(body, _part(body, task, share=share))
+        self.report(body, part_written(body, task, share=share))
 
     def shelved(
         self, body: VirtualWorker, task: StoreCopy, state: VirtualState, directions: StateDirections
@@ -298,7 +298,7 @@ class ClusterWorld:
     def _keep(self, body: VirtualWorker, node: str, task: StoreCopy, state: VirtualState) -> None:
         if body.alive and self._agent(node).up:
             self.scene.shelf.put(node, task.state_step, body.me.stage, state)
-            self.report(body, _part(body, task, memory_of=node))
+            self.report(body, part_written(body, task, memory_of=node))
 
     def slowness(self, node: int) -> int:
         return self.nodes[node].slowness
@@ -354,7 +354,7 @@ class ClusterWorld:
         agent.struck = True
         follower = body.group.followers[target % len(body.group.followers)]
         self.scene.note("shard", worker, f"shard {follower.index} of {worker} is killed")
-        self.processes.end_follower(follower)
+        self.processes.connections.end_follower(follower)
         self.scene.soon(LOCAL_US, agent.end_shard, body, follower.index)
 
     def lose_node(self, number: int, span_us: int) -> None:
@@ -387,22 +387,3 @@ class ClusterWorld:
     def kill_fork_server(self, number: int) -> None:
         self.scene.note("server", Worker(number, 0), f"the fork server of n{number} is killed")
         self.nodes[number].has_server = False
-
-
-def _part(
-    body: VirtualWorker,
-    task: SaveCheckpoint | StoreCopy,
-    *,
-    memory_of: str | None = None,
-    share: tuple[int, int] = (0, 1),
-) -> msg.PartWritten:
-    stage = body.me.stage
-    return msg.PartWritten(
-        task=TASK,
-        step=task.state_step,
-        stage=stage,
-        attempt=task.attempt,
-        part=stage,
-        memory_of=memory_of,
-        share=share,
-    )

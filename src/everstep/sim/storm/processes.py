@@ -1,15 +1,12 @@
-"""The processes of a virtual cluster and the connections between them.
+"""The processes of a virtual cluster; `connections` has what is between them.
 
 A process works as the engine's loop does: it takes all that is in its inbox, runs one task to its end, and
-looks again; a death in between leaves the task undone. Each ordered pair of processes has one connection,
-opened by the sender at its first message. A connection that breaks loses some of what was under way; its
-sender notices, and what it does then is the real `core.worker.mending`. To connect to an address where nobody
-lives, or across a cut, fails in the same way.
+looks again; a death in between leaves the task undone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from everstep.core.words import actions as act
@@ -17,7 +14,7 @@ from everstep.core.words import events as ev
 from everstep.core.words import shard_messages as sh
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.agent_messages import SAVING, WorkerReport
-from everstep.core.words.cluster_messages import NotifyWorker, Sender, TaskEvent, TimePassed
+from everstep.core.words.cluster_messages import NotifyWorker, PartWritten, Sender, TaskEvent, TimePassed
 from everstep.core.words.ops import Kind, Worker
 from everstep.core.worker.control import (
     KeepLinks,
@@ -28,21 +25,15 @@ from everstep.core.worker.control import (
     StateDirections,
     WorkerAction,
 )
-from everstep.core.worker.mending import PeerAddress
 from everstep.core.worker.worker_state import WorkerState
-from everstep.sim.storm.network import VirtualLink
+from everstep.sim.storm.connections import Connections
 from everstep.sim.storm.scene import Scene
-from everstep.sim.storm.shard_group import IDLE, FollowerSaid, StateArrived, VirtualFollower, VirtualGroup
+from everstep.sim.storm.shard_group import IDLE, FollowerSaid, StateArrived, VirtualGroup
 from everstep.sim.storm.truth import VirtualState
-from everstep.sim.storm.virtual_worker import CARRY_OUT, VirtualWorker, what_arrives
+from everstep.sim.storm.virtual_worker import CARRY_OUT, VirtualWorker
 
 _SHARE_OF_AN_OP = {Kind.F: 1.0, Kind.I: 1.1, Kind.W: 0.9, Kind.B: 2.0}  # what is not listed takes a tenth
-UNANSWERED_US = 20_000  # bytes that nobody has acknowledged for so long: the connection is given up
 _TIME_PASSED = TimePassed()
-_OPENED = object()
-
-
-ShardEnd = VirtualWorker | VirtualFollower
 
 
 class Surroundings(Protocol):
@@ -70,11 +61,9 @@ class Processes:
         self.world, self.scene, self.spec = world, scene, scene.spec
         self.agenda, self.weather, self.trace = scene.agenda, scene.weather, scene.trace
         self.checkers, self.network = scene.checkers, scene.network
-        self.living: dict[PeerAddress, VirtualWorker] = {}
+        self.connections = Connections(scene, take=self.take, slowness=world.slowness)
+        self.living = self.connections.living
         self.slow: dict[Worker, int] = {}
-        self.cuts: dict[tuple[PeerAddress, PeerAddress], int] = {}  # from, to: until when
-        self.partitions: list[Callable[[ShardEnd, VirtualWorker, VirtualLink], None]] = []
-        self.dark: set[PeerAddress] = set()  # of processes whose machines lost power
         self._ports = 0
 
     def start(self, sender: Sender, node: int) -> VirtualWorker:
@@ -88,7 +77,7 @@ class Processes:
             scene=self.scene,
         )
         if self.spec.shards > 1:
-            body.group = VirtualGroup(body, self.spec.rules, self.spec.shards, self)
+            body.group = VirtualGroup(body, self.spec.rules, self.spec.shards, self.connections)
         body.moved_us = self.agenda.now_us
         return body
 
@@ -104,26 +93,7 @@ class Processes:
         """It is gone. Its peers notice, at once or, where a whole machine went, when nobody answers."""
         body.alive = False
         body.inbox.clear()
-        del self.living[body.address]
-        if silently:
-            self.dark.add(body.address)
-        for end in ends(body):
-            for link in end.links.values():
-                self.network.lose_tail(link)
-        if body.group is not None:
-            body.group.close()
-        for other in [end for one in self.living.values() for end in ends(one)]:
-            link_ = other.links.pop(body.address, None)
-            if link_ is not None:
-                link_.close()
-                notice = UNANSWERED_US if silently else self.weather.spread(self.spec.weather.hop_us)
-                self.agenda.after(notice, self._broken, other, body.address)
-
-    def end_follower(self, end: VirtualFollower) -> None:
-        """One shard dies; what the others make of it is theirs to decide."""
-        for link in end.links.values():
-            self.network.lose_tail(link)
-        end.end()
+        self.connections.end(body, silently=silently)
 
     # -------------------------------------------------------------- its loop
 
@@ -184,7 +154,7 @@ class Processes:
         kind = type(task)
         if kind is not msg.Compute:
             if kind is msg.Snapshot:
-                self._send_state(body, task, answer)  # type: ignore[arg-type]
+                self.connections.send_state(body, task, answer)  # type: ignore[arg-type]
             elif kind is msg.SaveCheckpoint or kind is msg.StoreCopy:
                 body.writing += 1
                 given = (body, task, body.state, body.control.directions)
@@ -303,7 +273,7 @@ class Processes:
         for action in actions:
             kind = type(action)
             if kind is msg.Send:
-                self._send(body, action)  # type: ignore[arg-type]
+                self.connections.send(body, action)  # type: ignore[arg-type]
             elif kind is SendReport:
                 report = action.report  # type: ignore[union-attr]
                 self.world.report(body, report)
@@ -317,93 +287,7 @@ class Processes:
             else:
                 CARRY_OUT[kind](body, action)
 
-    def _send(self, body: VirtualWorker, command: msg.Send) -> None:
-        address = body.control.book.get(Worker(command.replica, command.stage))
-        if address is None:
-            return
-        item = (command.parcel, command.value, body.outgoing(command.parcel))
-        link = body.links.get(address) or self._connect(body, address)
-        if link is not None:
-            self.network.send(link, item, self._hop(body.node, link.node))
-
-    def send_slice(self, end: VirtualFollower, command: msg.Send) -> None:
-        """A follower's slice: its name and its facts."""
-        address = end.control.book.get(Worker(command.replica, command.stage))
-        link = None if address is None else end.links.get(address) or self._connect(end, address)
-        if link is not None:
-            item = (command.parcel, command.value, None)
-            self.network.send(link, item, self._hop(end.node, link.node))
-
-    def send_state_slice(self, end: VirtualFollower, task: msg.Snapshot) -> None:
-        self._send_state(end, task, VirtualState(0, 0))
-
-    def _send_state(self, body: ShardEnd, task: msg.Snapshot, state: VirtualState) -> None:
-        address = body.control.book.get(Worker(task.joiner, body.me.stage))
-        link = None if address is None else body.links.get(address) or self._connect(body, address)
-        if link is not None:
-            takes = self.spec.weather.copy_us or 4 * self.spec.weather.hop_us
-            for name, value in state._asdict().items():
-                self.network.send(link, (None, None, StateArrived(task.transfer, name, value)), takes)
-
-    # -------------------------------------------------------------- connections
-
-    def _connect(self, body: ShardEnd, address: PeerAddress) -> VirtualLink | None:
-        living = self.living.get(address)
-        there = None if living is None else same_shard(living, body)
-        until = self.cuts.get((body.address, address), 0)
-        if living is None or there is None or self.agenda.now_us < until:
-            silent = address in self.dark  # a machine without power refuses nothing
-            delay = UNANSWERED_US if silent else self.weather.spread(self.spec.weather.hop_us)
-            self.agenda.after(delay, self._broken, body, address)
-            return None
-        link = VirtualLink(lambda item: self._arrive(there, item), there.node)
-        body.links[address] = link
-        for hold in self.partitions:
-            hold(body, living, link)
-        self.network.send(link, (_OPENED, body, address), self._hop(body.node, there.node))
-        return link
-
-    def _arrive(self, there: ShardEnd, item: tuple[Any, Any, Any]) -> None:
-        parcel, facts, payload = item
-        if parcel is _OPENED:
-            if facts.alive:
-                self._give(facts, LinkOpened(payload))
-        else:
-            self._give(there, payload if parcel is None else (parcel, facts, what_arrives(payload)))
-
-    def _give(self, end: ShardEnd, item: Any) -> None:
-        if isinstance(end, VirtualFollower):
-            end.take(item)
-        else:
-            self.take(end, item)
-
-    def _broken(self, body: ShardEnd, address: PeerAddress) -> None:
-        if body.alive:
-            self._give(body, LinkBroke(address))
-
-    def break_link(self, body: ShardEnd, address: PeerAddress, span_us: int) -> None:
-        """It breaks now, and for a while no other one can be opened."""
-        link = body.links.pop(address)
-        self.network.lose_tail(link)
-        self.cuts[body.address, address] = self.agenda.now_us + span_us
-        self.agenda.after(self.weather.spread(self.spec.weather.hop_us), self._broken, body, address)
-
-    def swallow(self, body: ShardEnd, address: PeerAddress) -> None:
-        """Nothing arrives on this connection any more, and nothing comes back that would say so."""
-        link = body.links[address]
-        link.close()
-        if link_gives_up(link):
-            self.agenda.after(UNANSWERED_US, self._give_up, body, address, link)
-
-    def _give_up(self, body: ShardEnd, address: PeerAddress, link: VirtualLink) -> None:
-        if body.alive and body.links.get(address) is link:
-            del body.links[address]
-            self._give(body, LinkBroke(address))
-
     # -------------------------------------------------------------- how long things take
-
-    def _hop(self, one: int, other: int) -> int:
-        return self.spec.weather.hop_us * max(self.world.slowness(one), self.world.slowness(other))
 
     def _time_of(self, body: VirtualWorker, task: msg.WorkItem) -> int:
         measured = self.spec.weather.op_times_us
@@ -413,24 +297,6 @@ class Processes:
         share = _SHARE_OF_AN_OP[task.op.kind] if type(task) is msg.Compute else 0.1
         typical = int(self.spec.weather.op_us * share) * self.slow.get(body.me, 1)
         return self.weather.spread(typical)
-
-
-def ends(body: VirtualWorker) -> tuple[ShardEnd, ...]:
-    """Whatever of a worker has connections: its shards."""
-    return (body,) if body.group is None else (body, *(f for f in body.group.followers if f.is_up))
-
-
-def same_shard(body: VirtualWorker, end: ShardEnd) -> ShardEnd | None:
-    """The shard of this worker that another one's shard talks to."""
-    if not isinstance(end, VirtualFollower) or body.group is None:
-        return body
-    found = body.group.followers[end.index - 1]
-    return found if found.is_up else None
-
-
-def link_gives_up(link: VirtualLink) -> bool:
-    """Sockets have TCP_USER_TIMEOUT: a path that swallows everything is noticed, after a while."""
-    return True
 
 
 def _shown(task: msg.WorkItem, stage: int) -> str:
@@ -459,3 +325,22 @@ _TRIGGER_OF: dict[type, str] = {
     msg.SaveCheckpoint: "save",
     msg.StoreCopy: "save",
 }
+
+
+def part_written(
+    body: VirtualWorker,
+    task: msg.SaveCheckpoint | msg.StoreCopy,
+    *,
+    memory_of: str | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> PartWritten:
+    stage = body.me.stage
+    return PartWritten(
+        task=body.sender.task,
+        step=task.state_step,
+        stage=stage,
+        attempt=task.attempt,
+        part=stage,
+        memory_of=memory_of,
+        share=share,
+    )

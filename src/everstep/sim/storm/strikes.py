@@ -5,9 +5,9 @@ from __future__ import annotations
 from everstep.core.words.ops import Worker
 from everstep.core.worker.mending import PeerAddress
 from everstep.sim.storm.cluster_world import ClusterWorld
+from everstep.sim.storm.connections import ShardEnd, ends
 from everstep.sim.storm.faults import HERE, WHO_WORKERS, FaultKind, StormFault
 from everstep.sim.storm.network import VirtualLink
-from everstep.sim.storm.processes import ShardEnd, ends
 from everstep.sim.storm.virtual_worker import VirtualWorker
 from everstep.sim.storm.world import World
 
@@ -142,9 +142,9 @@ class Strikes:
         address, end = links[fault.target % len(links)]
         self._suspect(end.node, end.links[address].node)
         if fault.what is FaultKind.HOLE:
-            self.processes.swallow(end, address)
+            self.processes.connections.swallow(end, address)
         else:
-            self.processes.break_link(end, address, fault.span_us)
+            self.processes.connections.break_link(end, address, fault.span_us)
 
     def _partition(self, fault: StormFault, number: int) -> None:
         """Connections between this node and the others: held, then released; broken if that took too long."""
@@ -164,16 +164,16 @@ class Strikes:
                 if address in self.processes.living:
                     hold(body, self.processes.living[address], link)
         self._suspect(*range(len(self.world.nodes)))
-        self.processes.partitions.append(hold)
+        self.processes.connections.partitions.append(hold)
         self.scene.agenda.after(fault.span_us, self._reunite, hold, held, fault.span_us > BREAKS_AFTER_US)
 
     def _reunite(
         self, hold: object, held: list[tuple[ShardEnd, PeerAddress, VirtualLink]], broken: bool
     ) -> None:
-        self.processes.partitions.remove(hold)  # type: ignore[arg-type]
+        self.processes.connections.partitions.remove(hold)  # type: ignore[arg-type]
         for body, address, link in held:
             if broken and body.alive and body.links.get(address) is link:
-                self.processes.break_link(body, address, 0)
+                self.processes.connections.break_link(body, address, 0)
             self.scene.network.release(link)
 
     def _suspect(self, *numbers: int) -> None:

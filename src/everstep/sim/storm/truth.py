@@ -8,7 +8,7 @@ once, and nothing is ever computed in floating point that could hide it.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from everstep.core.words.ops import Microbatch
 from everstep.core.worker.rules import TaskRules
@@ -21,6 +21,22 @@ _MASK = (1 << 61) - 1
 class VirtualState(NamedTuple):
     step: int
     chain: int
+
+
+class Cell:
+    """A buffer: what it holds can change while others refer to it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+class VirtualSum(NamedTuple):
+    """A stage's sum. `combined`: with the other half of a tied tensor."""
+
+    bag: Bag
+    combined: bool = False
 
 
 def applied(state: VirtualState, step: int, scale: float | None) -> VirtualState:

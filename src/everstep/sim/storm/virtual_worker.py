@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.agent_messages import SAVING
@@ -27,26 +27,10 @@ from everstep.sim.storm.checkers import Violation
 from everstep.sim.storm.network import MENDING, VirtualLink
 from everstep.sim.storm.scene import Scene
 from everstep.sim.storm.shard_group import VirtualGroup
-from everstep.sim.storm.truth import Bag, VirtualState, applied, weight
+from everstep.sim.storm.truth import Cell, VirtualState, VirtualSum, applied, weight
 from everstep.sim.storm.virtual_chunks import VirtualChunks
 
 _HALVES = {Kind.B: (Kind.I, Kind.W)}
-
-
-class Cell:
-    """A buffer: what it holds can change while others refer to it."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-
-class VirtualSum(NamedTuple):
-    """A stage's sum. `combined`: with the other half of a tied tensor."""
-
-    bag: Bag
-    combined: bool = False
 
 
 class VirtualWorker:
