@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from everstep.core.agent import processes as agent_processes
+from everstep.core.agent.processes import NodeProcesses
 from everstep.core.task import owed as owed_module
 from everstep.core.task import ownership
 from everstep.core.task import phases as phases_module
@@ -18,6 +18,7 @@ from everstep.core.task.groups import Groups
 from everstep.core.task.phases import Phases
 from everstep.core.task.places import Places
 from everstep.core.task.states import Entering, Gathering
+from everstep.core.words.agent_messages import ShardEnded
 from everstep.core.words.events import LedgerReported
 from everstep.core.words.worker_messages import (
     AssembleSum,
@@ -280,7 +281,15 @@ def unfilled_holder_owns() -> list[Patch]:
 
 def counts_without_every_slice() -> list[Patch]:
     """Shards: a parcel counts once the first shard has its slice."""
-    return [(SliceCount, "_is_whole", lambda self, parcel: parcel in self._parcels)]
+
+    def take(self: SliceCount, parcel: Any) -> Any:
+        self._have.pop(parcel, None)
+        return self._parcels.pop(parcel)
+
+    return [
+        (SliceCount, "_is_whole", lambda self, parcel: parcel in self._parcels),
+        (SliceCount, "take", take),
+    ]
 
 
 def state_counts_without_every_slice() -> list[Patch]:
@@ -303,10 +312,14 @@ def slices_never_forgotten() -> list[Patch]:
     return [(SliceCount, "forget_before", lambda self, step, attempt: None)]
 
 
-def slots_of_shards_are_free() -> list[Patch]:
-    """Shards: an agent starts a worker though a shard of another one holds one of its slots."""
-    first_only = lambda order: frozenset((order.slot,))  # noqa: E731
-    return [(agent_processes, "_slots", first_only)]
+def end_of_a_shard_is_not_named() -> list[Patch]:
+    """Shards: an agent does not pass on which shard it was that ended its worker."""
+    right = NodeProcesses._spoke
+
+    def wrong(self: NodeProcesses, event: Any) -> list[Any]:
+        return [] if isinstance(event.report, ShardEnded) else right(self, event)
+
+    return [(NodeProcesses, "_spoke", wrong)]
 
 
 GROUP_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
@@ -316,7 +329,7 @@ GROUP_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
         state_counts_without_every_slice,
         slices_of_a_later_attempt_forgotten,
         slices_never_forgotten,
-        slots_of_shards_are_free,
+        end_of_a_shard_is_not_named,
     )
 }
 SHARD_MUTANTS: dict[str, Callable[[], list[Patch]]] = {

@@ -49,6 +49,11 @@ SHARDED_SEEN_AT = {
     "stale_chunk_counts_as_held": 1,
     "unfilled_holder_owns": 1,
 }
+SEEN_IN_GROUPS = {
+    "counts_without_every_slice": 0,
+    "state_counts_without_every_slice": 6,
+    "end_of_a_shard_is_not_named": 4,
+}
 SEEN_IN_A_CLUSTER = {
     "beacon_written_at_every_wake_up": 752,
     "unwanted_start_stays": 226,
@@ -106,7 +111,9 @@ def test_a_seed_that_once_failed(kind: StormKind, seed: int, state: str, why: st
     assert violation is None
 
 
-@pytest.mark.parametrize(("kind", "count"), [("", 20), ("cluster", 10), ("moves", 10)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("", 20), ("cluster", 10), ("moves", 10), ("sharded", 10), ("groups", 5)]
+)
 def test_seeds_that_no_run_has_seen_break_nothing(kind: StormKind, count: int) -> None:
     """Drawn anew each time; a failure names its seed, which then joins seeds.txt."""
     for _ in range(count):
@@ -164,6 +171,24 @@ def test_a_planted_bug_of_sharded_states_is_seen(name: str) -> None:
     with planted(name):
         assert run_storm(spec).violation is not None
     assert run_storm(spec).violation is None
+
+
+@pytest.mark.parametrize("name", SEEN_IN_GROUPS)
+def test_a_planted_bug_of_shards_is_seen(name: str) -> None:
+    spec = draw_storm(SEEN_IN_GROUPS[name], "groups")
+    with planted(name):
+        assert run_storm(spec, cluster=True).violation is not None
+    assert run_storm(spec, cluster=True).violation is None
+
+
+def test_fifteen_storms_with_shards_break_nothing() -> None:
+    """Every shard in lockstep with its leader, whichever process or connection of it fails."""
+    struck = set()
+    for seed in range(15):
+        report = run_storm(draw_storm(seed, "groups"), cluster=True)
+        assert report.violation is None, f"everstep sim storm --groups --seeds {seed}: {report.violation}"
+        struck |= {fault.split()[0] for fault in report.faults_struck}
+    assert "shard" in struck
 
 
 def test_sixty_storms_with_sharded_states_break_nothing() -> None:

@@ -154,6 +154,7 @@ class ClusterWorld:
         self._shown = one.number
         if isinstance(one.event, msg.FromNode) and one.actions:
             self._check_sender(one.event)
+            self._check_exit(one.event)
         for action in one.actions:
             if self.scene.trace.lines is not None:
                 self.scene.trace.tell(self.scene.agenda.now_us, f"  action {action}")
@@ -165,6 +166,15 @@ class ClusterWorld:
                     self._node_changed(action)
                 case msg.TaskEnded(state=state, because=because):
                     self.scene.outcome = "finished" if state == "finished" else f"{state}: {because}"
+
+    def _check_exit(self, event: msg.FromNode) -> None:
+        """A worker that ended because one of its shards did: the report names the shard."""
+        match event.report:
+            case msg.TaskEvent(event=ev.WorkerExited(worker=worker, incarnation=incarnation, reason=reason)):
+                body = self.bodies.get(worker)
+                lost = 0 if body is None or body.incarnation != incarnation else body.lost_shard
+                if lost and f"shard {lost}" not in reason:
+                    raise Violation(f"one incident: {worker} lost shard {lost}; its agent says {reason!r}")
 
     def _check_sender(self, event: msg.FromNode) -> None:
         """What a process did counts only while the coordinator believes in it."""

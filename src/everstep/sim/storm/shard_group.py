@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from everstep.core.words import shard_messages as sh
 from everstep.core.words import worker_messages as msg
+from everstep.core.words.agent_messages import PlantFaults
 from everstep.core.words.cluster_messages import Sender
 from everstep.core.words.ops import Worker
 from everstep.core.worker.control import KeepLinks, LinkBroke, LinkOpened, WorkerControl
@@ -193,7 +194,7 @@ class VirtualFollower:
 
     def _hear(self, item: Any) -> None:
         match item:
-            case sh.ShardTakes(event=event, now=now):
+            case sh.ShardTakes(event=event, now=now) if not isinstance(event, PlantFaults):
                 self._carry_out(self.control.handle(event, now))
                 self._carry_out(self.control.take_actions())
             case sh.ShardReceives(parcel=parcel, value=value):

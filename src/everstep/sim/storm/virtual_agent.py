@@ -342,6 +342,7 @@ class VirtualAgent:
                 how="killed by SIGKILL",
             )
             self.happens(ag.ProcessSpoke(body.sender, ended))
+            body.lost_shard = 0 if body.asleep else shard
             self.kill(body, "killed by SIGKILL")
 
     def died(self, body: VirtualWorker, reason: str) -> None:

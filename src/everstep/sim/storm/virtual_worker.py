@@ -74,6 +74,7 @@ class VirtualWorker:
         self.answered: set[PeerAddress] = set()  # since the link to them broke last
         self.slots = frozenset({0})
         self.group: VirtualGroup | None = None  # if it has shards: the others
+        self.lost_shard = 0  # the one whose end ended it
         self.task: msg.WorkItem | None = None
         self.began_us = 0  # when the task was begun
         self.alive = True
