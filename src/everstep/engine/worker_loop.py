@@ -181,7 +181,7 @@ class WorkerLoop:
                 if self.leader.slices.others(shard, parcel):
                     self.accept(parcel, self.leader.slices.take(parcel))
             case sh.StateIsHere(transfer=transfer):
-                if self.leader.slices.others_state(shard, transfer):
+                if self.leader.slices.others_state(shard, transfer) and self.state.may_load(transfer):
                     self.load_state(transfer, self.leader.slices.take_state(transfer))
             case sh.ShardLink(event=event):
                 self._hear(event, self.ports.clock_ns() / 1e9)

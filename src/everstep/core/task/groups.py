@@ -31,6 +31,12 @@ class Groups:
                 return stage, chunk
         return None
 
+    def lost(self, ledgers: Mapping[Worker, Ledger], high: int) -> set[Worker]:
+        """Who was a member in a step up to `high`, and reports no ledger any more."""
+        rows = [members for members in self.members if members.from_step <= high]
+        were = {Worker(k, s) for row in rows for s, live in enumerate(row.live) for k in live}
+        return were - ledgers.keys()
+
     def regroup(
         self,
         low: int,

@@ -15,6 +15,7 @@ on (Running).
 from __future__ import annotations
 
 from everstep.core.task.assembly import Assembly
+from everstep.core.task.doubts import unreported
 from everstep.core.task.groups import Groups
 from everstep.core.task.owed import what_is_owed
 from everstep.core.task.places import Places
@@ -106,6 +107,9 @@ class Phases:
         if owed.high < book.last_step:
             self._places.let_in(owed.high + 1)
         rewind = owed.rewind if phase.rewind is None else phase.rewind
+        if not groups.shape.chunks:
+            doubt = unreported(groups.lost(ledgers, owed.high), ledgers)
+            rewind = min((step for step in (rewind, doubt) if step is not None), default=None)
         low = owed.low if rewind is None else min(owed.low, rewind)
         groups.regroup(
             low, self._places.since(), restarting=owed.owing, settled=owed.settled, ledgers=ledgers

@@ -336,7 +336,7 @@ class Recovery:
             return []
         if isinstance(self.phase, Gathering) and self.phase.rewind is not None:
             return []
-        because = f"the norm {event.norm:.4g} of step {event.step} forbids that it was updated eagerly"
+        because = f"step {event.step} was updated eagerly, and its norm {event.norm:.4g} forbids that"
         self.log.open(event.worker, because, event.step, now, 0)
         return self._phases.interrupt(because, rewind=event.step)
 

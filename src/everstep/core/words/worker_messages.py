@@ -40,6 +40,7 @@ class Ledger:
     joining: bool = False  # not yet a member: its state is that after `step - 1`
     chunks: tuple[int, ...] = ()  # sharded: those whose optimizer state it has
     shares: tuple[tuple[int, int, float], ...] = ()  # step, stage, its part of the norm, of other stages
+    norms: tuple[tuple[int, bool], ...] = ()  # step, did its norm allow an eager update; where it is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,6 +82,11 @@ class Joiner:
         self.newest = transfer
         return FrameUse.BEGIN
 
+    def may_load(self, transfer: StateTransfer) -> bool:
+        """Does a state that is whole still count? Its parts may have come long ago, on other shards."""
+        is_newest = transfer == self.newest and transfer != self.loaded
+        return self.life is not WorkerLife.MEMBER and is_newest
+
     def state_arrived(self, transfer: StateTransfer) -> None:
         """All of a transfer that counts is here and loaded."""
         self._to(WorkerLife.FOLLOWING)

@@ -8,6 +8,7 @@ of only the shell knows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,7 +25,7 @@ class SliceCount:
     def __init__(self, count: int) -> None:
         self.count = count
         self._parcels: dict[Parcel, Any] = {}  # this shard's own
-        self._have: dict[Parcel, set[int]] = {}  # the followers that have theirs
+        self._have: dict[Parcel, Counter[int]] = {}  # how often each follower said that it has its own
         self._states: dict[StateTransfer, Any] = {}
         self._have_state: dict[StateTransfer, set[int]] = {}
 
@@ -38,12 +39,14 @@ class SliceCount:
         return self._is_whole(parcel)
 
     def others(self, shard: int, parcel: Parcel) -> bool:
-        self._have.setdefault(parcel, set()).add(shard)
+        self._have.setdefault(parcel, Counter())[shard] += 1
         return self._is_whole(parcel)
 
     def take(self, parcel: Parcel) -> Any:
-        """Of a parcel that is whole."""
-        del self._have[parcel]
+        """Of a parcel that is whole. A slice that came twice is still there, as it is on its shard."""
+        left = self._have.pop(parcel) - Counter(range(1, self.count))
+        if left:
+            self._have[parcel] = left
         return self._parcels.pop(parcel)
 
     def forget_before(self, step: int, attempt: Callable[[int], int]) -> None:
@@ -76,10 +79,14 @@ class SliceCount:
 
 
 class SlicesInHand:
-    """A follower's: what has arrived for it, until the leader says that it counts."""
+    """A follower's: what has arrived for it, until the leader says that it counts.
+
+    What the leader believes to be here must be here: a slice that has come twice is taken twice.
+    """
 
     def __init__(self) -> None:
         self._parcels: dict[Parcel, Any] = {}
+        self._copies: Counter[Parcel] = Counter()
         self._states: dict[StateTransfer, Any] = {}
         self._newest: StateTransfer | None = None
 
@@ -88,15 +95,20 @@ class SlicesInHand:
 
     def arrived(self, parcel: Parcel, contents: Any) -> sh.ParcelIsHere:
         self._parcels[parcel] = contents
+        self._copies[parcel] += 1
         return sh.ParcelIsHere(parcel=parcel)
 
     def take(self, parcel: Parcel) -> Any:
         """None: it has no slice of it."""
+        self._copies[parcel] -= 1
+        if self._copies[parcel] > 0:
+            return self._parcels[parcel]
+        del self._copies[parcel]
         return self._parcels.pop(parcel, None)
 
     def forget_before(self, step: int, attempt: Callable[[int], int]) -> None:
         for parcel in _useless(self._parcels, step, attempt):
-            del self._parcels[parcel]
+            del self._parcels[parcel], self._copies[parcel]
 
     def use(self, transfer: StateTransfer) -> FrameUse:
         """A frame of a state is here: the newest transfer counts; whether it does is the leader's to say."""

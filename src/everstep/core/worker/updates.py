@@ -108,21 +108,10 @@ class Updates:
             self.chunks.updated(task)
             return
         now.todo.pop()
-        if task.scale != 1.0 and now.update is UpdateState.PENDING:
-            self._warn(now)
         now.updated(task.scale, eagerly=task.keep)
         if not task.keep:
             self.last_norm = self.norm(now)
         self.steps.advance()
-
-    def _warn(self, now: StepState) -> None:
-        """The norm forbids an eager update of this step. This worker has made none; another one may have, and
-        only that one knows. If it dies before it can say so, what others made of its work would count.
-        """
-        norm = self.norm(now)
-        if norm is not None and self.rules.allows_eager(now.step, self.last_norm):
-            attempt = self.mail.order.attempt(now.step + 1)
-            self.mail.commands.append(TellInvalid(now.step, norm, attempt))
 
     def adopted(self, task: AdoptWeights) -> None:
         """Every chunk's working weights are here."""
@@ -148,3 +137,8 @@ class Updates:
                 return None
             squares.append(float(share))
         return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+
+    def norms(self) -> tuple[tuple[int, bool], ...]:
+        """The open steps whose norm is known: did it allow an eager update?"""
+        known = ((state.step, self.norm(state)) for state in self.steps.all)
+        return tuple((step, self.rules.scale(norm) == 1.0) for step, norm in known if norm is not None)

@@ -126,6 +126,7 @@ class WorkerState:
             chunks=tuple(sorted(self.chunks.kept)),
             holding=tuple(p for p in self.mail.box if p.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT)),
             shares=tuple(self.mail.known_shares()),
+            norms=self.updates.norms(),
         )
 
     def resume(self, order: Resume) -> None:
@@ -164,6 +165,9 @@ class WorkerState:
     def take_state(self, transfer: StateTransfer) -> FrameUse:
         """A frame of a peer's state is here: what is it good for?"""
         return self.joiner.take_state(transfer)
+
+    def may_load(self, transfer: StateTransfer) -> bool:
+        return self.joiner.may_load(transfer)
 
     def state_arrived(self, transfer: StateTransfer) -> None:
         """All frames of a transfer that counts are here, and the state is loaded."""

@@ -13,7 +13,7 @@ from everstep.core.words import shard_messages as sh
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.worker_messages import Parcel
 from everstep.core.worker.control import LinkBroke, LinkOpened
-from everstep.core.worker.slices import SlicesInHand
+from everstep.core.worker.slices import SMALL, SlicesInHand
 from everstep.engine import frames
 from everstep.engine.shards.leader import Contents
 from everstep.engine.transfers import ArrivingState
@@ -76,6 +76,10 @@ class Follower:
             self._say(self.slices.arrived(frame.parcel, contents))
 
     def _receive(self, parcel: Parcel, value: object) -> None:
-        contents = self.slices.take(parcel) or Contents(value, (), None)
+        contents = self.slices.take(parcel)
+        if contents is None:
+            if parcel.what not in SMALL:
+                raise InternalError(f"{parcel} counts for the leader, and its slice is not here")
+            contents = Contents(value, (), None)
         if not self.loop.accept(parcel, contents):
             raise InternalError(f"{parcel} counts for the leader of this worker and not for its shard")

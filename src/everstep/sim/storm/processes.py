@@ -240,7 +240,7 @@ class Processes:
                 if slices.others(item.shard, parcel):
                     self._accept(body, *slices.take(parcel))
             case sh.StateIsHere(transfer=transfer):
-                if slices.others_state(item.shard, transfer):
+                if slices.others_state(item.shard, transfer) and body.walker.may_load(transfer):
                     body.load_state(transfer, slices.take_state(transfer))
             case sh.ShardLink(event=event):
                 self._obey(body, event)
