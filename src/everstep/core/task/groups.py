@@ -66,8 +66,8 @@ class Groups:
                 tuple(sorted(w.replica for w, s in since.items() if w.stage == stage and s <= first))
                 for stage in range(self.shape.stages)
             )
-            if not all(live):
-                continue
+            if not all(live) and not (self.shape.chunks and first >= low):
+                continue  # sharded: a stage whose workers all came later does not take the others' map away
             rounds = tuple(
                 self.epoch if stage in restarting else self._round(stage, first, live[stage])
                 for stage in range(self.shape.stages)

@@ -116,7 +116,7 @@ class Recovery:
             case ev.LedgerReported():
                 return self._phases.take_ledger(event)
             case ev.PlanComputed():
-                return self._phases.take_plan(event, now)
+                return self._finished_if_full(self._phases.take_plan(event, now))
             case ev.StepSealed():
                 return self._handle_seal(event)
             case ev.UpdateInvalidated():
@@ -376,6 +376,13 @@ class Recovery:
         if not ready or self._book.is_full:
             return []
         return self._phases.interrupt_if_running(f"worker {ready[0]} has caught up and joins")
+
+    def _finished_if_full(self, orders: list[Action]) -> list[Action]:
+        """The state that all go back to may be that of the last step of this shape: nothing is left to do."""
+        if not self._book.is_full or not isinstance(self.phase, Running):
+            return orders
+        self._phases.to(Over("the last step is in the state that is kept"))
+        return [self._finished()]
 
     def _finished(self) -> Action:
         if self.recorded >= self.steps:
