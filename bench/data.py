@@ -32,6 +32,7 @@ from everstep.core.words.cluster_messages import Patience
 from everstep.engine.job import DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
 from everstep.engine.resolve import data_of
 from everstep.errors import UserError
+from everstep.launch.local.report import incident_line
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 from harness.counted_rows import ROWS, elements
@@ -77,7 +78,8 @@ def main() -> int:
             for kind in ("rows", "stream", "eval"):
                 if given.only in (None, kind):
                     rows.append(one(kind, seed, server))
-                    print(_line(rows[-1]), file=sys.stderr if given.json else sys.stdout, flush=True)
+                    for line in [_line(rows[-1]), *(f"       {told}" for told in rows[-1]["unplanned"])]:
+                        print(line, file=sys.stderr if given.json else sys.stdout, flush=True)
     finally:
         server.close()
     bad = [row for row in rows if row["wrong"]]
@@ -122,6 +124,7 @@ def one(kind: str, seed: int, server: ForkServer) -> dict[str, Any]:
         "reshapes": faults.reshaped,
         "incidents": len(rough.outcome.incidents),
         "asked": asked,
+        "unplanned": [incident_line(one) for one in rough.outcome.incidents if one.killed_at is None],
         "wrong": wrong,
         "seconds": round(time.monotonic() - began, 1),
     }

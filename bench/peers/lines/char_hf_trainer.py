@@ -47,7 +47,6 @@ if __name__ == "__main__":
             logging_steps=1,
             report_to="none",
             use_cpu=True,
-            save_safetensors=False,
         ),
         train_dataset=Chars("train"),
         eval_dataset=Chars("val"),

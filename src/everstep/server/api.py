@@ -30,6 +30,7 @@ from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, requests, views
 from everstep.server.access import AccessControl
 from everstep.server.journal import LostLeadership
+from everstep.server.log_answers import newest_log
 from everstep.server.metrics import ClusterMetrics
 from everstep.server.pages import PROTOCOL, TICKET_S, Pages, Tickets
 from everstep.server.record import ClusterRecord
@@ -204,22 +205,12 @@ class Api:
         if "from" in request.query:
             question["from"] = requests.whole(request.query["from"], "from")
         seat = task.seats.get(worker)
-        lines = self.served.lines
-        nodes = sorted(lines.nodes) if seat is None else [seat.node]
-        answers = await asyncio.gather(*(lines.ask(node, question) for node in nodes), return_exceptions=True)
-        found = [
-            (answer["at"], node, answer)
-            for node, answer in zip(nodes, answers, strict=True)
-            if isinstance(answer, dict) and "text" in answer
-        ]
-        if not found:  # of a worker that has no slot any more, any node may have what it has printed
-            why = next(
-                (str(a.get("error")) for a in answers if isinstance(a, dict)), "its node is not connected"
-            )
-            return _refuse(404, f"there is no log of worker {worker} of {task.name}: {why}")
-        _, node, newest = max(found, key=lambda one: one[:2])
-        answer = {"task": task.name, "worker": str(worker), "node": node, "state": task.state}
-        return web.json_response(answer | {"text": newest["text"], "next": newest["next"]})
+        nodes = sorted(self.served.lines.nodes) if seat is None else [seat.node]
+        found = await newest_log(self.served.lines, nodes, question)
+        if isinstance(found, str):
+            return _refuse(404, f"there is no log of worker {worker} of {task.name}: {found}")
+        answer = {"task": task.name, "worker": str(worker), "node": found["node"], "state": task.state}
+        return web.json_response(answer | {"text": found["text"], "next": found["next"]})
 
     async def _readings(self, request: web.Request) -> web.Response:
         """What every worker of a task does right now, from its node's shared memory."""
