@@ -31,7 +31,7 @@ def ran(script: str, *arguments: str, kills: tuple[str, ...] = ()) -> str:
     for kill in kills:
         command += ["--kill", kill]
     called = [*command, str(EXAMPLES / script), *arguments]
-    return subprocess.run(called, capture_output=True, text=True, timeout=300, check=True).stdout
+    return subprocess.run(called, capture_output=True, text=True, timeout=900, check=True).stdout
 
 
 @pytest.mark.slow
