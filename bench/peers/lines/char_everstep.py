@@ -1,3 +1,4 @@
+import torch
 from shared import MICROBATCHES, OUT, ROWS, STEPS, WORLD, Chars, char_layers, char_loss, sample, whole
 
 import everstep
@@ -7,7 +8,7 @@ result = everstep.train(
     loss=char_loss,
     data=everstep.rows(Chars("train"), rows=ROWS),
     eval_data=everstep.rows(Chars("val"), rows=ROWS, shuffle=False),
-    lr=3e-3,
+    optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),
     replicas=WORLD,
     microbatches=MICROBATCHES,
     steps=STEPS,

@@ -1,3 +1,4 @@
+import torch
 from shared import MICROBATCHES, OUT, ROWS, STEPS, WORLD, Lines, tiny_llama
 
 import everstep
@@ -8,7 +9,7 @@ everstep.train(
     replicas=WORLD,
     microbatches=MICROBATCHES,
     steps=STEPS,
-    lr=3e-3,
+    optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),
     checkpoint={"folder": str(OUT / "checkpoints"), "interval": 10},
 )
 everstep.export(OUT / "checkpoints", OUT / "tuned")

@@ -1,3 +1,4 @@
+import torch
 from shared import MICROBATCHES, OUT, ROWS, STEPS, WORLD, Points, near, point_layers, rate
 from torch.nn.functional import mse_loss
 
@@ -16,7 +17,7 @@ everstep.train(
     eval_data=everstep.rows(Points("val"), rows=ROWS, shuffle=False),
     eval_every=10,
     metrics={"near": near},
-    lr=1e-3,
+    optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
     schedule=rate,
     clip=1.0,
     ema=0.99,
