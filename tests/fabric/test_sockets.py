@@ -1,5 +1,6 @@
 """Real sockets on loopback: probes, ports by plan, moved links, and connects of code that is not ours."""
 
+import os
 import queue
 import socket
 import subprocess
@@ -28,8 +29,9 @@ KEY = Tuple4(protocol="tcp", source="127.0.0.1", target="127.0.0.1", target_port
 
 
 def free_ports(count: int) -> range:
-    """A stretch below the kernel's own range that nobody listens on."""
-    for start in range(20100, 30000, 50):
+    """A stretch below the kernel's own range that nobody listens on; another for each process of tests."""
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for start in range(20100 + 1000 * process, 30000, 50):
         try:
             for port in range(start, start + count):
                 with socket.socket() as sock:
