@@ -62,7 +62,7 @@ export class IncidentView {
     const state = document.getElementById("incident-state");
     state.textContent = one.closed_at == null ? "open" : "closed";
     state.className = `state ${one.closed_at == null ? "bad" : tone("up")}`;
-    document.getElementById("incident-what").textContent = [one.what, one.workers.length ? `worker ${one.workers.join(", ")}` : "", one.node && `node ${one.node}`].filter(Boolean).join(" · ");
+    document.getElementById("incident-what").textContent = [one.what, one.workers.length ? `worker${one.workers.length > 1 ? "s" : ""} ${one.workers.join(", ")}` : "", one.node && `node ${one.node}`].filter(Boolean).join(" · ");
     figures(document.getElementById("incident-figures"), [
       [one.closed_at == null ? "open" : duration(one.closed_at - one.opened_at), "from evidence to recovery", one.closed_at == null ? "bad" : ""],
       [one.verdict?.severity ?? "–", one.verdict?.kind ?? "no verdict"],
