@@ -97,7 +97,7 @@ class Page:
             raise RuntimeError(told["exceptionDetails"]["exception"].get("description"))
         return told["result"].get("value")
 
-    async def until(self, expression: str, *, within_s: float = 10.0) -> Any:
+    async def until(self, expression: str, *, within_s: float = 60.0) -> Any:
         """What it is once it is true."""
         told: Any = None
         with contextlib.suppress(TimeoutError):

@@ -89,7 +89,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def wait_until(is_so: Callable[[], Any], limit_s: float = 20) -> None:
+def wait_until(is_so: Callable[[], Any], limit_s: float = 60) -> None:
     deadline = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < deadline, "waited in vain"

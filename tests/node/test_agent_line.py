@@ -127,7 +127,7 @@ def test_whatever_a_coordinator_does_the_agent_tries_again_and_says_why_once(
     assert all("\n" not in line for line in said)
 
 
-def until(true: Callable[[], Any], what: str, within_s: float = 60.0) -> Any:
+def until(true: Callable[[], Any], what: str, within_s: float = 300.0) -> Any:
     deadline = time.monotonic() + within_s
     while not (found := true()):
         assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"

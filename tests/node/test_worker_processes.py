@@ -75,7 +75,7 @@ class Node:
     def events(self, kind: type) -> list[Any]:
         return [r.event for r in self.reports if isinstance(r, msg.TaskEvent) and isinstance(r.event, kind)]
 
-    def until(self, holds: Callable[[], Any], within_s: float = 60.0) -> None:
+    def until(self, holds: Callable[[], Any], within_s: float = 300.0) -> None:
         end = time.monotonic() + within_s
         while not holds():
             assert time.monotonic() < end, f"in vain: {self.reports}"
