@@ -2,24 +2,69 @@
 
     python bench/sweep.py                 every point, a table
     python bench/sweep.py --device cuda --precision bf16
-    python bench/sweep.py --device cuda --transport nccl --part 1/4      beside three others
+    python bench/sweep.py --device cuda --transport nccl --side-by-side 4 --results done.jsonl
     python bench/sweep.py --only reduce --json
     python bench/sweep.py --shard         with sharded optimizer states, and 31 points more
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
-faults.
+faults. A point that passed in `--results` is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-from harness.sweep import Sweep, points, sharded
+from harness.sweep import Point, Sweep, points, sharded
+
+Numbered = list[tuple[int, Point]]
+
+
+def passed_in(results: Path | None) -> dict[str, Any]:
+    """By name: the points that passed in earlier runs."""
+    if results is None or not results.exists():
+        return {}
+    rows = (json.loads(line) for line in results.read_text().splitlines())
+    return {row["point"]: row for row in rows if row["ok"]}
+
+
+def shared_out(chosen: Numbered, among: int) -> list[Numbered]:
+    """Points of one shape together, for they share a clean run, which takes as long as a point."""
+
+    def shape(numbered: tuple[int, Point]) -> str:
+        point = numbered[1]
+        return f"{point.replicas} {point.stages} {point.job}"
+
+    ordered = sorted(chosen, key=shape)
+    new = [i == 0 or shape(ordered[i]) != shape(ordered[i - 1]) for i in range(len(ordered))]
+    each = (len(ordered) + sum(new) + among) / among
+    parts: list[Numbered] = [[] for _ in range(among)]
+    cost = 0.0
+    for numbered, is_new in zip(ordered, new, strict=True):
+        cost += 1 + is_new
+        parts[min(among - 1, int((cost - 1) // each))].append(numbered)
+    return [part for part in parts if part]
+
+
+def side_by_side(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, Any]]:
+    """Parts of the sweep in processes of their own; what each found is in the results' file."""
+    command = [sys.executable, __file__, "--results", str(given.results), "--preset", given.preset]
+    command += ["--device", given.device, "--precision", given.precision, "--transport", given.transport]
+    command += ["--shards", str(given.shards), *(["--shard"] if given.shard else [])]
+    running = [
+        subprocess.Popen([*command, "--points", ",".join(str(number) for number, _ in part)])
+        for part in shared_out(chosen, given.side_by_side)
+    ]
+    for one in running:
+        one.wait()
+    known = passed_in(given.results)
+    return [known.get(point.name, {"point": point.name, "ok": False}) for _, point in chosen]
 
 
 def main() -> int:
@@ -31,6 +76,9 @@ def main() -> int:
     parser.add_argument("--preset", default="gpt-tiny")
     parser.add_argument("--transport", default="auto", help="auto, tcp, shm, nccl, pipe; clean runs by tcp")
     parser.add_argument("--part", default="1/1", help="2/4: every fourth point, from the second on")
+    parser.add_argument("--points", default="", help="their numbers, separated by commas")
+    parser.add_argument("--side-by-side", type=int, default=1, help="as many processes; needs --results")
+    parser.add_argument("--results", type=Path, help="a file of rows; what passed in it is not run again")
     parser.add_argument(
         "--shards", type=int, default=1, help="processes per worker; kills strike each in turn"
     )
@@ -40,6 +88,34 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    if given.side_by_side > 1 and given.results is None:
+        parser.error("--side-by-side needs --results")
+    every = [*points(given.shards), *(sharded() if given.shard else ())]
+    part, parts = map(int, given.part.split("/"))
+    wanted = {int(number) for number in given.points.split(",") if number}
+    matching = [
+        (number, point)
+        for number, point in enumerate(every, 1)
+        if given.only in point.name and (not wanted or number in wanted)
+    ]
+    known = passed_in(given.results)
+    chosen = [
+        numbered for numbered in matching[part - 1 :: parts][given.after :] if numbered[1].name not in known
+    ]
+    if given.side_by_side > 1:
+        results = side_by_side(given, chosen)
+    else:
+        results = one_by_one(given, chosen * given.repeat)
+    total = len(known) + len(results)
+    passed = len(known) + sum(result["ok"] for result in results)
+    if given.json:
+        print(json.dumps({"points": total, "passed": passed, "results": results}))
+    elif not wanted:
+        print(f"{passed} of {total} points end with the clean run's losses")
+    return 0 if passed == total else 1
+
+
+def one_by_one(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, Any]]:
     sweep = Sweep(
         device=given.device,
         precision=given.precision,
@@ -48,20 +124,20 @@ def main() -> int:
         shards=given.shards,
         shard=given.shard,
     )
-    every = [*points(given.shards), *(sharded() if given.shard else ())]
-    part, parts = map(int, given.part.split("/"))
-    chosen = [p for p in every if given.only in p.name][part - 1 :: parts][given.after :] * given.repeat
-    results = []
+    results: list[dict[str, Any]] = []
     try:
-        for number, point in enumerate(chosen, 1):
+        for number, point in chosen:
             try:
                 result = sweep.try_point(point)
-            except TimeoutError as error:
-                result = {"point": point.name, "ok": False, "failure": str(error)}
+            except Exception as error:  # one point that cannot be tried does not end the others
+                result = {"point": point.name, "ok": False, "failure": f"{type(error).__name__}: {error}"}
             results.append(result)
+            if given.results is not None:
+                with given.results.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
             if not given.json:
                 print(
-                    f"{number:3}/{len(chosen)} {'ok  ' if result['ok'] else 'FAIL'} {point.name:72} "
+                    f"{number:3} {'ok  ' if result['ok'] else 'FAIL'} {point.name:72} "
                     f"{result.get('seconds', 0):5.1f} s  "
                     f"difference {result.get('max_relative_loss_difference', 1):.1e}"
                     f"{'' if result['ok'] else '  ' + str(result)}",
@@ -69,12 +145,7 @@ def main() -> int:
                 )
     finally:
         sweep.close()
-    passed = sum(result["ok"] for result in results)
-    if given.json:
-        print(json.dumps({"points": len(results), "passed": passed, "results": results}))
-    else:
-        print(f"{passed} of {len(results)} points end with the clean run's losses")
-    return 0 if passed == len(results) else 1
+    return results
 
 
 if __name__ == "__main__":

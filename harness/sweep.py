@@ -247,7 +247,10 @@ class Sweep:
     def _clean_run(self, job: Job) -> Outcome:
         key = (job.replicas, job.stages, str(job.optimizer))
         if key not in self._clean:
-            self._clean[key] = self.run(job, ())
+            outcome = self.run(job, ())
+            if outcome.failure is not None:
+                raise RuntimeError(f"the clean run failed: {outcome.failure}")
+            self._clean[key] = outcome
         return self._clean[key]
 
     def run(self, job: Job, faults: tuple[str, ...], *, until: int | None = None) -> Outcome:

@@ -171,7 +171,7 @@ def torch_run(spec: dict[str, Any]) -> list[float]:
     ranks = []
     for rank in range(world):
         environment = {**os.environ, **same, "NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
-        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
         command = [sys.executable, __file__, "--spec", json.dumps(spec), "--rank", str(rank)]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     try:
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--only", default="", help="names of rows, separated by commas")
+    parser.add_argument("--graphs", default="auto", help="the job's graphs: auto, never")
     parser.add_argument("--mps", action="store_true", help="start MPS, and stop it at the end")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--spec", help=argparse.SUPPRESS)
@@ -210,15 +211,16 @@ def main() -> None:
         print(json.dumps(torch_rank(json.loads(given.spec), given.rank)), flush=True)
         os._exit(0)
     same = {name: getattr(given, name) for name in ("preset", "rows", "microbatches", "steps", "warmup")}
-    fp32 = {"transport": "nccl", "accumulate": "fp32"}
+    nccl = {"transport": "nccl", "graphs": given.graphs}
+    fp32 = {**nccl, "accumulate": "fp32"}
     rows: dict[str, Any] = {
         "everstep 2x1 fp32": (everstep_run, {"shape": "2x1", "job": fp32}),
         "ddp 2x1": (torch_run, {"what": "ddp", "replicas": 2, "stages": 1}),
         "flat 2x1": (torch_run, {"what": "flat", "replicas": 2, "stages": 1}),
-        "everstep 2x1 strict": (everstep_run, {"shape": "2x1", "job": {"transport": "nccl"}}),
+        "everstep 2x1 strict": (everstep_run, {"shape": "2x1", "job": nccl}),
         "everstep 2x2 fp32": (everstep_run, {"shape": "2x2", "job": fp32}),
         "pipelining 2x2": (torch_run, {"what": "pipelining", "replicas": 2, "stages": 2}),
-        "everstep 2x2 strict": (everstep_run, {"shape": "2x2", "job": {"transport": "nccl"}}),
+        "everstep 2x2 strict": (everstep_run, {"shape": "2x2", "job": nccl}),
     }
     wanted = [name for name in given.only.split(",") if name]
     rows = {name: row for name, row in rows.items() if not wanted or name in wanted}

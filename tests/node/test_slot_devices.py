@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.cli.agent import default_slots
 from everstep.core.faults.xids import place_of_xid
 from everstep.node import slot_devices
 from everstep.node.slot_devices import SlotDevice, parsed
@@ -19,6 +20,7 @@ CUT = (
     "  MIG 1g.35gb     Device  1: (UUID: MIG-8b91c2d4-2222-5b2a-9f00-0a0000000000)\n"
     f"GPU 1: NVIDIA H200 (UUID: {B})\n"
 )
+INSTANCES = [f"MIG-8b91c2d4-{n * 4}-5b2a-9f00-0a0000000000" for n in ("1", "2")]
 BUSES = {A: "00000000:3B:00.0", B: "00000000:5E:00.0"}
 
 
@@ -28,6 +30,60 @@ def test_a_gpu_is_a_slot_and_a_cut_gpu_is_as_many_as_its_instances() -> None:
     assert [d.uuid[:13] for d in cut] == ["MIG-8b91c2d4-", "MIG-8b91c2d4-", B[:13]]
     assert [d.bus for d in cut] == ["00000000:3B:00.0", "00000000:3B:00.0", "00000000:5E:00.0"]
     assert parsed("No devices found.\n", {}) == ()
+
+
+def smi(folder: Path, listed: str, modes: dict[str, str], *, code: int = 0) -> None:
+    """An nvidia-smi that prints what the real one prints."""
+    rows = "".join(f"{uuid}, {BUSES[uuid]}, {mode}\n" for uuid, mode in modes.items())
+    (folder / "listed").write_text(listed)
+    (folder / "rows").write_text(rows)
+    script = f'case "$1" in -L) cat {folder}/listed;; *) cat {folder}/rows;; esac\nexit {code}\n'
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}")
+    (folder / "nvidia-smi").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("listed", "modes", "slots"),
+    [
+        (WHOLE, {A: "Disabled", B: "[N/A]"}, [A, B]),
+        (CUT, {A: "Enabled", B: "Disabled"}, [*INSTANCES, B]),
+        (WHOLE, {A: "Enabled", B: "Disabled"}, [B]),  # in MIG mode, and no instance was made
+        ("", {}, []),
+    ],
+)
+def test_an_agent_offers_as_many_slots_as_nvidia_smi_lists_devices(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    listed: str,
+    modes: dict[str, str],
+    slots: list[str],
+) -> None:
+    smi(tmp_path, listed, modes)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slot_devices.found.cache_clear()
+    try:
+        assert [device.uuid for device in slot_devices.found()] == slots
+        assert default_slots() == (len(slots) or os.cpu_count())
+    finally:
+        slot_devices.found.cache_clear()
+
+
+def test_an_nvidia_smi_that_fails_shows_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(tmp_path, WHOLE, {A: "Disabled"}, code=9)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slot_devices.found.cache_clear()
+    try:
+        assert slot_devices.found() == ()
+    finally:
+        slot_devices.found.cache_clear()
+
+
+def test_devices_are_shared_only_where_there_are_more_slots_than_devices() -> None:
+    devices = parsed(CUT, BUSES)
+    taken = [devices[slot % len(devices)].uuid for slot in range(3)]
+    assert len(set(taken)) == 3
+    assert not any(slot_devices.is_shared(device, devices, slots=3) for device in devices)
+    assert all(slot_devices.is_shared(device, devices, slots=4) for device in devices)
 
 
 def test_a_worker_sees_its_slot_s_device_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

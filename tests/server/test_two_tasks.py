@@ -35,6 +35,8 @@ def test_the_heavier_task_keeps_what_the_optimum_gives_it_and_both_grow_back(tmp
             return cluster.task("heavy")["workers"], cluster.task("light")["workers"]
 
         cluster.until(lambda: workers() == (4, 2), "six slots are shared four to two")
+        seats = [seat for name in ("heavy", "light") for seat in cluster.task(name)["seats"]]
+        assert len({(seat["node"], seat["slot"]) for seat in seats}) == len(seats) == 6, "no slot has two"
         cluster.step_reached(3, "heavy")
         cluster.step_reached(3, "light")
         cluster.signal_node("a", signal.SIGKILL)

@@ -76,7 +76,7 @@ def agent_command(
     from everstep.launch import tokens
     from everstep.node.agent import Agent, AgentSettings
 
-    node, slots = node or socket.gethostname(), slots or _slots()
+    node, slots = node or socket.gethostname(), slots or default_slots()
     settings = AgentSettings(
         node=node,
         slots=slots,
@@ -113,7 +113,8 @@ def _fabric(path: Path, ports: str, node: str, slots: int) -> FabricSettings:
     )
 
 
-def _slots() -> int:
+def default_slots() -> int:
+    """One per GPU or MIG instance; without any, one per CPU."""
     from everstep.node import slot_devices
 
     return len(slot_devices.found()) or os.cpu_count() or 1

@@ -41,6 +41,15 @@ def seed(device: torch.device, value: int) -> None:
         torch.default_generator.manual_seed(value)
 
 
+def has_drawn(device: torch.device, seed: int) -> bool:
+    """Has a random number been drawn on the device since it was seeded with this? On a CPU: since ever."""
+    if device.type == "cuda":
+        offset: int = torch.cuda.default_generators[device.index or 0].get_offset()
+        return offset != 0
+    fresh = torch.Generator().manual_seed(seed)
+    return not torch.equal(fresh.get_state(), torch.default_generator.get_state())
+
+
 def exact(device: torch.device) -> None:
     """From now on this process computes the same bits from the same inputs, whenever it is asked.
 

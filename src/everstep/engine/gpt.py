@@ -42,7 +42,9 @@ def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
     return Model(
         layers={"embed": partial(Embed, form), **blocks, "head": partial(Head, form)},
         tied=tied,
-        assembly=ModelAssembly(check=partial(check_tokens, form.vocab), shared_out=form.shared_out()),
+        assembly=ModelAssembly(
+            check=partial(check_tokens, form.vocab), shared_out=form.shared_out(), recordable=True
+        ),
         shard_plan=SHARD_PLAN,
     )
 

@@ -127,6 +127,11 @@ def _column_sums(grad: Tensor) -> Tensor:
     return grad.sum(0) if grad.dtype == torch.float32 else grad.sum(0, dtype=torch.float32)
 
 
+def _alone(x: Tensor | None) -> Tensor | None:
+    """Without the graph that made it, which would live on in the queue."""
+    return None if x is None else x.detach()
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: Queue) -> Tensor:
@@ -141,7 +146,7 @@ class _Linear(torch.autograd.Function):
         need_x, *needed, _ = ctx.needs_input_grad
         if any(needed):
             ours = [p if need else None for p, need in zip((ctx.weight, ctx.bias), needed, strict=True)]
-            ctx.queue.append(LinearGrad(weight=ours[0], bias=ours[1], input=x, grad=grad))
+            ctx.queue.append(LinearGrad(weight=ours[0], bias=ours[1], input=_alone(x), grad=grad))
         return grad.matmul(weight) if need_x else None, None, None, None
 
 
@@ -159,7 +164,9 @@ class _Conv1D(torch.autograd.Function):
         need_x, *needed, _ = ctx.needs_input_grad
         if any(needed):
             ours = [p if need else None for p, need in zip((ctx.weight, ctx.bias), needed, strict=True)]
-            ctx.queue.append(LinearGrad(weight=ours[0], bias=ours[1], input=x, grad=grad, across=True))
+            ctx.queue.append(
+                LinearGrad(weight=ours[0], bias=ours[1], input=_alone(x), grad=grad, across=True)
+            )
         return grad.matmul(weight.t()) if need_x else None, None, None, None
 
 

@@ -70,6 +70,9 @@ class ModelAssembly:
     together: tuple[tuple[str, ...], ...] = ()  # neighbours that no cut may part
     costs: Mapping[str, float] | None = None  # time of each layer; None: counted from its parameters
     recomputed: frozenset[str] | None = None  # what `recompute` is about; None: all layers but the last
+    recordable: bool = (
+        False  # do its layers do the same with every batch of a shape, and nothing on the host?
+    )
     check: Callable[[Value, Value], None] = anything  # says in a sentence what of a batch does not fit
     card: Mapping[str, Any] = field(default_factory=dict)  # what checkpoints say about the model
     shared_out: Mapping[str, int | None] = field(default_factory=dict)  # among shards, such as heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from everstep.engine.evaluation import Evaluation
 from everstep.engine.job import Job
 from everstep.engine.model import Model, partition, slots
 from everstep.engine.optimizer import OptimizerFactory, Updater
+from everstep.engine.recordings import CudaRecorder, has_room
 from everstep.engine.resolve import data_of, evaluation_of, model_of, optimizer_of, schedule_of
 from everstep.engine.schedules import Rate
 from everstep.engine.sharded import ShardedUpdater, tied_refused
@@ -83,6 +85,8 @@ class Program:
             evaluation=self.evaluation,
             sharded=job.optimizer.shard,
         )
+        if made.device.type == "cuda" and shards is None and self._records:
+            made.record(partial(CudaRecorder, made.device), partial(has_room, made.device))
         rate = self.rate or (lambda step: job.rate(step - 1))
         if job.chunks:
             if made.tied_names:
@@ -90,6 +94,13 @@ class Program:
             ema = job.optimizer.ema
             return made, ShardedUpdater(made, self.optimizer, rate, chunks=job.chunks, ema=ema)
         return made, Updater(made, self.optimizer, rate, job.optimizer.ema)
+
+    @property
+    def _records(self) -> bool:
+        """Are ops on a GPU launched as CUDA graphs?"""
+        if self.job.graphs == "auto":
+            return self.model.assembly.recordable and not self.job.recompute
+        return self.job.graphs == "always"
 
     def _tied_stages(self) -> tuple[int, int] | None:
         """The two stages that hold the halves of tied pairs; None when every pair is within a stage."""

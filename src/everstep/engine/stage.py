@@ -16,7 +16,6 @@ sums that do not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -29,23 +28,22 @@ from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
 from everstep.engine.data import Dataset, split
-from everstep.engine.evaluation import SCORED, TRAINED, Evaluation, added
+from everstep.engine.evaluation import SCORED, TRAINED, Evaluation
 from everstep.engine.grids import Limits
 from everstep.engine.held_bytes import HeldBytes
 from everstep.engine.linear import Queue, contributions_of
-from everstep.engine.model import (
-    Model,
-    Slot,
-    end,
-    slots,
-)
+from everstep.engine.microbatch_numbers import MicrobatchNumbers
+from everstep.engine.model import Model, Slot, end, slots
+from everstep.engine.recordings import RecordedOps, Recorder, Recordings
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.shards.plan import Cut
+from everstep.engine.stage_evaluation import StageEvaluation
 from everstep.engine.stage_layers import build_layers
 from everstep.engine.stage_loss import StageLoss
 from everstep.engine.stash import Stash
 from everstep.engine.sums import Accumulate, Empty, GradientSums
-from everstep.errors import InternalError, UserError
+from everstep.engine.tied_halves import TiedHalves
+from everstep.errors import InternalError
 
 Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -102,6 +100,11 @@ class Stage:
         self.evaluation = evaluation
         self._loss = StageLoss(model, device, shards)
         self._through = model.assembly.join(layers, self._modules, device)
+        self._evaluation = None
+        if evaluation is not None:
+            ends = {"loss": self._loss if self.is_last else None, "fed": self._fed if self.is_first else None}
+            self._evaluation = StageEvaluation(evaluation, self._modules, self._through, **ends)
+        self.tied = TiedHalves(model, self.slots)
         again = model.assembly.recomputed
         names = (model.names[:-1] if again is None else again) if recompute else ()
         self._recomputed = {index for index in layers if model.names[index] in set(names)}
@@ -112,11 +115,23 @@ class Stage:
         self._index: dict[Tensor, int] = {self.parameters[n]: i for i, n in enumerate(self.slots)}
         self._stashes: dict[tuple[int, int], Stash] = {}
         self._batches: dict[tuple[int, int], Any] = {}  # loaded, and not used yet: one at most
-        self._evaluated: dict[tuple[int, int], list[Value]] = {}  # values for the next stage: one at most
-        self._scores: dict[tuple[int, int], tuple[float, ...]] = {}
-        self._losses: dict[tuple[int, int], Tensor] = {}
-        self._weights: dict[tuple[int, int], float] = {}
+        self._numbers = MicrobatchNumbers()
         self._held = HeldBytes(lambda: self.working)
+        self.recordings: Recordings | None = None
+
+    def record(self, recorder: Callable[[], Recorder], has_room: Callable[[int], bool]) -> None:
+        """From now on F and I are recorded, where they can be."""
+        self.recordings = Recordings(
+            compute=self._computed,
+            recorder=recorder,
+            has_room=has_room,
+            settle=lambda: self.sums.settle(),
+            queue=self._queue,
+            parameters=list(self._index),
+            expected_bytes=lambda: max(0, self._held.forward) + max(0, self._held.weight),
+            device=self.device,
+            is_last=self.is_last,
+        )
 
     # The ops.
 
@@ -131,9 +146,11 @@ class Stage:
             raise InternalError(f"forward of step {step}, microbatch {microbatch} was run twice here.")
         if (step, microbatch) not in self._batches:
             self.load(step, microbatch)
-        if self.evaluates(step) and (step, microbatch) not in self._evaluated:
-            self.evaluate(step, microbatch, given)
-        beside = self._evaluated.pop((step, microbatch), None)
+        beside: list[Value] | None = None
+        if self._evaluation is not None and self.evaluates(step):
+            if not self._evaluation.is_done((step, microbatch)):
+                self.evaluate(step, microbatch, given)
+            beside = self._evaluation.take((step, microbatch))
         if self.closes(step):
             return self._close(step, microbatch, beside or [])
         batch = self._batches.pop((step, microbatch), None)
@@ -141,6 +158,8 @@ class Stage:
         wanted, value = ({}, self._fed(inputs)) if self.is_first else self._enter(given)
         if beside is not None and not self.is_first:
             value = value[TRAINED]
+        elif (found := self._take_recorded(value, targets)) is not None:
+            return self._forward_recorded(step, microbatch, *found, targets)
         weight: Tensor | float | None = None
         with self._held.measured():
             devices.seed(self.device, self._key(step, microbatch, self.layers.start))
@@ -154,8 +173,32 @@ class Stage:
             self._stashes[step, microbatch] = Stash(wanted, outputs)
             return boundary
         self._stashes[step, microbatch] = Stash(wanted, [value], weight)
-        self._losses = {key: loss for key, loss in self._losses.items() if key[0] >= step - 1}
-        self._losses[step, microbatch] = value.detach().float()
+        self._numbers.keep_loss(step, microbatch, value.detach().float())
+        return None
+
+    def _computed(self, value: Value, targets: Value) -> tuple[Value, Tensor | float | None]:
+        """Without random numbers, so without seeds."""
+        value = self._through(value, lambda index, layer, *args, **kwargs: layer(*args, **kwargs))
+        return self._loss(value, targets) if self.is_last else (value, None)
+
+    def _take_recorded(self, value: Value, targets: Value) -> tuple[RecordedOps, list[Tensor]] | None:
+        if self.recordings is None or self.recordings.is_off:
+            return None
+        busy = [stash.recorded for stash in self._stashes.values() if stash.recorded is not None]
+        eager = any(stash.open and stash.recorded is None for stash in self._stashes.values())
+        there = self._loss.there(targets) if self.is_last else None
+        return self.recordings.take(value, there, busy, may_record=not eager)
+
+    def _forward_recorded(
+        self, step: int, microbatch: int, ops: RecordedOps, tensors: list[Tensor], targets: Value
+    ) -> Boundary | None:
+        outputs = ops.run_forward(tensors)
+        stash = self._stashes[step, microbatch] = Stash({}, outputs, ops.weight, recorded=ops)
+        if not self.is_last:
+            return Boundary(tuple(outputs), ops.tree, ops.graded)
+        if (weight := self._loss.weight_on_host(targets)) is not None:
+            stash.weight = weight
+        self._numbers.keep_loss(step, microbatch, outputs[0].float())
         return None
 
     # Evaluation, beside the forward of a step.
@@ -166,39 +209,20 @@ class Stage:
     def closes(self, step: int) -> bool:
         return self.evaluation is not None and self.evaluation.closes(step)
 
-    @torch.no_grad()
     def evaluate(self, step: int, microbatch: int, given: Boundary | None = None) -> None:
         """The evaluation batches that travel with a microbatch; their values go to the next stage with it."""
-        assert self.evaluation is not None
-        before = None if given is None else self._enter(given)[1][SCORED]
-        found: list[Value] = []
-        for module in self._modules:
-            module.eval()
-        try:
-            for place, number in enumerate(self.evaluation.numbers(microbatch)):
-                ends = self.is_first or self.is_last
-                inputs, targets = split(self.evaluation.data.batch(1, number)) if ends else (None, None)
-                value = self._fed(inputs) if before is None else before[place]
-                value = self._through(value, lambda index, layer, *args, **kwargs: layer(*args, **kwargs))
-                if self.is_last:
-                    value = self.evaluation.scores(*self._loss.to_be_scored(value, targets))
-                found.append(value)
-        finally:
-            for module in self._modules:
-                module.train()
-        if self.is_last:
-            self._scores = {key: scores for key, scores in self._scores.items() if key[0] >= step - 1}
-            self._scores[step, microbatch] = added(found)
-        self._evaluated = {(step, microbatch): [] if self.is_last else found}
+        assert self._evaluation is not None
+        before = None if self.is_first else self._enter(given)[1][SCORED]
+        self._evaluation.run((step, microbatch), before)
 
     def scores(self, step: int, microbatch: int) -> tuple[float, ...]:
         """What the evaluation batches of a microbatch added up to; last stage only."""
-        return self._scores.get((step, microbatch), ())
+        return () if self._evaluation is None else self._evaluation.scores((step, microbatch))
 
     def _close(self, step: int, microbatch: int, beside: list[Value]) -> Boundary | None:
         """The forward of a step that trains nothing: it counts 0."""
         self._stashes[step, microbatch] = Stash({}, [], 0.0)
-        self._losses[step, microbatch] = torch.zeros((), device=self.device)
+        self._numbers.keep_loss(step, microbatch, torch.zeros((), device=self.device))
         return None if self.is_last else Boundary.of({TRAINED: None, SCORED: beside})
 
     def input_grad(self, step: int, microbatch: int, given: Gradients | None = None) -> Gradients | None:
@@ -208,7 +232,9 @@ class Stage:
             raise InternalError(f"step {step}, microbatch {microbatch}: input gradient with no forward here.")
         self._queue.clear()
         weight = float(stash.weight if given is None else given.weight)  # type: ignore[arg-type]
-        self._keep_weight(step, microbatch, weight)
+        self._numbers.keep_weight(step, microbatch, weight)
+        if stash.recorded is not None:
+            return self._input_grad_recorded(stash, stash.recorded, given, weight)
         if given is None and stash.outputs:
             torch.autograd.backward(stash.outputs)
         elif given is None:
@@ -216,6 +242,8 @@ class Stage:
         elif given.tensors:
             grads = [devices.to_device(grad, self.device) for grad in given.tensors]
             torch.autograd.backward([stash.outputs[i] for i in given.of], grads)
+            if self.recordings is not None:
+                self.recordings.of = given.of
         stash.queue, stash.outputs = self._queue.copy(), None
         self._queue.clear()
         for whole in self._summed:
@@ -232,6 +260,14 @@ class Stage:
             return None
         found = {i: t.grad for i, t in enumerate(inputs.values()) if t.grad is not None}
         return Gradients(tuple(found.values()), tuple(found), weight)
+
+    def _input_grad_recorded(
+        self, stash: Stash, ops: RecordedOps, given: Gradients | None, weight: float
+    ) -> Gradients | None:
+        grads = [devices.to_device(grad, self.device) for grad in given.tensors] if given else []
+        found = ops.run_backward(grads, given.of if given else ())
+        stash.queue, stash.others, stash.outputs = ops.queue, ops.others, None
+        return None if self.is_first else Gradients(tuple(found.values()), tuple(found), weight)
 
     def weight_grad(self, step: int, microbatch: int) -> None:
         """W. Adds the microbatch's gradients to the buffer, and lets go of everything held for it."""
@@ -250,6 +286,8 @@ class Stage:
                     queued.run(self._sum_of)
                 for parameter, grad in stash.others:
                     self._sum_of(parameter).add_(grad)
+        if self.recordings is not None:
+            self.recordings.late = stash.recorded if self.sums.is_strict else None
         del self._stashes[step, microbatch]
 
     def drop(self, step: int, microbatch: int) -> None:
@@ -260,11 +298,11 @@ class Stage:
         """The loss of a microbatch of this step or the one before: 0-dim, fp32, last stage only. A sum, where
         the loss has a weight.
         """
-        return self._losses[step, microbatch]
+        return self._numbers.losses[step, microbatch]
 
     def weight(self, step: int, microbatch: int) -> float:
         """What a microbatch counts, known from its I on; 1, unless the loss says otherwise."""
-        return self._weights[step, microbatch]
+        return self._numbers.weights[step, microbatch]
 
     def separate_weights(self) -> None:
         """From now on the layers compute with weights of their own, beside the masters."""
@@ -288,37 +326,14 @@ class Stage:
         """Throw work away: the stashes and losses from a step on, or of all, and all sums of gradients.
         A ghost of the step before keeps its stash: it may still be asked for its I.
         """
-        self._evaluated.clear()
-        for table in (self._stashes, self._losses, self._weights):
-            for key in [key for key in table if from_step is None or key[0] >= from_step]:
-                del table[key]
+        if self._evaluation is not None:
+            self._evaluation.clear()
+        for key in [key for key in self._stashes if from_step is None or key[0] >= from_step]:
+            del self._stashes[key]
+        self._numbers.discard(from_step)
         self.sums.restart()
 
     # What is here.
-
-    @property
-    def has_tied_pair(self) -> bool:
-        """Are both halves of a tied pair here?"""
-        return any(a in self.slots and b in self.slots for a, b in self.model.tied)
-
-    def tied_part(self, flat: Tensor) -> Tensor:
-        """This stage's halves of the tied pairs whose other halves are elsewhere, one after the other."""
-        return torch.cat([self.slots[name].of(flat).reshape(-1) for name in self._tied_elsewhere()])
-
-    def set_tied_part(self, flat: Tensor, part: Tensor) -> None:
-        """The inverse of `tied_part`."""
-        for name in self._tied_elsewhere():
-            here = self.slots[name].of(flat)
-            here.copy_(part[: here.numel()].view(here.shape))
-            part = part[here.numel() :]
-
-    def _tied_elsewhere(self) -> list[str]:
-        return [
-            name
-            for pair in self.model.tied
-            for name in pair
-            if name in self.slots and not all(half in self.slots for half in pair)
-        ]
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat buffer of this stage by logical name."""
@@ -329,9 +344,11 @@ class Stage:
         return list(self._stashes)
 
     def stash_bytes(self) -> int:
-        """Memory held for microbatches under way: exact after I, after F as measured on the first forward."""
-        total = 0
-        for stash in self._stashes.values():
+        """Memory held for microbatches under way: exact after I, after F as measured on the first forward.
+        With recordings, what they keep for the next ones.
+        """
+        total = 0 if self.recordings is None else self.recordings.held_bytes(self._held.of)
+        for stash in (stash for stash in self._stashes.values() if stash.recorded is None):
             total += max(self._held.forward, 0) if stash.open else self._held.of(stash.for_weights())
         return total
 
@@ -359,21 +376,15 @@ class Stage:
         wanted = {index: tensors[index].requires_grad_() for index in given.graded}
         return wanted, put_together(given.tree, tensors)
 
-    def _keep_weight(self, step: int, microbatch: int, weight: float) -> None:
-        if not 0 <= weight < math.inf:
-            raise UserError(
-                f"the loss of step {step}, microbatch {microbatch} has the weight {weight}; it must be 0 or "
-                "more, such as the number of tokens that count."
-            )
-        self._weights = {key: known for key, known in self._weights.items() if key[0] >= step - 1}
-        self._weights[step, microbatch] = weight
-
     def _layer(
         self, step: int, microbatch: int, index: int, layer: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         def run(*args: Any) -> Any:
             devices.seed(self.device, seed)  # inside, so that a recompute draws the same dropout
-            return layer(*args, **kwargs)
+            made = layer(*args, **kwargs)
+            if self.recordings is not None and devices.has_drawn(self.device, seed):
+                self.recordings.drew()
+            return made
 
         seed = self._key(step, microbatch, index)
         if index not in self._recomputed:

@@ -40,10 +40,10 @@ class StageLoss:
         """The loss to differentiate, and what it counts."""
         if not self._any_precision:
             output = _in_fp32(output)
-        made = self._loss(output, self._there(targets))
+        made = self._loss(output, self.there(targets))
         if isinstance(made, tuple | list):
-            weigh = getattr(self._whole, "weigh", None)  # on the host, if it can: a GPU is not waited for
-            return made[0], made[1] if weigh is None else weigh(targets)
+            weight = self.weight_on_host(targets)  # if it can: a GPU is not waited for
+            return made[0], made[1] if weight is None else weight
         shapes = [tuple(tensor.shape) for tensor in tensors_in(targets)]
         if self._target_shapes is None:
             self._target_shapes = shapes
@@ -51,13 +51,19 @@ class StageLoss:
             raise UserError(uneven(self._target_shapes, shapes))
         return made, 1.0
 
+    def weight_on_host(self, targets: Value) -> Tensor | float | None:
+        """What a microbatch counts, if the loss can say so from its targets."""
+        weigh = getattr(self._whole, "weigh", None)
+        return None if weigh is None else weigh(targets)
+
     def to_be_scored(self, output: Value, targets: Value) -> tuple[Loss, Value, Value]:
         """For metrics, which are anybody's functions: the loss, the whole output, the targets."""
         if self._split_over is not None:
             output = mapped(partial(gathered, collectives=self._split_over), output)
-        return self._whole, _in_fp32(output), self._there(targets)
+        return self._whole, _in_fp32(output), self.there(targets)
 
-    def _there(self, targets: Value) -> Any:
+    def there(self, targets: Value) -> Any:
+        """On the device."""
         return mapped(lambda tensor: devices.to_device(tensor, self._device), targets)
 
 

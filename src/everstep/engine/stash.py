@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from everstep.engine.linear import Queue
+from everstep.engine.recordings import RecordedOps
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class Stash:
     weight: Tensor | float | None = None  # of the microbatch, on the last stage
     queue: Queue = field(default_factory=list)
     others: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (gradient view's parameter, gradient)
+    recorded: RecordedOps | None = None  # whose tensors these are
 
     @property
     def open(self) -> bool:

@@ -132,7 +132,7 @@ class StepTensors:
                 return Payload((self._sums[parcel.step],), self._peaks[parcel.step])
             case ParcelKind.TIED:
                 if parcel not in self.payloads:  # before combining changes it
-                    half = self.stage.tied_part(self._sums[parcel.step])
+                    half = self.stage.tied.part(self._sums[parcel.step])
                     self.payloads[parcel] = Payload((self._shared.kept(half),))
                 return self.payloads[parcel]
             case _:
@@ -213,7 +213,7 @@ class StepTensors:
             is_copy = chunk.what is ParcelKind.COPY
             where = slice(None) if is_copy else self._stretch(task.members, chunk.sender)
             mean[where].copy_(total, non_blocking=True)
-        if self.stage.has_tied_pair:
+        if self.stage.tied.has_pair:
             return self._squares(mean)
         if self.stage.shards is not None:  # no shard reads from a peer any more when the leader says HELD
             self.stage.shards.gather(mean[:1])
@@ -227,9 +227,9 @@ class StepTensors:
         self.outgoing(task.other._replace(stage=self.me.stage), ())
         (other,) = self._on_device(self.payloads[task.other].tensors)
         mean = self._sums[task.step] = self._buffers.writable(self._sums[task.step])
-        own = self.stage.tied_part(mean)
+        own = self.stage.tied.part(mean)
         lower_first = (own, other) if self.me.stage < task.other.stage else (other, own)
-        self.stage.set_tied_part(mean, lower_first[0] + lower_first[1])
+        self.stage.tied.set_part(mean, lower_first[0] + lower_first[1])
         return self._squares(mean)
 
     # -------------------------------------------------------------- lifetimes

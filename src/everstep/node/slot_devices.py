@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,25 +49,28 @@ def found() -> tuple[SlotDevice, ...]:
     command = shutil.which("nvidia-smi")
     if command is None:
         return ()
-    asked = [command, "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
+    asked = [command, "--query-gpu=uuid,pci.bus_id,mig.mode.current", "--format=csv,noheader"]
     try:
         listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=30, check=True)
-        buses = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
-    pairs = (line.split(", ") for line in buses.stdout.splitlines() if ", " in line)
-    return parsed(listed.stdout, dict(pairs))
+    rows = [row for line in told.stdout.splitlines() if len(row := line.split(", ")) == 3]
+    cut = {uuid for uuid, _, mode in rows if mode.strip() == "Enabled"}
+    return parsed(listed.stdout, {uuid: bus for uuid, bus, _ in rows}, cut)
 
 
-def parsed(listed: str, buses: Mapping[str, str]) -> tuple[SlotDevice, ...]:
-    """From what `nvidia-smi -L` prints."""
+def parsed(
+    listed: str, buses: Mapping[str, str], cut: Collection[str] = frozenset()
+) -> tuple[SlotDevice, ...]:
+    """From what `nvidia-smi -L` prints. `cut`: GPUs in MIG mode, of which CUDA can use instances only."""
     devices: list[SlotDevice] = []
     for part in re.split(r"(?=^GPU \d+:)", listed, flags=re.M):
         gpu = _GPU.search(part)
         if gpu is None:
             continue
-        instances = _MIG.findall(part)
-        devices += [SlotDevice(uuid, buses.get(gpu[1], "")) for uuid in instances or [gpu[1]]]
+        instances = _MIG.findall(part) or ([] if gpu[1] in cut else [gpu[1]])
+        devices += [SlotDevice(uuid, buses.get(gpu[1], "")) for uuid in instances]
     return tuple(devices)
 
 

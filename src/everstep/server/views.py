@@ -251,6 +251,7 @@ def incident(record: ClusterRecord, one: Incident) -> dict[str, Any]:
         "closed_at": at(one.resumed_at),
         "stopped_training": one.stops_training,
         "replayed_ops": one.replayed_ops,
+        "kept_outputs": one.kept_outputs,
         "restored_from": one.restored_from,
         "restored_where": one.restored_where,
         "evidence": [

@@ -35,6 +35,7 @@ class Owed:
     settled: Mapping[int, int] = field(
         default_factory=dict
     )  # sharded: by stage, the last step it holds whole
+    kept_outputs: int = 0  # of dead workers: live ones have received them, and use them as they are
     rewind: int | None = None  # a ghost's host has updated this step eagerly: that must be undone first
 
     def broken_if_undone(self, rewind: int | None) -> dict[int, BrokenStep]:
@@ -57,9 +58,11 @@ def what_is_owed(
     give: dict[Worker, dict[int, tuple[int, ...]]] = {}
     ghosts: dict[Worker, set[tuple[int, Microbatch]]] = {}
     owing: set[int] = set()
+    kept_outputs = 0
     settled = dict.fromkeys(range(shape.stages), low - 1) if shape.chunks else {}
     for step in range(low, min(high, steps) + 1):
         view = _StepView(shape, ledgers, step)
+        kept_outputs += view.kept_outputs()
         alive = {*ledgers, *(w for w, first in entering.items() if first <= step)}
         for stage in range(shape.stages):
             if shape.chunks:
@@ -89,6 +92,7 @@ def what_is_owed(
         give=give,
         ghosts={w: frozenset(which) for w, which in ghosts.items()},
         settled=settled,
+        kept_outputs=kept_outputs,
         rewind=low if hosts_ahead else None,
     )
 
@@ -184,6 +188,18 @@ class _StepView:
                     want_gradient(microbatch, stage)
         return self._give_hosts({place: kinds for place, kinds in wanted.items() if kinds})
 
+    def kept_outputs(self) -> int:
+        """What no live worker has made, and a live one has received and not used yet."""
+        return sum(
+            parcel.step == self.step
+            and not self.complete[parcel.stage]
+            and (Kind.F if parcel.what is ParcelKind.ACTIVATION else Kind.I)
+            not in self._kinds(parcel.microbatch, _maker(parcel))
+            for ledger in self.ledgers.values()
+            for parcel in ledger.holding
+            if parcel.microbatch is not None
+        )
+
     def _give_hosts(self, wanted: Mapping[Place, set[str]]) -> dict[Place, tuple[int, str]]:
         """The worker with the stash, else one that has not updated yet, else any; the least burdened of
         them.
@@ -229,6 +245,11 @@ class _StepView:
             return False
         ledger = self.ledgers[Worker(self.run[microbatch, stage][0], stage)]
         return any(_is(parcel, self.step, microbatch, stage) for parcel in ledger.holding)
+
+
+def _maker(parcel: Parcel) -> int:
+    """The stage that makes it: an activation comes from the stage before, a gradient from the one behind."""
+    return parcel.stage - 1 if parcel.what is ParcelKind.ACTIVATION else parcel.stage + 1
 
 
 def _is(parcel: Parcel, step: int, microbatch: Microbatch, stage: int) -> bool:

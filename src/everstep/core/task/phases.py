@@ -128,7 +128,8 @@ class Phases:
         phase = self.phase
         if not isinstance(phase, Planning | Restoring) or event.epoch != phase.epoch:
             return []
-        self._log.planned(now, phase.epoch)
+        kept_outputs = phase.owed.kept_outputs if isinstance(phase, Planning) else 0
+        self._log.planned(now, phase.epoch, kept_outputs)
         if isinstance(phase, Restoring):
             self._void_from(phase.restore + 1)
             self._book.go_back_to(phase.restore)

@@ -84,6 +84,7 @@ class Incident:
     resumed_at: float | None = None
     replayed_ops: int = 0
     replayed_elsewhere: int = 0
+    kept_outputs: int = 0  # of the dead: live workers had received them, and use them as they are
     epoch: int = 0
     restored_from: int | None = None
     restored_where: str = ""  # memory or disk
@@ -239,8 +240,10 @@ class TaskIncidents:
         incident.replayed_ops += lost_ops
         return incident
 
-    def planned(self, now: float, epoch: int) -> None:
+    def planned(self, now: float, epoch: int, kept_outputs: int = 0) -> None:
         for incident in self._stopping():
+            if incident.planned_at is None:
+                incident.kept_outputs = kept_outputs
             incident.plan(now, epoch)
             incident.belongs(self._log.event)
 

@@ -54,6 +54,7 @@ def incident_document(incident: Incident, outcome: Outcome, healthy_s: float) ->
         "resumed_ms": _ms(incident.resumed_at, start),
         "replayed_ops": incident.replayed_ops,
         "replayed_ops_elsewhere": incident.replayed_elsewhere,
+        "kept_outputs": incident.kept_outputs,
         "steps_lost": round(steps_lost(incident, outcome, healthy_s), 3),
         "restored_from": incident.restored_from,
         "restored_where": incident.restored_where,
@@ -125,6 +126,9 @@ def times(incident: Incident) -> list[str]:
         )
     else:
         parts.append(f"{incident.replayed_ops} ops to replay")
+        if incident.kept_outputs:
+            outputs = "1 output" if incident.kept_outputs == 1 else f"{incident.kept_outputs} outputs"
+            parts.append(f"{outputs} of it kept")
     return parts
 
 

@@ -68,6 +68,7 @@ export class IncidentView {
       [one.verdict?.severity ?? "–", one.verdict?.kind ?? "no verdict"],
       [String(one.step), one.stopped_training ? "interrupted step" : "step; training continued"],
       [String(one.replayed_ops), "ops replayed"],
+      ...(one.kept_outputs ? [[String(one.kept_outputs), "outputs of the lost worker kept"]] : []),
       [one.restored_from == null ? "none" : `step ${one.restored_from}`, one.restored_where ? `restored from ${one.restored_where}` : "restored state"],
       ...(one.task ? [[one.task, "task", "", `#/task/${encodeURIComponent(one.task)}`]] : []),
     ]);

@@ -1,0 +1,53 @@
+"""What is owed after a death, from the survivors' ledgers."""
+
+from everstep.core.task.owed import what_is_owed
+from everstep.core.words.ops import Kind, Microbatch, Op, Worker
+from everstep.core.words.shape import Shape
+from everstep.core.words.worker_messages import Ledger, Parcel, ParcelKind
+
+SHAPE = Shape(replicas=2, stages=2, microbatches=2)
+STEP = 5
+
+
+def op(kind: Kind, home: int, number: int, stage: int) -> Op:
+    return Op(kind, Microbatch(home, number), stage)
+
+
+def has(what: ParcelKind, stage: int, home: int, number: int) -> Parcel:
+    return Parcel(what, 0, STEP, stage, Microbatch(home, number))
+
+
+def kept(ledgers: dict[Worker, Ledger]) -> int:
+    return what_is_owed(SHAPE, ledgers, steps=9, entering={}).kept_outputs
+
+
+def test_outputs_of_a_dead_worker_that_have_arrived_are_kept() -> None:
+    """0:0 died after two forwards: 0:1 has used one of its activations and holds the other."""
+    ledgers = {
+        Worker(0, 1): Ledger(
+            step=STEP,
+            done=(op(Kind.F, 0, 0, 1),),
+            holding=(has(ParcelKind.ACTIVATION, 1, 0, 1),),
+        ),
+        Worker(1, 0): Ledger(step=STEP, done=(op(Kind.F, 1, 0, 0),)),
+        Worker(1, 1): Ledger(step=STEP, holding=(has(ParcelKind.ACTIVATION, 1, 1, 0),)),
+    }
+    assert kept(ledgers) == 1, "the activation of 1:0, which lives, can be sent again"
+
+
+def test_a_gradient_of_a_dead_worker_is_kept_too_and_one_of_another_step_does_not_count() -> None:
+    """0:1 died after I of its first microbatch."""
+    ledgers = {
+        Worker(0, 0): Ledger(
+            step=STEP,
+            done=(op(Kind.F, 0, 0, 0), op(Kind.F, 0, 1, 0)),
+            holding=(
+                has(ParcelKind.GRADIENT, 0, 0, 0),
+                has(ParcelKind.GRADIENT, 0, 0, 1)._replace(step=STEP + 1),
+            ),
+        ),
+        Worker(1, 0): Ledger(step=STEP),
+        Worker(1, 1): Ledger(step=STEP),
+    }
+    assert kept(ledgers) == 1
+    assert kept({**ledgers, Worker(0, 1): Ledger(step=STEP, done=(op(Kind.I, 0, 0, 1),))}) == 0

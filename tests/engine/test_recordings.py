@@ -1,0 +1,134 @@
+"""Recorded ops give the bits of eager ones. On a CPU, a recording is run again into its first tensors."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from pipeline import by_name, run_step, stages
+from torch import Tensor
+
+from everstep.engine.data import Synthetic
+from everstep.engine.gpt import gpt
+from everstep.engine.recordings import WARM_UP
+from everstep.engine.stage import Stage
+from everstep.engine.sums import GradientSums
+
+DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
+SMALL = {"vocab": 64, "width": 32, "heads": 4, "hidden": 48, "depth": 3}
+RunStep = Callable[..., Tensor]
+
+
+class RunAgain:
+    made = 0
+
+    def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        RunAgain.made += 1
+        first = run()
+
+        def replay() -> None:
+            for old, new in zip(first, run(), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.detach().copy_(new.detach())
+
+        return [tensor.detach() for tensor in first], replay
+
+
+def pipeline(count: int, *, recorded: bool, at_once: int = 9, late: bool = False, **shape) -> list[Stage]:
+    made = stages(gpt(**SMALL, **shape), count, DATA)
+    for stage in made:
+        if late:
+            stage.sums = GradientSums(
+                stage.slots, stage.size, kind="strict", contributions=256, device=stage.device, late=True
+            )
+        if recorded:
+            room = iter(range(at_once))
+            stage.record(RunAgain, lambda nbytes, room=room: next(room, None) is not None)
+    return made
+
+
+def one_by_one(pipe: list[Stage], step: int, microbatches: int) -> Tensor:
+    for microbatch in range(microbatches):
+        x = grad = None
+        for stage in pipe:
+            x = stage.forward(step, microbatch, x)
+        for stage in reversed(pipe):
+            grad = stage.input_grad(step, microbatch, grad)
+        for stage in pipe:
+            stage.weight_grad(step, microbatch)
+    return torch.stack([pipe[-1].loss(step, microbatch) for microbatch in range(microbatches)])
+
+
+def assert_equal(
+    eager: list[Stage], recorded: list[Stage], run: Callable[..., Tensor], steps: int = 3
+) -> None:
+    for step in range(1, steps + 1):
+        losses = [run(pipe, step, 4) for pipe in (eager, recorded)]
+        assert torch.equal(*losses)
+        sums = [by_name(pipe, [stage.take_gradients() for stage in pipe]) for pipe in (eager, recorded)]
+        for name, expected in sums[0].items():
+            assert torch.equal(expected, sums[1][name]), name
+        for pipe in (eager, recorded):
+            for stage in pipe:
+                stage.working.mul_(1.01)  # an update, in place
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("at_once", [9, 1])
+@pytest.mark.parametrize("run", [run_step, one_by_one])
+def test_recorded_ops_have_the_bits_of_eager_ones(
+    count: int, at_once: int, run: Callable[..., Tensor]
+) -> None:
+    RunAgain.made = 0
+    recorded = pipeline(count, recorded=True, at_once=at_once)
+    assert_equal(pipeline(count, recorded=False), recorded, run)
+    under_way = 4 if run is run_step else 1
+    assert RunAgain.made == 2 * count * min(at_once, under_way + 1)  # one that W may have to read again
+
+
+@pytest.mark.parametrize("at_once", [9, 1])
+def test_what_must_be_added_again_is_made_from_the_right_microbatch(at_once: int) -> None:
+    """Late sums: whether a contribution fits is known only when the next one is added."""
+    RunAgain.made = 0
+    eager, recorded = (pipeline(1, recorded=r, at_once=at_once, late=True) for r in (False, True))
+    for pipe in (eager, recorded):
+        pipe[0].sums.begin(None, [-40] * len(pipe[0].slots))  # far too low: everything is promoted
+    assert_equal(eager, recorded, one_by_one)
+    assert RunAgain.made == 2 * min(at_once, 2)
+
+
+def test_layers_that_draw_random_numbers_are_not_recorded() -> None:
+    RunAgain.made = 0
+    assert_equal(*(pipeline(1, recorded=r, dropout=0.2) for r in (False, True)), one_by_one)
+    assert RunAgain.made == 0
+
+
+def test_a_recording_that_fails_leaves_everything_as_it_was() -> None:
+    class Fails:
+        def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+            run()
+            raise RuntimeError("no graph for this")
+
+    recorded = pipeline(1, recorded=False)
+    recorded[0].record(Fails, lambda nbytes: True)
+    assert_equal(pipeline(1, recorded=False), recorded, one_by_one)
+    assert recorded[0].recordings.is_off
+
+
+def test_a_dropped_microbatch_gives_its_tensors_back() -> None:
+    RunAgain.made = 0
+    (stage,) = pipeline(1, recorded=True, at_once=1)
+    for microbatch in range(WARM_UP + 3):
+        stage.forward(1, microbatch)
+        stage.drop(1, microbatch)
+    assert RunAgain.made == 2
+
+
+def test_weights_that_have_moved_are_recorded_anew() -> None:
+    RunAgain.made = 0
+    eager, recorded = pipeline(1, recorded=False), pipeline(1, recorded=True)
+    assert_equal(eager, recorded, one_by_one, steps=2)
+    for pipe in (eager, recorded):
+        pipe[0].separate_weights()
+        pipe[0].masters.zero_()
+    assert_equal(eager, recorded, one_by_one, steps=2)
+    assert RunAgain.made == 8
