@@ -224,7 +224,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        self._stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def record(self, run: Run) -> tuple[list[Tensor], Replay]:
         """On a stream of its own, the same for all: autograd then meets no work of another stream.

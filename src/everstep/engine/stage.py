@@ -102,8 +102,8 @@ class Stage:
         self._through = model.assembly.join(layers, self._modules, device)
         self._evaluation = None
         if evaluation is not None:
-            ends = {"loss": self._loss if self.is_last else None, "fed": self._fed if self.is_first else None}
-            self._evaluation = StageEvaluation(evaluation, self._modules, self._through, **ends)
+            loss, fed = self._loss if self.is_last else None, self._fed if self.is_first else None
+            self._evaluation = StageEvaluation(evaluation, self._modules, self._through, loss=loss, fed=fed)
         self.tied = TiedHalves(model, self.slots)
         again = model.assembly.recomputed
         names = (model.names[:-1] if again is None else again) if recompute else ()
