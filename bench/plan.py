@@ -3,6 +3,7 @@
     python bench/plan.py errors    the throughput model against every published row, as in docs/planner.md
     python bench/plan.py fit       the model's constants fitted again, and what each row gets when left out
     python bench/plan.py mixes     six tasks on 128 GPUs: rules of thumb and the plan
+    python bench/plan.py dimensions    the same mixes: what shards gain over replicas x stages alone
     python bench/plan.py times     planning time, its growth, and the look-up after an event
 
 Times are seconds of this process (least of a few), so that others on the machine count little.
@@ -33,7 +34,7 @@ from everstep.plan.table import NextEvents
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-from tools.planner_tables import Table, errors, mixes, show, summary_of_errors
+from tools.planner_tables import Table, dimensions, errors, mixes, show, summary_of_errors
 
 # ------------------------------------------------------------------ the model against what was published
 
@@ -185,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("errors", "fit", "mixes", "times"))
+    parser.add_argument("what", choices=("errors", "fit", "mixes", "dimensions", "times"))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--growth", action="store_true", help="times: also smaller sizes")
     parser.add_argument("--kinds", default="smooth,bumpy,alike,models")
@@ -199,6 +200,8 @@ def main() -> None:
             rows = fit()
         case "mixes":
             rows = mixes()
+        case "dimensions":
+            rows = dimensions()
         case _:
             sizes = [(64, 8_192), (256, 131_072)]
             if args.growth:

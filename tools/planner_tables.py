@@ -58,6 +58,26 @@ def mixes() -> Table:
     return rows
 
 
+def dimensions() -> Table:
+    """What a search over replicas x stages x shards gains over one of replicas x stages."""
+    rows: Table = []
+    for mix in MIXES:
+        found = {most: {x.rule: x for x in share(mix, most_shards=most)} for most in (1, None)}
+        for rule in ("planned", "planned, all run"):
+            two, three = found[1][rule], found[None][rule]
+            rows.append(
+                {
+                    "mix": mix,
+                    "rule": rule,
+                    "two dimensions, PFLOP/s": f"{two.waf / 1e15:.2f}",
+                    "three dimensions, PFLOP/s": f"{three.waf / 1e15:.2f}",
+                    "gain": f"{three.waf / two.waf - 1:+.1%}",
+                    "workers": " ".join(map(str, three.workers)),
+                }
+            )
+    return rows
+
+
 def show(rows: Table, *, markdown: bool = True) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]

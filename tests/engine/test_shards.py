@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from everstep.engine.boundary import Boundary
 from everstep.engine.data import Synthetic
 from everstep.engine.evaluation import Evaluation
 from everstep.engine.gpt import gpt
@@ -25,6 +26,7 @@ from everstep.engine.optimizer import Updater, adamw
 from everstep.engine.preflight import preflight
 from everstep.engine.shards.collectives import GroupCollectives
 from everstep.engine.shards.plan import Cut, from_theirs
+from everstep.engine.shards.slices import sliced, together
 from everstep.engine.stage import Stage
 from everstep.errors import UserError
 from everstep.layout.box import Box
@@ -165,6 +167,19 @@ def test_a_model_of_ones_own_is_split_by_a_plan_of_patterns() -> None:
     assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
 
 
+def test_a_boundary_tensor_is_sent_once_by_all_shards_together() -> None:
+    whole = torch.arange(2 * 16 * 32, dtype=torch.float32).view(2, 16, 32)
+
+    def work(shards: GroupCollectives) -> dict[str, Any]:
+        sent = sliced(Boundary.of(whole), shards)
+        there = together(sent, shards, CPU)
+        return {"bytes": sum(t.nbytes for t in sent.tensors), "same": torch.equal(there.tensors[0], whole)}
+
+    found = in_shards(2, work)
+    assert sum(one["bytes"] for one in found) == whole.nbytes
+    assert all(one["same"] for one in found)
+
+
 def test_a_shards_tensors_are_boxes_of_the_logical_ones() -> None:
     cut = Cut({"*.out": "row", "*.q": "column"}, index=1, count=2)
     out = cut.split("b.out.weight", (6, 8))
@@ -275,8 +290,32 @@ def test_a_hugging_face_model_comes_with_its_own_plan(kind: str) -> None:
     def work(shards: GroupCollectives | None) -> dict[str, Any]:
         return trained(hf(config), shards)
 
-    one = work(None)
     found = in_shards(2, work)
     assert found[0] == found[1]
-    assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
-    assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
+    assert found[0]["losses"] == pytest.approx(by_transformers(config), rel=2e-6)
+    assert found[0]["norms"] == pytest.approx(work(None)["norms"], rel=2e-5)
+
+
+def by_transformers(config: Any) -> list[float]:
+    """The losses of the same training, by transformers' model and torch alone: three steps of two batches."""
+    import transformers
+
+    from everstep.engine.hf.model import hf
+
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ours = hf(config)
+    first = Stage(ours, range(len(ours.layers)), data=DATA, device=CPU).parameters
+    missing = model.load_state_dict({name: p.detach().clone() for name, p in first.items()}, strict=False)
+    assert not missing.unexpected_keys
+    optimizer = adamw(lr=1e-3)(list(model.named_parameters()))
+    losses = []
+    for step in range(1, 4):
+        for microbatch in range(2):
+            tokens, targets = DATA.batch(step, microbatch)
+            logits = model(input_ids=tokens).logits
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            (loss / 2).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

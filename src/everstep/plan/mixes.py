@@ -45,12 +45,13 @@ class Shared:
     waf: float
 
 
-def share(mix: str, *, nodes: int = 16, slots: int = 8) -> list[Shared]:
-    """The rules of thumb, then the plan."""
+def share(mix: str, *, nodes: int = 16, slots: int = 8, most_shards: int | None = None) -> list[Shared]:
+    """The rules of thumb, then the plan. `most_shards`: 1 leaves the search two dimensions."""
     models, weights = MIXES[mix]
     total = nodes * slots
+    stack = MEGATRON_2022 if most_shards is None else replace(MEGATRON_2022, most_shards=most_shards)
     curves = {
-        name: from_model(PRESETS[name], GPUS["A800"], MEGATRON_2022, most=total, slots_per_node=slots)
+        name: from_model(PRESETS[name], GPUS["A800"], stack, most=total, slots_per_node=slots)
         for name in set(models)
     }
     tasks = [

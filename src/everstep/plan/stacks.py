@@ -23,7 +23,7 @@ EVERSTEP = Stack(
     name="everstep",
     schedule=OURS,
     fused_attention=True,
-    most_shards=1,
+    most_shards=8,
     gradient=SUMS["strict"] + REDUCED,
     matmul_efficiency=0.6,
 )
