@@ -21,7 +21,7 @@ from everstep.node.process_facts import active_s, is_stopped
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
+class SuspectedProcess:
     shard: int | None  # None: the worker, which is one process or has not said more
     pid: int
 
@@ -48,7 +48,7 @@ class Glances:
             age_s=max(0.0, now - reading.at_ns / 1e9),
         )
         ask = curious(self.sender, glance)
-        active, suspect = 0.0, Suspect(None, self.pid)
+        active, suspect = 0.0, SuspectedProcess(None, self.pid)
         if ask.stopped or ask.active:
             suspect = suspected(self.beacon.path, self.shards, self.pid)
         if ask.active:
@@ -62,11 +62,11 @@ class Glances:
         return ag.Glanced(self.sender, glance, stopped=stopped, active_s=active, shard=suspect.shard)
 
 
-def suspected(beacon: Path, shards: int, pid: int) -> Suspect:
+def suspected(beacon: Path, shards: int, pid: int) -> SuspectedProcess:
     """Which of a worker's processes do the others wait for?"""
     marks = read_marks(beacon, shards) if shards > 1 else None
     if marks is None:
-        return Suspect(None, pid)
+        return SuspectedProcess(None, pid)
     shard = hung_shard(
         [
             ShardProgress(
@@ -75,4 +75,4 @@ def suspected(beacon: Path, shards: int, pid: int) -> Suspect:
             for mark in marks
         ]
     )
-    return Suspect(None, pid) if shard is None else Suspect(shard, marks[shard].pid)
+    return SuspectedProcess(None, pid) if shard is None else SuspectedProcess(shard, marks[shard].pid)

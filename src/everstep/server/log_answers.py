@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
-class Asked(Protocol):
+class NodeQuestions(Protocol):
     async def ask(self, node: str, question: dict[str, Any]) -> Any: ...
 
 
-async def newest_log(lines: Asked, nodes: Sequence[str], question: dict[str, Any]) -> dict[str, Any] | str:
+async def newest_log(
+    lines: NodeQuestions, nodes: Sequence[str], question: dict[str, Any]
+) -> dict[str, Any] | str:
     """The answer that was written last, with its node; or why there is none."""
     answers = await asyncio.gather(*(lines.ask(node, question) for node in nodes), return_exceptions=True)
     found = [

@@ -70,7 +70,7 @@ class SliceSender(Protocol):
 
 
 @dataclass(slots=True)
-class Look:
+class FoundItem:
     """One work item, as the leader found it. `answer` once it is done."""
 
     task: Any
@@ -86,7 +86,7 @@ class VirtualGroup:
         self.body, self.network, self.around = body, around.network, around
         self.slices = SliceCount(count)
         self.followers = [VirtualFollower(self, rules, index) for index in range(1, count)]
-        self.looks: dict[int, Look] = {}
+        self.looks: dict[int, FoundItem] = {}
         self.num_looks = 0
 
     def _tell(self, message: sh.ToShard) -> None:
@@ -117,7 +117,7 @@ class VirtualGroup:
     def found(self, task: msg.WorkItem) -> None:
         """By the leader, in the look it has just told the others of."""
         self.num_looks += 1
-        self.looks[self.num_looks] = Look(task, done=isinstance(task, IDLE))
+        self.looks[self.num_looks] = FoundItem(task, done=isinstance(task, IDLE))
         for number in [n for n in self.looks if all(f.looked >= n for f in self.followers)]:
             del self.looks[number]
 
@@ -158,7 +158,7 @@ class VirtualFollower:
         self.links: dict[PeerAddress, VirtualLink] = {}
         self.inbox: deque[Any] = deque()
         self.looked = 0
-        self.running: Look | None = None
+        self.running: FoundItem | None = None
         self.is_up = True
         self._before = 0  # the step it was in when it last looked for work
         self._frames: set[str] = set()
@@ -234,7 +234,7 @@ class VirtualFollower:
             state = self.control.state
             self.slices.forget_before(state.now.step - 1, state.mail.order.attempt)
 
-    def _done(self, look: Look) -> None:
+    def _done(self, look: FoundItem) -> None:
         self.running = None
         if isinstance(look.task, msg.Snapshot):
             self.group.around.send_state_slice(self, look.task)
