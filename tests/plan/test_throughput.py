@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,9 +106,12 @@ def test_zero_1_and_recomputation_make_room() -> None:
     assert again < kept / 10
 
 
-def test_our_engine_has_no_shards() -> None:
+def test_our_engine_can_split_a_layer_over_the_gpus_of_a_node() -> None:
     curve = from_model(PRESETS["llama3-8b"], GPUS["H200"], EVERSTEP, most=64)
-    assert {cut.shards for cut in curve.cuts} == {1}
+    assert {cut.shards for cut in curve.cuts} == {1, 2, 4, 8}
+    alone = from_model(PRESETS["llama3-8b"], GPUS["H200"], replace(EVERSTEP, most_shards=1), most=64)
+    assert {cut.shards for cut in alone.cuts} == {1}
+    assert (curve.throughput >= alone.throughput).all()
 
 
 def test_a_table_beyond_its_end_brings_nothing() -> None:
