@@ -38,7 +38,7 @@ Run = Callable[[], list[Tensor]]  # what is recorded: its results, which a repla
 Replay = Callable[[], None]
 
 
-class Recorder(Protocol):
+class OpRecorder(Protocol):
     def record(self, run: Run) -> tuple[list[Tensor], Replay]:
         """Its results, whose contents count once it was replayed. Recordings of one recorder are replayed
         in the order in which they were made.
@@ -85,7 +85,7 @@ class Recordings:
     """Of one stage. `compute`: (value, targets) -> what the stage gives, or the loss and its weight."""
 
     compute: Callable[[Value, Value], tuple[Value, Tensor | float | None]]
-    recorder: Callable[[], Recorder]
+    recorder: Callable[[], OpRecorder]
     has_room: Callable[[int], bool]  # for a recording of so many bytes, expected
     settle: Callable[[], None]  # what W has added is final from now on
     queue: Queue

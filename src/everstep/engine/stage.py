@@ -34,7 +34,7 @@ from everstep.engine.held_bytes import HeldBytes
 from everstep.engine.linear import Queue, contributions_of
 from everstep.engine.microbatch_numbers import MicrobatchNumbers
 from everstep.engine.model import Model, Slot, end, slots
-from everstep.engine.recordings import RecordedOps, Recorder, Recordings
+from everstep.engine.recordings import OpRecorder, RecordedOps, Recordings
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.shards.plan import Cut
 from everstep.engine.stage_evaluation import StageEvaluation
@@ -119,7 +119,7 @@ class Stage:
         self._held = HeldBytes(lambda: self.working)
         self.recordings: Recordings | None = None
 
-    def record(self, recorder: Callable[[], Recorder], has_room: Callable[[int], bool]) -> None:
+    def record(self, recorder: Callable[[], OpRecorder], has_room: Callable[[int], bool]) -> None:
         """From now on F and I are recorded, where they can be."""
         self.recordings = Recordings(
             compute=self._computed,
