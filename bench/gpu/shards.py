@@ -31,8 +31,10 @@ from everstep.engine.job import Job, ModelSpec  # noqa: E402
 from everstep.launch.local.outcome import Outcome  # noqa: E402
 from everstep.launch.local.run import LocalTask  # noqa: E402
 from everstep.node.fork_server import ForkServer  # noqa: E402
+from harness.sweep import told  # noqa: E402
 
 STEPS = 12
+LIMIT_S = 45.0
 UNTIED = ModelSpec(preset="gpt-125m", options={"tied": False})
 KILLS = {
     "follower, in an all-reduce of F": "stage=0,replica=1,step=6,op=F1,when=inside,shard=1",
@@ -57,11 +59,18 @@ def job(shards: int, replicas: int = 2) -> Job:
 
 
 def run(server: ForkServer, what: Job, faults: tuple[str, ...] = ()) -> Outcome:
-    deadline = time.monotonic() + 120
+    deadline, began = time.monotonic() + LIMIT_S, time.monotonic()
 
     def watch(kind: str, task: Any) -> None:
+        if kind == "step":
+            print(
+                f"{what.shards} shards: step {task.step}",
+                time.monotonic() - began,
+                file=sys.stderr,
+                flush=True,
+            )
         if kind == "tick" and time.monotonic() > deadline:
-            raise TimeoutError("no end in sight")
+            raise TimeoutError(told(task))
 
     return LocalTask(what, fork_server=server, faults=tuple(map(parse_fault, faults)), watch=watch).run()
 
@@ -81,13 +90,28 @@ def torch_step(shards: int) -> dict[str, Any]:
     return answer
 
 
-def measure(whole: bool) -> dict[str, Any]:
+def compare_steps(server: ForkServer, found: dict[str, Any]) -> None:
+    """The time of a step by shards, beside torch's."""
+    for shards in (1, 2):
+        found[f"torch_{shards}"] = torch_step(shards)
+        print(found[f"torch_{shards}"], file=sys.stderr, flush=True)
+        one = run(server, replace(job(shards, replicas=1), model=UNTIED))
+        found[f"shards_{shards}"] = {"step_ms": step_ms(one), "loss": one.by_step()[STEPS].loss}
+        print(found[f"shards_{shards}"], file=sys.stderr, flush=True)
+
+
+def measure(whole: bool, transport: str) -> dict[str, Any]:
     server = ForkServer().start()
+    found: dict[str, Any] = {"kills": []}
     try:
-        clean = run(server, job(2))
-        found: dict[str, Any] = {"clean_step_ms": step_ms(clean), "failure": clean.failure, "kills": []}
+        if whole:
+            compare_steps(server, found)
+        pair = replace(job(2), transport=transport)  # type: ignore[arg-type]
+        clean = run(server, pair)
+        found |= {"clean_step_ms": step_ms(clean), "failure": clean.failure}
+        print(found, file=sys.stderr, flush=True)
         for name, fault in KILLS.items():
-            healed = run(server, job(2), (fault,))
+            healed = run(server, pair, (fault,))
             ours, theirs = healed.by_step(), clean.by_step()
             same = len(ours) == STEPS and all(ours[s].loss == theirs[s].loss for s in theirs)
             row: dict[str, Any] = {"kill": name, "losses_equal": same, "failure": healed.failure}
@@ -98,13 +122,6 @@ def measure(whole: bool) -> dict[str, Any]:
                     row |= {"resumed_after_ms": round((incident.resumed_at - since) * 1e3, 1)}
             found["kills"].append(row)
             print(row, file=sys.stderr, flush=True)
-        if whole:
-            for shards in (1, 2):
-                one = run(server, replace(job(shards, replicas=1), model=UNTIED))
-                found[f"shards_{shards}"] = {"step_ms": step_ms(one), "loss": one.by_step()[STEPS].loss}
-                print(found[f"shards_{shards}"], file=sys.stderr, flush=True)
-                found[f"torch_{shards}"] = torch_step(shards)
-                print(found[f"torch_{shards}"], file=sys.stderr, flush=True)
     finally:
         server.close()
     return found
@@ -115,6 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--mps", action="store_true", help="with --whole")
+    parser.add_argument("--transport", default="auto", help="between the two workers")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.mps:
@@ -126,7 +144,7 @@ def main() -> int:
         for command in () if args.whole else cut:
             subprocess.run(command.split(), check=True, stdout=subprocess.DEVNULL)
             time.sleep(1)
-        found = measure(args.whole)
+        found = measure(args.whole, args.transport)
     finally:
         if args.mps:
             subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
