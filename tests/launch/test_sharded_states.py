@@ -192,3 +192,29 @@ def test_owners_and_guards_that_die_together_come_back_from_memory(
     assert losses(task.outcome) == losses_without_failures
     incident = task.outcome.incidents[-1]
     assert incident.restored_where == "the memory of nodes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
+def test_a_damaged_copy_in_memory_is_not_used_and_an_older_state_is(
+    fork_server: ForkServer, losses_without_failures: dict[int, float], shard: bool
+) -> None:
+    """One byte of every copy of the newest step is wrong when the holders die."""
+
+    def damage(task: LocalTask) -> None:
+        newest = max((task.workers.memory.folder / "task").glob("step-*"))
+        for path in newest.glob("*.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        damaged.append(int(newest.name[-8:]))
+        for replica in range(3):
+            task.kill(Worker(replica, 1))
+
+    damaged: list[int] = []
+    job = replace(JOB, memory_interval=2, optimizer=replace(SHARDED, shard=shard))
+    task = run(fork_server, job, {5: damage})
+    assert losses(task.outcome) == losses_without_failures
+    restored = [i.restored_from for i in task.outcome.incidents if i.restored_from is not None]
+    assert restored
+    assert min(restored) < damaged[0]
