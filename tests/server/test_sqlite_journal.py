@@ -14,7 +14,7 @@ import pytest
 
 from everstep.errors import InternalError, UserError
 from everstep.server import journal as module
-from everstep.server.journal import JournalBroken, JournalEntry, SqliteJournal
+from everstep.server.journal import JournalBroken, JournalEntry, JournalFull, SqliteJournal
 from harness.journal_writer import read_back
 
 T = TypeVar("T")
@@ -245,7 +245,7 @@ def test_what_cannot_be_a_journal_is_named_in_one_sentence(tmp_path: Path) -> No
     assert (tmp_path / "notes").read_text() == "dear diary, " * 100
 
 
-def test_a_full_disk_stops_the_journal_and_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_full_disk_takes_nothing_and_leaves_what_was_there_until_there_is_room(tmp_path: Path) -> None:
     path = tmp_path / "journal"
 
     async def life(journal: SqliteJournal) -> None:
@@ -253,13 +253,41 @@ def test_a_full_disk_stops_the_journal_and_leaves_what_was_there(tmp_path: Path)
         assert journal._database is not None
         (pages,) = journal._database.execute("PRAGMA page_count").fetchone()
         journal._database.execute(f"PRAGMA max_page_count = {pages}")
-        with pytest.raises(JournalBroken, match=r"cannot be written \(database or disk is full"):
-            await journal.append([b"b", b"x" * 100_000])
-        with pytest.raises(JournalBroken, match="then restart"):
-            await journal.append([b"c"])
+        large = [b"b", b"x" * 100_000]
+        for _ in range(2):
+            with pytest.raises(JournalFull, match=r"cannot be written \(database or disk is full"):
+                await journal.append(large)
+        journal._database.execute(f"PRAGMA max_page_count = {100 * pages}")
+        assert await journal.append(large) == 3
 
     with_journal(path, life)
-    assert with_journal(path, lambda journal: journal.entries()) == [JournalEntry(1, b"a")]
+    assert len(with_journal(path, lambda journal: journal.entries())) == 3
+
+
+def test_a_disk_whose_state_is_unknown_stops_the_journal(tmp_path: Path) -> None:
+    """An I/O error is not tried again: what a failed fsync has left on disk is not known."""
+
+    class Failing:
+        in_transaction = False
+
+        def execute(self, text: str) -> None:
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
+            raise error
+
+        def close(self) -> None:
+            pass
+
+    async def life(journal: SqliteJournal) -> None:
+        real, journal._database = journal._database, Failing()  # type: ignore[assignment]
+        try:
+            for sentence in ("disk I/O error", "then restart"):
+                with pytest.raises(JournalBroken, match=sentence):
+                    await journal.append([b"a"])
+        finally:
+            journal._database = real
+
+    with_journal(tmp_path / "journal", life)
 
 
 def test_bounds_are_kept_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

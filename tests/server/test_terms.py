@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -257,3 +258,38 @@ def test_an_event_that_no_agent_may_report_does_not_end_the_coordinator(tmp_path
         )
     )
     asyncio.run(started(tmp_path, more=[]))
+
+
+def test_a_journal_without_room_ends_nothing_and_is_written_when_there_is_some(tmp_path: Path) -> None:
+    """Five seconds of a full disk ended the coordinator."""
+
+    async def play() -> None:
+        said: list[str] = []
+        journal = SqliteJournal(tmp_path / "journal.sqlite")
+        await journal.open()
+        daemon = Daemon(journal, folder=tmp_path, say=said.append)
+        term = await daemon.begin()
+        running = asyncio.create_task(term.run())
+        await term.handle(joined("a"))
+        assert journal._database is not None
+        journal._database.execute("PRAGMA max_page_count = 1")
+        (pages,) = journal._database.execute("PRAGMA page_count").fetchone()
+        waits = asyncio.create_task(term.handle(joined(secrets.token_hex(50_000))))
+        async with asyncio.timeout(LIMIT_S):
+            while not any("nothing is decided until it can be" in line for line in said):
+                await asyncio.sleep(0.01)
+        assert not waits.done()
+        assert not running.done()
+        journal._database.execute(f"PRAGMA max_page_count = {1000 * pages}")
+        async with asyncio.timeout(LIMIT_S):
+            await waits
+        assert len(term.machine.nodes) == 2
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await journal.close()
+
+    asyncio.run(play())
+
+
+def joined(node: str) -> msg.NodeJoined:
+    return msg.NodeJoined(node=node, boot="1", slots=1, host="h", memory_port=0)

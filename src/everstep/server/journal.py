@@ -50,6 +50,7 @@ CREATE TABLE snapshot (
   upto INTEGER NOT NULL, checksum INTEGER NOT NULL, body BLOB NOT NULL
 );
 """
+_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)
 T = TypeVar("T")
 
 
@@ -59,6 +60,12 @@ class LostLeadership(EverstepError):
 
 class JournalBroken(EverstepError):
     """The journal took no more, or cannot be read: stop, for nothing may be done that is not written down."""
+
+
+class JournalFull(EverstepError):
+    """Nothing was written, and that is certain: there is no room, or the file system is read-only at the
+    moment. It may be tried again.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +289,9 @@ class SqliteJournal:
         return self._read(read)
 
     def _write(self, change: Callable[[sqlite3.Connection], object]) -> None:
-        """One transaction. After a failed one the disk's state is unknown: nothing more is accepted."""
+        """One transaction. After a failed one the state on disk is unknown: nothing more is accepted. Unless
+        SQLite says that it had no room and has taken everything back.
+        """
         if self._broken is not None:
             raise JournalBroken(self._broken)
         database = self._database
@@ -292,11 +301,12 @@ class SqliteJournal:
             change(database)
             database.execute("COMMIT")
         except sqlite3.Error as error:
-            self._broken = (
-                f"the journal {self.path} cannot be written ({error}); mend the disk, then restart."
-            )
             with contextlib.suppress(sqlite3.Error):
                 database.execute("ROLLBACK")
+            said = f"the journal {self.path} cannot be written ({error})"
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_ROOM and not database.in_transaction:
+                raise JournalFull(said) from None
+            self._broken = f"{said}; mend the disk, then restart."
             raise JournalBroken(self._broken) from None
 
     def _read(self, question: Callable[[sqlite3.Connection], T]) -> T:

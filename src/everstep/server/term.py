@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 import traceback
 import zlib
@@ -28,7 +29,7 @@ from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
 from everstep.errors import PeerError, UserError
 from everstep.server.agent_connections import AgentConnections
-from everstep.server.journal import Journal, JournalEntry, LostLeadership
+from everstep.server.journal import Journal, JournalEntry, JournalFull, LostLeadership
 from everstep.server.record import ClusterRecord
 from everstep.server.returns import Returns
 
@@ -37,6 +38,7 @@ AHEAD_S, AHEAD_SHARE = 0.5, 0.02  # between two answers that are prepared, and t
 SNAPSHOT_EVERY = 5000  # entries
 MOST_WAITING = 20_000  # events that the journal has not taken: then agents are not read any more
 FORGET_S = 10.0
+TRY_AGAIN_S, SAY_AGAIN_S = 0.5, 60.0  # where the journal has no room
 REPLAY_S, REPLAY_PAUSE_S = 0.05, 0.002  # at once, and then for the rest of the loop: it keeps the lease
 _ZIPPED = b"z"
 
@@ -252,10 +254,29 @@ class Term:
     async def _write(self) -> None:
         while True:
             bodies, done = await self._to_write.get()
-            await self.journal.append(bodies)
+            await self._append(bodies)
             done()
             if self.driver.number - self._snapshot_at >= SNAPSHOT_EVERY:
-                await self._snapshot()
+                try:
+                    await self._snapshot()
+                except JournalFull as error:  # the entries are there; the next one may find room
+                    self.record.say(f"coordinator: {error}; no snapshot was taken")
+
+    async def _append(self, bodies: list[bytes]) -> None:
+        """While the disk has no room nothing is decided, and training goes on: agents keep their reports."""
+        said_at = -math.inf
+        while True:
+            try:
+                await self.journal.append(bodies)
+            except JournalFull as error:
+                if time.monotonic() - said_at > SAY_AGAIN_S:
+                    said_at = time.monotonic()
+                    self.record.say(f"coordinator: {error}; nothing is decided until it can be")
+                await asyncio.sleep(TRY_AGAIN_S)
+            else:
+                if said_at > 0:
+                    self.record.say("coordinator: the journal can be written again")
+                return
 
     async def _snapshot(self) -> None:
         number = self._snapshot_at = self.driver.number
