@@ -88,12 +88,16 @@ def test_no_path_breaks_it(port: int, path: str, parts: tuple[str, str], method:
         ("POST", "/v1/tasks", json.dumps({"name": "a", "job": {**JOB, "replicas": 1_000_000}}), {}),
         ("GET", f"/v1/incidents?last={HUGE * 12}", None, {}),
         ("GET", "/v1/incidents?last=%C2%B2", None, {}),
+        ("GET", f"/v1/tasks/known/logs?worker={'9' * 5000}:0", None, {}),
+        ("GET", "/v1/tasks/known/logs?worker=%EF%BC%91:0", None, {}),
         ("GET", "/v1/status", None, {"Host": "[::1"}),
         ("GET", "/v1/status", None, {"Origin": "http://[::1"}),
         ("POST", "/v1/tasks", "[" * 100_000, {}),
     ],
 )
 def test_requests_that_once_broke_it_are_refused_in_words(port, method, path, body, headers) -> None:
+    if "known" in path:
+        asked(port, "POST", "/v1/tasks", json.dumps({"name": "known", "job": JOB}))
     status, told = asked(port, method, path, body, **headers)
     assert status == 400
     assert json.loads(told)["error"].endswith(".")

@@ -35,7 +35,7 @@ from everstep.core.words.codec import decode
 from everstep.drive.driver import Handled
 from everstep.errors import PeerError, UserError
 from everstep.schedule.task_scheduler import TaskScheduler
-from everstep.server import views
+from everstep.server import requests, views
 from everstep.server.api import Api
 from everstep.server.record import SILENCE_S, ClusterRecord
 
@@ -166,7 +166,7 @@ class RunApi(Api):
         return web.json_response({"said": said})
 
     async def _task(self, request: web.Request) -> web.Response:
-        rows = int(text) if (text := request.query.get("rows", "")).isdecimal() else None
+        rows = requests.whole(request.query["rows"], "rows") if "rows" in request.query else None
         document = views.task(self.record, self._named_task(request), rows=rows)
         if rows != 0:
             document["without_faults"] = self._follower.without_faults or None

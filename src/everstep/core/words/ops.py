@@ -15,6 +15,7 @@ import re
 from enum import StrEnum
 from typing import NamedTuple
 
+from everstep.core.words.text import clipped
 from everstep.errors import UserError
 
 
@@ -60,16 +61,19 @@ class Op(NamedTuple):
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
 
-_OP = re.compile(r"(\d+)([FIWBRU])(?:(\d+)\.(\d+))?")
-_WORKER = re.compile(r"(\d+):(\d+)")
-_MICROBATCH = re.compile(r"(\d+)\.(\d+)")
+# At most nine digits: Python does not convert more than 4,300.
+_OP = re.compile(r"(\d{1,9})([FIWBRU])(?:(\d{1,9})\.(\d{1,9}))?", re.ASCII)
+_WORKER = re.compile(r"(\d{1,9}):(\d{1,9})", re.ASCII)
+_MICROBATCH = re.compile(r"(\d{1,9})\.(\d{1,9})", re.ASCII)
 
 
 def parse_op(text: str) -> Op:
     """The inverse of `str(op)`."""
     found = _OP.fullmatch(text)
     if found is None:
-        raise UserError(f"op {text!r} is not of the form 2F1.0 (stage, kind, home.number) or 2R.")
+        raise UserError(
+            f"op {clipped(text, 60)!r} is not of the form 2F1.0 (stage, kind, home.number) or 2R."
+        )
     stage, kind, home, index = found.groups()
     if (kind in "RU") != (home is None):
         raise UserError(f"op {text!r}: F, I, W and B name a microbatch (2F1.0), R and U do not (2R).")
@@ -80,7 +84,7 @@ def parse_worker(text: str) -> Worker:
     """The inverse of `str(worker)`."""
     found = _WORKER.fullmatch(text)
     if found is None:
-        raise UserError(f"worker {text!r} is not of the form replica:stage, for example 1:2.")
+        raise UserError(f"worker {clipped(text, 60)!r} is not of the form replica:stage, for example 1:2.")
     return Worker(int(found[1]), int(found[2]))
 
 
@@ -88,5 +92,5 @@ def parse_microbatch(text: str) -> Microbatch:
     """The inverse of `str(microbatch)`."""
     found = _MICROBATCH.fullmatch(text)
     if found is None:
-        raise UserError(f"microbatch {text!r} is not of the form home.number, for example 1.0.")
+        raise UserError(f"microbatch {clipped(text, 60)!r} is not of the form home.number, for example 1.0.")
     return Microbatch(int(found[1]), int(found[2]))
