@@ -281,8 +281,13 @@ class Storm:
 
     def drain(self) -> None:
         node = self._free_node()
-        self._note("drain", node=node)
-        self.cluster.client.post(f"/v1/nodes/{node}/drain", {"force": True})
+        force = self.random.random() < 0.5
+        self._note("drain at once" if force else "drain", node=node)
+        try:
+            self.cluster.client.post(f"/v1/nodes/{node}/drain", {"force": force})
+        except EverstepError:  # refused, or the coordinator is away
+            self._taken.discard(node)
+            raise
         self._later(self.random.uniform(1.0, 15.0), "readmit", lambda: self._readmit(node), node, node=node)
 
     def pause(self) -> None:
