@@ -78,7 +78,7 @@ class Storm:
 
     def measure(self) -> dict[str, dict[str, float]]:
         """Before the storm, by kind of task: seconds per step alone and beside one of each other kind, and
-        seconds from submission to the first step's end.
+        seconds from submission to the first step's end, with fork servers that are up and with cold ones.
         """
         rounds = [(self.kinds.values(), 2), *(([kind], WARM_STEPS) for kind in self.kinds.values())]
         found: dict[str, dict[str, float]] = {}
@@ -88,7 +88,8 @@ class Storm:
                 self.cluster.submit(job, f"calm-{kind.name}-{number}", weight=kind.weight)
             for kind in kinds:
                 told = self.cluster.finished(f"calm-{kind.name}-{number}")
-                found[kind.name] = {"alone_s": _usual(told), "begin_s": _begin(told)}
+                cold_s = found.get(kind.name, {"cold_s": _begin(told)})["cold_s"]
+                found[kind.name] = {"alone_s": _usual(told), "begin_s": _begin(told), "cold_s": cold_s}
         for kind in self.kinds.values():
             self._submit(kind)
         for name, kind_name in self.submitted.items():
