@@ -1,0 +1,89 @@
+"""What storms on real processes earned, against what the simulator expects of the same faults.
+
+    python bench/storm_real.py --seed 21 22 --minutes 6 --trace traces
+    python bench/forecast.py traces/*.json
+
+Earned: steps on record when the storm ended, weighted by the weight of the task; all tasks do the same work
+per step, so this is the WAF up to a factor. Expected: `harness.storm_forecast`, which lets the real
+coordinator and planner decide about coarse nodes and workers, with the times that the storm measured before
+its first fault. Calm: the same without the faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from everstep.core.words.shape import Shape
+from harness.real_storm import NODES
+from harness.storm_forecast import ForecastKind, StormForecast
+
+KINDS = {
+    "heavy": (4.0, Shape(2, 2, 2), 3),
+    "middle": (2.0, Shape(2, 1, 2), 0),
+    "light": (1.0, Shape(1, 2, 4), 0),
+}
+
+
+def forecast(storm: dict[str, Any], *, faults: bool = True) -> dict[str, int]:
+    kinds = [
+        ForecastKind(
+            name=name,
+            weight=weight,
+            shape=shape,
+            steps=storm["steps"],
+            copy_every=copy_every,
+            alone_s=storm["measured"][name]["alone_s"],
+            beside_s=storm["measured"][name]["beside_s"],
+            begin_s=storm["measured"][name]["begin_s"],
+            cold_s=storm["measured"][name].get("cold_s", storm["measured"][name]["begin_s"]),
+        )
+        for name, (weight, shape, copy_every) in KINDS.items()
+    ]
+    world = StormForecast(kinds, NODES)
+    return dict(world.run(storm["trace"] if faults else (), storm["seconds"]))
+
+
+def weighed(steps: dict[str, int]) -> float:
+    return sum(KINDS[name][0] * count for name, count in steps.items())
+
+
+def row(path: Path) -> dict[str, Any]:
+    storm = json.loads(path.read_text())
+    expected, calm = forecast(storm), forecast(storm, faults=False)
+    earned = weighed(storm["done"])
+    return {
+        "seed": storm["seed"],
+        "minutes": round(storm["seconds"] / 60, 1),
+        "faults": sum(entry["what"] != "submit" for entry in storm["trace"]),
+        "earned": storm["done"],
+        "expected": expected,
+        "expected_over_earned": round(weighed(expected) / max(1.0, earned), 3),
+        "share_of_calm": round(earned / max(1.0, weighed(calm)), 3),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    rows = [row(path) for path in given.traces]
+    ratio = statistics.median(each["expected_over_earned"] for each in rows)
+    if given.json:
+        print(json.dumps({"storms": rows, "median": ratio}))
+        return 0
+    for each in rows:
+        print("  ".join(f"{key} {value}" for key, value in each.items()))
+    print(f"expected over earned, median: {ratio}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
