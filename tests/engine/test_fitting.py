@@ -125,6 +125,19 @@ def test_a_job_that_does_not_fit_is_refused_with_the_smallest_change_that_makes_
     refuse_what_does_not_fit(better, model, batch, memory)
 
 
+def test_shards_make_room_for_a_job_that_one_process_per_worker_cannot_hold() -> None:
+    model, batch = checked(job())
+    layers = layer_figures(model, batch, "fp32")
+    many = job(shards=2)
+    memory = limit_between(job(), many, model, layers)
+    assert not fits(job(), fit(job(), model, layers, memory), memory)
+    refuse_what_does_not_fit(many, model, batch, memory)
+    for whole, part in zip(fit(job(), model, layers, memory), fit(many, model, layers, memory), strict=True):
+        assert whole.figures.parameters / 2 < part.figures.parameters < 0.6 * whole.figures.parameters
+    everything = Memory(machine=1.5 * sum(one.total for one in fit(many, model, layers, Memory())))
+    assert not fits(many, fit(many, model, layers, everything), everything), "every shard takes its own"
+
+
 def test_where_nothing_helps_the_sentence_says_so() -> None:
     model, batch = checked(job())
     with pytest.raises(UserError, match="use devices with more memory, or a smaller model"):

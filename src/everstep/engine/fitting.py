@@ -17,7 +17,8 @@ import torch
 from everstep.engine.boundary import Value
 from everstep.engine.figures import LayerFigures, layer_figures, settings_of, stage_figures
 from everstep.engine.job import Job
-from everstep.engine.model import Model, partition
+from everstep.engine.model import Model, partition, slots
+from everstep.engine.shards.plan import Cut
 from everstep.engine.stage import Stage
 from everstep.errors import UserError
 from everstep.schedule import footprint
@@ -25,6 +26,7 @@ from everstep.schedule.footprint import Item, StageFigures
 
 GIB = 2.0**30
 AFTER_A_DEATH = 2  # times the microbatches that a worker runs in a step
+WHOLE_ON_EVERY_SHARD = 10 / 34  # of what a block keeps for its backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFit:
-    """One worker of a stage, in bytes."""
+    """One worker of a stage, or one of its shards, in bytes."""
 
     stage: int
     figures: StageFigures
@@ -51,7 +53,7 @@ class StageFit:
 
 def memory_here(job: Job) -> Memory:
     """If all workers run on this machine: what the job allows, else what its devices have."""
-    workers = job.replicas * job.stages
+    workers = job.replicas * job.stages * job.shards
     if job.memory_gib is not None:
         return Memory(worker=job.memory_gib * GIB)
     if job.device == "cpu":
@@ -83,7 +85,11 @@ def room(job: Job, stage: Stage, shared: int = 0) -> float | None:
 def fits(job: Job, found: Sequence[StageFit], memory: Memory) -> bool:
     if memory.worker is not None and any(one.total > memory.worker for one in found):
         return False
-    return memory.machine is None or job.replicas * sum(one.total for one in found) <= memory.machine
+    return memory.machine is None or _all_workers(job, found) <= memory.machine
+
+
+def _all_workers(job: Job, found: Sequence[StageFit]) -> float:
+    return job.replicas * job.shards * sum(one.total for one in found)
 
 
 def fit(
@@ -94,7 +100,8 @@ def fit(
     settings = settings_of(job)
     hosted = job.microbatches * (AFTER_A_DEATH if job.replicas > 1 else 1)
     for stage, part in enumerate(partition(model, job.stages)):
-        figures = _scaled(stage_figures(layers, part, recompute=job.recompute), scale)
+        whole = _scaled(stage_figures(layers, part, recompute=job.recompute), scale)
+        figures = _of_one_shard(whole, model, part, job.shards)
         cap = footprint.stash_cap(job.stages)
         if memory.worker is not None:
             cap = max(1, min(cap, footprint.room_for(figures, settings, memory.worker, hosted=hosted)))
@@ -117,7 +124,7 @@ def refuse_what_does_not_fit(job: Job, model: Model, batch: tuple[Value, Value],
         needs += f" and has {_gib(memory.worker)}"
     else:
         assert memory.machine is not None
-        needs += f", all workers {_gib(job.replicas * sum(one.total for one in found))}, and this machine has"
+        needs += f", all workers {_gib(_all_workers(job, found))}, and this machine has"
         needs += f" {_gib(memory.machine)}"
     raise UserError(f"the job does not fit: {needs}; {_advice(job, model, layers, memory)}.")
 
@@ -169,6 +176,18 @@ def _changes(job: Job, model: Model) -> Iterator[tuple[str, Job, float]]:
     for stages in range(job.stages + 1, len(model.layers) + 1):
         yield f"stages = {stages}", replace(job, stages=stages), 1.0
         yield f"{together} and stages = {stages}", replace(changed, stages=stages), 1.0
+
+
+def _of_one_shard(figures: StageFigures, model: Model, part: range, shards: int) -> StageFigures:
+    """Parameters are counted; of what a microbatch holds, norms and the residual stream are whole on every
+    shard, as in `plan.memory`.
+    """
+    if shards == 1:
+        return figures
+    own = [slot.size for slot in slots(model, part, cut=Cut(model.shard_plan, 0, shards)).values()]
+    held = WHOLE_ON_EVERY_SHARD + (1 - WHOLE_ON_EVERY_SHARD) / shards
+    smaller = replace(_scaled(figures, held), sent=figures.sent / shards)
+    return replace(smaller, parameters=sum(own), largest=max(own, default=0))
 
 
 def _scaled(figures: StageFigures, scale: float) -> StageFigures:
