@@ -21,6 +21,7 @@ from everstep.core.cluster.snapshot import digest
 from everstep.server.daemon import Daemon
 from everstep.server.journal import SqliteJournal
 
+CLOSE_S = 60.0  # a busy machine takes its time; an agent that is killed leaves its folder to the next one
 EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
 
 
@@ -68,7 +69,7 @@ class Cluster:
                 process.terminate()
         for process in everyone:
             try:
-                process.wait(10)
+                process.wait(CLOSE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -16,10 +16,14 @@ import pytest
 from everstep.cli.client import Client
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
+from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
 from everstep.errors import EverstepError, UserError
+from everstep.server import views
 from everstep.server.daemon import Daemon
 from everstep.server.gateway import Gateway, text_of
 from everstep.server.journal import LostLeadership, SqliteJournal
+from everstep.server.record import ClusterRecord
 from everstep.server.serve import _lead
 from everstep.server.step_files import StepFiles
 from everstep.server.term import pack
@@ -293,3 +297,32 @@ def test_a_journal_without_room_ends_nothing_and_is_written_when_there_is_some(t
 
 def joined(node: str) -> msg.NodeJoined:
     return msg.NodeJoined(node=node, boot="1", slots=1, host="h", memory_port=0)
+
+
+def test_a_task_that_went_back_counts_no_microbatch_of_the_steps_it_will_do_again() -> None:
+    """A real storm, seed 12: 0 issued and 8 committed, of a task that was cancelled then."""
+    cluster = FakeCluster(nodes={"a": 1, "b": 1})
+    record = ClusterRecord(say=lambda line: None)
+    record.begin(cluster.coordinator, record.hearts, 0, None)
+    shown = cluster.handled
+
+    def both(one: Any) -> None:
+        shown(one)
+        record.handled(one)
+
+    cluster.handled = both  # type: ignore[method-assign]
+    cluster.submit(shape=Shape(1, 2, 2))
+    cluster.seal()
+    cluster.seal()
+    assert counted(record) == {"issued": 4, "committed": 4}
+    cluster.exits(Worker(0, 0), "killed by SIGKILL")
+    cluster.wait(60.0)
+    assert cluster.coordinator.tasks["t"].next_step == 1, "it went back to its seed"
+    assert counted(record) == {"issued": 0, "committed": 0}
+    cluster.hear(msg.CancelRequested(task="t"))
+    assert counted(record) == {"issued": 0, "committed": 0}
+
+
+def counted(record: ClusterRecord) -> dict[str, int]:
+    found: dict[str, int] = views.task_row(record, record.machine.tasks["t"])["microbatches"]
+    return found

@@ -131,7 +131,6 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
     last = steps.rows[-1] if steps is not None and steps.rows else None
     recovery = task.recovery
     stalled = _stalled(steps, task)
-    total = task.shape.replicas * task.shape.microbatches
     return {
         "task": task.name,
         "state": "stalled" if stalled else task.state,
@@ -152,12 +151,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "loss": None if last is None else finite(last.loss),
         "step_seconds": None if last is None else round(last.seconds, 6),
         "evaluation": None if steps is None else _evaluation(steps),
-        "microbatches": {
-            "issued": 0
-            if steps is None or not steps.first
-            else ((recovery or task.progress).recorded - steps.first + 1) * total,
-            "committed": 0 if steps is None else steps.committed,
-        },
+        "microbatches": _microbatches(task, steps),
     }
 
 
@@ -171,6 +165,19 @@ def _evaluation(steps: StepRows) -> dict[str, Any] | None:
 
 def evaluation_row(step: int, values: dict[str, float]) -> dict[str, Any]:
     return {"step": step, "values": {name: finite(value) for name, value in values.items()}}
+
+
+def _microbatches(task: Task, steps: StepRows | None) -> dict[str, int]:
+    """Of the steps that count: a task that went back will do the later ones again."""
+    if steps is None or not steps.first:
+        return {"issued": 0, "committed": 0}
+    total = task.shape.replicas * task.shape.microbatches
+    recorded = (task.recovery or task.progress).recorded
+    undone = max(0, steps.last - recorded)
+    return {
+        "issued": (recorded - steps.first + 1) * total,
+        "committed": steps.committed - undone * total,
+    }
 
 
 def _stalled(steps: StepRows | None, task: Task) -> str:
