@@ -60,7 +60,11 @@ def resume_orders(
             hosts=plan.hosts,
             steady_hosts=plan.steady_hosts,
             members=groups.members,
-            ghosts=owed.ghosts.get(worker, frozenset()),
+            ghosts=frozenset(
+                (step, microbatch)
+                for step, microbatch in owed.ghosts.get(worker, ())
+                if rewind is None or step <= rewind  # what is done after it is done again, for its sum
+            ),
             give=_up_to(rewind, owed.give.get(worker, {})),
             rewind=rewind,
             until=book.until,

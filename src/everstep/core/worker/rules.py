@@ -31,13 +31,17 @@ class TaskRules:
             return None
         return 1.0 if self.clip is None or norm <= self.clip else self.clip / norm
 
+    def can_be_eager(self, step: int) -> bool:
+        """Whatever the norms are."""
+        return not (self.chunks or self.stagger == "never" or step == self.steps or self.stages == 1)
+
     def allows_eager(self, step: int, last_norm: float | None) -> bool:
         """May a stage step before the norm of all stages is known?
 
         Where recent norms are near the clip it would often be undone, so it waits. The last step waits too:
         no step follows that could begin earlier.
         """
-        if self.chunks or self.stagger == "never" or step == self.steps or self.stages == 1:
+        if not self.can_be_eager(step):
             return False
         if self.stagger == "always":
             return True

@@ -139,6 +139,10 @@ class Updates:
         return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
 
     def norms(self) -> tuple[tuple[int, bool], ...]:
-        """The open steps whose norm is known: did it allow an eager update?"""
+        """The open steps whose norm is known: does an eager update hold, if a worker has made one?"""
         known = ((state.step, self.norm(state)) for state in self.steps.all)
-        return tuple((step, self.rules.scale(norm) == 1.0) for step, norm in known if norm is not None)
+        return tuple(
+            (step, self.rules.scale(norm) == 1.0 or not self.rules.can_be_eager(step))
+            for step, norm in known
+            if norm is not None
+        )

@@ -119,7 +119,8 @@ class ClusterWorld:
         return not self.left_behind()
 
     def left_behind(self) -> str:
-        waiting = [order for agent in self.nodes for order in agent.state.processes.waiting.values()]
+        up = [agent for agent in self.nodes if agent.up]
+        waiting = [order for agent in up for order in agent.state.processes.waiting.values()]
         return ", ".join(
             [f"{body.me} lives on n{body.node}" for body in self.processes.living.values()]
             + [f"{order.worker} waits" for order in waiting]

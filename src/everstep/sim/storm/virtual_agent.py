@@ -206,6 +206,8 @@ class VirtualAgent:
         if self.frozen:
             self._backlog.append(event)
             return
+        if isinstance(event, ag.SpawnFailed):
+            self.misses_server = self.misses_server or event.server_died
         actions = self.state.handle(event, self.scene.now())
         self.state.validate()
         if isinstance(event, LineOpened | LineClosed | OrderHeard | ReportsKept):
@@ -305,7 +307,6 @@ class VirtualAgent:
         sender = Sender(order.task, order.worker, order.incarnation)
         self.has_server = self.has_server or action.fresh_server
         if not self.has_server:
-            self.misses_server = True
             failed = ag.SpawnFailed(sender, "the fork server was killed by SIGKILL", server_died=True)
             self.happens(failed)
             return
