@@ -125,7 +125,7 @@ class Lines(Dataset):
 
 class Points(Dataset):
     def __init__(self, part):
-        draw = torch.Generator().manual_seed(part == "val")
+        draw = torch.Generator().manual_seed(int(part == "val"))
         self.x = torch.randn(512, 16, generator=draw)
 
     def __len__(self):
