@@ -56,6 +56,7 @@ def side_by_side(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, 
     """Parts of the sweep in processes of their own; what each found is in the results' file."""
     command = [sys.executable, __file__, "--results", str(given.results), "--preset", given.preset]
     command += ["--device", given.device, "--precision", given.precision, "--transport", given.transport]
+    command += ["--graphs", given.graphs]
     command += ["--shards", str(given.shards), *(["--shard"] if given.shard else [])]
     running = [
         subprocess.Popen([*command, "--points", ",".join(str(number) for number, _ in part)])
@@ -75,6 +76,9 @@ def main() -> int:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--preset", default="gpt-tiny")
     parser.add_argument("--transport", default="auto", help="auto, tcp, shm, nccl, pipe; clean runs by tcp")
+    parser.add_argument(
+        "--graphs", default="never", help="auto: healed runs record their ops, clean ones do not"
+    )
     parser.add_argument("--part", default="1/1", help="2/4: every fourth point, from the second on")
     parser.add_argument("--points", default="", help="their numbers, separated by commas")
     parser.add_argument("--side-by-side", type=int, default=1, help="as many processes; needs --results")
@@ -123,6 +127,7 @@ def one_by_one(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, An
         transport=given.transport,
         shards=given.shards,
         shard=given.shard,
+        graphs=given.graphs,
     )
     results: list[dict[str, Any]] = []
     try:

@@ -200,9 +200,12 @@ class Sweep:
         transport: str = "auto",
         shards: int = 1,
         shard: bool = False,
+        graphs: str = "never",
     ) -> None:
-        """Healed runs take `transport`; clean ones are by tcp, so that two ways of carrying are compared."""
-        self.transport, self.shard = transport, shard
+        """Healed runs take `transport` and `graphs`; clean ones are by tcp and eager, so that two ways of
+        carrying and of launching are compared.
+        """
+        self.transport, self.shard, self.graphs = transport, shard, graphs
         self.job = Job(
             model=ModelSpec(preset=preset),
             steps=steps,
@@ -210,6 +213,7 @@ class Sweep:
             device=device,
             precision=precision,
             transport="tcp",
+            graphs="never",
             shards=shards,
         )  # type: ignore[arg-type]
         self.limit_s = limit_s
@@ -223,7 +227,7 @@ class Sweep:
         with tempfile.TemporaryDirectory() as folder:
             job = self._job(point)
             clean = self._clean_run(job)
-            job = replace(job, transport=self.transport)  # type: ignore[arg-type]
+            job = replace(job, transport=self.transport, graphs=self.graphs)  # type: ignore[arg-type]
             if point.checkpoint:
                 job = replace(job, checkpoint=CheckpointSpec(folder=folder, interval=1))
             started = time.monotonic()
