@@ -9,7 +9,7 @@ from torch import Tensor
 
 from everstep.engine.data import Synthetic
 from everstep.engine.gpt import gpt
-from everstep.engine.recordings import WARM_UP
+from everstep.engine.recordings import ATTEMPTS, WARM_UP
 from everstep.engine.stage import Stage
 from everstep.engine.sums import GradientSums
 
@@ -104,7 +104,10 @@ def test_layers_that_draw_random_numbers_are_not_recorded() -> None:
 
 def test_a_recording_that_fails_leaves_everything_as_it_was() -> None:
     class Fails:
+        attempts = 0
+
         def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+            Fails.attempts += 1
             run()
             raise RuntimeError("no graph for this")
 
@@ -112,15 +115,17 @@ def test_a_recording_that_fails_leaves_everything_as_it_was() -> None:
     recorded[0].record(Fails, lambda nbytes: True)
     assert_equal(pipeline(1, recorded=False), recorded, one_by_one)
     assert recorded[0].recordings.is_off
+    assert Fails.attempts == ATTEMPTS
 
 
 def test_a_dropped_microbatch_gives_its_tensors_back() -> None:
     RunAgain.made = 0
     (stage,) = pipeline(1, recorded=True, at_once=1)
-    for microbatch in range(WARM_UP + 3):
-        stage.forward(1, microbatch)
-        stage.drop(1, microbatch)
-    assert RunAgain.made == 2
+    for step in (1, 2):
+        for microbatch in range(WARM_UP + 3):
+            stage.forward(step, microbatch)
+            stage.drop(step, microbatch)
+        assert RunAgain.made == (0 if step == 1 else 2), "after the first update"
 
 
 def test_weights_that_have_moved_are_recorded_anew() -> None:

@@ -201,7 +201,7 @@ class Job:
     precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; weights are kept in fp32
     accumulate: Literal["strict", "strict32", "fp64", "fp32"] = "strict"  # how gradients are summed
     compile: bool = False  # fuse what lies between the Linears, by torch.compile
-    graphs: Literal["auto", "always", "never"] = "never"  # launch F and I of a GPU as CUDA graphs
+    graphs: Literal["auto", "always", "never"] = "auto"  # launch F and I of a GPU as CUDA graphs
     recompute: bool = False  # keep a layer's input only, and run the layer again in the backward
     seed: int = 0  # of weights, data and dropout
     device: str = "cpu"  # or "cuda"

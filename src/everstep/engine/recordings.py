@@ -11,12 +11,13 @@ The host launches W while the device runs F and I. With strict sums a contributi
 after W (`sums`): the tensors of a microbatch are not used for another one before that is settled.
 
 Recorded is what needs nothing from the host: the first batches run eagerly, to see whether a layer draws
-random numbers, and any later batch of another shape is eager too. What goes wrong in recording ends it, and
-nothing else.
+random numbers, and any later batch of another shape is eager too. After three attempts that went wrong, all
+stays eager.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -31,8 +32,10 @@ from everstep.engine.boundary import Value, put_together, take_apart
 from everstep.engine.linear import Queue
 from everstep.errors import UserError
 
+ATTEMPTS = 3  # to record
 WARM_UP = 2  # microbatches that are run eagerly first
-_MARGIN = 1.25  # of memory, beside what a recording is expected to take
+_MARGIN = 2.5  # of memory: for a recording, and for a microbatch that is run eagerly beside it
+_SPARE = 0.05  # of all memory
 
 Run = Callable[[], list[Tensor]]  # what is recorded: its results, which a replay overwrites
 Replay = Callable[[], None]
@@ -80,6 +83,9 @@ class RecordedOps:
         return {index: grad.clone() for index, grad in self.input_grads.items()}
 
 
+TakenOps = tuple[RecordedOps, list[Tensor]]  # with the tensors of the microbatch
+
+
 @dataclass(slots=True, kw_only=True)
 class Recordings:
     """Of one stage. `compute`: (value, targets) -> what the stage gives, or the loss and its weight."""
@@ -96,18 +102,24 @@ class Recordings:
     is_off: bool = False
     late: RecordedOps | None = None  # W has read its tensors, and may have to read them again
     of: tuple[int, ...] = ()  # of the gradients that came back last
+    first_step: int | None = None  # nothing is recorded in it: its update allocates the optimizer's states
     _key: object = None
     _seen: int = 0
+    _failures: int = 0
     _is_full: bool = False  # no memory for one more
     _weights_at: tuple[int, ...] = ()
     _made: list[RecordedOps] = field(default_factory=list)
 
     def take(
-        self, value: Value, targets: Value, busy: Collection[RecordedOps], *, may_record: bool
-    ) -> tuple[RecordedOps, list[Tensor]] | None:
-        """Recordings for a microbatch, and its tensors. None: it is to be run eagerly."""
+        self, step: int, value: Value, targets: Value, busy: Collection[RecordedOps], *, beside_eager: bool
+    ) -> TakenOps | None:
+        """For a microbatch. None: it is to be run eagerly. `beside_eager`: others have run eagerly and wait
+        for their I.
+        """
         if self.is_off:
             return None
+        self.first_step = step if self.first_step is None else self.first_step
+        may_record = step > self.first_step and not beside_eager
         tensors, tree = take_apart((value, targets))
         key = (str(tree), [(t.shape, t.dtype, t.requires_grad) for t in tensors])
         if self._key is None:
@@ -142,11 +154,14 @@ class Recordings:
         if self._is_full or not self.has_room(int(_MARGIN * self.expected_bytes())):
             self._is_full, self.is_off = True, not self._made
             return None
+        gc.collect()  # what is left of eager graphs belongs to another stream
         try:
             self._made.append(self._record(tensors, tree))
         except Exception as error:
-            print(f"ops are launched one by one: {error}", file=sys.stderr, flush=True)
-            self.is_off = True
+            self._failures += 1
+            self.is_off = self._failures >= ATTEMPTS
+            print(f"attempt {self._failures} to record ops failed: {error}", file=sys.stderr, flush=True)
+            self.queue.clear()
             self._clean()
             return None
         return self._made[-1]
@@ -254,4 +269,5 @@ class CudaRecorder:
 def has_room(device: torch.device, nbytes: int) -> bool:
     """Is so much memory free, beside what this process keeps for later?"""
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0] > nbytes
+    free, total = torch.cuda.mem_get_info(device)
+    return free - _SPARE * total > nbytes

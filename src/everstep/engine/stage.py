@@ -34,7 +34,7 @@ from everstep.engine.held_bytes import HeldBytes
 from everstep.engine.linear import Queue, contributions_of
 from everstep.engine.microbatch_numbers import MicrobatchNumbers
 from everstep.engine.model import Model, Slot, end, slots
-from everstep.engine.recordings import OpRecorder, RecordedOps, Recordings
+from everstep.engine.recordings import OpRecorder, RecordedOps, Recordings, TakenOps
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.shards.plan import Cut
 from everstep.engine.stage_evaluation import StageEvaluation
@@ -158,7 +158,7 @@ class Stage:
         wanted, value = ({}, self._fed(inputs)) if self.is_first else self._enter(given)
         if beside is not None and not self.is_first:
             value = value[TRAINED]
-        elif (found := self._take_recorded(value, targets)) is not None:
+        elif (found := self._take_recorded(step, value, targets)) is not None:
             return self._forward_recorded(step, microbatch, *found, targets)
         weight: Tensor | float | None = None
         with self._held.measured():
@@ -181,13 +181,13 @@ class Stage:
         value = self._through(value, lambda index, layer, *args, **kwargs: layer(*args, **kwargs))
         return self._loss(value, targets) if self.is_last else (value, None)
 
-    def _take_recorded(self, value: Value, targets: Value) -> tuple[RecordedOps, list[Tensor]] | None:
+    def _take_recorded(self, step: int, value: Value, targets: Value) -> TakenOps | None:
         if self.recordings is None or self.recordings.is_off:
             return None
         busy = [stash.recorded for stash in self._stashes.values() if stash.recorded is not None]
         eager = any(stash.open and stash.recorded is None for stash in self._stashes.values())
         there = self._loss.there(targets) if self.is_last else None
-        return self.recordings.take(value, there, busy, may_record=not eager)
+        return self.recordings.take(step, value, there, busy, beside_eager=eager)
 
     def _forward_recorded(
         self, step: int, microbatch: int, ops: RecordedOps, tensors: list[Tensor], targets: Value
