@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from everstep.schedule.footprint import ON_THE_HOST
+
 
 def show_memory(file: Path, as_json: bool) -> None:
     from everstep.engine.figures import layer_figures, settings_of
@@ -55,7 +57,7 @@ def _show(document: dict[str, Any]) -> None:
         table.add_row(name, f"{each:g}")
     console.print(table)
     kept = list(document["per_parameter"])
-    others = [name for name in stages[0]["items"] if name not in kept]
+    others = [name for name in stages[0]["items"] if name not in (*kept, *ON_THE_HOST)]
     table = Table("stage", "parameters", "from step to step", *others, "together", "held at once")
     for one in stages:
         items = one["items"]
@@ -68,6 +70,9 @@ def _show(document: dict[str, Any]) -> None:
             f"{one['stash_cap']} microbatches",
         )
     console.print(table)
+    for name in [name for name in ON_THE_HOST if name in stages[0]["items"]]:
+        most = max(one["items"][name]["host"] for one in stages)
+        console.print(f"host memory besides, per worker: {name}, at most {_size(most)}", soft_wrap=True)
     each = sum(document["per_parameter"].values())
     console.print(f"{each:g} bytes per parameter stay from step to step", soft_wrap=True)
     if document["worker_bytes"] is not None:

@@ -45,12 +45,20 @@ def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) 
         sharded=job.optimizer.shard,
         clip=job.optimizer.clip is not None,
         average=job.optimizer.ema is not None,
+        saved=_saved(job),
         optimizer=optimizer,
         elementwise=elementwise,
         replicas=job.replicas,
         through_host=job.device.startswith("cuda") and job.transport == "tcp",
         in_place=job.device.startswith("cuda") and job.transport == "auto" and torch.cuda.device_count() == 1,
     )
+
+
+def _saved(job: Job) -> float:
+    """Replicas share the work of a checkpoint, and with sharded states that of copies in memory."""
+    if job.memory_interval and not job.optimizer.shard:
+        return 1.0
+    return 1.0 / job.replicas if job.memory_interval or job.checkpoint is not None else 0.0
 
 
 def layer_figures(model: Model, batch: tuple[Value, Value], precision: str) -> list[LayerFigures]:

@@ -31,6 +31,8 @@ WEIGHTS = {"fp32": 4.0, "bf16": 2.0}
 MASTERS = REDUCED = PRODUCT = 4.0
 ADAM = 8.0
 HOLDERS = 2  # of each chunk of a sharded optimizer state
+ON_THE_HOST = ("state for a joiner", "states being saved")  # whatever the device
+SAVED_COPIES = 2  # in host memory: one being written, one that waits (`checkpoint.saver`)
 BUCKET = 16 << 20  # parameters that are updated at once where a step needs scratch
 CHUNK = 4 << 20  # elements of the reduce that are summed at once
 # Bytes of a state on its way to a joiner, in host memory: queued while a step is computed; left for the
@@ -53,6 +55,7 @@ class Settings:
     replicas: int = 1
     sharded: bool = False  # masters, optimizer state and reduced gradient at two replicas, not at all
     through_host: bool = False  # what peers send is received in host memory: a GPU without shared memory
+    saved: float = 0.0  # of the state, what a save or a copy in memory takes along; 0: neither
     in_place: bool = False  # all workers share one GPU: what peers send is read where it is
 
 
@@ -143,7 +146,21 @@ def items(stage: StageFigures, settings: Settings, *, stash: int, hosted: int) -
         Item("inside an op", When.OPS, max(product, stage.inside)),
         Item("arriving in the reduce", When.CLOSING, 0.0 if host else arriving, arriving if host else 0.0),
         Item("scratch of the update", When.CLOSING, scratch(stage, settings)),
+        *_on_the_host(stage, settings),
     ]
+
+
+def _on_the_host(stage: StageFigures, settings: Settings) -> list[Item]:
+    """States on their way: to a joiner in pieces, to the disk or a memory store as two copies at most."""
+    state = (MASTERS + settings.optimizer) * stage.parameters
+    sent = WEIGHTS[settings.precision] * stage.parameters if settings.sharded else state
+    most = SNAPSHOT_WINDOW + SNAPSHOT_REST + SNAPSHOT_PIECE
+    found = []
+    if settings.replicas > 1:
+        found.append(Item(ON_THE_HOST[0], When.ALWAYS, 0.0, min(sent, most)))
+    if settings.saved:
+        found.append(Item(ON_THE_HOST[1], When.ALWAYS, 0.0, SAVED_COPIES * settings.saved * state))
+    return found
 
 
 def total(found: Sequence[Item]) -> float:
