@@ -169,7 +169,7 @@ def test_a_drained_node_that_dies_is_given_up_though_a_joiner_elsewhere_waits_fo
     cluster.exits(Worker(0, 0), "killed by SIGKILL")  # it is started again, and joins
     cluster.join("b", 3)
     cluster.cut.add("a")
-    cluster.hear(msg.DrainRequested(node="a"))
+    cluster.hear(msg.DrainRequested(node="a", force=True))
     cluster._ends("t", Worker(0, 0), "killed by SIGKILL")  # the only report that still arrives
     assert node_of(cluster, Worker(0, 0)) == "b"
     cluster.silence("a")
