@@ -98,3 +98,15 @@ def test_a_very_slow_worker_keeps_no_microbatch_that_holds_the_pipeline_up() -> 
     for worker in Shape(4, 2, 4).workers():
         scheduler.learn(told(worker, 1.0))
     assert runs(scheduler, {Worker(1, 0): 6.0})[Worker(1, 0)] == 0
+
+
+def test_a_stage_whose_ops_took_no_time_when_it_was_planned_ends_nothing() -> None:
+    """A real storm, seed 13: a share of nothing was divided by, and the coordinator ended."""
+    scheduler = TaskScheduler(SHAPE, "staggered")
+    for worker in SHAPE.workers():
+        scheduler.learn(told(worker, 0.0 if worker.stage == 0 else 1.0))
+    scheduler.answer(question())
+    for worker in SHAPE.workers():
+        scheduler.learn(told(worker, 1.0))
+    said = scheduler.wants_new_schedule(LEAST_STEPS, LEAST_STEPS)
+    assert said is None or "share of the work" in said

@@ -78,7 +78,11 @@ class Profile:
             return None
         if self._planned is None:
             return "the first steps have shown how long ops take"
-        ratios = [share / planned for share, planned in zip(now, self._planned, strict=True)]
+        # A share of nothing is possible: times come from outside, and a clock may not have moved in an op.
+        ratios = [
+            share / planned if planned > 0 else 1.0 + share
+            for share, planned in zip(now, self._planned, strict=True)
+        ]
         worst = max(range(len(ratios)), key=lambda s: abs(ratios[s] - 1))
         if abs(ratios[worst] - 1) < DRIFT:
             return None
