@@ -213,10 +213,18 @@ class Term:
         for action in one.actions:
             match action:
                 case msg.RecordRow() if not one.replayed:
-                    first = self.record.steps[action.task].first
-                    task = self.machine.tasks[action.task]
-                    if (wish := self.thinking.outdated(task, action.record.step, first)) is not None:
-                        self.hear(wish)
+                    self._look_at_schedule(action)
+
+    def _look_at_schedule(self, action: msg.RecordRow) -> None:
+        """Is it outdated? An error in thinking about that must not end the coordinator: training goes on."""
+        try:
+            first, task = self.record.steps[action.task].first, self.machine.tasks[action.task]
+            wish = self.thinking.outdated(task, action.record.step, first)
+        except Exception:  # the main loop
+            self.record.say(f"coordinator: no new schedule for {action.task}\n{traceback.format_exc()}")
+        else:
+            if wish is not None:
+                self.hear(wish)
 
     # -------------------------------------------------------------- the clock
 
