@@ -66,17 +66,6 @@ def test_a_stopped_shard_is_named_and_not_only_its_worker(sweep: Sweep) -> None:
     assert any("the process of shard 1 of worker 1:0 is stopped" in because for because in verdicts), verdicts
 
 
-@pytest.mark.slow
-def test_a_slow_shard_is_named_by_how_long_the_others_wait_for_it(sweep: Sweep) -> None:
-    job = replace(sweep.job, replicas=2, stages=1, steps=30, model=ModelSpec(preset="gpt-1m"))
-    outcome = sweep.run(job, ("stage=0,replica=1,step=14,how=slow,factor=3,shard=1",))
-    slow = [incident for incident in outcome.incidents if incident.what == "is slow"]
-    assert slow
-    assert slow[0].workers == [Worker(1, 0)]
-    assert slow[0].verdict is not None
-    assert "its shard 1 is the slow one" in slow[0].verdict.because
-
-
 def test_a_shard_that_ends_before_the_others_have_met_it_is_noticed(sweep: Sweep, tmp_path: Path) -> None:
     job = replace(
         sweep.job,
