@@ -9,6 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from everstep.errors import UserError
 from everstep.layout.box import Box
 
 CPU = torch.device("cpu")
+PATIENCE_S = 240
 DATA = Synthetic(vocab=128, sequence=16, rows=2, seed=1)
 
 
@@ -40,36 +42,44 @@ def small_gpt(**changes: Any) -> Model:
 
 
 def in_shards(count: int, work: Callable[[GroupCollectives], Any]) -> list[Any]:
-    """What `work` gives in each of `count` processes; this one is the first."""
+    """What `work` gives in each of `count` processes. All are children: this process never has the threads
+    of a group, which a later fork would leave out while they may hold a lock.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        pipes = []
-        for index in range(1, count):
-            read, write = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    made = json.dumps(work(GroupCollectives(Path(folder) / "store", index, count, CPU)))
-                    os.write(write, made.encode())
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
-            os.close(write)
-            pipes.append((pid, read))
+        group = [
+            partial(GroupCollectives, Path(folder) / "store", index, count, CPU) for index in range(count)
+        ]
+        children = [_forked(lambda join=join: work(join())) for join in group]
         try:
-            found = [json.loads(json.dumps(work(GroupCollectives(Path(folder) / "store", 0, count, CPU))))]
-            for pid, read in pipes:
-                with os.fdopen(read, "rb") as pipe:
-                    found.append(json.loads(pipe.read()))
-                os.waitpid(pid, 0)
-        except BaseException:
-            for pid, _ in pipes:
+            return [_result(read) for _, read in children]
+        finally:
+            for pid, _ in children:
                 os.kill(pid, signal.SIGKILL)
-            raise
-        return found
+                os.waitpid(pid, 0)
+
+
+def _forked(work: Callable[[], Any]) -> tuple[int, int]:
+    """A child's pid, and a pipe that its result comes through."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        return pid, read
+    try:
+        signal.alarm(PATIENCE_S)  # one that hangs is ended, and its empty result fails the test
+        os.write(write, json.dumps(work()).encode())
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _result(read: int) -> Any:
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read()
+    assert text, "a shard failed or hung: see what it printed"
+    return json.loads(text)
 
 
 def trained(model: Model, shards: GroupCollectives | None, *, steps: int = 3, **more: Any) -> dict[str, Any]:
