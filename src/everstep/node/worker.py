@@ -8,7 +8,6 @@ import resource
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,11 +19,8 @@ import torch
 
 from everstep.core.words import shard_messages as sh
 from everstep.core.words.agent_messages import (
-    EndWorker,
-    FromWorker,
     ShardEnded,
     WorkerHello,
-    WorkerOrder,
     WorkerReport,
 )
 from everstep.core.words.cluster_messages import (
@@ -34,7 +30,6 @@ from everstep.core.words.cluster_messages import (
     StateFetched,
     TimesReported,
 )
-from everstep.core.words.framing import Unpacker, pack
 from everstep.core.words.ops import parse_worker
 from everstep.core.words.text import MOST_TRACEBACK, clipped
 from everstep.core.worker.control import LinkBroke, LinkOpened, WorkerControl, raised
@@ -57,8 +52,9 @@ from everstep.engine.shards.follower import Follower
 from everstep.engine.shards.leader import FollowerSays, ShardLeader
 from everstep.engine.shards.marks import GroupWaits, ShardMark
 from everstep.engine.shards.plan import Cut
-from everstep.engine.worker_loop import InboxItem, WorkerLoop
+from everstep.engine.worker_loop import WorkerLoop
 from everstep.node import slot_devices
+from everstep.node.agent_line import AgentLine
 from everstep.node.lifeline import Lifeline
 from everstep.node.shard_group import ShardGroup, fork
 from everstep.node.state_keeper import States
@@ -87,7 +83,7 @@ def main(spec: dict[str, Any]) -> int:
         lifeline.hold()  # until the end
     agent = socket.socket(socket.AF_UNIX)
     agent.connect(spec["agent"])
-    line = _Line(agent)
+    line = AgentLine(agent)
     me = Sender(spec["task"], parse_worker(spec["worker"]), spec["incarnation"])
     line.say(WorkerHello(task=me.task, worker=me.worker, incarnation=me.incarnation, pid=os.getpid()))
     try:
@@ -121,7 +117,7 @@ def _follow(spec: dict[str, Any], group: ShardGroup) -> int:
     return 0
 
 
-def _run(me: Sender, spec: dict[str, Any], line: _Line | _Pipe, group: ShardGroup | None) -> None:
+def _run(me: Sender, spec: dict[str, Any], line: AgentLine | _Pipe, group: ShardGroup | None) -> None:
     """Train what the job says, or what the user's script makes."""
     if not spec.get("script"):
         train(me, spec, Program.of(Job.from_dict(spec["job"])), line, group)
@@ -132,7 +128,7 @@ def _run(me: Sender, spec: dict[str, Any], line: _Line | _Pipe, group: ShardGrou
 
 
 def train(
-    sender: Sender, spec: dict[str, Any], program: Program, line: _Line | _Pipe, group: ShardGroup | None
+    sender: Sender, spec: dict[str, Any], program: Program, line: AgentLine | _Pipe, group: ShardGroup | None
 ) -> None:
     me = sender.worker
     job = program.job
@@ -285,7 +281,7 @@ def _watch(
     group: ShardGroup,
     inbox: queue.SimpleQueue[Any],
     me: Sender,
-    line: _Line | _Pipe,
+    line: AgentLine | _Pipe,
     leader: ShardLeader | None,
 ) -> None:
     """From now on the end of any shard is the end of all."""
@@ -300,7 +296,7 @@ def _watch(
 
 def _heard(
     inbox: queue.SimpleQueue[Any],
-    line: _Line,
+    line: AgentLine,
     me: Sender,
     leader: ShardLeader,
     group: ShardGroup,
@@ -320,7 +316,7 @@ def _heard(
     os._exit(1)
 
 
-def _shard_ended(line: _Line, me: Sender, shard: int, how: str) -> None:
+def _shard_ended(line: AgentLine, me: Sender, shard: int, how: str) -> None:
     """A worker is all of its shards or none."""
     if line.over:
         return
@@ -339,28 +335,3 @@ class _Pipe:
     def say(self, report: WorkerReport) -> None:
         if isinstance(report, PartWritten | SaveFailed | StateFetched):
             self._group.tell(sh.ShardReports(report=report))
-
-
-class _Line:
-    """To and from the agent."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._lock = threading.Lock()
-        self.where: Callable[[], str] = lambda: "starting"
-        self.over = False  # it is leaving, and so are its shards
-
-    def say(self, message: FromWorker) -> None:
-        data = pack(message)
-        with self._lock:
-            self._socket.sendall(data)
-
-    def listen(self, inbox: queue.SimpleQueue[InboxItem]) -> None:
-        threading.Thread(target=self._listen, args=(inbox,), name="agent", daemon=True).start()
-
-    def _listen(self, inbox: queue.SimpleQueue[InboxItem]) -> None:
-        unpacker = Unpacker(WorkerOrder)
-        while data := self._socket.recv(1 << 16):
-            for order in unpacker.feed(data):
-                inbox.put(order)
-        inbox.put(EndWorker(gently=False))  # the agent is gone

@@ -1,0 +1,27 @@
+"""A worker ends with its agent, however the agent went."""
+
+import queue
+import socket
+from typing import Any
+
+import pytest
+
+from everstep.core.words.agent_messages import EndWorker, WorkerHello
+from everstep.core.words.ops import Worker
+from everstep.node.agent_line import AgentLine
+
+HELLO = WorkerHello(task="gpt", worker=Worker(0, 0), incarnation=1, pid=1)
+
+
+@pytest.mark.parametrize("says", [b"", b"\xff" * 64], ids=["nothing", "no message of ours"])
+@pytest.mark.parametrize("unread", [0, 1], ids=["all read", "a report unread"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_is_told_to_end_when_its_agent_is_gone(unread: int, says: bytes) -> None:
+    agent, worker = socket.socketpair()
+    line, inbox = AgentLine(worker), queue.SimpleQueue[Any]()
+    for _ in range(unread):
+        line.say(HELLO)  # closing a line with something unread resets it
+    agent.sendall(says)
+    line.listen(inbox)
+    agent.close()
+    assert inbox.get(timeout=20) == EndWorker(gently=False)
