@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+# Read when torch is loaded, and some CPU kernels heed nothing else. Two tests run at a time, and some fork: a
+# child has none of its parent's threads, and a kernel that has once computed with them waits for ever.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # How long an example takes depends on what else the machine does: it is no claim of ours.
 settings.register_profile("everstep", deadline=None)
 settings.load_profile("everstep")
