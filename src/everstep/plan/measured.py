@@ -6,6 +6,7 @@ model fills (`shapes.py`).
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
@@ -15,6 +16,7 @@ from everstep.schedule.instance import Instance
 
 KEPT_STEPS = 9
 LEAST_STEPS = 3  # fewer say little: the first ones after a change are slow
+DOUBT = 0.05  # spreads are rounded up to whole ones of these: a question is not another one for a little
 KEPT_ABSENCES = 16
 MOST_AWAY = 1000  # nodes
 Placed = tuple[int, int, int]  # replicas, stages, workers
@@ -35,6 +37,14 @@ class TaskMeasurements:
     def step_s(self, placed: Placed) -> float | None:
         known = self.steps.get(placed, ())
         return median(known) if len(known) >= LEAST_STEPS else None
+
+    def spread(self) -> float:
+        """How far a step usually lies from the median of its shape, as a share of it; where it is most."""
+        found = 0.0
+        for seconds in self.steps.values():
+            if len(seconds) >= LEAST_STEPS and (usual := median(seconds)) > 0:
+                found = max(found, median(abs(each - usual) for each in seconds) / usual)
+        return DOUBT * math.ceil(found / DOUBT - 1e-9)
 
 
 class Measurements:

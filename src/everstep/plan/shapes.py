@@ -5,6 +5,9 @@ scheduler's bound says for the op times measured now, times what the bound was o
 in that shape with so many workers. For one that was never tried the work is spread over its stages, and the
 bound is off by as much as in the shape the task has now. Rejected: the seconds measured there; machines were
 as busy as they were then, and the difference to now would look like a reason to move.
+
+Another shape is taken to be slower by as much as steps of one shape differ from each other: what is smaller
+than the noise of the machine is no reason to move, and no reason to move back.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ def offered(
     off = _off_by(shape, known)
     found = [_offer(shape, base, work, off, known)]
     if stages is not None:
+        work /= 1.0 + known.spread()
         found += [
             _offer(other, _recut(base, other, stages), work, off, known)
             for other in _others(shape, stages, most_workers)
