@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import everstep
 from everstep.errors import UserError
+from everstep.launch.local import api
 
 lightning = pytest.importorskip(
     "lightning", reason="lightning is not installed (pip install 'everstep[lightning]')"
@@ -123,7 +124,11 @@ class Several(Small):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_supported_is_said_in_one_sentence(module: Any, arguments: Any, sentence: str) -> None:
+def test_what_is_not_supported_is_said_in_one_sentence(
+    module: Any, arguments: Any, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "launch", api.LocalLaunch(script=[__file__]))
+    monkeypatch.setattr(api, "run_told", lambda *args, **more: pytest.fail("workers were started"))
     loader = DataLoader(torch.randn(64, 4), batch_size=4)
     with pytest.raises(UserError) as told:
         everstep.fit(module, loader, **{"steps": 2, "page": False, **arguments})
