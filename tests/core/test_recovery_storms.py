@@ -65,6 +65,11 @@ def storm(
 FOUND = [
     ("eager updates and many deaths", 16, "a joiner that was let in for a step that was then undone"),
     ("one stage", 103, "a joiner that had the state of a step whose sum died with its holder"),
+    (
+        "eager updates and many deaths",
+        88,
+        "a worker that was to enter was taken for one that died eagerly",
+    ),
     ("many deaths with returns", 53, "a parcel refused by a host that was ahead, and then went back"),
 ]
 

@@ -31,11 +31,21 @@ class Groups:
                 return stage, chunk
         return None
 
-    def lost(self, ledgers: Mapping[Worker, Ledger], high: int) -> set[Worker]:
-        """Who was a member in a step up to `high`, and reports no ledger any more."""
-        rows = [members for members in self.members if members.from_step <= high]
-        were = {Worker(k, s) for row in rows for s, live in enumerate(row.live) for k in live}
-        return were - ledgers.keys()
+    def lost(
+        self, ledgers: Mapping[Worker, Ledger], low: int, high: int, since: Mapping[Worker, int]
+    ) -> set[Worker]:
+        """Who was a member in a step from `low` to `high`, and reports no ledger any more. A worker that is
+        to enter at a step is a member of it in these rows already: it has done nothing yet.
+        """
+        rows = [row for row in self.members if row.from_step <= high]
+        rows = [row for row, later in zip(rows, [*rows[1:], None], strict=False) if not _is_over(later, low)]
+        return {
+            worker
+            for row in rows
+            for stage, live in enumerate(row.live)
+            for worker in (Worker(replica, stage) for replica in live)
+            if worker not in ledgers and row.from_step < since.get(worker, high + 1)
+        }
 
     def regroup(
         self,
@@ -104,6 +114,13 @@ class Groups:
         live = self.members[-1].live
         return frozenset(w for w in self.shape.workers() if w.replica not in live[w.stage])
 
+    @property
+    def voided_from(self) -> int:
+        """The first step of the newest attempt: all went back to the one before it, whose norm was known, and
+        hold its update as it must be.
+        """
+        return self.attempts[-1][0]
+
     def attempt_of(self, step: int) -> int:
         """The attempt at a step that counts; exact for steps that are not recorded yet."""
         return [attempt for first, attempt in self.attempts if first <= step][-1]
@@ -123,3 +140,8 @@ def _filled(ledgers: Mapping[Worker, Ledger], stage: int) -> dict[int, frozenset
 
 def _is_settled(settled: Mapping[int, int] | None, stage: int, step: int) -> bool:
     return settled is not None and step <= settled[stage]
+
+
+def _is_over(later: Members | None, step: int) -> bool:
+    """Has the next row begun by this step?"""
+    return later is not None and later.from_step <= step

@@ -108,8 +108,9 @@ class Phases:
             self._places.let_in(owed.high + 1)
         rewind = owed.rewind if phase.rewind is None else phase.rewind
         if not groups.shape.chunks:
-            doubt = unreported(groups.lost(ledgers, owed.high), ledgers)
-            rewind = min((step for step in (rewind, doubt) if step is not None), default=None)
+            doubt = unreported(groups.lost(ledgers, owed.low, owed.high, self._places.since()), ledgers)
+            if doubt is not None and doubt >= groups.voided_from:
+                rewind = doubt if rewind is None else min(rewind, doubt)
         low = owed.low if rewind is None else min(owed.low, rewind)
         groups.regroup(
             low, self._places.since(), restarting=owed.owing, settled=owed.settled, ledgers=ledgers
