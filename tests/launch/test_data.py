@@ -3,12 +3,9 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from everstep.core.words.cluster_messages import Patience
 from everstep.core.words.ops import Worker
@@ -28,13 +25,6 @@ JOB = Job(
     microbatches=3,
     base=str(Path(__file__).parents[2] / "harness"),
 )
-
-
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    running = ForkServer(threads=1).start()
-    yield running
-    running.close()
 
 
 def run(fork_server: ForkServer, job: Job, at_step: dict[int, Any]) -> LocalTask:

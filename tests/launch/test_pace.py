@@ -12,7 +12,7 @@ from everstep.drive.step_rows import StepRow
 from everstep.engine.job import DataSpec, Job, ModelSpec
 from everstep.engine.preflight import preflight
 from everstep.launch.local.live_line import LiveLine
-from everstep.launch.local.pace import Pace, Workload, peak_named, told, workload_of
+from everstep.launch.local.pace import Pace, Workload, peak_named, workload_of
 
 JOB = Job(
     model=ModelSpec(preset="gpt-tiny"), data=DataSpec(kind="synthetic", rows=2), steps=100, microbatches=4
@@ -25,10 +25,10 @@ def row(step: int, seconds: float = 2.0) -> StepRow:
 
 def test_a_line_says_loss_rates_time_left_and_incidents() -> None:
     pace = Pace(steps=100)
-    told(pace, "workload", Workload(rows=8, tokens=16_384, flops=4e15, peak=4e15))
+    pace.hear("workload", Workload(rows=8, tokens=16_384, flops=4e15, peak=4e15))
     for step in (1, 2, 3):
-        told(pace, "step", row(step))
-    told(pace, "incident", object())
+        pace.hear("step", row(step))
+    pace.hear("incident", object())
     assert pace.words() == [
         "loss 1.5000",
         "8.19k tokens/s",
@@ -40,7 +40,7 @@ def test_a_line_says_loss_rates_time_left_and_incidents() -> None:
 
 def test_rows_are_counted_where_there_are_no_tokens_and_milliseconds_where_nothing_is_known() -> None:
     pace = Pace(steps=10, workload=Workload(rows=64))
-    pace.step(row(10, 0.5))
+    pace.hear("step", row(10, 0.5))
     assert pace.words() == ["loss 1.5000", "128 rows/s", "0:00 left"]
     pace.workload = None
     assert pace.words()[1] == "500 ms per step"
@@ -63,6 +63,9 @@ def test_the_work_of_a_step_is_that_of_all_its_microbatches() -> None:
         (["NVIDIA H200"] * 2, 2 * 989e12),
         (["NVIDIA A100-SXM4-80GB"], 312e12),
         (["NVIDIA H200 MIG 1g.18gb"], None),
+        (["NVIDIA H100 PCIe"], 756e12),
+        (["NVIDIA L40"], None),  # neither an L4 nor an L40S
+        (["NVIDIA RTX A1000"], None),
         (["NVIDIA H200", "GeForce Unheard Of"], None),
         ([], None),
     ],

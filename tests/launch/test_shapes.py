@@ -2,7 +2,7 @@
 never moved.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +25,6 @@ JOB = Job(
     stages=2,
     microbatches=6,
 )
-
-
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    running = ForkServer(threads=1).start()
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

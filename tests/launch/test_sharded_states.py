@@ -125,13 +125,6 @@ def test_an_average_of_sharded_weights_is_that_of_whole_ones(sweep: Sweep, tmp_p
 
 
 @pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    running = ForkServer(threads=1).start()
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
 def losses_without_failures(fork_server: ForkServer) -> dict[int, float]:
     return losses(LocalTask(JOB, fork_server=fork_server).run())
 

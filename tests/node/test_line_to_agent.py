@@ -15,7 +15,6 @@ HELLO = WorkerHello(task="gpt", worker=Worker(0, 0), incarnation=1, pid=1)
 
 @pytest.mark.parametrize("says", [b"", b"\xff" * 64], ids=["nothing", "no message of ours"])
 @pytest.mark.parametrize("unread", [0, 1], ids=["all read", "a report unread"])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_worker_is_told_to_end_when_its_agent_is_gone(unread: int, says: bytes) -> None:
     agent, worker = socket.socketpair()
     line, inbox = AgentLine(worker), queue.SimpleQueue[Any]()

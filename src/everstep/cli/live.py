@@ -24,7 +24,7 @@ from everstep.drive.step_rows import StepRow
 from everstep.engine.beacon import BeaconReading
 from everstep.engine.job import Job
 from everstep.errors import UserError
-from everstep.launch.local.pace import Pace, told
+from everstep.launch.local.pace import Pace
 from everstep.launch.local.report import death, evaluation_line, resume_line, times, tried
 from everstep.launch.local.run import LocalTask
 
@@ -72,7 +72,7 @@ class LiveView:
         self._live.__exit__(*error)
 
     def __call__(self, kind: str, what: Any) -> None:
-        told(self._pace, kind, what)
+        self._pace.hear(kind, what)
         match kind, what:
             case "tick", LocalTask():
                 self._tick(what)

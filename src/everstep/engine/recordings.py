@@ -22,7 +22,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -259,11 +258,7 @@ class CudaRecorder:
                 raise
             graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return results, partial(CudaRecorder._replay, graph)
-
-    @staticmethod
-    def _replay(graph: torch.cuda.CUDAGraph) -> None:
-        graph.replay()
+        return results, graph.replay
 
 
 def has_room(device: torch.device, nbytes: int) -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from everstep.core.words.agent_messages import EndWorker, FromWorker, WorkerOrder
 from everstep.core.words.framing import Unpacker, pack
+from everstep.errors import PeerError
 
 
 class AgentLine:
@@ -31,9 +32,9 @@ class AgentLine:
     def _listen(self, inbox: queue.SimpleQueue[Any]) -> None:
         unpacker = Unpacker(WorkerOrder)
         try:
-            with contextlib.suppress(OSError):  # an agent that left a report unread: the line is reset
-                while data := self._socket.recv(1 << 16):
-                    for order in unpacker.feed(data):
-                        inbox.put(order)
-        finally:
-            inbox.put(EndWorker(gently=False))  # the agent is gone, and so must its worker be
+            while data := self._socket.recv(1 << 16):
+                for order in unpacker.feed(data):
+                    inbox.put(order)
+        except (OSError, PeerError) as error:  # reset: the agent has left a report unread
+            print(f"the line to the agent: {error}", file=sys.stderr, flush=True)
+        inbox.put(EndWorker(gently=False))  # the agent is gone, and so must its worker be

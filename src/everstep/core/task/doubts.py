@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from everstep.core.words.ops import Kind, Worker
-from everstep.core.words.worker_messages import Ledger, ParcelKind
+from everstep.core.words.worker_messages import Ledger
 
 
 def unreported(dead: Iterable[Worker], ledgers: Mapping[Worker, Ledger]) -> int | None:
@@ -47,8 +47,4 @@ def _last_sum(ledger: Ledger) -> int:
 
 def _has_work_of(stage: int, step: int, ledger: Ledger) -> bool:
     """Has it received a boundary tensor that this stage has made?"""
-    return any(
-        parcel.step == step
-        and parcel.stage == (stage + 1 if parcel.what is ParcelKind.ACTIVATION else stage - 1)
-        for parcel in ledger.holding
-    )
+    return any(parcel.step == step and parcel.maker == stage for parcel in ledger.holding)

@@ -116,8 +116,8 @@ class Groups:
 
     @property
     def voided_from(self) -> int:
-        """The first step of the newest attempt: all went back to the one before it, whose norm was known, and
-        hold its update as it must be.
+        """The first step of the newest attempt: all went back to the one before it, and have made its update
+        again with what was known of its norm by then.
         """
         return self.attempts[-1][0]
 

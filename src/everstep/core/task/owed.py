@@ -194,7 +194,7 @@ class _StepView:
             parcel.step == self.step
             and not self.complete[parcel.stage]
             and (Kind.F if parcel.what is ParcelKind.ACTIVATION else Kind.I)
-            not in self._kinds(parcel.microbatch, _maker(parcel))
+            not in self._kinds(parcel.microbatch, parcel.maker)
             for ledger in self.ledgers.values()
             for parcel in ledger.holding
             if parcel.microbatch is not None
@@ -245,11 +245,6 @@ class _StepView:
             return False
         ledger = self.ledgers[Worker(self.run[microbatch, stage][0], stage)]
         return any(_is(parcel, self.step, microbatch, stage) for parcel in ledger.holding)
-
-
-def _maker(parcel: Parcel) -> int:
-    """The stage that makes it: an activation comes from the stage before, a gradient from the one behind."""
-    return parcel.stage - 1 if parcel.what is ParcelKind.ACTIVATION else parcel.stage + 1
 
 
 def _is(parcel: Parcel, step: int, microbatch: Microbatch, stage: int) -> bool:

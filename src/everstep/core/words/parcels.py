@@ -45,6 +45,13 @@ class Parcel(NamedTuple):
     sender: int = -1
     owner: int = -1
 
+    @property
+    def maker(self) -> int:
+        """Of a boundary tensor, the stage it comes from: of an activation the one before, of a gradient the
+        one behind.
+        """
+        return self.stage - 1 if self.what is ParcelKind.ACTIVATION else self.stage + 1
+
     def __str__(self) -> str:
         detail = self.microbatch or (
             f"{self.sender}>{self.owner}" if self.what is ParcelKind.PART else self.sender

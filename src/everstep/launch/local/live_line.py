@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from everstep.engine.job import Job
-from everstep.launch.local.pace import Pace, told
+from everstep.launch.local.pace import Pace
 from everstep.launch.local.plain_lines import PlainLines
 from everstep.launch.local.run import LocalTask
 
@@ -22,8 +22,7 @@ class LiveLine:
     def __init__(self, job: Job, *, width: int = 100) -> None:
         self.job, self._width = job, width
         self.pace = Pace(steps=job.steps)
-        self._lines = PlainLines(job, every=job.steps + 1)
-        self._lines.say = self._say  # type: ignore[method-assign]
+        self._lines = PlainLines(job, every=job.steps + 1, say=self._say)
         self._drawn_at, self._frame = 0.0, 0
 
     def __enter__(self) -> LiveLine:
@@ -33,7 +32,7 @@ class LiveLine:
         self._write(f"{_CLEAR}{self.text()}\n" if self.pace.row is not None else _CLEAR)
 
     def __call__(self, kind: str, what: Any) -> None:
-        told(self.pace, kind, what)
+        self.pace.hear(kind, what)
         if kind != "step":
             self._lines(kind, what)
         now = time.monotonic()

@@ -7,6 +7,7 @@ bf16, where their peak is known.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
@@ -21,7 +22,7 @@ from everstep.engine.job import Job
 from everstep.engine.model import Model, multiplications
 
 RECENT = 9  # steps whose median counts
-PEAK_BF16 = {  # dense, FLOP/s; by a part of the device's name, as vendors state them
+PEAK_BF16 = {  # dense, FLOP/s; by words of the device's name, as vendors state them
     "GB200": 2.5e15,
     "B200": 2.25e15,
     "H200": 989e12,
@@ -73,7 +74,7 @@ def peak_named(names: list[str]) -> float | None:
     """Of these devices; None if one of them is not known, or is a part of a GPU."""
     found = []
     for name in names:
-        known = [peak for part, peak in PEAK_BF16.items() if part in name]
+        known = [peak for words, peak in PEAK_BF16.items() if re.search(rf"\b{words}\b", name)]
         if not known or "MIG" in name:
             return None
         found.append(known[0])
@@ -90,7 +91,17 @@ class Pace:
     row: StepRow | None = None
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def step(self, row: StepRow) -> None:
+    def hear(self, kind: str, what: Any) -> None:
+        """What a watcher of the run hears."""
+        match kind, what:
+            case "workload", Workload():
+                self.workload = what
+            case "step", StepRow():
+                self._step(what)
+            case "incident", _:
+                self.incidents += 1
+
+    def _step(self, row: StepRow) -> None:
         self.row = row
         if row.seconds > 0:
             self._seconds.append(row.seconds)
@@ -134,14 +145,3 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
-
-
-def told(pace: Pace, kind: str, what: Any) -> None:
-    """Let a pace hear what a watcher hears."""
-    match kind, what:
-        case "workload", Workload():
-            pace.workload = what
-        case "step", StepRow():
-            pace.step(what)
-        case "incident", _:
-            pace.incidents += 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from everstep.core.words import actions as act
 from everstep.engine.job import Job
 from everstep.launch import console
-from everstep.launch.local.pace import Pace, told
+from everstep.launch.local.pace import Pace
 from everstep.launch.local.report import evaluation_line, incident_line, resume_line, step_line
 from everstep.launch.local.run import LocalTask
 
@@ -19,8 +20,15 @@ class PlainLines:
     `decisions`: also every action of recovery, with the time since the run began, and why.
     """
 
-    def __init__(self, job: Job, *, every: int | None = None, decisions: bool = False) -> None:
-        self.job, self.decisions = job, decisions
+    def __init__(
+        self,
+        job: Job,
+        *,
+        every: int | None = None,
+        decisions: bool = False,
+        say: Callable[[str], None] = console.say,
+    ) -> None:
+        self.job, self.decisions, self.say = job, decisions, say
         self._started = time.monotonic()
         self.every = every or max(1, job.steps // 100)
         self._begun = False
@@ -28,7 +36,7 @@ class PlainLines:
 
     def __call__(self, kind: str, what: Any) -> None:
         if self._pace is not None:
-            told(self._pace, kind, what)
+            self._pace.hear(kind, what)
         match kind, what:
             case "tick", LocalTask() if not self._begun:
                 self._begin(what)
@@ -54,9 +62,6 @@ class PlainLines:
         who = getattr(action, "worker", None) or " ".join(map(str, getattr(action, "workers", ())))
         what = f"{type(action).__name__} {who}".strip()
         self.say(f"{time.monotonic() - self._started:9.3f} s  {what:<32} {action.because}")
-
-    def say(self, line: str) -> None:
-        console.say(line)
 
     def _begin(self, task: LocalTask) -> None:
         self._begun = True
