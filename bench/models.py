@@ -51,7 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="architectures whose name contains this")
+    parser.add_argument("--only", default="", help="parts of architectures' names, by commas")
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -80,7 +80,7 @@ def table(only: str, *, quiet: bool) -> dict[str, Any]:
     import transformers
 
     rows = []
-    names = [name for name in TINY if only in name]
+    names = [name for name in TINY if any(part in name for part in only.split(","))]
     preload = ("everstep.engine.hf.model", *(f"transformers.models.{_module(n)}" for n in names))
     server = ForkServer(preload=preload).start()
     try:
@@ -236,7 +236,7 @@ def scan(only: str) -> dict[str, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
     cut, refused = [], {}
-    kinds = [kind for kind in sorted(names) if only in kind]
+    kinds = [kind for kind in sorted(names) if any(part in kind for part in only.split(","))]
     for kind in kinds:
         try:
             config = transformers.AutoConfig.for_model(kind)

@@ -75,7 +75,7 @@ def train_command(
             raise UserError("--start-over needs a job with a [checkpoint] table; remove the option.")
         job = replace(job, checkpoint=replace(job.checkpoint, start_over=True))
     from everstep.engine.preflight import preflight
-    from everstep.engine.resolve import callbacks_of, data_of, schedule_of
+    from everstep.engine.resolve import callbacks_of, data_of
     from everstep.launch.local import api, report
     from everstep.launch.local.callbacks import checked as checked_callbacks
     from everstep.launch.local.data import prepare
@@ -85,7 +85,6 @@ def train_command(
     data = data_of(job)
     prepare(job, data)
     told = checked_callbacks(callbacks_of(job))
-    schedule_of(job)
     checked = preflight(job, data=data)
     render.note(f"{describe(job)}, {checked.parameters / 1e6:.2f} M parameters")
     for sentence in checked.notes:
@@ -96,7 +95,7 @@ def train_command(
         scalars(tensorboard, watch) as watch_all,
     ):
         watch_all("workload", workload_of(job, checked.model, checked.batch))
-        outcome = api.run_told(job, told, faults=faults, watch=watch_all, page=page)
+        outcome = api.run_told(job, told, rate=checked.rate, faults=faults, watch=watch_all, page=page)
     document = report.document(outcome, steps=job.steps)
     if as_json:
         render.emit(document)

@@ -34,7 +34,15 @@ from everstep.engine.model import (
 )
 from everstep.engine.optimizer import OptimizerFactory
 from everstep.engine.presets import refuse_shards
-from everstep.engine.resolve import data_of, model_of, optimizer_of
+from everstep.engine.resolve import (
+    base_rate,
+    data_of,
+    model_of,
+    optimizer_of,
+    schedule_of,
+    tried_optimizer,
+)
+from everstep.engine.schedules import Rate
 from everstep.engine.sharded import refuse_unless_elementwise, tied_refused
 from everstep.engine.shards.plan import Cut
 from everstep.engine.stage import DTYPES
@@ -51,6 +59,7 @@ class Checked:
     parts: list[range]  # the layers of each stage
     parameters: int
     batch: tuple[Value, Value]  # what the first layer gets, and what the loss
+    rate: Rate  # step, from 1 -> the learning rate of the optimizer's first group
     notes: tuple[str, ...] = ()  # sentences for the user, about nothing that is wrong
 
 
@@ -60,8 +69,9 @@ def preflight(
     model: Model | None = None,
     data: Dataset | None = None,
     optimizer: OptimizerFactory | None = None,
+    schedule: Any = None,
 ) -> Checked:
-    """Check a job. A script gives its own `model`, `data` or `optimizer` here; the job names the rest."""
+    """Check a job. What a script gives, its own `model` for example, is given here; the job names the rest."""
     device.pick(job.device)
     model = model or model_of(job)
     parts = partition(model, job.stages)
@@ -80,11 +90,13 @@ def preflight(
         _run(job, model, batch)
     refuse_what_does_not_fit(job, model, batch, memory_here(job))
     ours = optimizer is None and job.optimizer.build is None
+    base, multiplier = base_rate(job, model, optimizer), schedule_of(job, model, schedule, optimizer)
     optimizer = optimizer or optimizer_of(job)
     if not ours or job.optimizer.shard:
-        made = _optimizer(optimizer, model, parts[0])
-        if job.optimizer.shard:
-            refuse_unless_elementwise(made)
+        for layers in [part for part in parts if slots(model, part)]:  # a stage without parameters has none
+            made = tried_optimizer(optimizer, model, layers)
+            if job.optimizer.shard:
+                refuse_unless_elementwise(made)
     if job.optimizer.shard and model.tied:
         raise UserError(tied_refused(model.tied[0][0]))
     checkpoints = None if job.checkpoint is None else job.checkpoint.folder
@@ -98,6 +110,7 @@ def preflight(
         parts=parts,
         parameters=parameters,
         batch=batch,
+        rate=lambda step: base * (job.rate(step - 1) if multiplier is None else multiplier(step)),
         notes=_notes(built),
     )
 
@@ -296,15 +309,3 @@ def _layer(model: Model, name: str) -> nn.Module:
                 "use LayerNorm, RMSNorm or track_running_stats=False."
             )
     return module
-
-
-def _optimizer(build: OptimizerFactory, model: Model, layers: range) -> torch.optim.Optimizer:
-    """Tried on the first stage's parameters, each one zero seen through its shape."""
-    named = [
-        (name, nn.Parameter(torch.zeros(()).expand(slot.shape)))
-        for name, slot in slots(model, layers).items()
-    ]
-    made = build(named)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise UserError(f"optimizer.build gave a {type(made).__name__}; return a torch.optim.Optimizer.")
-    return made

@@ -38,9 +38,9 @@ class Program:
     @staticmethod
     def of(job: Job) -> Program:
         """From the words of a job file."""
-        return Program(
-            job, model_of(job), data_of(job), optimizer_of(job), evaluation_of(job), schedule_of(job)
-        )
+        model = model_of(job)
+        rate = schedule_of(job, model)
+        return Program(job, model, data_of(job), optimizer_of(job), evaluation_of(job), rate)
 
     def rules(self) -> TaskRules:
         job = self.job

@@ -12,12 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from everstep.engine.data import Dataset, Synthetic, TokenFile, of_job
 from everstep.engine.datasets.table import table
 from everstep.engine.datasets.tokens import tokens
 from everstep.engine.evaluation import Evaluation, Metric
 from everstep.engine.job import Job
-from everstep.engine.model import Model, in_short
+from everstep.engine.model import Model, in_short, slots
 from everstep.engine.optimizer import Named, OptimizerFactory, adamw, torch_optimizer
 from everstep.engine.presets import MODELS, SMALLEST, closest
 from everstep.engine.schedules import Rate, rate_of
@@ -150,15 +153,51 @@ def optimizer_of(job: Job) -> OptimizerFactory:
     return lambda named: _call(build, "optimizer.build", spec.options, named)
 
 
-def schedule_of(job: Job, given: Any = None) -> Rate | None:
-    """The rate of every step, where it is not the job's own `warmup` and `decay`. `given`: by a script."""
+def tried_optimizer(build: OptimizerFactory, model: Model, layers: range) -> torch.optim.Optimizer:
+    """Made for some layers' parameters, each one zero seen through its shape."""
+    named = [
+        (name, nn.Parameter(torch.zeros(()).expand(slot.shape)))
+        for name, slot in slots(model, layers).items()
+    ]
+    try:
+        made = build(named)
+    except UserError:
+        raise
+    except Exception as error:  # the user's function
+        where = ", ".join(repr(model.names[index]) for index in (layers[0], layers[-1])[: len(layers)])
+        raise UserError(
+            f"the optimizer cannot be made for layers {where}: {in_short(error)}; each stage makes its own, "
+            "of the (name, parameter) pairs of its layers."
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UserError(f"optimizer.build gave a {type(made).__name__}; return a torch.optim.Optimizer.")
+    return made
+
+
+def base_rate(job: Job, model: Model, optimizer: OptimizerFactory | None = None) -> float:
+    """What a schedule multiplies: the rate of the optimizer's first group. `optimizer`: given by a script."""
+    spec = job.optimizer
+    if optimizer is None and spec.build is None:
+        return float(spec.options.get("lr", spec.lr))
+    made = tried_optimizer(optimizer or optimizer_of(job), model, range(len(model.layers)))
+    return float(made.param_groups[0]["lr"])
+
+
+def schedule_of(
+    job: Job, model: Model, given: Any = None, optimizer: OptimizerFactory | None = None
+) -> Rate | None:
+    """What multiplies the rate at every step, where it is not the job's own `warmup` and `decay`.
+
+    `given` and `optimizer`: by a script.
+    """
     spec = job.optimizer
     if given is None and spec.schedule is None:
         return None
     schedule: Any = spec.schedule if given is None else given
     if given is None and ":" in str(schedule):
         schedule = resolve(str(schedule), "optimizer.schedule", job.base)
-    return rate_of(schedule, lr=spec.lr, steps=job.steps, options=spec.schedule_options)
+    lr = base_rate(job, model, optimizer)
+    return rate_of(schedule, lr=lr or 1.0, steps=job.steps, options=spec.schedule_options)
 
 
 def callbacks_of(job: Job) -> list[Any]:

@@ -28,6 +28,7 @@ from everstep.engine.optimizer import OptimizerFactory
 from everstep.engine.preflight import batch_of, preflight
 from everstep.engine.program import Program
 from everstep.engine.resolve import evaluation_of, optimizer_of, schedule_of
+from everstep.engine.schedules import Rate
 from everstep.errors import EverstepError, UserError
 from everstep.launch.local import callbacks as callbacks_module
 from everstep.launch.local import fork_servers
@@ -139,7 +140,7 @@ def train(
     if here is not None:
         job = here.job
         there = None if tested is None else evaluation_of(job, of_job(tested, job), metrics or {})
-        rate, build = schedule_of(job, schedule), factory or optimizer_of(job)
+        rate, build = schedule_of(job, found, schedule, factory), factory or optimizer_of(job)
         here.train(Program(job, found, of_job(given, job), build, there, rate))
         raise SystemExit(0)
     call = _this_launch()
@@ -160,15 +161,22 @@ def train(
     with buffered(job, given) as job:
         dataset = of_job(given, job)
         prepare(job, dataset)
-        schedule_of(job, schedule)
         if tested is not None:
             batch_of(job, of_job(tested, job))
-        checked = preflight(job, model=found, data=dataset, optimizer=factory)
+        checked = preflight(job, model=found, data=dataset, optimizer=factory, schedule=schedule)
         for sentence in checked.notes:
             print(sentence, file=sys.stderr)
         with call.page(page) as shown, call.watch(job) as watch:
             watch("workload", workload_of(job, checked.model, checked.batch))
-            outcome = run_told(job, told, watch=watch, faults=faults, script=call.script, page=shown)
+            outcome = run_told(
+                job,
+                told,
+                rate=checked.rate,
+                watch=watch,
+                faults=faults,
+                script=call.script,
+                page=shown,
+            )
     call.result = result_of(outcome, job)
     if outcome.failure is not None:
         raise EverstepError(outcome.failure)
@@ -224,10 +232,12 @@ def _modules(job: Job) -> tuple[str, ...]:
     return job.modules() or (*((ours, *sorted(models)) if ours in sys.modules else ()), *lightning)
 
 
-def run_told(job: Job, callbacks: Sequence[Any] = (), *, watch: Watcher, **more: Any) -> Outcome:
-    """`run_job` with callbacks, and with the losses of earlier starts."""
+def run_told(
+    job: Job, callbacks: Sequence[Any] = (), *, watch: Watcher, rate: Rate | None = None, **more: Any
+) -> Outcome:
+    """`run_job` with callbacks, and with the losses of earlier starts. `rate`: the rate of a step."""
     history = History.of(job)
-    told = callbacks_module.CallbackWatcher(job, callbacks, history, watch)
+    told = callbacks_module.CallbackWatcher(job, callbacks, history, watch, rate)
     try:
         outcome = run_job(job, watch=told, **more)
     except BaseException:

@@ -15,6 +15,7 @@ from typing import Any
 from everstep.core.words.incidents import Incident
 from everstep.drive.step_rows import StepRow
 from everstep.engine.job import Job
+from everstep.engine.schedules import Rate
 from everstep.errors import UserError
 from everstep.launch.local.history import History
 from everstep.launch.local.report import incident_document
@@ -54,8 +55,17 @@ def checked(callbacks: Any) -> list[Any]:
 class CallbackWatcher:
     """A watcher in front of another."""
 
-    def __init__(self, job: Job, callbacks: Sequence[Any], history: History, watch: Watcher) -> None:
+    def __init__(
+        self,
+        job: Job,
+        callbacks: Sequence[Any],
+        history: History,
+        watch: Watcher,
+        rate: Rate | None = None,
+    ) -> None:
+        """`rate`: the learning rate of a step, from 1; that of the job's own words if not given."""
         self._job, self._history, self._watch = job, history, watch
+        self._rate = rate or (lambda step: job.optimizer.lr * job.rate(step - 1))
         self._callbacks = list(callbacks)
         self._task: LocalTask | None = None
         self._stopping = False
@@ -92,8 +102,8 @@ class CallbackWatcher:
 
     def _row(self, row: StepRow) -> dict[str, Any]:
         document = row.document()
-        rate = self._job.optimizer.lr * self._job.rate(row.step - 1)
-        return {name: document[name] for name in ("step", "loss", "grad_norm", "seconds")} | {"lr": rate}
+        told = {name: document[name] for name in ("step", "loss", "grad_norm", "seconds")}
+        return told | {"lr": self._rate(row.step)}
 
     def _tell(self, method: str, *what: Any) -> None:
         for callback in list(self._callbacks):
