@@ -71,7 +71,7 @@ def preflight(
     optimizer: OptimizerFactory | None = None,
     schedule: Any = None,
 ) -> Checked:
-    """Check a job. What a script gives, its own `model` for example, is given here; the job names the rest."""
+    """Check a job. A script gives its own parts (`model`, `data`...) here; the job names the rest."""
     device.pick(job.device)
     model = model or model_of(job)
     parts = partition(model, job.stages)
