@@ -13,6 +13,7 @@ from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import TaskState
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.task.states import Copied, Member
+from everstep.core.words import actions as act
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.moment import Moment
@@ -355,15 +356,67 @@ def test_a_resized_task_keeps_a_worker_of_every_stage() -> None:
     assert not cluster.coordinator.log.incidents
 
 
-def test_a_paused_task_gives_its_slots_back_and_goes_on_from_its_checkpoint() -> None:
+def pausing() -> FakeCluster:
     cluster = FakeCluster()
     cluster.submit(has_checkpoints=True)
     cluster.seal()
     cluster.hear(msg.PauseRequested(task="t"))
-    assert cluster.coordinator.tasks["t"].state is TaskState.PAUSED
+    assert cluster.coordinator.tasks["t"].state is TaskState.RUNNING
+    return cluster
+
+
+def until_left(cluster: FakeCluster) -> None:
+    while cluster.coordinator.tasks["t"].state is TaskState.RUNNING:
+        cluster.seal()
+
+
+def test_a_paused_task_is_saved_first_gives_its_slots_back_and_goes_on() -> None:
+    """It ended at once, and did again what it had done since its last checkpoint."""
+    cluster = pausing()
+    until_left(cluster)
+    resumed = [getattr(getattr(a, "order", None), "words", None) for a in cluster.actions]
+    assert any(isinstance(words, act.ResumeStep) and words.order.saves for words in resumed)
+    task = cluster.coordinator.tasks["t"]
+    assert task.state is TaskState.PAUSED
+    assert task.because.startswith("a person paused it")
     assert len(cluster.coordinator.roster.free()) == 4
     cluster.hear(msg.UnpauseRequested(task="t"))
+    assert task.state is TaskState.RUNNING
+
+
+def test_a_pause_that_is_asked_for_again_does_not_wait_for_the_step() -> None:
+    cluster = pausing()
+    cluster.hear(msg.PauseRequested(task="t"))
+    assert cluster.coordinator.tasks["t"].state is TaskState.PAUSED
+
+
+def test_a_task_that_is_resumed_while_it_pauses_goes_on() -> None:
+    cluster = pausing()
+    cluster.hear(msg.UnpauseRequested(task="t"))
+    for _ in range(3):
+        cluster.seal()
     assert cluster.coordinator.tasks["t"].state is TaskState.RUNNING
+
+
+def test_a_task_that_loses_a_stage_while_it_pauses_is_paused() -> None:
+    """The planner takes its slots: it must not come back by itself."""
+    cluster = pausing()
+    task = cluster.coordinator.tasks["t"]
+    for node in sorted({seat.node for seat in task.seats.values()}):
+        cluster.hear(msg.NodeLeft(node=node))
+    if task.state is TaskState.RUNNING:
+        cluster.hear(msg.PauseRequested(task="t"))
+    assert task.state is TaskState.PAUSED
+
+
+def test_a_task_that_is_cancelled_while_it_pauses_is_cancelled() -> None:
+    cluster = pausing()
+    cluster.cut = {"a", "b"}  # its workers are slow to leave
+    cluster.hear(msg.PauseRequested(task="t"))
+    cluster.hear(msg.CancelRequested(task="t"))
+    ending = cluster.coordinator.tasks["t"].ending
+    assert ending is not None
+    assert ending.state is TaskState.CANCELLED
 
 
 def test_a_checkpoint_is_committed_when_all_parts_lie_there_and_its_step_is_on_record() -> None:

@@ -135,6 +135,7 @@ def test_parts_that_come_while_a_task_pauses_are_committed() -> None:
     cluster = trains(sealed=2)
     cluster.cut = {"a", "b"}  # its workers are slow to leave
     cluster.hear(msg.PauseRequested(task="t"))
+    cluster.hear(msg.PauseRequested(task="t"))  # at once
     cluster.cut = set()
     write(cluster, 2, W00, W01)
     assert task_of(cluster).checkpoints.newest == 2

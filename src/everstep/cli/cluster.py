@@ -202,6 +202,8 @@ def pause_command(
 ) -> int:
     """Stop a task and free its slots until `everstep resume`. The task needs checkpoints.
 
+    The state of the step it is in is saved first, so no step is done twice. Asked again, it stops at once.
+
     [bold]Example[/bold]
 
       everstep pause llama-8b

@@ -230,7 +230,7 @@ class Task:
     ending: Ending | None = None  # while it is ending
     next_shape: NextShape | None = None
     ended_at: float = 0.0  # once it is over
-    finishes_early: bool = False  # after the step that it is in, not after its last
+    after_stop: TaskState = TaskState.WAITING  # its state once it has stopped before its last step
     most: int | None = None  # workers the planner gives it; None: as many as its shape; 0: it waits
     bounds: Bounds = field(default_factory=Bounds)
     wish: WishedShape | None = None

@@ -74,18 +74,26 @@ class Tasks:
 
     def finish_early(self, task: Task, because: str, now: Moment) -> Actions:
         """After the step it is in, whose state is saved."""
-        if task.state is not TaskState.RUNNING or task.finishes_early:
+        if task.state is not TaskState.RUNNING or task.after_stop is TaskState.FINISHED:
             return []
-        task.finishes_early = True
+        task.after_stop = TaskState.FINISHED
         return self._training.inform(task, ev.StopRequested(because=because, final=True), now)
 
     def pause(self, task: Task, now: Moment) -> Actions:
-        if task.state is TaskState.PAUSED or not task.request.has_checkpoints:  # the API has refused it
+        """After the step it is in, whose state is saved; at once if asked again, or if it does not train."""
+        if task.state is TaskState.PAUSED or task.after_stop is TaskState.FINISHED:
             return []
-        ending = Ending(state=TaskState.PAUSED, because="a person paused it", gently=True)
-        return self.end(task, ending, now)
+        if not task.request.has_checkpoints:
+            return []  # the API has refused it
+        because, asked_again = "a person paused it", task.after_stop is TaskState.PAUSED
+        if asked_again or task.state is not TaskState.RUNNING or not task.has_every_stage:
+            return self.end(task, Ending(state=TaskState.PAUSED, because=because, gently=True), now)
+        task.after_stop, task.because = TaskState.PAUSED, f"{because}: its state is saved first"
+        return self._training.inform(task, ev.StopRequested(because=because, saves=True), now)
 
     def unpause(self, task: Task) -> Actions:
+        if task.after_stop is TaskState.PAUSED:
+            task.after_stop = TaskState.WAITING
         if task.state is TaskState.PAUSED:
             task.enter(TaskState.WAITING, "it was paused and waits for slots")
             self._later.slots_changed(f"task {task.name} goes on")
@@ -250,10 +258,11 @@ class Tasks:
         if task.state in OVER:
             return []
         if task.state is TaskState.ENDING:
-            was = task.ending
-            if was is not None and was.state is TaskState.WAITING and ending.state in OVER:
-                task.ending = ending  # it was to continue in another shape
+            if task.ending is not None and task.ending.state not in OVER:
+                task.ending = ending if ending.state is not TaskState.WAITING else task.ending
             return []
+        if ending.state is TaskState.WAITING and task.after_stop is TaskState.PAUSED:
+            ending = replace(ending, state=TaskState.PAUSED)
         because = ending.because
         task.enter(TaskState.ENDING, because)
         task.ending, task.checkpoints.search_at = ending, None
@@ -277,7 +286,8 @@ class Tasks:
 
     def _unsaved(self, task: Task) -> str:
         """What a finished task says of a last state that is on no disk."""
-        last = task.progress.recorded if task.finishes_early else task.steps
+        is_early = task.after_stop is TaskState.FINISHED
+        last = task.progress.recorded if is_early else task.steps
         if not task.request.has_checkpoints or task.checkpoints.newest >= last:
             return ""
         why = task.checkpoints.failing or "its last part was not written"
@@ -301,7 +311,9 @@ class Tasks:
             *self._checkpoints.clean(task, self._roster.nodes.values(), now),
             msg.TaskEnded(task=task.name, state=ending.state, because=task.because, cause=now.event),
         ]
-        return actions + (self._copies.drop(task, None, now) if ending.state in OVER else [])
+        if ending.state is TaskState.PAUSED:
+            return actions + self._take_shape(task, now)
+        return actions + self._copies.drop(task, None, now)
 
     def _take_shape(self, task: Task, now: Moment) -> Actions:
         after = task.next_shape

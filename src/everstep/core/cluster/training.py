@@ -168,8 +168,7 @@ class Training:
                     state = TaskState.FAILED if failed else TaskState.FINISHED
                     self._ends(task, state, failed or wish.because, gently=True)
                 case act.FinishShape():
-                    state = TaskState.FINISHED if task.finishes_early else TaskState.WAITING
-                    self._ends(task, state, wish.because, gently=True)
+                    self._ends(task, task.after_stop, wish.because, gently=True)
                 case act.FailTask():
                     self._ends(task, TaskState.FAILED, wish.because)
                 case _:

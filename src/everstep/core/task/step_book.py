@@ -41,7 +41,7 @@ class StepBook:
 
     def stop(self, because: str, *, final: bool, saves: bool) -> None:
         """After the step that is the last one when this is planned for."""
-        self.stopping, self.final = because, final
+        self.stopping, self.final = because, self.final or final
         self.saves = self.saves or saves or final
 
     def stop_after(self, step: int) -> None:
