@@ -143,7 +143,7 @@ def one_by_one(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, An
             if not given.json:
                 print(
                     f"{number:3} {'ok  ' if result['ok'] else 'FAIL'} {point.name:72} "
-                    f"{result.get('seconds', 0):5.1f} s  "
+                    f"{result.get('seconds', 0):5.1f} s ({result.get('first_step_s', 0):.1f} to start)  "
                     f"difference {result.get('max_relative_loss_difference', 1):.1e}"
                     f"{'' if result['ok'] else '  ' + str(result)}",
                     flush=True,

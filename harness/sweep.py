@@ -218,6 +218,7 @@ class Sweep:
         )  # type: ignore[arg-type]
         self.limit_s = limit_s
         self.fork_server = ForkServer().start()
+        self.first_step_s = 0.0  # of the last run: until its first step was on record
         self._clean: dict[tuple[int, int, str], Outcome] = {}
 
     def close(self) -> None:
@@ -235,6 +236,7 @@ class Sweep:
         return {
             "point": point.name,
             "seconds": round(time.monotonic() - started, 2),
+            "first_step_s": round(self.first_step_s, 2),
             "incidents": len(outcome.incidents),
             **compare(clean, outcome, job),
         }
@@ -259,9 +261,13 @@ class Sweep:
 
     def run(self, job: Job, faults: tuple[str, ...], *, until: int | None = None) -> Outcome:
         """One run to its end, or until that step, where every worker is killed."""
-        deadline = time.monotonic() + self.limit_s
+        began = time.monotonic()
+        deadline = began + self.limit_s
+        self.first_step_s = 0.0
 
         def watch(kind: str, what: Any) -> None:
+            if kind == "step":
+                self.first_step_s = self.first_step_s or time.monotonic() - began
             if kind == "tick" and time.monotonic() > deadline:
                 raise TimeoutError(told(what))
             if kind == "tick" and until is not None and what.recovery.recorded >= until:

@@ -22,11 +22,16 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[2] / "src"), str(HERE.parent)]  # where nothing can be installed
+
+from steps import everstep_run  # noqa: E402
+
+from everstep.node.fork_server import ForkServer  # noqa: E402
 
 
 def torch_rank(spec: dict[str, Any], rank: int) -> list[float]:
@@ -51,7 +56,8 @@ def torch_rank(spec: dict[str, Any], rank: int) -> list[float]:
     data = Synthetic(vocab=form.vocab, sequence=form.context, rows=spec["rows"])
     names = list(model.layers)
     cut = [names[i * len(names) // stages : (i + 1) * len(names) // stages] for i in range(stages)]
-    layers = nn.Sequential(*(built(model, name) for name in cut[stage])).cuda()
+    with torch.device("cuda"):
+        layers = nn.Sequential(*(built(model, name) for name in cut[stage]))
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(x.float().flatten(0, -2), y.flatten())
@@ -164,31 +170,40 @@ def torch_rank(spec: dict[str, Any], rank: int) -> list[float]:
     return times
 
 
-def torch_run(spec: dict[str, Any]) -> list[float]:
-    world = spec["replicas"] * spec["stages"]
-    spec = {**spec, "world": world}
-    same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
-    ranks = []
-    for rank in range(world):
-        environment = {**os.environ, **same, "NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
-        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-        command = [sys.executable, __file__, "--spec", json.dumps(spec), "--rank", str(rank)]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    try:
-        said = [rank.communicate(timeout=100)[0] for rank in ranks]
-    finally:
-        for one in ranks:
+class TorchRanks:
+    """Processes that have loaded torch and wait for their spec: all are started before the first run, so that
+    no run waits for its imports.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        world = spec["replicas"] * spec["stages"]
+        self._spec = {**spec, "world": world}
+        port = str(20000 + (os.getpid() + spec["number"]) % 20000)
+        same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self._ranks = []
+        for rank in range(world):
+            environment = {**os.environ, **same, "NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+            command = [sys.executable, __file__, "--rank", str(rank)]
+            pipe = subprocess.PIPE
+            self._ranks.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True))
+
+    def run(self) -> list[float]:
+        for one in self._ranks:
+            assert one.stdin is not None
+            one.stdin.write(json.dumps(self._spec) + "\n")
+            one.stdin.flush()
+        try:
+            said = [one.communicate(timeout=100)[0] for one in self._ranks]
+        finally:
+            self.end()
+        if any(one.returncode for one in self._ranks):
+            raise RuntimeError(f"a rank of {self._spec['what']} failed")
+        return [max(row) for row in zip(*(json.loads(text.splitlines()[-1]) for text in said), strict=True)]
+
+    def end(self) -> None:
+        for one in self._ranks:
             one.kill()
-    if any(one.returncode for one in ranks):
-        raise RuntimeError(f"a rank of {spec['what']} failed")
-    return [max(row) for row in zip(*(json.loads(text.splitlines()[-1]) for text in said), strict=True)]
-
-
-def everstep_run(spec: dict[str, Any]) -> list[float]:
-    command = [sys.executable, str(HERE.parent / "steps.py"), "--spec", json.dumps(spec)]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
-    times: list[float] = json.loads(ran.stdout.strip().splitlines()[-1])["times"]
-    return times
 
 
 def main() -> None:
@@ -204,41 +219,51 @@ def main() -> None:
     parser.add_argument("--graphs", default="auto", help="the job's graphs: auto, never")
     parser.add_argument("--mps", action="store_true", help="start MPS, and stop it at the end")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--spec", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.spec:
-        print(json.dumps(torch_rank(json.loads(given.spec), given.rank)), flush=True)
+    if given.rank is not None:
+        import torch._dynamo
+        import torch.distributed.pipelining  # noqa: F401  loaded while this rank waits
+
+        print(json.dumps(torch_rank(json.loads(sys.stdin.readline()), given.rank)), flush=True)
         os._exit(0)
     same = {name: getattr(given, name) for name in ("preset", "rows", "microbatches", "steps", "warmup")}
     nccl = {"transport": "nccl", "graphs": given.graphs}
     fp32 = {**nccl, "accumulate": "fp32"}
     rows: dict[str, Any] = {
-        "everstep 2x1 fp32": (everstep_run, {"shape": "2x1", "job": fp32}),
-        "ddp 2x1": (torch_run, {"what": "ddp", "replicas": 2, "stages": 1}),
-        "flat 2x1": (torch_run, {"what": "flat", "replicas": 2, "stages": 1}),
-        "everstep 2x1 strict": (everstep_run, {"shape": "2x1", "job": nccl}),
-        "everstep 2x2 fp32": (everstep_run, {"shape": "2x2", "job": fp32}),
-        "pipelining 2x2": (torch_run, {"what": "pipelining", "replicas": 2, "stages": 2}),
-        "everstep 2x2 strict": (everstep_run, {"shape": "2x2", "job": nccl}),
+        "everstep 2x1 fp32": {"shape": "2x1", "job": fp32},
+        "ddp 2x1": {"what": "ddp", "replicas": 2, "stages": 1},
+        "flat 2x1": {"what": "flat", "replicas": 2, "stages": 1},
+        "everstep 2x1 strict": {"shape": "2x1", "job": nccl},
+        "everstep 2x2 fp32": {"shape": "2x2", "job": fp32},
+        "pipelining 2x2": {"what": "pipelining", "replicas": 2, "stages": 2},
+        "everstep 2x2 strict": {"shape": "2x2", "job": nccl},
     }
     wanted = [name for name in given.only.split(",") if name]
     rows = {name: row for name, row in rows.items() if not wanted or name in wanted}
     found: dict[str, list[float]] = {name: [] for name in rows}
+    waiting: list[tuple[str, dict[str, Any], TorchRanks | None]] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that MPS is stopped
     if given.mps:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
     try:
-        for _ in range(given.turns):
-            for name, (run, spec) in rows.items():
+        waiting = [
+            (name, spec, TorchRanks({**same, **spec, "number": number}) if "what" in spec else None)
+            for number, (name, spec) in enumerate(list(rows.items()) * given.turns)
+        ]
+        with closing(ForkServer().start()) as server:
+            for name, spec, ranks in waiting:
                 try:
-                    times = run({**same, **spec})
+                    times = ranks.run() if ranks else everstep_run({**same, **spec}, server)["times"]
                 except (subprocess.SubprocessError, RuntimeError, ValueError) as error:
                     print(f"{name} failed: {str(error)[-300:]}", file=sys.stderr, flush=True)
                     continue
                 found[name].append(round(statistics.median(times[given.warmup :]), 4))
                 print(name, found[name][-1], [round(t, 3) for t in times], file=sys.stderr, flush=True)
     finally:
+        for _, _, ranks in waiting:
+            if ranks is not None:
+                ranks.end()
         if given.mps:
             subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
     medians = {name: statistics.median(values) for name, values in found.items() if values}

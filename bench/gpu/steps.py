@@ -1,7 +1,8 @@
 """Step times on one GPU: a plain torch loop, and Everstep in several shapes that share the GPU.
 
     python bench/gpu/steps.py                        gpt-350m: plain loop, 1 x 1, 2 x 1, 2 x 2
-    python bench/gpu/steps.py --preset gpt-1b --shapes 1x1 --compile
+    python bench/gpu/steps.py --preset gpt-1b --microbatches 4 --shapes 1x1 --compile \\
+        --job '{"compile": true}' '{"compile": true, "accumulate": "fp32"}'
     python bench/gpu/steps.py --json
 
 All train the same number of microbatches per step on the same data. Under MPS (`--mps`) processes that share
@@ -11,18 +12,25 @@ the GPU run at the same time; without it they take turns.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # where nothing can be installed
 
+from everstep.engine.job import Job
 from everstep.engine.presets import flops_per_token, shape
+from everstep.launch.local.run import LocalTask
+from everstep.node.fork_server import ForkServer
+
+LIMIT_S = 120.0  # of one run of Everstep
 
 
 def plain_loop(spec: dict[str, Any]) -> dict[str, Any]:
@@ -38,8 +46,9 @@ def plain_loop(spec: dict[str, Any]) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     form = shape(spec["preset"])
     model = gpt(spec["preset"])
-    masters = [built(model, name).cuda() for name in model.layers]
-    layers: list[Any] = [built(model, name).cuda().bfloat16() for name in model.layers]
+    with torch.device("cuda"):  # a large model's weights take long to draw on the host
+        masters = [built(model, name) for name in model.layers]
+    layers: list[Any] = [copy.deepcopy(layer).bfloat16() for layer in masters]
     named = [(f"{i}.{n}", p) for i, layer in enumerate(masters) for n, p in layer.named_parameters()]
     working = [p for layer in layers for p in layer.parameters()]
     optimizer = adamw(lr=3e-4)(named)
@@ -81,11 +90,7 @@ def plain_loop(spec: dict[str, Any]) -> dict[str, Any]:
     return {"times": times, "losses": losses}
 
 
-def everstep_run(spec: dict[str, Any]) -> dict[str, Any]:
-    from everstep.engine.job import Job
-    from everstep.launch.local.run import LocalTask
-    from everstep.node.fork_server import ForkServer
-
+def everstep_run(spec: dict[str, Any], server: ForkServer) -> dict[str, Any]:
     replicas, stages = map(int, spec["shape"].split("x"))
     job = Job.from_dict(
         {
@@ -102,25 +107,38 @@ def everstep_run(spec: dict[str, Any]) -> dict[str, Any]:
         }
     )
     rows: list[Any] = []
-    server = ForkServer().start()
-    try:
-        outcome = LocalTask(
-            job, fork_server=server, watch=lambda kind, what: rows.append(what) if kind == "step" else None
-        ).run()
-    finally:
-        server.close()
+    began = time.monotonic()
+    first_s = 0.0
+
+    def watch(kind: str, what: Any) -> None:
+        nonlocal first_s
+        if kind == "step":
+            first_s = first_s or time.monotonic() - began
+            rows.append(what)
+        elif kind == "tick" and time.monotonic() - began > LIMIT_S:
+            raise RuntimeError(f"{len(rows)} steps in {LIMIT_S:.0f} s")
+
+    outcome = LocalTask(job, fork_server=server, watch=watch).run()
     if outcome.failure is not None:
-        raise SystemExit(outcome.failure)
-    return {"times": [row.seconds for row in rows], "losses": [row.loss for row in rows]}
+        raise RuntimeError(outcome.failure)
+    times, losses = [row.seconds for row in rows], [row.loss for row in rows]
+    return {"times": times, "losses": losses, "first_step_after_s": round(first_s, 1)}
 
 
-def measured(spec: dict[str, Any]) -> dict[str, Any]:
-    """In a process of its own, so that nothing is left on the GPU."""
-    command = [sys.executable, __file__, "--spec", json.dumps(spec)]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=400)
-    if ran.returncode:
-        return {"what": spec["what"], "failed": ran.returncode}
-    found = json.loads(ran.stdout.strip().splitlines()[-1])
+def plain_runs(specs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """In a process of their own, so that nothing is left on the GPU."""
+    command = [sys.executable, __file__, "--specs", json.dumps(specs)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        found = (json.loads(line) for line in running.stdout if line.startswith("{"))
+        for _ in specs:
+            yield next(found, {"failed": "it ended"})
+        running.kill()
+
+
+def figures(spec: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    if "failed" in found:
+        return {"what": spec["what"], "failed": found["failed"]}
     form = shape(spec["preset"])
     step_s = statistics.median(found["times"][spec["warmup"] :])
     flops = flops_per_token(form) * form.context * spec["rows"] * spec["microbatches"]
@@ -130,7 +148,21 @@ def measured(spec: dict[str, Any]) -> dict[str, Any]:
         "tflops": round(flops / step_s / 1e12, 1),
         "first_loss": found["losses"][0],
         "last_loss": found["losses"][-1],
+        "times": [round(one, 3) for one in found["times"]],
+        "first_step_after_s": found.get("first_step_after_s"),
     }
+
+
+def all_runs(
+    plain: list[dict[str, Any]], ours: list[dict[str, Any]], server: ForkServer
+) -> Iterator[dict[str, Any]]:
+    for spec, found in zip(plain, plain_runs(plain) if plain else (), strict=True):
+        yield figures(spec, found)
+    for spec in ours:
+        try:
+            yield figures(spec, everstep_run(spec, server))
+        except RuntimeError as error:
+            yield {"what": spec["what"], "failed": str(error)[-300:]}
 
 
 def main() -> None:
@@ -144,28 +176,34 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["1x1", "2x1", "2x2"])
     parser.add_argument("--plain", action="store_true", help="the plain loop too")
     parser.add_argument("--compile", action="store_true", help="the plain loop compiled too")
-    parser.add_argument("--job", default="{}", help="keys of the job, as JSON")
+    parser.add_argument("--job", nargs="*", default=["{}"], help="keys of the job, as JSON; several: in turn")
     parser.add_argument("--mps", action="store_true", help="start MPS, and stop it at the end")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--spec", help=argparse.SUPPRESS)
+    parser.add_argument("--specs", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.spec:
-        spec = json.loads(args.spec)
-        print(json.dumps(everstep_run(spec) if spec.get("shape") else plain_loop(spec)))
+    if args.specs:
+        for spec in json.loads(args.specs):
+            print(json.dumps(plain_loop(spec)), flush=True)
         return
     if args.mps:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
     same = {name: getattr(args, name) for name in ("preset", "rows", "microbatches", "steps", "warmup")}
-    specs = [{**same, "what": "plain loop", "compile": False}] if args.plain else []
-    specs += [{**same, "what": "plain loop, compiled", "compile": True}] if args.compile else []
-    specs += [{**same, "what": f"everstep {s}", "shape": s, "job": json.loads(args.job)} for s in args.shapes]
+    plain = [{**same, "what": "plain loop", "compile": False}] if args.plain else []
+    plain += [{**same, "what": "plain loop, compiled", "compile": True}] if args.compile else []
+    jobs = [(text, json.loads(text)) for text in args.job]
+    ours = [
+        {**same, "what": f"everstep {s} {text}", "shape": s, "job": job}
+        for text, job in jobs
+        for s in args.shapes
+    ]
     rows = []
+    server = ForkServer().start()  # one for all: it loads torch once
     try:
-        for spec in specs:
-            rows.append(measured(spec))
-            if not args.json:
-                print(rows[-1], flush=True)
+        for row in all_runs(plain, ours, server):
+            rows.append(row)
+            print(row, file=sys.stderr if args.json else sys.stdout, flush=True)
     finally:
+        server.close()
         if args.mps:
             subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
     if args.json:
