@@ -7,7 +7,7 @@
     python bench/sweep.py --shard         with sharded optimizer states, and 31 points more
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
-faults. A point that passed in `--results` is not run again.
+faults. A point that passed in `--results` is not run again, nor is a clean run that is there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-from harness.sweep import Point, Sweep, points, sharded
+from harness.sweep import Losses, Point, Sweep, points, sharded
 
 Numbered = list[tuple[int, Point]]
 
@@ -31,7 +31,17 @@ def passed_in(results: Path | None) -> dict[str, Any]:
     if results is None or not results.exists():
         return {}
     rows = (json.loads(line) for line in results.read_text().splitlines())
-    return {row["point"]: row for row in rows if row["ok"]}
+    return {row["point"]: row for row in rows if row.get("ok")}
+
+
+def clean_in(results: Path | None) -> dict[str, Losses]:
+    """The losses of clean runs that were made in earlier runs."""
+    if results is None or not results.exists():
+        return {}
+    rows = (json.loads(line) for line in results.read_text().splitlines())
+    return {
+        row["clean"]: {int(s): loss for s, loss in row["losses"].items()} for row in rows if "clean" in row
+    }
 
 
 def shared_out(chosen: Numbered, among: int) -> list[Numbered]:
@@ -128,7 +138,9 @@ def one_by_one(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, An
         shards=given.shards,
         shard=given.shard,
         graphs=given.graphs,
+        clean=clean_in(given.results),
     )
+    known = set(sweep.clean)
     results: list[dict[str, Any]] = []
     try:
         for number, point in chosen:
@@ -138,8 +150,10 @@ def one_by_one(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, An
                 result = {"point": point.name, "ok": False, "failure": f"{type(error).__name__}: {error}"}
             results.append(result)
             if given.results is not None:
+                new = [{"clean": key, "losses": sweep.clean[key]} for key in set(sweep.clean) - known]
+                known |= set(sweep.clean)
                 with given.results.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+                    file.writelines(json.dumps(row) + "\n" for row in [*new, result])
             if not given.json:
                 print(
                     f"{number:3} {'ok  ' if result['ok'] else 'FAIL'} {point.name:72} "

@@ -186,8 +186,13 @@ def points(shards: int = 1) -> list[Point]:
     return [*turned, *in_collectives(shards)]
 
 
+Losses = dict[int, float]  # by step
+
+
 class Sweep:
-    """Runs points in one fork server; clean runs are made once per shape."""
+    """Runs points in one fork server. Clean runs are made once per shape: `clean` has those made before, and
+    gets those made here.
+    """
 
     def __init__(
         self,
@@ -201,6 +206,7 @@ class Sweep:
         shards: int = 1,
         shard: bool = False,
         graphs: str = "never",
+        clean: dict[str, Losses] | None = None,
     ) -> None:
         """Healed runs take `transport` and `graphs`; clean ones are by tcp and eager, so that two ways of
         carrying and of launching are compared.
@@ -219,7 +225,7 @@ class Sweep:
         self.limit_s = limit_s
         self.fork_server = ForkServer().start()
         self.first_step_s = 0.0  # of the last run: until its first step was on record
-        self._clean: dict[tuple[int, int, str], Outcome] = {}
+        self.clean = {} if clean is None else clean
 
     def close(self) -> None:
         self.fork_server.close()
@@ -238,7 +244,7 @@ class Sweep:
             "seconds": round(time.monotonic() - started, 2),
             "first_step_s": round(self.first_step_s, 2),
             "incidents": len(outcome.incidents),
-            **compare(clean, outcome, job),
+            **compared(clean, outcome, job),
         }
 
     def _job(self, point: Point) -> Job:
@@ -250,14 +256,17 @@ class Sweep:
             optimizer=replace(OptimizerSpec(), shard=self.shard, **changes),
         )
 
-    def _clean_run(self, job: Job) -> Outcome:
-        key = (job.replicas, job.stages, str(job.optimizer))
-        if key not in self._clean:
+    def _clean_run(self, job: Job) -> Losses:
+        key = (
+            f"{job.model.preset} on {job.device} in {job.precision}, {job.shards} shards, "
+            f"{job.replicas} x {job.stages}, {job.steps} steps, {job.optimizer}"
+        )
+        if key not in self.clean:
             outcome = self.run(job, ())
             if outcome.failure is not None:
                 raise RuntimeError(f"the clean run failed: {outcome.failure}")
-            self._clean[key] = outcome
-        return self._clean[key]
+            self.clean[key] = losses_of(outcome)
+        return self.clean[key]
 
     def run(self, job: Job, faults: tuple[str, ...], *, until: int | None = None) -> Outcome:
         """One run to its end, or until that step, where every worker is killed."""
@@ -296,11 +305,18 @@ def told(task: LocalTask) -> str:
     )
 
 
+def losses_of(outcome: Outcome) -> Losses:
+    return {step: row.loss for step, row in outcome.by_step().items()}
+
+
 def compare(clean: Outcome, healed: Outcome, job: Job) -> dict[str, Any]:
-    ours, theirs = healed.by_step(), clean.by_step()
+    return compared(losses_of(clean), healed, job)
+
+
+def compared(clean: Losses, healed: Outcome, job: Job) -> dict[str, Any]:
+    ours = losses_of(healed)
     differences = [
-        abs(ours[s].loss - row.loss) / abs(row.loss) if s in ours else float("inf")
-        for s, row in theirs.items()
+        abs(ours[step] - loss) / abs(loss) if step in ours else float("inf") for step, loss in clean.items()
     ]
     restored = any(i.restored_from is not None for i in healed.incidents)
     once = healed.committed == healed.issued or restored
@@ -311,7 +327,7 @@ def compare(clean: Outcome, healed: Outcome, job: Job) -> dict[str, Any]:
         "restored": restored,
         "replayed_ops": sum(i.replayed_ops for i in healed.incidents),
         "replayed_elsewhere": healed.replayed_elsewhere,
-        "failure": healed.failure or clean.failure,
+        "failure": healed.failure,
         "ok": healed.failure is None
         and once
         and max(differences, default=float("inf")) <= (TOLERANCE if job.accumulate == "fp32" else 0.0),
