@@ -15,7 +15,7 @@ from everstep.plan.holes import num_moving, per_stage, ratio, with_holes
 from everstep.plan.models import model
 from everstep.plan.option import OptionKind
 from everstep.plan.reroute import throughput_ratio
-from everstep.plan.shape import ParallelShape
+from everstep.plan.shape import ParallelShape, StepShares
 from everstep.plan.stacks import stack
 from everstep.plan.throughput import PlannedCut, step_time
 
@@ -63,7 +63,7 @@ def test_what_comes_once_per_step_is_not_done_more_often_by_fewer() -> None:
     shape, dead = ParallelShape(8, 1), frozenset(Worker(k, 0) for k in range(4))
     alone = throughput_ratio(shape, dead, batch=BATCH, schedule="staggered")
     assert alone == pytest.approx(0.5)
-    half = throughput_ratio(shape, dead, batch=BATCH, schedule="staggered", per_step=0.5)
+    half = throughput_ratio(shape, dead, batch=BATCH, schedule="staggered", shares=StepShares(per_step=0.5))
     assert half == pytest.approx(1 / (0.5 / 0.5 + 0.5))
 
 
@@ -81,7 +81,7 @@ def test_a_cut_of_a_model_says_which_share_of_its_step_comes_once() -> None:
     )
     wanted = float((whole.reduce + whole.update)[0] / whole.total[0])
     assert 0.05 < wanted < 0.5
-    assert made.per_step(shape) == pytest.approx(wanted)
+    assert made.shares(shape).per_step == pytest.approx(wanted)
     assert ratio(made, cut, 32, 31) > 16 / 17, "one of 32 is missing: 17 microbatches instead of 16"
 
 
@@ -128,3 +128,17 @@ def test_a_task_whose_states_are_in_one_place_only_has_no_empty_places() -> None
     alone = replace(curve(), replicated=False)
     plan = assign(cluster(7), [TaskSpec(name="t", curve=alone)], Assignment(), "submitted")
     assert plan.allocation == {"t": 4}
+
+
+def test_a_bubble_that_is_in_the_whole_step_is_charged_once() -> None:
+    """1F1B of two stages with 64 microbatches: 192 of work, 3 of bubble. With a place empty, 69 microbatches
+    are left for the busiest and our order fills the bubble but for one forward, in the memory of 1F1B.
+    """
+    shape, dead = ParallelShape(16, 2), frozenset({Worker(0, 0)})
+    shares = StepShares(bubble=3 / 195)
+    found = throughput_ratio(shape, dead, batch=1024, schedule="rescheduled", shares=shares)
+    assert found == pytest.approx(195 / 208)
+    fused = throughput_ratio(shape, dead, batch=1024, schedule="unstaggered", shares=shares)
+    assert fused == pytest.approx(195 / 210), "a fused backward and a barrier keep all of the bubble"
+    most = throughput_ratio(ParallelShape(64, 2), dead, batch=128, schedule="rescheduled", shares=shares)
+    assert most <= 1

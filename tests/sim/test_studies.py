@@ -281,3 +281,14 @@ def test_pipelines_of_two_depths_share_a_batch_in_whole_microbatches() -> None:
     pairs = from_table([float(n) for n in range(8)], stages=2, batch=32)
     both = replace(single, cuts=(*single.cuts, *pairs.cuts))
     assert by_templates(both, 7) == pytest.approx(32 / 5)
+
+
+def test_a_pipeline_of_another_depth_does_no_work_while_the_others_reduce() -> None:
+    """All reduce together: the deep pipeline, whose workers have few layers, waits for the shallow ones."""
+    table = from_table([0.0, 0.0, 4.0], stages=2, batch=16)
+    cut = table.cuts[0]
+    shallow = replace(cut, per_step=np.array([0.0, 0.1]))
+    deep = replace(cut, stages=3, throughput=np.array([0.0, 6.0]))
+    # A step of the shallow one alone takes 1/4: 0.025 of reduction, 0.225 for 16 sequences. Here it has 7.
+    step = max(7 / 16 * 0.225, 9 / 96) + 0.025
+    assert by_templates(replace(table, cuts=(shallow, deep)), 5) == pytest.approx(1 / step)

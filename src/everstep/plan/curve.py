@@ -19,7 +19,7 @@ from everstep.plan.hardware import Gpu, Stack
 from everstep.plan.memory import RECOMPUTE, Floats
 from everstep.plan.models import ModelFigures
 from everstep.plan.pipeline_orders import OURS
-from everstep.plan.shape import ParallelShape
+from everstep.plan.shape import ParallelShape, StepShares
 from everstep.plan.throughput import PlannedCut, StepTime, divides, step_time
 
 MICROBATCHES = (1, 2, 4, 8)
@@ -47,6 +47,9 @@ class SameCut:
             int(self.microbatch[replicas]),
             RECOMPUTE[self.recompute[replicas]] if self.microbatch[replicas] else "",
         )
+
+    def shares(self, replicas: int) -> StepShares:
+        return StepShares(per_step=float(self.per_step[replicas]), bubble=float(self.bubble[replicas]))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -115,10 +118,9 @@ class Curve:
             return self.at(shape.workers)
         return float(cut.throughput[shape.replicas]) if shape.replicas < len(cut.throughput) else 0.0
 
-    def per_step(self, shape: ParallelShape) -> float:
-        """Share of a step in this shape that is spent once per step, not once per microbatch."""
+    def shares(self, shape: ParallelShape) -> StepShares:
         cut = self.like(shape)
-        return float(cut.per_step[shape.replicas]) if cut and shape.replicas < len(cut.per_step) else 0.0
+        return cut.shares(shape.replicas) if cut and shape.replicas < len(cut.per_step) else StepShares()
 
     def step_s(self, throughput: float) -> float:
         return self.work_per_step / throughput if throughput > 0 else 0.0

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from everstep.core.words.ops import Worker
 from everstep.plan.curve import Curve, SameCut
 from everstep.plan.memory import Floats
+from everstep.plan.pipeline_orders import ORDERS
 from everstep.plan.reroute import throughput_ratio
 
 Ints = npt.NDArray[np.int64]
@@ -66,7 +67,7 @@ def ratio(curve: Curve, cut: SameCut, replicas: int, groups: int) -> float:
         dead,
         batch=curve.batch,
         schedule=curve.schedule,
-        per_step=float(cut.per_step[replicas]),
+        shares=cut.shares(replicas),
     )
 
 
@@ -81,8 +82,10 @@ def _shortlist(curve: Curve, number: int, cut: SameCut, likely: Floats, cuts: In
         if not len(groups) or each < 1:
             continue
         busiest = -(-int(count) * each // (groups // cut.stages))
-        once = float(cut.per_step[count])
-        rate = cut.throughput[count] / ((1 - once) * busiest / each + once)
+        shares = cut.shares(int(count))
+        filled = 0.0 if ORDERS[curve.schedule].whole else shares.bubble
+        working = 1 - shares.per_step - filled
+        rate = cut.throughput[count] / np.maximum(1.0, working * busiest / each + shares.per_step)
         better = rate > likely[workers]
         at = workers[better]
         likely[at], cuts[at], replicas[at] = rate[better], number, count

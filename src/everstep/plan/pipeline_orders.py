@@ -1,7 +1,8 @@
 """How training systems order a step, for the throughput model: one row each.
 
 To add one, add a row. `broken` and `whole` name rows of `schedule.modes`: which schedule a step with missing
-workers is planned by, and which one a whole step is compared with.
+workers is planned by, and which one a whole step is compared with; no `whole`: with the stack's own order,
+whose bubble the throughput model counts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _staggered(stages: int, chunks: int) -> float:
     return float(stash_cap(stages))  # with so many, no stage waits for another
 
 
-OURS = "staggered"
+OURS, RESCHEDULED = "staggered", "rescheduled"
 ORDERS: dict[str, PipelineOrder] = {
     "1f1b": PipelineOrder(
         broken="reroute", whole="reroute", in_flight=_one_per_stage, bubble=_fill_and_drain
@@ -53,8 +54,9 @@ ORDERS: dict[str, PipelineOrder] = {
     OURS: PipelineOrder(
         broken=TRAINING, whole=TRAINING, in_flight=_staggered, bubble=lambda stages, chunks: 0.0
     ),
-    # Few bubbles while nothing is lost; after a loss a 1F1B step with all of them.
+    # 1F1B and its memory while nothing is lost; after a loss our order, or 1F1B around the missing workers.
+    RESCHEDULED: PipelineOrder(broken=TRAINING, whole="", in_flight=_one_per_stage, bubble=_fill_and_drain),
     "unstaggered": PipelineOrder(
-        broken="reroute", whole=TRAINING, in_flight=_one_per_stage, bubble=_fill_and_drain
+        broken="reroute", whole="", in_flight=_one_per_stage, bubble=_fill_and_drain
     ),
 }

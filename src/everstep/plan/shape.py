@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShares:
+    """Shares of a whole step's time that do not grow with the work per worker; zeros: none, or unknown."""
+
+    per_step: float = 0.0  # once per step whatever the number of microbatches: reduction and update
+    bubble: float = 0.0  # of the pipeline
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class ParallelShape:
     """Workers are numbered replica by replica, stage by stage, shard by shard."""

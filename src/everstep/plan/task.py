@@ -105,9 +105,9 @@ def situation(task: TaskSpec, cluster: Cluster, now: Assignment) -> TaskSituatio
         )
     whole = task.curve.of_shape(shape)
     before_dead, after_dead = dead_groups(shape, holes), dead_groups(shape, holes + gone)
-    curve, per_step = task.curve, task.curve.per_step(shape)
+    curve, shares = task.curve, task.curve.shares(shape)
     ratio = {
-        dead: throughput_ratio(shape, dead, batch=curve.batch, schedule=curve.schedule, per_step=per_step)
+        dead: throughput_ratio(shape, dead, batch=curve.batch, schedule=curve.schedule, shares=shares)
         for dead in (before_dead, after_dead)
     }
     alive = min(live_per_stage(shape, after_dead)) > 0

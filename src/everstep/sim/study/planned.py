@@ -17,7 +17,7 @@ from everstep.plan import Assignment, Cluster, Costs, Curve, PlanNode, SlotPlace
 from everstep.plan.holes import per_stage, with_holes
 from everstep.plan.memory import Floats
 from everstep.plan.option import OptionKind, TaskOption
-from everstep.plan.pipeline_orders import OURS
+from everstep.plan.pipeline_orders import RESCHEDULED
 from everstep.plan.placement import Unplaceable, place
 from everstep.sim.study.failures import Failure, Seen
 from everstep.sim.study.life import Life, StudyTask
@@ -196,7 +196,7 @@ class PlannedPolicy(Policy):
         """Without staggering: a fused backward, and one optimizer step for all stages. Without re-routing:
         a lost worker's state comes from another host's memory, and the task is formed anew.
         """
-        schedule = OURS if self.means.stagger else "unstaggered"
+        schedule = RESCHEDULED if self.means.stagger else "unstaggered"
         curve, reroute = task.curve, self.means.reroute
         if curve.schedule != schedule or curve.replicated != reroute:
             task.curve = replace(curve, schedule=schedule, replicated=reroute)
@@ -305,7 +305,7 @@ def _best_known(curve: Curve) -> Floats:
         return whole
     if (kept := curve.kept.get("best known")) is None:
         mixed = np.array([by_templates(curve, n) for n in range(curve.most + 1)])
-        holes = with_holes(replace(curve, schedule=OURS)).throughput
+        holes = with_holes(replace(curve, schedule=RESCHEDULED)).throughput
         kept = curve.kept["best known"] = np.maximum(np.maximum(whole, mixed), holes)
     assert isinstance(kept, np.ndarray)
     return kept

@@ -17,6 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from everstep.plan.memory import STATE, Floats
+from everstep.plan.pipeline_orders import RESCHEDULED
 from everstep.plan.reroute import dead_groups, throughput_ratio
 from everstep.sim.study.failures import Failure, Seen
 from everstep.sim.study.life import Life, StudyTask
@@ -288,11 +289,13 @@ class Recycle(Policy):
             for i, node in enumerate(task.nodes)
             for slot in (range(life.slots) if node in life.away else [0] if node == extra else [])
         ]
-        return ratio_without(task, missing) * task.healthy
+        return ratio_without(task, missing, RESCHEDULED) * task.healthy
 
 
-def ratio_without(task: StudyTask, missing: list[int]) -> float:
-    """Throughput with these workers gone over throughput with all, by re-routing."""
+def ratio_without(task: StudyTask, missing: list[int], order: str = "") -> float:
+    """Throughput with these workers gone over throughput with all, by re-routing; in the curve's own order
+    of ops if none is given.
+    """
     if task.shape is None:
         return max(0.0, 1 - len(missing) / max(1, task.curve.most))
     dead = dead_groups(task.shape, [i for i in missing if i < task.shape.workers])
@@ -301,8 +304,8 @@ def ratio_without(task: StudyTask, missing: list[int]) -> float:
         task.shape,
         dead,
         batch=curve.batch,
-        schedule=curve.schedule,
-        per_step=curve.per_step(task.shape),
+        schedule=order or curve.schedule,
+        shares=curve.shares(task.shape),
     )
 
 

@@ -1,9 +1,11 @@
 """Pipelines of two depths side by side, as Oobleck forms them: what any number of workers brings.
 
-Every pipeline runs whole microbatches, then all reduce and update once per step; the slowest pipeline
-decides. Any cut that the curve knows is a template, timed as in the whole shape nearest in replicas:
+Every pipeline runs whole microbatches, then all reduce and update once per step. The slowest pipeline decides
+when the reduction begins, and the one with the most layers per worker how long it takes: every layer is
+reduced over all pipelines. Any cut that the curve knows is a template, timed as in the whole shape nearest in
+replicas:
 
-    step  =  microbatches x time of one  +  bubble  +  reduction and update
+    step  =  slowest of (microbatches x time of one  +  bubble)  +  longest of (reduction and update)
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ class _Pipeline:
 
     rows: int  # sequences of a microbatch
     sequence: float
-    once: float  # per step: bubble, reduction, update
+    bubble: float
+    shared: float  # reduction and update, which all pipelines go through together
 
     def time(self, sequences: int) -> float:
-        return sequences * self.sequence + self.once
+        return sequences * self.sequence + self.bubble
 
 
 def _by_templates(curve: Curve, workers: int) -> float:
@@ -61,25 +64,29 @@ def _pipeline(cut: SameCut, pipelines: int, batch: int) -> _Pipeline:
     known = np.flatnonzero(cut.throughput)
     nearest = int(known[np.abs(known - pipelines).argmin()])
     step = 1.0 / float(cut.throughput[nearest])
-    once = step * float(cut.per_step[nearest] + cut.bubble[nearest])
-    rows = max(1, int(cut.microbatch[nearest]))
-    return _Pipeline(rows=rows, sequence=(step - once) * nearest / batch, once=once)
+    shared, bubble = step * float(cut.per_step[nearest]), step * float(cut.bubble[nearest])
+    return _Pipeline(
+        rows=max(1, int(cut.microbatch[nearest])),
+        sequence=(step - shared - bubble) * nearest / batch,
+        bubble=bubble,
+        shared=shared,
+    )
 
 
 def _alone(batch: int, x: int, one: _Pipeline) -> float:
-    return one.time(_whole(batch / x, one.rows))
+    return one.time(_whole(batch / x, one.rows)) + one.shared
 
 
 def _together(batch: int, x: int, one: _Pipeline, y: int, other: _Pipeline) -> float:
     """The shortest step of x pipelines and y others that share a batch in whole microbatches."""
     together = x / one.sequence + y / other.sequence
-    even = (batch + x * one.once / one.sequence + y * other.once / other.sequence) / together
-    share = max(0.0, (even - one.once) / one.sequence)
+    even = (batch + x * one.bubble / one.sequence + y * other.bubble / other.sequence) / together
+    share = max(0.0, (even - one.bubble) / one.sequence)
     best = math.inf
     for first in (int(share // one.rows) * one.rows, _whole(share, one.rows)):
         second = max(0, _whole((batch - x * first) / y, other.rows))
         best = min(best, max(one.time(first), other.time(second)))
-    return best
+    return best + max(one.shared, other.shared)
 
 
 def _whole(sequences: float, rows: int) -> int:
