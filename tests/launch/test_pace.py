@@ -64,6 +64,12 @@ def test_the_work_of_a_step_is_that_of_all_its_microbatches() -> None:
         (["NVIDIA A100-SXM4-80GB"], 312e12),
         (["NVIDIA H200 MIG 1g.18gb"], None),
         (["NVIDIA H100 PCIe"], 756e12),
+        (["NVIDIA H100 NVL"], 835e12),
+        (["NVIDIA H100 80GB HBM3"], 989e12),
+        (["NVIDIA H200 NVL"], None),  # slower than the other one, and by how much we have not found
+        (["NVIDIA GeForce RTX 4090"], 165.2e12),
+        (["NVIDIA GeForce RTX 4090 Laptop GPU"], None),
+        (["NVIDIA GeForce RTX 4090 D"], None),
         (["NVIDIA L40"], None),  # neither an L4 nor an L40S
         (["NVIDIA RTX A1000"], None),
         (["NVIDIA H200", "GeForce Unheard Of"], None),

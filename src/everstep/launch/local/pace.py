@@ -22,19 +22,22 @@ from everstep.engine.job import Job
 from everstep.engine.model import Model, multiplications
 
 RECENT = 9  # steps whose median counts
-PEAK_BF16 = {  # dense, FLOP/s; by words of the device's name, as vendors state them
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "MI300X": 1307e12,
+# Dense bf16 with fp32 sums, FLOP/s, by words of the device's name; of two that match the first counts. Vendors
+# state most figures with 2:4 sparsity, which is twice as much. None: a variant whose figure we have not found.
+PEAK_BF16: dict[str, float | None] = {
+    "GB200": 2.5e15,  # NVIDIA GB200 NVL72 specifications: 5 PFLOPS with sparsity
+    "B200": 2.25e15,  # NVIDIA HGX B200 specifications: 4.5 PFLOPS with sparsity
+    "H200 NVL": None,
+    "H200": 989e12,  # NVIDIA H200 data sheet, SXM: 1,979 with sparsity
+    "H100 NVL": 835e12,  # NVIDIA H100 data sheet: 1,671 with sparsity (torchtitan uses the same)
+    "H100 PCIe": 756e12,  # NVIDIA H100 data sheet: 1,513 with sparsity
+    "H100": 989e12,  # NVIDIA H100 data sheet, SXM: 1,979 with sparsity
+    "A100": 312e12,  # NVIDIA A100 data sheet, 40 and 80 GB, PCIe and SXM
+    "L40S": 362e12,  # NVIDIA L40S data sheet: 362.05
+    "L4": 121e12,  # NVIDIA L4 data sheet: 242 with sparsity
+    "A10": 125e12,  # NVIDIA A10 data sheet
+    "RTX 4090 (Laptop|D)": None,
+    "RTX 4090": 165.2e12,  # NVIDIA Ada architecture white paper
 }
 
 
@@ -74,10 +77,10 @@ def peak_named(names: list[str]) -> float | None:
     """Of these devices; None if one of them is not known, or is a part of a GPU."""
     found = []
     for name in names:
-        known = [peak for words, peak in PEAK_BF16.items() if re.search(rf"\b{words}\b", name)]
-        if not known or "MIG" in name:
+        peak = next((peak for words, peak in PEAK_BF16.items() if re.search(rf"\b{words}\b", name)), None)
+        if peak is None or "MIG" in name:
             return None
-        found.append(known[0])
+        found.append(peak)
     return sum(found) or None
 
 
