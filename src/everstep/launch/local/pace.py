@@ -22,8 +22,8 @@ from everstep.engine.job import Job
 from everstep.engine.model import Model, multiplications
 
 RECENT = 9  # steps whose median counts
-# Dense bf16 with fp32 sums, FLOP/s, by words of the device's name; of two that match the first counts. Vendors
-# state most figures with 2:4 sparsity, which is twice as much. None: a variant whose figure we have not found.
+# Dense bf16 with fp32 sums, FLOP/s, by words of the device's name; of two that match the first counts. Most
+# figures in data sheets are with 2:4 sparsity, twice as much. None: a variant whose figure we have not found.
 PEAK_BF16: dict[str, float | None] = {
     "GB200": 2.5e15,  # NVIDIA GB200 NVL72 specifications: 5 PFLOPS with sparsity
     "B200": 2.25e15,  # NVIDIA HGX B200 specifications: 4.5 PFLOPS with sparsity
