@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from everstep.core.faults.detector import Heartbeats
-from everstep.server.returns import RETURN_S, Returns
+from everstep.node.agent import RETRY_MOST_S
+from everstep.server.returns import LAST_S, RETURN_S, Returns
 
 
 class Coming:
@@ -30,15 +31,22 @@ def test_nobody_is_silent_while_several_are_still_on_their_way() -> None:
     assert nodes.silent(4.0) == set(), "b and c are still missing"
 
 
-def test_the_last_one_missing_is_silent_as_soon_as_any_other_node_would_be() -> None:
+def test_the_last_one_missing_is_waited_for_while_it_may_sleep_before_it_tries_again() -> None:
+    """It was given up after a second, in which an agent that was refused twice does not even knock."""
     nodes = Coming()
     assert nodes.silent(3.0) == set()
-    nodes.joins("a", 3.5)
-    nodes.joins("b", 3.5)
-    assert nodes.silent(3.6) == set()
-    nodes.joins("a", 4.5)
-    nodes.joins("b", 4.5)
-    assert nodes.silent(4.7) == {"c"}
+    for tenth in range(35, 65, 5):
+        nodes.joins("a", tenth / 10)
+        nodes.joins("b", tenth / 10)
+        assert nodes.silent(tenth / 10) == set()
+    for tenth in range(65, 80, 5):
+        nodes.joins("a", tenth / 10)
+        nodes.joins("b", tenth / 10)
+    assert nodes.silent(7.8) == {"c"}
+
+
+def test_the_last_one_missing_is_not_waited_for_much_longer_than_that() -> None:
+    assert (RETRY_MOST_S * 1.25) < LAST_S < 2 * RETRY_MOST_S
 
 
 def test_two_that_never_come_are_silent_in_the_end() -> None:

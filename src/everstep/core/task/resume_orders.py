@@ -72,6 +72,7 @@ def resume_orders(
             awaits=frozenset() if groups.shape.chunks else _awaited(worker, owed, rewind),
             fills=_fills(worker, phase, groups),
             shares=book.all_shares(),
+            recorded=book.recorded,
             feeds=places.fed_by(worker),
         )
         actions.append(ResumeStep(worker=worker, order=order, because=phase.because))

@@ -67,6 +67,7 @@ class Resume:
         None  # the last step of this shape: after it the state is copied to memory, and that is all
     )
     saves: bool = False  # the state of the step `until` is saved as a checkpoint
+    recorded: int = 0  # the coordinator knows that this step and all before it are sealed
 
     def attempt(self, step: int) -> int:
         if len(self.attempts) == 1:

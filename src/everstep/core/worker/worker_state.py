@@ -328,7 +328,7 @@ class WorkerState:
         if self.now.update is UpdateState.SHARED:
             for peer in self.mail.other_peers(self.now.step):
                 self.chunks.give(self.now.step, peer)
-        self.news.repeat()
+        self.news.begin_epoch()
         for step, stage, share in self.mail.order.shares:
             if stage != self.me.stage:
                 self.arrived(self.mail.name(ParcelKind.NEWS, step, stage), share)
