@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import random
 import secrets
 import signal
@@ -141,11 +142,18 @@ class Storm:
         number = 1 + sum(each == kind.name for each in self.submitted.values())
         name = f"{kind.name}-{number}"
         job = kind.job | {"checkpoint": {**kind.job["checkpoint"], "folder": str(self.disk / name)}}
+        self._remove_finished()
         self.submitted[name] = kind.name
         self._note("submit", task=name)
         self.cluster.submit(job, name, weight=kind.weight)
 
     # -------------------------------------------------------------- what is there
+
+    def _remove_finished(self) -> None:
+        """The checkpoints of tasks that are over, as an operator would: they would fill the small disk."""
+        alive = {task["task"] for task in self._alive()}
+        for name in set(self.submitted) - alive:
+            shutil.rmtree(self.disk / name, ignore_errors=True)
 
     def _alive(self) -> list[Any]:
         tasks = self.cluster.client.get("/v1/status")["tasks"]
