@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import random
 import secrets
+import shutil
 import signal
 import subprocess
 import time
