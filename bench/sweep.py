@@ -4,6 +4,7 @@
     python bench/sweep.py --device cuda --precision bf16
     python bench/sweep.py --device cuda --transport nccl --side-by-side 4 --results done.jsonl
     python bench/sweep.py --only reduce --json
+    python bench/sweep.py --points 1,2,3 --in-a-row 60    their deaths in one run, each after a rejoin; no lost stages
     python bench/sweep.py --shard         with sharded optimizer states, and 31 points more
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
@@ -16,6 +17,8 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,8 @@ def passed_in(results: Path | None) -> dict[str, Any]:
     if results is None or not results.exists():
         return {}
     rows = (json.loads(line) for line in results.read_text().splitlines())
-    return {row["point"]: row for row in rows if row.get("ok")}
+    passed = [row for row in rows if row.get("ok")]
+    return {name: row for row in passed for name in row.get("points", [row["point"]])}
 
 
 def clean_in(results: Path | None) -> dict[str, Losses]:
@@ -66,7 +70,7 @@ def side_by_side(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, 
     """Parts of the sweep in processes of their own; what each found is in the results' file."""
     command = [sys.executable, __file__, "--results", str(given.results), "--preset", given.preset]
     command += ["--device", given.device, "--precision", given.precision, "--transport", given.transport]
-    command += ["--graphs", given.graphs]
+    command += ["--graphs", given.graphs, "--in-a-row", str(given.in_a_row), "--rest", str(given.rest)]
     command += ["--shards", str(given.shards), *(["--shard"] if given.shard else [])]
     running = [
         subprocess.Popen([*command, "--points", ",".join(str(number) for number, _ in part)])
@@ -99,6 +103,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="points whose name contains this")
     parser.add_argument("--after", type=int, default=0, help="leave out so many points: to resume")
     parser.add_argument("--shard", action="store_true", help="with sharded optimizer states")
+    parser.add_argument(
+        "--in-a-row",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="one run of so many seconds at most, each point after the rejoin of those that died before",
+    )
+    parser.add_argument("--rest", type=float, default=0.1, help="with --in-a-row: seconds per microbatch")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -142,12 +154,19 @@ def one_by_one(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, An
     )
     known = set(sweep.clean)
     results: list[dict[str, Any]] = []
+    tries: list[tuple[int, str, Callable[[], dict[str, Any]]]] = [
+        (number, point.name, partial(sweep.try_point, point)) for number, point in chosen
+    ]
+    if given.in_a_row:
+        all_of_them = [point for _, point in chosen]
+        in_a_row = partial(sweep.try_in_a_row, all_of_them, rest_s=given.rest, limit_s=given.in_a_row)
+        tries = [(0, f"{len(chosen)} points in a row", in_a_row)]
     try:
-        for number, point in chosen:
+        for number, name, run in tries:
             try:
-                result = sweep.try_point(point)
+                result = run()
             except Exception as error:  # one point that cannot be tried does not end the others
-                result = {"point": point.name, "ok": False, "failure": f"{type(error).__name__}: {error}"}
+                result = {"point": name, "ok": False, "failure": f"{type(error).__name__}: {error}"}
             results.append(result)
             if given.results is not None:
                 new = [{"clean": key, "losses": sweep.clean[key]} for key in set(sweep.clean) - known]
@@ -156,7 +175,7 @@ def one_by_one(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, An
                     file.writelines(json.dumps(row) + "\n" for row in [*new, result])
             if not given.json:
                 print(
-                    f"{number:3} {'ok  ' if result['ok'] else 'FAIL'} {point.name:72} "
+                    f"{number:3} {'ok  ' if result['ok'] else 'FAIL'} {result['point']:72} "
                     f"{result.get('seconds', 0):5.1f} s ({result.get('first_step_s', 0):.1f} to start)  "
                     f"difference {result.get('max_relative_loss_difference', 1):.1e}"
                     f"{'' if result['ok'] else '  ' + str(result)}",

@@ -12,6 +12,7 @@ from everstep.engine.job import CheckpointSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from harness.in_a_row import run_in_a_row
 
 TOLERANCE = 1e-6  # relative, for sums in fp32; all other sums have the same bits in any order
 
@@ -245,6 +246,33 @@ class Sweep:
             "first_step_s": round(self.first_step_s, 2),
             "incidents": len(outcome.incidents),
             **compared(clean, outcome, job),
+        }
+
+    def try_in_a_row(self, points: list[Point], *, rest_s: float, limit_s: float) -> dict[str, Any]:
+        """One run with the deaths of all these points, then a clean run of as many steps. For points of one
+        shape that lose no whole stage: after that, the run would begin anew.
+        """
+        job = self._job(points[0])
+        job = replace(job, optimizer=replace(job.optimizer, decay="constant"))  # whatever the number of steps
+        healing = replace(job, transport=self.transport, graphs=self.graphs)  # type: ignore[arg-type]
+        faults = [point.faults for point in points]
+        watch, healed = run_in_a_row(healing, faults, self.fork_server, rest_s=rest_s, limit_s=limit_s)
+        ours = losses_of(healed)
+        clean = losses_of(self.run(replace(job, steps=max(ours, default=1)), ()))
+        different = [step for step, loss in clean.items() if ours.get(step) != loss]
+        return {
+            "point": f"{len(watch.struck)} of {len(points)} points in a row",
+            "points": [points[number].name for number in watch.struck],
+            "missed": [points[number].name for number in watch.missed],
+            "steps": len(clean),
+            "different": different,
+            "first_op_ms": watch.first_op_ms,
+            "issued": healed.issued,
+            "committed": healed.committed,
+            "incidents": len(healed.incidents),
+            "restored": sum(incident.restored_from is not None for incident in healed.incidents),
+            "failure": healed.failure,
+            "ok": len(watch.struck) > 0 and not different and len(ours) == len(clean),
         }
 
     def _job(self, point: Point) -> Job:

@@ -1,6 +1,6 @@
-"""The trial for systems that run a person's own loop: data parallel with gloo, a checkpoint to restart from.
+"""The trial for systems that run your own loop: data parallel by gloo or NCCL, a checkpoint to restart from.
 
-torchrun --standalone --nproc_per_node 2 --max-restarts 3 ddp_train.py DIARY FOLDER STEPS
+torchrun --standalone --nproc_per_node 2 --max-restarts 3 ddp_train.py DIARY FOLDER STEPS DEVICE
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ from torch import nn
 from trial import CHECKPOINT_EVERY, Data, Diary, layers, loss, optimizer
 
 
-def train(diary: Diary, folder: Path, steps: int) -> None:
+def train(diary: Diary, folder: Path, steps: int, device: str) -> None:
     """From the newest checkpoint to the last step. May be called again in the same process after a fault."""
-    dist.init_process_group("gloo")
+    if device == "cuda":  # ranks that share a GPU: for NCCL each is on a machine of its own
+        os.environ.update(NCCL_HOSTID=f"rank-{os.environ['RANK']}", NCCL_SOCKET_IFNAME="lo")
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank, world, life = dist.get_rank(), dist.get_world_size(), f"{os.getpid()} at {time.monotonic()}"
     torch.manual_seed(0)
-    model = nn.Sequential(*(build() for build in layers()))
+    model = nn.Sequential(*(build() for build in layers())).to(device)
     optim, data = optimizer(list(model.named_parameters())), Data()
-    done = load(folder, model, optim)
+    done = load(folder, model, optim, device)
     for step in range(done + 1, steps + 1):
-        x, y = data.batch(step, rank)
+        x, y = (tensor.to(device) for tensor in data.batch(step, rank))
         optim.zero_grad()
         loss(model(x), y).backward()
         average(model, world)
         optim.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
         diary.write(rank=rank, step=step, life=life, world=world)
         if rank == 0 and step % CHECKPOINT_EVERY == 0:
             save(folder, step, model, optim)
@@ -51,19 +56,19 @@ def save(folder: Path, step: int, model: nn.Module, optim: torch.optim.Optimizer
     (folder / "new.pt").rename(folder / "newest.pt")
 
 
-def load(folder: Path, model: nn.Module, optim: torch.optim.Optimizer) -> int:
+def load(folder: Path, model: nn.Module, optim: torch.optim.Optimizer, device: str) -> int:
     if not (folder / "newest.pt").exists():
         return 0
-    state = torch.load(folder / "newest.pt", weights_only=True)
+    state = torch.load(folder / "newest.pt", weights_only=True, map_location=device)
     model.load_state_dict(state["model"])
     optim.load_state_dict(state["optimizer"])
     return state["step"]
 
 
 def main() -> None:
-    diary, folder, steps = sys.argv[1:4]
+    diary, folder, steps, device = sys.argv[1:5]
     torch.set_num_threads(1)
-    train(Diary(diary), Path(folder), int(steps))
+    train(Diary(diary), Path(folder), int(steps), device)
 
 
 if __name__ == "__main__":

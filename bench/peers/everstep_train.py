@@ -1,6 +1,6 @@
 """The trial under Everstep: 2 replicas x 1 stage, one microbatch each; writes the same diary.
 
-python everstep_train.py DIARY FOLDER STEPS
+python everstep_train.py DIARY FOLDER STEPS DEVICE
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 
 
-def job(folder: str, steps: int) -> Job:
+def job(folder: str, steps: int, device: str) -> Job:
     return Job(
+        device=device,
+        transport="nccl" if device == "cuda" else "auto",
         model=ModelSpec(build="trial:layers"),
         data=DataSpec(build="trial:Data"),
         steps=steps,
@@ -33,7 +35,7 @@ def job(folder: str, steps: int) -> Job:
 
 
 def main() -> None:
-    path, folder, steps = sys.argv[1:4]
+    path, folder, steps, device = sys.argv[1:5]
     diary = Diary(path)
 
     def watch(kind: str, what: Any) -> None:
@@ -53,7 +55,7 @@ def main() -> None:
 
     fork_server = ForkServer(threads=1).start()
     try:
-        task = LocalTask(job(folder, int(steps)), fork_server=fork_server, watch=watch)
+        task = LocalTask(job(folder, int(steps), device), fork_server=fork_server, watch=watch)
         outcome = task.run()
     finally:
         fork_server.close()

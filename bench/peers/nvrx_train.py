@@ -1,8 +1,8 @@
 """The trial under NVIDIA's resiliency extension, in process: the survivor restarts `train` without its peer.
 
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python nvrx_train.py DIARY FOLDER STEPS [INTERVAL_MS]
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=… MASTER_PORT=… python nvrx_train.py DIARY FOLDER STEPS DEVICE [MS]
 
-One command a rank: under torchrun a worker's death ends its siblings. Without INTERVAL_MS all its intervals
+One command a rank: under torchrun a worker's death ends its siblings. Without MS all its intervals
 are as they come (1 s).
 """
 
@@ -28,7 +28,7 @@ INTERVALS = (
 
 
 def main() -> None:
-    diary, folder, steps, *interval = sys.argv[1:]
+    diary, folder, steps, device, *interval = sys.argv[1:]
     torch.set_num_threads(1)
     settings = {name: timedelta(milliseconds=int(interval[0])) for name in INTERVALS} if interval else {}
     # NVRx's own store listens one port higher; the training's store moves on with every restart.
@@ -36,7 +36,7 @@ def main() -> None:
 
     # The argument is recognised by its type; without one the function would fail, and be restarted, for ever.
     def restartable(call_wrapper=None) -> None:
-        train(Diary(diary), Path(folder), int(steps))
+        train(Diary(diary), Path(folder), int(steps), device)
 
     restartable.__annotations__["call_wrapper"] = inprocess.CallWrapper
     inprocess.Wrapper(store_kwargs=store, **settings)(restartable)()

@@ -2,6 +2,7 @@
 
     python bench/peers/run.py                     all systems, 3 rounds
     python bench/peers/run.py --only nvrx --json  some of them, as JSON
+    python bench/peers/run.py --device cuda --installed --steps 300    over NCCL, both workers on one GPU
 
 Every system trains the same GPT (trial.py) with two workers of one thread each. When worker 1 has finished
 step 25 we wait for half a step and send it SIGKILL. Times are read from the workers' diary, on one clock
@@ -45,7 +46,7 @@ Commands = list[tuple[list[str], dict[str, str]]]  # to start: arguments, additi
 class System:
     name: str
     environment: str | None  # None: the one this runs in
-    commands: Callable[[Path, list[str]], Commands]  # of the folder of its python, and a trial's arguments
+    commands: Callable[[Path, list[str]], Commands]  # of its python, and a trial's arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +64,18 @@ class Measured:
 # ------------------------------------------------------------------ the systems
 
 
-def _everstep(bin: Path, arguments: list[str]) -> Commands:
-    return [([str(bin / "python"), str(HERE / "everstep_train.py"), *arguments], {})]
+def _everstep(python: Path, arguments: list[str]) -> Commands:
+    return [([str(python), str(HERE / "everstep_train.py"), *arguments], {})]
 
 
-def _torchrun(bin: Path, arguments: list[str]) -> Commands:
-    options = ["--standalone", "--nproc_per_node", "2", "--max-restarts", "3"]
-    return [([str(bin / "torchrun"), *options, str(HERE / "ddp_train.py"), *arguments], {})]
+def _torchrun(python: Path, arguments: list[str]) -> Commands:
+    options = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "3"]
+    return [([str(python), *options, str(HERE / "ddp_train.py"), *arguments], {})]
 
 
 def _nvrx(*interval_ms: str) -> Callable[[Path, list[str]], Commands]:
-    def commands(bin: Path, arguments: list[str]) -> Commands:
-        command = [str(bin / "python"), str(HERE / "nvrx_train.py"), *arguments, *interval_ms]
+    def commands(python: Path, arguments: list[str]) -> Commands:
+        command = [str(python), str(HERE / "nvrx_train.py"), *arguments, *interval_ms]
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_ports()), "WORLD_SIZE": "2"}
         return [(command, {**where, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
 
@@ -85,7 +86,7 @@ SYSTEMS = {
     "everstep": System("Everstep", None, _everstep),
     "nvrx": System("NVRx 0.4.1 in-process, defaults", "nvrx", _nvrx()),
     "nvrx-100ms": System("NVRx 0.4.1 in-process, 100 ms", "nvrx", _nvrx("100")),
-    "torchrun": System("torchrun 2.13 --max-restarts 3", "torchrun", _torchrun),
+    "torchrun": System("torchrun --max-restarts 3", "torchrun", _torchrun),
 }
 
 
@@ -100,10 +101,10 @@ def _free_ports() -> int:
                 return port
 
 
-def prepared(system: System, root: Path) -> Path:
-    """The folder of the system's python, installed on first use."""
-    if system.environment is None:
-        return Path(sys.executable).parent
+def prepared(system: System, root: Path, *, installed: bool) -> Path:
+    """The system's python, with its packages; they are installed on first use, unless this one has them."""
+    if system.environment is None or installed:
+        return Path(sys.executable)
     home = root / system.environment
     stamp, wanted = home / "installed", HERE / f"requirements-{system.environment}.txt"
     if not stamp.exists() or stamp.read_text() != wanted.read_text():
@@ -111,7 +112,7 @@ def prepared(system: System, root: Path) -> Path:
         venv.create(home, with_pip=True, clear=True)
         subprocess.run([home / "bin" / "pip", "install", "--quiet", "-r", wanted], check=True)
         stamp.write_text(wanted.read_text())
-    return home / "bin"
+    return home / "bin" / "python"
 
 
 # ------------------------------------------------------------------ one trial
@@ -120,13 +121,13 @@ def prepared(system: System, root: Path) -> Path:
 class Trial:
     """One run of one system, from its launch to the end of all its processes."""
 
-    def __init__(self, system: System, bin: Path, folder: Path, args: argparse.Namespace) -> None:
+    def __init__(self, system: System, python: Path, folder: Path, args: argparse.Namespace) -> None:
         self.system, self.folder, self.args = system, folder, args
         self.diary, checkpoints = folder / "diary", folder / "checkpoints"
         checkpoints.mkdir()
-        arguments = [str(self.diary), str(checkpoints), str(args.steps)]
+        arguments = [str(self.diary), str(checkpoints), str(args.steps), args.device]
         self.launched = time.monotonic()
-        self.processes = [self._launch(command, env) for command, env in system.commands(bin, arguments)]
+        self.processes = [self._launch(command, env) for command, env in system.commands(python, arguments)]
 
     def run(self) -> Measured:
         try:
@@ -262,11 +263,11 @@ def step_s(lines: list[Line]) -> float:
 
 def rounds(args: argparse.Namespace, root: Path) -> Iterator[Measured]:
     systems = [SYSTEMS[name] for name in args.only or SYSTEMS]
-    bins = [prepared(system, root) for system in systems]
+    pythons = [prepared(system, root, installed=args.installed) for system in systems]
     for number in range(args.rounds):
-        for system, bin in zip(systems, bins, strict=True):
+        for system, python in zip(systems, pythons, strict=True):
             with tempfile.TemporaryDirectory(prefix="trial-") as folder:
-                found = Trial(system, bin, Path(folder), args).run()
+                found = Trial(system, python, Path(folder), args).run()
             told = "hung" if found.hung else f"first {found.first_s:.3f} s, past {found.past_s:.3f} s"
             print(f"  round {number + 1}/{args.rounds} {system.name}: {told}", file=sys.stderr, flush=True)
             yield found
@@ -308,6 +309,8 @@ def main() -> None:
     parser.add_argument("--start-limit-s", type=float, default=180, help="to reach the step of the kill")
     parser.add_argument("--end-limit-s", type=float, default=15, help="for a finished system to exit")
     parser.add_argument("--environments", default="runs/peers", help="where virtual environments are made")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: both workers share one GPU")
+    parser.add_argument("--installed", action="store_true", help="this Python has all packages")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     root = Path(args.environments).resolve()

@@ -28,7 +28,7 @@ class Embed(nn.Module):
         self.places = nn.Embedding(LENGTH, WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        return self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
 
 
 class Block(nn.Module):
