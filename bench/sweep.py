@@ -4,7 +4,7 @@
     python bench/sweep.py --device cuda --precision bf16
     python bench/sweep.py --device cuda --transport nccl --side-by-side 4 --results done.jsonl
     python bench/sweep.py --only reduce --json
-    python bench/sweep.py --points 1,2,3 --in-a-row 60    their deaths in one run, each after a rejoin; no lost stages
+    python bench/sweep.py --points 1,2,3 --in-a-row 60    all in one run, each after the rejoin of the last
     python bench/sweep.py --shard         with sharded optimizer states, and 31 points more
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without

@@ -1,4 +1,4 @@
-"""Many deaths in one run, each at its exact moment, each after the replacements of those before have rejoined.
+"""Many deaths in one run, each at its exact moment, each after the replacements of the last have rejoined.
 
 A run of one death spends most of its time on starting processes; here that is paid once. Every loss of the
 run is compared with that of a run without deaths.

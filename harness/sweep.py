@@ -256,23 +256,21 @@ class Sweep:
         job = replace(job, optimizer=replace(job.optimizer, decay="constant"))  # whatever the number of steps
         healing = replace(job, transport=self.transport, graphs=self.graphs)  # type: ignore[arg-type]
         faults = [point.faults for point in points]
+        started = time.monotonic()
         watch, healed = run_in_a_row(healing, faults, self.fork_server, rest_s=rest_s, limit_s=limit_s)
         ours = losses_of(healed)
         clean = losses_of(self.run(replace(job, steps=max(ours, default=1)), ()))
-        different = [step for step, loss in clean.items() if ours.get(step) != loss]
+        found = compared(clean, healed, job)
         return {
             "point": f"{len(watch.struck)} of {len(points)} points in a row",
             "points": [points[number].name for number in watch.struck],
             "missed": [points[number].name for number in watch.missed],
+            "seconds": round(time.monotonic() - started, 2),
             "steps": len(clean),
-            "different": different,
-            "first_op_ms": watch.first_op_ms,
-            "issued": healed.issued,
-            "committed": healed.committed,
             "incidents": len(healed.incidents),
-            "restored": sum(incident.restored_from is not None for incident in healed.incidents),
-            "failure": healed.failure,
-            "ok": len(watch.struck) > 0 and not different and len(ours) == len(clean),
+            "first_op_ms": watch.first_op_ms,
+            **found,
+            "ok": found["ok"] and bool(watch.struck) and len(ours) == len(clean),
         }
 
     def _job(self, point: Point) -> Job:

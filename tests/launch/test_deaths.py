@@ -169,3 +169,16 @@ def test_with_sharded_states_a_death_leaves_the_losses_of_a_clean_run(sweep: Swe
     assert result["ok"], result
     assert result["max_relative_loss_difference"] == 0.0
     assert result["restored"] == ("owner and guard" in name)
+
+
+@pytest.mark.slow
+def test_deaths_in_a_row_leave_the_losses_of_a_clean_run(sweep: Sweep) -> None:
+    """Each point after the rejoin of the workers that died in the one before."""
+    wanted = ("reduce stage=0,replica=0,step=3,op=R,when=sending", "pair update and forward")
+    sweep.transport = "pipe"
+    result = sweep.try_in_a_row(
+        [point for point in points() if point.name in wanted], rest_s=0.05, limit_s=120.0
+    )
+    assert result["ok"], result
+    assert tuple(result["points"]) == wanted
+    assert result["incidents"] == 3
