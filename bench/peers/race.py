@@ -1,0 +1,191 @@
+"""A race: one fault trace, one model, equal slots, the same time; Everstep and others.
+
+    python bench/peers/race.py --seconds 120 --only everstep --only torchrun
+    python bench/peers/race.py --at-once 3 --cores 4-15 --out race.json --picture race.svg
+    python bench/peers/race.py --read race.json --picture race.svg        only the table and picture
+
+Four workers on two nodes (groups of processes here). A seed gives the faults: three kills, a hang (SIGSTOP), a
+lost node that returns after 15 s, a slow worker. Every worker keeps a diary (step, loss, CLOCK_MONOTONIC), and
+all numbers are computed from diaries, in the same way for all. The clock starts with a system's first step.
+README.md beside this file says how each system is set up and where its settings are from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from racing.course import Course  # noqa: E402
+from racing.picture import picture  # noqa: E402
+from racing.score import apart, score  # noqa: E402
+from racing.systems import SYSTEMS  # noqa: E402
+from racing.trace import Fault, trace  # noqa: E402
+
+Result = dict[str, Any]
+
+
+def main() -> None:
+    args = arguments()
+    if args.read:
+        document = json.loads(Path(args.read).read_text())
+    else:
+        document = race(args)
+        if args.out:
+            Path(args.out).write_text(json.dumps(document))
+    if args.clean_from:
+        compare(document, json.loads(Path(args.clean_from).read_text()))
+    if args.picture:
+        Path(args.picture).write_text(picture(document))
+    print(json.dumps(document) if args.json else table(document))
+
+
+def arguments() -> argparse.Namespace:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser.add_argument("--only", action="append", choices=list(SYSTEMS), help="a system; may be repeated")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=200, help="of each system, from its first step")
+    parser.add_argument("--start-limit-s", type=float, default=60, help="from launch to the first step")
+    parser.add_argument("--clean", action="store_true", help="no faults: the clean curves")
+    parser.add_argument("--clean-from", help="results of such a race, to compare losses with")
+    parser.add_argument("--at-once", type=int, default=1, help="systems that race side by side")
+    parser.add_argument("--cores", help="to share out among those, as 4-15; not pinned if not given")
+    parser.add_argument("--keep", help="folder for logs and diaries; a temporary one if not given")
+    parser.add_argument("--out", help="file for the results")
+    parser.add_argument("--picture", help="file for the picture, SVG")
+    parser.add_argument("--read", help="results of a race that is over; nothing is run")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def race(args: argparse.Namespace) -> Result:
+    names = args.only or list(SYSTEMS)
+    faults = () if args.clean else trace(args.seed, args.seconds)
+    shares = core_shares(args.cores, args.at_once)
+    root = Path(args.keep or tempfile.mkdtemp(prefix="race-")).resolve()
+    results: dict[str, Result] = {}
+    for first in range(0, len(names), args.at_once):
+        threads = []
+        for number, name in enumerate(names[first : first + args.at_once]):
+            port = 20_000 + os.getpid() % 1000 * 10 + 1000 * (first + number)
+            run = (name, root / name, port, shares[number], faults, args, results)
+            threads.append(threading.Thread(target=one, args=run))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if not args.keep:
+        shutil.rmtree(root, ignore_errors=True)
+    machine = {"cpu": cpu(), "cores": os.cpu_count(), "python": platform.python_version()}
+    header = {"seed": args.seed, "seconds": args.seconds, "clean": args.clean, "machine": machine}
+    return {**header, "systems": {name: results[name] for name in names if name in results}}
+
+
+def one(
+    name: str,
+    folder: Path,
+    port: int,
+    cores: str | None,
+    faults: tuple[Fault, ...],
+    args: argparse.Namespace,
+    results: dict[str, Result],
+) -> None:
+    folder.mkdir(parents=True)
+    system, began = SYSTEMS[name], time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - began:6.1f}  {system.name}: {line}", file=sys.stderr, flush=True)
+
+    course = Course(system, folder, port=port, cores=cores, say=say)
+    ran = course.run(faults, args.seconds, args.start_limit_s)
+    found = score(course.lines(), [note["at_s"] for note in course.happened], args.seconds) if ran else None
+    result: Result = {"name": system.name, "version": version(system.package), "settings": system.settings}
+    if found is not None:
+        result |= {
+            "useful_steps": found.useful_steps,
+            "redone_steps": found.redone_steps,
+            "healthy_step_s": round(found.healthy_step_s, 4),
+            "goodput": round(found.goodput, 4),
+            "lost_s": [round(lost, 2) for lost in found.lost_s],
+            "stalled_s": [round(stall, 2) for stall in found.stalled_s],
+            "last_loss": found.last_loss,
+            "relaunched": course.relaunched,
+            "faults": course.happened,
+            "useful_at": [round(at, 2) for at in found.useful_at],
+            "losses": {str(step): loss for step, loss in found.losses.items()},
+        }
+    results[name] = result
+    say(f"{result.get('useful_steps', 'no')} useful steps, {result.get('redone_steps', 0)} redone")
+
+
+def core_shares(cores: str | None, number: int) -> list[str | None]:
+    if cores is None:
+        return [None] * number
+    first, _, last = cores.partition("-")
+    every = list(range(int(first), int(last or first) + 1))
+    each = len(every) // number
+    return [",".join(map(str, every[k * each : (k + 1) * each])) for k in range(number)]
+
+
+def compare(document: Result, clean: Result) -> None:
+    """How far every system's losses are from its own clean run's."""
+    for name, result in document["systems"].items():
+        theirs = clean["systems"].get(name, {}).get("losses", {})
+        found = apart(_by_step(result.get("losses", {})), _by_step(theirs))
+        if found is not None:
+            result["clean"] = {"step": found[0], "apart": found[1], "most_apart": found[2]}
+
+
+def _by_step(losses: dict[str, float]) -> dict[int, float]:
+    return {int(step): loss for step, loss in losses.items()}
+
+
+def table(document: Result) -> str:
+    rows = [
+        f"{'':18} {'version':>10} {'useful':>6} {'redone':>6} {'goodput':>7} {'step ms':>7} {'lost s':>7}  "
+        f"{'seconds lost per fault':40} {'loss':>7}  against clean"
+    ]
+    for result in document["systems"].values():
+        if "useful_steps" not in result:
+            rows.append(f"{result['name']:18} {result['version']:>10} did not finish a step")
+            continue
+        kinds = [fault["kind"] for fault in result["faults"]]
+        lost = " ".join(f"{kind} {s:.1f}" for kind, s in zip(kinds, result["lost_s"], strict=True))
+        clean = result.get("clean")
+        told = f"{clean['apart']:.1e} at step {clean['step']}, at most {clean['most_apart']:.1e}" if clean else "-"
+        rows.append(
+            f"{result['name']:18} {result['version']:>10} {result['useful_steps']:6} {result['redone_steps']:6} "
+            f"{result['goodput']:7.1%} {1e3 * result['healthy_step_s']:7.0f} {sum(result['lost_s']):7.1f}  "
+            f"{lost:40} {result['last_loss']:7.4f}  {told}"
+        )
+    return "\n".join(rows)
+
+
+def version(package: str | None) -> str:
+    try:
+        return importlib.metadata.version(package or "everstep")
+    except importlib.metadata.PackageNotFoundError:
+        return "this tree" if package is None else "?"
+
+
+def cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What a race came to, from the diaries of its workers alone; the same arithmetic for every system.
+
+A step counts when rank 0 writes it down. It is *useful* if no step with its number or a later one was
+finished before, else it is *redone*. The healthy time per step is the median before the first fault. What a
+fault cost is the time until the next fault (or the end) less the useful steps in it at the healthy pace.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+WARM_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    useful_steps: int
+    redone_steps: int
+    healthy_step_s: float
+    goodput: float  # useful steps at the healthy pace, as a part of the time
+    lost_s: tuple[float, ...]  # of each fault
+    stalled_s: tuple[float, ...]  # of each fault: to the first useful step after it
+    last_loss: float
+    useful_at: tuple[float, ...]  # when each useful step ended, since the first one
+    losses: dict[int, float]  # by step; of a redone step the last
+
+
+def finished_steps(lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, int, float]]:
+    """When, which, loss: of rank 0, in the order of time."""
+    rows = (line for line in lines if line["kind"] == "step" and line["rank"] == 0)
+    return sorted((line["at"], line["step"], line["loss"]) for line in rows)
+
+
+def score(lines: Sequence[Mapping[str, Any]], faults_s: Sequence[float], seconds: float) -> Score | None:
+    """`faults_s`: when they happened, since the first step. None if no step was finished."""
+    rows = finished_steps(lines)
+    if not rows:
+        return None
+    began = rows[0][0]
+    frontier, redone, useful_at, losses = 0, 0, [], {}
+    for at, step, loss in rows:
+        if at - began > seconds:
+            break
+        losses[step] = loss
+        if step > frontier:
+            useful_at += [at - began] * (step - frontier)
+            frontier = step
+        else:
+            redone += 1
+    pace = healthy_step_s(useful_at, faults_s[0] if faults_s else seconds)
+    ends = [*faults_s[1:], seconds]
+    lost = [max(0.0, end - at - pace * _between(useful_at, at, end)) for at, end in zip(faults_s, ends, strict=True)]
+    stalled = [next((t for t in useful_at if t > at), seconds) - at for at in faults_s]
+    return Score(
+        useful_steps=frontier,
+        redone_steps=redone,
+        healthy_step_s=pace,
+        goodput=min(1.0, frontier * pace / seconds),
+        lost_s=tuple(lost),
+        stalled_s=tuple(stalled),
+        last_loss=losses[max(losses)],
+        useful_at=tuple(useful_at),
+        losses=losses,
+    )
+
+
+def healthy_step_s(useful_at: Sequence[float], before_s: float) -> float:
+    ends = [at for at in useful_at[WARM_STEPS:] if at < before_s]
+    gaps = [b - a for a, b in pairwise(ends)]
+    return statistics.median(gaps) if gaps else float("nan")
+
+
+def rates(useful_at: Sequence[float], seconds: float, bin_s: float) -> list[float]:
+    """Useful steps per second, bin by bin."""
+    return [_between(useful_at, k * bin_s, (k + 1) * bin_s) / bin_s for k in range(round(seconds / bin_s))]
+
+
+def apart(losses: Mapping[int, float], clean: Mapping[int, float]) -> tuple[int, float, float] | None:
+    """The last step that both have, the difference there, and the largest of all steps."""
+    common = sorted(losses.keys() & clean.keys())
+    if not common:
+        return None
+    gaps = [abs(losses[step] - clean[step]) for step in common]
+    return common[-1], gaps[-1], max(gaps)
+
+
+def _between(times: Sequence[float], begin: float, end: float) -> int:
+    return sum(begin < at <= end for at in times)

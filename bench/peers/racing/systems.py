@@ -1,0 +1,180 @@
+"""How each system is started: its processes, which node they stand for, and where its settings are from.
+
+A part with a node number is ended when that node is lost and started again when the node returns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from racing.trace import NODES, PER_NODE, WORKERS
+
+RACERS = Path(__file__).parents[1] / "racers"
+PYTHON = sys.executable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    name: str
+    command: list[str]
+    node: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    name: str  # as in tables
+    package: str | None  # whose version is written down
+    parts: Callable[[Path, int], list[Part]]  # of the race's folder, and the first of ten free ports
+    settings: str
+
+
+def _racer(name: str) -> str:
+    return str(RACERS / name)
+
+
+def _everstep(folder: Path, port: int) -> list[Part]:
+    command, token = [PYTHON, "-m", "everstep.cli.main"], {"EVERSTEP_TOKEN": "race"}
+    address = f"http://127.0.0.1:{port}"
+    state = str(folder / "state")
+    head = [*command, "coordinator", "--port", str(port), "--state", state, "--restarts-per-node", "1000000"]
+    agent = [*command, "agent", "--slots", str(PER_NODE), "--coordinator", address]
+    submit = [PYTHON, _racer("everstep_submit.py"), address, state]
+    return [
+        Part(name="coordinator", command=head, env=token),
+        *(Part(name=f"agent-{n}", command=[*agent, "--node", f"n{n}"], node=n, env=token) for n in range(NODES)),
+        Part(name="submit", command=submit, env=token),
+    ]
+
+
+def _torchrun(folder: Path, port: int) -> list[Part]:
+    # last_call_timeout: how long a group that is large enough waits for more nodes; 30 s as it comes.
+    options = ["--nnodes", "1:2", "--nproc-per-node", str(PER_NODE), "--max-restarts", "1000"]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "race"]
+    options += ["--rdzv-conf", "last_call_timeout=5", "--local-addr", "127.0.0.1", "--monitor-interval", "0.1"]
+    command = [PYTHON, "-m", "torch.distributed.run", *options, _racer("ddp.py")]
+    return [Part(name=f"agent-{n}", command=command, node=n) for n in range(NODES)]
+
+
+def _nvrx_in_job(folder: Path, port: int) -> list[Part]:
+    options = ["--nnodes", "1:2", "--nproc-per-node", str(PER_NODE), "--max-restarts", "1000"]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "race"]
+    options += ["--rdzv-conf", "last_call_timeout=5", "--local-addr", "127.0.0.1", "--monitor-interval", "0.1"]
+    options += ["--ft-rank-heartbeat-timeout", "5", "--ft-initial-rank-heartbeat-timeout", "60"]
+    options += ["--ft-workload-check-interval", "1", "--workers-stop-timeout", "5"]
+    command = [PYTHON, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", *options]
+    return [Part(name=f"agent-{n}", command=[*command, _racer("ddp.py"), "--beat"], node=n) for n in range(NODES)]
+
+
+def _nvrx(folder: Path, port: int) -> list[Part]:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS)}
+    return [
+        Part(
+            name=f"rank-{rank}",
+            command=[PYTHON, _racer("nvrx.py")],
+            node=rank // PER_NODE,
+            env={**where, "RANK": str(rank), "LOCAL_RANK": str(rank % PER_NODE), "RACE_SLOT": str(rank)},
+        )
+        for rank in range(WORKERS)
+    ]
+
+
+def _dlrover(folder: Path, port: int) -> list[Part]:
+    head = [PYTHON, "-m", "dlrover.python.master.main", "--platform", "local", "--job_name", f"race{port}"]
+    head += ["--port", str(port), "--node_num", str(NODES)]
+    options = ["--nnodes", "1:2", "--nproc_per_node", str(PER_NODE), "--max_restarts", "1000"]
+    options += ["--rdzv-conf", "join_timeout=600,lastcall_timeout=5,pend_timeout=3600", "--monitor-interval", "0.1"]
+    options += ["--save-at-breakpoint", "--training-port", str(port + 5)]
+    command = [PYTHON, "-m", "dlrover.trainer.torch.main", *options, _racer("flash.py")]
+    common = {"DLROVER_MASTER_ADDR": f"127.0.0.1:{port}", "NODE_NUM": str(NODES), "JOB_NAME": f"race{port}"}
+    common |= {"ELASTIC_JOB_NAME": f"race{port}", "POD_IP": "127.0.0.1", "MY_POD_IP": "127.0.0.1"}
+    agents = [
+        Part(
+            name=f"agent-{n}",
+            command=command,
+            node=n,
+            env={**common, "NODE_ID": str(n), "NODE_RANK": str(n), "WORKER_RANK": str(n), "NODE_TYPE": "worker"},
+        )
+        for n in range(NODES)
+    ]
+    return [Part(name="master", command=head, env=common), *agents]
+
+
+def _ray(folder: Path, port: int) -> list[Part]:
+    here = ["--node-ip-address", "127.0.0.1", "--num-cpus", str(PER_NODE), "--block", "--disable-usage-stats"]
+    here += ["--object-store-memory", "100000000"]
+    ray = [PYTHON, "-m", "ray.scripts.scripts", "start", *here]
+    # Its sockets' paths may have 107 characters.
+    head = [*ray, "--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", f"/tmp/ray{port}"]
+    env = {"RACE_RAY": f"127.0.0.1:{port}", "RAY_TMPDIR": f"/tmp/ray{port}"}
+    return [
+        Part(name="node-0", command=head, node=0, env=env),
+        Part(name="node-1", command=[*ray, "--address", f"127.0.0.1:{port}"], node=1, env=env),
+        Part(name="driver", command=[PYTHON, _racer("ray_train.py")], env=env),
+    ]
+
+
+def _torchft(folder: Path, port: int) -> list[Part]:
+    script = _racer("torchft_train.py")
+    head = Part(name="lighthouse", command=[PYTHON, script, "--lighthouse"], env={"RACE_PORT": str(port)})
+    launch = [PYTHON, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "1"]
+    launch += ["--max-restarts", "1000", "--monitor-interval", "0.1"]
+    groups = [
+        Part(
+            name=f"group-{slot}",
+            command=[*launch, "--master-port", str(port + 1 + slot), script],
+            node=slot // PER_NODE,
+            env={"RACE_SLOT": str(slot), "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"},
+        )
+        for slot in range(WORKERS)
+    ]
+    return [head, *groups]
+
+
+SYSTEMS = {
+    "everstep": System(
+        name="Everstep",
+        package=None,
+        parts=_everstep,
+        settings="coordinator, two agents; detection as it comes; checkpoint every 10 steps",
+    ),
+    "torchrun": System(
+        name="torchrun",
+        package="torch",
+        parts=_torchrun,
+        settings="nnodes 1:2, last_call_timeout 5 s, monitor interval 0.1 s, gloo timeout 10 s; checkpoint every 10 steps",
+    ),
+    "torchft": System(
+        name="torchft",
+        package="torchft",
+        parts=_torchft,
+        settings="four groups of one worker, lighthouse as in its README, timeouts 10 s; live recovery, no checkpoint",
+    ),
+    "nvrx": System(
+        name="NVRx in-process",
+        package="nvidia-resiliency-ext",
+        parts=_nvrx,
+        settings="intervals 100 ms, soft timeout 5 s, hard 8 s; checkpoint every 10 steps; lost ranks do not return",
+    ),
+    "nvrx-job": System(
+        name="NVRx ft_launcher",
+        package="nvidia-resiliency-ext",
+        parts=_nvrx_in_job,
+        settings="heartbeat timeout 5 s, nnodes 1:2, last_call_timeout 5 s; checkpoint every 10 steps",
+    ),
+    "dlrover": System(
+        name="DLRover",
+        package="dlrover",
+        parts=_dlrover,
+        settings="local master, two dlrover-run agents; flash checkpoint in memory every step, on disk every 10",
+    ),
+    "ray": System(
+        name="Ray Train",
+        package="ray",
+        parts=_ray,
+        settings="two Ray nodes, 4 workers, max_failures -1, gloo timeout 10 s; checkpoint reported every 10 steps",
+    ),
+}
