@@ -1,7 +1,7 @@
 """A race: one fault trace, one model, equal slots, the same time; Everstep and others.
 
     python bench/peers/race.py --seconds 120 --only everstep --only torchrun
-    python bench/peers/race.py --at-once 3 --cores 4-15 --out race.json --picture race.svg
+    python bench/peers/race.py --at-once 3 --pin --out race.json --picture race.svg
     python bench/peers/race.py --read race.json --picture race.svg        only the table and picture
 
 Four workers on two nodes (groups of processes here). A seed gives the faults: three kills, a hang (SIGSTOP), a
@@ -61,7 +61,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clean", action="store_true", help="no faults: the clean curves")
     parser.add_argument("--clean-from", help="results of such a race, to compare losses with")
     parser.add_argument("--at-once", type=int, default=1, help="systems that race side by side")
-    parser.add_argument("--cores", help="to share out among those, as 4-15; not pinned if not given")
+    parser.add_argument(
+        "--pin", action="store_true", help="share out the cores: each system keeps to its own"
+    )
     parser.add_argument("--keep", help="folder for logs and diaries; a temporary one if not given")
     parser.add_argument("--out", help="file for the results")
     parser.add_argument("--picture", help="file for the picture, SVG")
@@ -73,7 +75,7 @@ def arguments() -> argparse.Namespace:
 def race(args: argparse.Namespace) -> Result:
     names = args.only or list(SYSTEMS)
     faults = () if args.clean else trace(args.seed, args.seconds)
-    shares = core_shares(args.cores, args.at_once)
+    shares = core_shares(args.at_once) if args.pin else [None] * args.at_once
     root = Path(args.keep or tempfile.mkdtemp(prefix="race-")).resolve()
     results: dict[str, Result] = {}
     for first in range(0, len(names), args.at_once):
@@ -130,11 +132,8 @@ def one(
     say(f"{result.get('useful_steps', 'no')} useful steps, {result.get('redone_steps', 0)} redone")
 
 
-def core_shares(cores: str | None, number: int) -> list[str | None]:
-    if cores is None:
-        return [None] * number
-    first, _, last = cores.partition("-")
-    every = list(range(int(first), int(last or first) + 1))
+def core_shares(number: int) -> list[str | None]:
+    every = sorted(os.sched_getaffinity(0))
     each = len(every) // number
     return [",".join(map(str, every[k * each : (k + 1) * each])) for k in range(number)]
 
@@ -164,7 +163,11 @@ def table(document: Result) -> str:
         kinds = [fault["kind"] for fault in result["faults"]]
         lost = " ".join(f"{kind} {s:.1f}" for kind, s in zip(kinds, result["lost_s"], strict=True))
         clean = result.get("clean")
-        told = f"{clean['apart']:.1e} at step {clean['step']}, at most {clean['most_apart']:.1e}" if clean else "-"
+        told = (
+            f"{clean['apart']:.1e} at step {clean['step']}, at most {clean['most_apart']:.1e}"
+            if clean
+            else "-"
+        )
         rows.append(
             f"{result['name']:18} {result['version']:>10} {result['useful_steps']:6} {result['redone_steps']:6} "
             f"{result['goodput']:7.1%} {1e3 * result['healthy_step_s']:7.0f} {sum(result['lost_s']):7.1f}  "

@@ -114,7 +114,12 @@ class Disk:
 
 
 def run(
-    diary: Diary, training: Training, checkpoints: Any, rank: int, world: int, beat: Callable[[], None] = lambda: None
+    diary: Diary,
+    training: Training,
+    checkpoints: Any,
+    rank: int,
+    world: int,
+    beat: Callable[[], None] = lambda: None,
 ) -> None:
     """From the newest checkpoint to the end of the race; gloo's default group is ready."""
     import torch.distributed as dist

@@ -40,7 +40,11 @@ def main() -> None:
     empty = torch.zeros(sum(p.numel() for p in training.model.parameters()) + 1)
     while True:
         manager.start_quorum()
-        rank, world, step = manager.participating_rank(), manager.num_participants(), manager.current_step() + 1
+        rank, world, step = (
+            manager.participating_rank(),
+            manager.num_participants(),
+            manager.current_step() + 1,
+        )
         counts = rank is not None and manager.is_participating()
         summed = training.gradients(step, rank, world) if counts else empty.clone()
         manager.allreduce(summed, reduce_op=ReduceOp.SUM).wait()

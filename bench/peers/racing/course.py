@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -20,7 +22,9 @@ SLOW_ON_S, SLOW_OFF_S = 0.03, 0.06
 
 
 class Course:
-    def __init__(self, system: System, folder: Path, *, port: int, cores: str | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, system: System, folder: Path, *, port: int, cores: str | None, say: Callable[[str], None]
+    ) -> None:
         self.system, self.folder, self.cores, self.say = system, folder, cores, say
         self.diary = folder / "diary"
         self.parts = {part.name: part for part in system.parts(folder, port)}
@@ -72,7 +76,13 @@ class Course:
         command = ["taskset", "-c", self.cores, *part.command] if self.cores else part.command
         with (self.folder / f"{part.name}.log").open("ab") as log:
             self.processes[part.name] = subprocess.Popen(
-                command, env=env, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                env=env,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def _first_step(self, limit_s: float) -> float | None:
@@ -95,9 +105,20 @@ class Course:
         for name, process in list(self.processes.items()):
             if process.poll() is not None and self.parts[name].node not in self.away:
                 del self.processes[name]
+                if not self.system.rejoins:
+                    self.say(f"{name} ended with {process.returncode}")
+                    if not self.processes:
+                        self.relaunched += 1
+                        self._later(RELAUNCH_AFTER_S, self._start_all)
+                    continue
                 self.relaunched += 1
                 self.say(f"{name} ended with {process.returncode}; started again in {RELAUNCH_AFTER_S:.0f} s")
                 self._later(RELAUNCH_AFTER_S, lambda part=self.parts[name]: self._start_if_here(part))
+
+    def _start_all(self) -> None:
+        self.say("everything has ended; all start again")
+        for part in self.parts.values():
+            self._start(part)
 
     def _start_if_here(self, part: Part) -> None:
         if part.node not in self.away and part.name not in self.processes:
@@ -124,7 +145,10 @@ class Course:
         note = {"kind": fault.kind, "slot": slot, "planned_s": fault.at_s}
         note["at_s"] = round(time.monotonic() - began, 3)
         self.happened.append(note)
-        self.say(f"{note['at_s']:6.1f} s  {fault.kind}  " + (f"node {node}" if fault.kind == "node" else f"worker {slot}"))
+        self.say(
+            f"{note['at_s']:6.1f} s  {fault.kind}  "
+            + (f"node {node}" if fault.kind == "node" else f"worker {slot}")
+        )
         if fault.kind == "node":
             self._lose(node)
         elif slot is None:
@@ -159,18 +183,27 @@ class Course:
                 doomed += [*descendants(process.pid), process.pid]
         for pid in doomed:
             _signal(pid, signal.SIGKILL)
+        for pattern in (
+            pattern for part in self.parts.values() if part.node == node for pattern in part.memory
+        ):
+            for path in map(Path, glob.glob(pattern)):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self._later(NODE_AWAY_S, lambda: self._return(node))
 
     def _return(self, node: int) -> None:
         self.away.discard(node)
         self.say(f"node {node} is back")
+        if not self.system.rejoins:
+            return
         for part in self.parts.values():
             if part.node == node:
                 self._start(part)
 
     def end(self) -> None:
         """Everything that this race started."""
-        everyone = {pid for process in self.processes.values() for pid in [*descendants(process.pid), process.pid]}
+        everyone = {
+            pid for process in self.processes.values() for pid in [*descendants(process.pid), process.pid]
+        }
         everyone |= set(self.workers().values())
         for pid in everyone:
             _signal(pid, signal.SIGKILL)

@@ -40,7 +40,9 @@ def picture(document: dict[str, Any]) -> str:
     faults = systems[0]["faults"] if systems else []
     for fault in faults:
         x = LEFT + fault["planned_s"] * scale
-        parts.append(f'<text x="{x:.1f}" y="{TOP - 12}" class="small" text-anchor="middle">{MARKS[fault["kind"]]}</text>')
+        parts.append(
+            f'<text x="{x:.1f}" y="{TOP - 12}" class="small" text-anchor="middle">{MARKS[fault["kind"]]}</text>'
+        )
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{height - 24}" class="fault" '
             'stroke-width="1" stroke-dasharray="2 3"/>'

@@ -53,7 +53,10 @@ def score(lines: Sequence[Mapping[str, Any]], faults_s: Sequence[float], seconds
             redone += 1
     pace = healthy_step_s(useful_at, faults_s[0] if faults_s else seconds)
     ends = [*faults_s[1:], seconds]
-    lost = [max(0.0, end - at - pace * _between(useful_at, at, end)) for at, end in zip(faults_s, ends, strict=True)]
+    lost = [
+        max(0.0, end - at - pace * _between(useful_at, at, end))
+        for at, end in zip(faults_s, ends, strict=True)
+    ]
     stalled = [next((t for t in useful_at if t > at), seconds) - at for at in faults_s]
     return Score(
         useful_steps=frontier,

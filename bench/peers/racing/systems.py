@@ -22,6 +22,7 @@ class Part:
     command: list[str]
     node: int | None = None
     env: dict[str, str] = field(default_factory=dict)
+    memory: tuple[str, ...] = ()  # globs of what is in its node's memory and is lost with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class System:
     package: str | None  # whose version is written down
     parts: Callable[[Path, int], list[Part]]  # of the race's folder, and the first of ten free ports
     settings: str
+    rejoins: bool = True  # whether a part that is started again can take part; if not, all start together
 
 
 def _racer(name: str) -> str:
@@ -45,7 +47,10 @@ def _everstep(folder: Path, port: int) -> list[Part]:
     submit = [PYTHON, _racer("everstep_submit.py"), address, state]
     return [
         Part(name="coordinator", command=head, env=token),
-        *(Part(name=f"agent-{n}", command=[*agent, "--node", f"n{n}"], node=n, env=token) for n in range(NODES)),
+        *(
+            Part(name=f"agent-{n}", command=[*agent, "--node", f"n{n}"], node=n, env=token)
+            for n in range(NODES)
+        ),
         Part(name="submit", command=submit, env=token),
     ]
 
@@ -54,29 +59,40 @@ def _torchrun(folder: Path, port: int) -> list[Part]:
     # last_call_timeout: how long a group that is large enough waits for more nodes; 30 s as it comes.
     options = ["--nnodes", "1:2", "--nproc-per-node", str(PER_NODE), "--max-restarts", "1000"]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "race"]
-    options += ["--rdzv-conf", "last_call_timeout=5", "--local-addr", "127.0.0.1", "--monitor-interval", "0.1"]
+    options += [
+        "--rdzv-conf",
+        "last_call_timeout=5",
+        "--local-addr",
+        "127.0.0.1",
+        "--monitor-interval",
+        "0.1",
+    ]
     command = [PYTHON, "-m", "torch.distributed.run", *options, _racer("ddp.py")]
     return [Part(name=f"agent-{n}", command=command, node=n) for n in range(NODES)]
 
 
 def _nvrx_in_job(folder: Path, port: int) -> list[Part]:
-    options = ["--nnodes", "1:2", "--nproc-per-node", str(PER_NODE), "--max-restarts", "1000"]
+    # Of MIN:MAX nodes MIN train and the rest are spares; there is none here.
+    options = ["--nnodes", "2", "--nproc-per-node", str(PER_NODE), "--max-restarts", "1000"]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "race"]
-    options += ["--rdzv-conf", "last_call_timeout=5", "--local-addr", "127.0.0.1", "--monitor-interval", "0.1"]
+    options += ["--local-addr", "127.0.0.1", "--monitor-interval", "0.1"]
     options += ["--ft-rank-heartbeat-timeout", "5", "--ft-initial-rank-heartbeat-timeout", "60"]
     options += ["--ft-workload-check-interval", "1", "--workers-stop-timeout", "5"]
     command = [PYTHON, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", *options]
-    return [Part(name=f"agent-{n}", command=[*command, _racer("ddp.py"), "--beat"], node=n) for n in range(NODES)]
+    return [
+        Part(name=f"agent-{n}", command=[*command, _racer("ddp.py"), "--beat"], node=n) for n in range(NODES)
+    ]
 
 
 def _nvrx(folder: Path, port: int) -> list[Part]:
+    # Without LOCAL_RANK: with it the wrapper checks a GPU of that number before every restart.
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS)}
     return [
         Part(
             name=f"rank-{rank}",
             command=[PYTHON, _racer("nvrx.py")],
             node=rank // PER_NODE,
-            env={**where, "RANK": str(rank), "LOCAL_RANK": str(rank % PER_NODE), "RACE_SLOT": str(rank)},
+            env={**where, "RANK": str(rank), "RACE_SLOT": str(rank)},
         )
         for rank in range(WORKERS)
     ]
@@ -86,17 +102,23 @@ def _dlrover(folder: Path, port: int) -> list[Part]:
     head = [PYTHON, "-m", "dlrover.python.master.main", "--platform", "local", "--job_name", f"race{port}"]
     head += ["--port", str(port), "--node_num", str(NODES)]
     options = ["--nnodes", "1:2", "--nproc_per_node", str(PER_NODE), "--max_restarts", "1000"]
-    options += ["--rdzv-conf", "join_timeout=600,lastcall_timeout=5,pend_timeout=3600", "--monitor-interval", "0.1"]
+    options += [
+        "--rdzv-conf",
+        "join_timeout=600,lastcall_timeout=5,pend_timeout=3600",
+        "--monitor-interval",
+        "0.1",
+    ]
     options += ["--save-at-breakpoint", "--training-port", str(port + 5)]
     command = [PYTHON, "-m", "dlrover.trainer.torch.main", *options, _racer("flash.py")]
-    common = {"DLROVER_MASTER_ADDR": f"127.0.0.1:{port}", "NODE_NUM": str(NODES), "JOB_NAME": f"race{port}"}
-    common |= {"ELASTIC_JOB_NAME": f"race{port}", "POD_IP": "127.0.0.1", "MY_POD_IP": "127.0.0.1"}
+    common = {"DLROVER_MASTER_ADDR": f"127.0.0.1:{port}", "NODE_NUM": str(NODES), "POD_IP": "127.0.0.1"}
     agents = [
         Part(
             name=f"agent-{n}",
             command=command,
             node=n,
-            env={**common, "NODE_ID": str(n), "NODE_RANK": str(n), "WORKER_RANK": str(n), "NODE_TYPE": "worker"},
+            # Sockets and shared memory are named after the job: two nodes on one host need two names.
+            env={**common, "NODE_ID": str(n), "NODE_RANK": str(n), "ELASTIC_JOB_NAME": f"race{port}n{n}"},
+            memory=(f"/dev/shm/*race{port}n{n}*", f"/tmp/ckpt_sock/race{port}n{n}"),
         )
         for n in range(NODES)
     ]
@@ -108,7 +130,16 @@ def _ray(folder: Path, port: int) -> list[Part]:
     here += ["--object-store-memory", "100000000"]
     ray = [PYTHON, "-m", "ray.scripts.scripts", "start", *here]
     # Its sockets' paths may have 107 characters.
-    head = [*ray, "--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", f"/tmp/ray{port}"]
+    head = [
+        *ray,
+        "--head",
+        "--port",
+        str(port),
+        "--include-dashboard",
+        "false",
+        "--temp-dir",
+        f"/tmp/ray{port}",
+    ]
     env = {"RACE_RAY": f"127.0.0.1:{port}", "RAY_TMPDIR": f"/tmp/ray{port}"}
     return [
         Part(name="node-0", command=head, node=0, env=env),
@@ -158,12 +189,13 @@ SYSTEMS = {
         package="nvidia-resiliency-ext",
         parts=_nvrx,
         settings="intervals 100 ms, soft timeout 5 s, hard 8 s; checkpoint every 10 steps; lost ranks do not return",
+        rejoins=False,
     ),
     "nvrx-job": System(
         name="NVRx ft_launcher",
         package="nvidia-resiliency-ext",
         parts=_nvrx_in_job,
-        settings="heartbeat timeout 5 s, nnodes 1:2, last_call_timeout 5 s; checkpoint every 10 steps",
+        settings="heartbeat timeout 5 s, workers stop timeout 5 s, nnodes 2; checkpoint every 10 steps",
     ),
     "dlrover": System(
         name="DLRover",
