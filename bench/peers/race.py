@@ -4,10 +4,10 @@
     python bench/peers/race.py --at-once 3 --pin --out race.json --picture race.svg
     python bench/peers/race.py --read race.json --picture race.svg        only the table and picture
 
-Four workers on two nodes (groups of processes here). A seed gives the faults: three kills, a hang (SIGSTOP), a
-lost node that returns after 15 s, a slow worker. Every worker keeps a diary (step, loss, CLOCK_MONOTONIC), and
-all numbers are computed from diaries, in the same way for all. The clock starts with a system's first step.
-README.md beside this file says how each system is set up and where its settings are from.
+Four workers on two nodes (groups of processes here). A seed gives the faults: three kills, a hang
+(SIGSTOP), a lost node that returns after 15 s, a slow worker. Every worker keeps a diary (step, loss,
+CLOCK_MONOTONIC), and all numbers are computed from diaries, in the same way for all. The clock starts with a
+system's first step. README.md beside this file says how each system is set up, and why so.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -25,13 +26,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from racing.course import Course  # noqa: E402
-from racing.picture import picture  # noqa: E402
-from racing.score import apart, score  # noqa: E402
-from racing.systems import SYSTEMS  # noqa: E402
-from racing.trace import Fault, trace  # noqa: E402
+from racing.course import Course
+from racing.picture import picture
+from racing.systems import SYSTEMS
+
+from harness.race_score import apart, score
+from harness.race_trace import Fault, trace
 
 Result = dict[str, Any]
 
@@ -78,11 +80,13 @@ def race(args: argparse.Namespace) -> Result:
     shares = core_shares(args.at_once) if args.pin else [None] * args.at_once
     root = Path(args.keep or tempfile.mkdtemp(prefix="race-")).resolve()
     results: dict[str, Result] = {}
+    courses: list[Course] = []
+    signal.signal(signal.SIGTERM, lambda *_: [course.stop.set() for course in courses])
     for first in range(0, len(names), args.at_once):
         threads = []
         for number, name in enumerate(names[first : first + args.at_once]):
             port = 20_000 + os.getpid() % 1000 * 10 + 1000 * (first + number)
-            run = (name, root / name, port, shares[number], faults, args, results)
+            run = (name, root / name, port, shares[number], faults, args, results, courses)
             threads.append(threading.Thread(target=one, args=run))
         for thread in threads:
             thread.start()
@@ -103,6 +107,7 @@ def one(
     faults: tuple[Fault, ...],
     args: argparse.Namespace,
     results: dict[str, Result],
+    courses: list[Course],
 ) -> None:
     folder.mkdir(parents=True)
     system, began = SYSTEMS[name], time.monotonic()
@@ -111,6 +116,7 @@ def one(
         print(f"{time.monotonic() - began:6.1f}  {system.name}: {line}", file=sys.stderr, flush=True)
 
     course = Course(system, folder, port=port, cores=cores, say=say)
+    courses.append(course)
     ran = course.run(faults, args.seconds, args.start_limit_s)
     found = score(course.lines(), [note["at_s"] for note in course.happened], args.seconds) if ran else None
     result: Result = {"name": system.name, "version": version(system.package), "settings": system.settings}
@@ -169,9 +175,9 @@ def table(document: Result) -> str:
             else "-"
         )
         rows.append(
-            f"{result['name']:18} {result['version']:>10} {result['useful_steps']:6} {result['redone_steps']:6} "
-            f"{result['goodput']:7.1%} {1e3 * result['healthy_step_s']:7.0f} {sum(result['lost_s']):7.1f}  "
-            f"{lost:40} {result['last_loss']:7.4f}  {told}"
+            f"{result['name']:18} {result['version']:>10} {result['useful_steps']:6} "
+            f"{result['redone_steps']:6} {result['goodput']:7.1%} {1e3 * result['healthy_step_s']:7.0f} "
+            f"{sum(result['lost_s']):7.1f}  {lost:40} {result['last_loss']:7.4f}  {told}"
         )
     return "\n".join(rows)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from trial import LENGTH, ROWS, layers, loss, optimizer  # noqa: E402
+from trial import LENGTH, ROWS, layers, loss, optimizer
 
 MICROBATCHES, CHECKPOINT_EVERY, STEPS = 8, 10, 1_000_000
 TIMEOUT_S = float(os.environ.get("RACE_TIMEOUT_S", "10"))  # of a collective

@@ -9,13 +9,15 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from racing.systems import Part, System
-from racing.trace import NODE_AWAY_S, OPERATOR_S, PER_NODE, SLOW_FOR_S, Fault
+
+from harness.race_trace import NODE_AWAY_S, OPERATOR_S, PER_NODE, SLOW_FOR_S, Fault
 
 RELAUNCH_AFTER_S = 5.0  # a part that ended by itself, as a scheduler would
 SLOW_ON_S, SLOW_OFF_S = 0.03, 0.06
@@ -32,6 +34,7 @@ class Course:
         self.due: list[tuple[float, Callable[[], None]]] = []  # what is to be done later
         self.happened: list[dict[str, Any]] = []
         self.relaunched = 0
+        self.stop = threading.Event()
         self.away: set[int] = set()
         self._lines: list[dict[str, Any]] = []
         self._read = 0
@@ -49,7 +52,7 @@ class Course:
             self.say(f"first step after {began - self.launched:.1f} s")
             for fault in faults:
                 self.due.append((began + fault.at_s, lambda fault=fault: self._do(fault, began)))
-            while time.monotonic() < began + seconds:
+            while time.monotonic() < began + seconds and not self.stop.is_set():
                 self._turn()
                 time.sleep(0.02)
             return True
@@ -87,7 +90,7 @@ class Course:
 
     def _first_step(self, limit_s: float) -> float | None:
         deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self.stop.is_set():
             at = [line["at"] for line in self.lines() if line["kind"] == "step"]
             if at:
                 return min(at)
@@ -128,7 +131,7 @@ class Course:
         self.due.append((time.monotonic() + seconds, act))
 
     def workers(self) -> dict[int, int]:
-        """The newest live worker of every slot; a worker is known by its diary or, of Everstep, by its node."""
+        """The newest worker of every slot that is alive."""
         found: dict[int, int] = {}
         for line in self.lines():
             if line["slot"] >= 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from racing.score import rates
+from harness.race_score import rates
 
 WIDTH, LEFT, RIGHT, TOP, STRIP, GAP = 760, 118, 96, 46, 44, 12
 BIN_S = 2.5
@@ -17,7 +17,7 @@ STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #1f2328 }
   .small { font-size: 10.5px; fill: #59636e }
   .ours { fill: #1a7f37 } .theirs { fill: #8c959f } .base { stroke: #d0d7de } .fault { stroke: #cf222e }
-  .name { font-weight: 600 }
+  .name { font-weight: 600 } .mid { text-anchor: middle } .end { text-anchor: end }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3 } .small { fill: #9198a1 }
     .ours { fill: #3fb950 } .theirs { fill: #6e7681 } .base { stroke: #3d444d } .fault { stroke: #f85149 }
@@ -34,15 +34,13 @@ def picture(document: dict[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">',
         f"<title>Useful steps per second of {len(systems)} systems under the same faults</title>",
         f"<style>{STYLE}\n</style>",
-        f'<text x="{LEFT}" y="14" class="small">useful steps per second, four workers, the same faults for all; '
+        f'<text x="{LEFT}" y="14" class="small">useful steps per second, four workers, the same faults; '
         f"top of a strip: {top_rate:.0f} per second</text>",
     ]
     faults = systems[0]["faults"] if systems else []
     for fault in faults:
         x = LEFT + fault["planned_s"] * scale
-        parts.append(
-            f'<text x="{x:.1f}" y="{TOP - 12}" class="small" text-anchor="middle">{MARKS[fault["kind"]]}</text>'
-        )
+        parts.append(f'<text x="{x:.1f}" y="{TOP - 12}" class="small mid">{MARKS[fault["kind"]]}</text>')
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{height - 24}" class="fault" '
             'stroke-width="1" stroke-dasharray="2 3"/>'
@@ -51,7 +49,7 @@ def picture(document: dict[str, Any]) -> str:
         parts += strip(result, TOP + number * (STRIP + GAP), scale, seconds, top_rate)
     for mark in range(0, int(seconds) + 1, 50):
         x = LEFT + mark * scale
-        parts.append(f'<text x="{x:.1f}" y="{height - 6}" class="small" text-anchor="middle">{mark} s</text>')
+        parts.append(f'<text x="{x:.1f}" y="{height - 6}" class="small mid">{mark} s</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -67,8 +65,8 @@ def strip(result: dict[str, Any], top: float, scale: float, seconds: float, top_
     kind = "ours" if result["name"] == "Everstep" else "theirs"
     lost = sum(result["lost_s"])
     return [
-        f'<text x="{LEFT - 8}" y="{top + 20}" text-anchor="end" class="name">{escape(result["name"])}</text>',
-        f'<text x="{LEFT - 8}" y="{top + 35}" text-anchor="end" class="small">{escape(result["version"])}</text>',
+        f'<text x="{LEFT - 8}" y="{top + 20}" class="name end">{escape(result["name"])}</text>',
+        f'<text x="{LEFT - 8}" y="{top + 35}" class="small end">{escape(result["version"])}</text>',
         f'<path d="{"".join(path)}" class="{kind}"/>',
         f'<line x1="{LEFT}" x2="{right:.1f}" y1="{base}" y2="{base}" class="base"/>',
         f'<text x="{right + 8:.1f}" y="{top + 20}" class="name">{result["useful_steps"]} steps</text>',

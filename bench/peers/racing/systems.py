@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from racing.trace import NODES, PER_NODE, WORKERS
+from harness.race_trace import NODES, PER_NODE, WORKERS
 
 RACERS = Path(__file__).parents[1] / "racers"
 PYTHON = sys.executable
@@ -170,43 +170,43 @@ SYSTEMS = {
         name="Everstep",
         package=None,
         parts=_everstep,
-        settings="coordinator, two agents; detection as it comes; checkpoint every 10 steps",
+        settings="coordinator, two agents; detection as it comes",
     ),
     "torchrun": System(
         name="torchrun",
         package="torch",
         parts=_torchrun,
-        settings="nnodes 1:2, last_call_timeout 5 s, monitor interval 0.1 s, gloo timeout 10 s; checkpoint every 10 steps",
+        settings="nnodes 1:2, last_call_timeout 5 s, monitor interval 0.1 s, gloo timeout 10 s",
     ),
     "torchft": System(
         name="torchft",
         package="torchft",
         parts=_torchft,
-        settings="four groups of one worker, lighthouse as in its README, timeouts 10 s; live recovery, no checkpoint",
+        settings="four groups of one worker, lighthouse as in its README, timeouts 10 s",
     ),
     "nvrx": System(
         name="NVRx in-process",
         package="nvidia-resiliency-ext",
         parts=_nvrx,
-        settings="intervals 100 ms, soft timeout 5 s, hard 8 s; checkpoint every 10 steps; lost ranks do not return",
+        settings="intervals 100 ms, soft timeout 5 s, hard timeout 8 s; lost ranks do not return",
         rejoins=False,
     ),
     "nvrx-job": System(
         name="NVRx ft_launcher",
         package="nvidia-resiliency-ext",
         parts=_nvrx_in_job,
-        settings="heartbeat timeout 5 s, workers stop timeout 5 s, nnodes 2; checkpoint every 10 steps",
+        settings="heartbeat timeout 5 s, workers stop timeout 5 s, nnodes 2",
     ),
     "dlrover": System(
         name="DLRover",
         package="dlrover",
         parts=_dlrover,
-        settings="local master, two dlrover-run agents; flash checkpoint in memory every step, on disk every 10",
+        settings="local master, two agents; flash checkpoint in memory after every step",
     ),
     "ray": System(
         name="Ray Train",
         package="ray",
         parts=_ray,
-        settings="two Ray nodes, 4 workers, max_failures -1, gloo timeout 10 s; checkpoint reported every 10 steps",
+        settings="two Ray nodes, 4 workers, max_failures -1, gloo timeout 10 s",
     ),
 }

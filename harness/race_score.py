@@ -52,7 +52,7 @@ def score(lines: Sequence[Mapping[str, Any]], faults_s: Sequence[float], seconds
         else:
             redone += 1
     pace = healthy_step_s(useful_at, faults_s[0] if faults_s else seconds)
-    ends = [*faults_s[1:], seconds]
+    ends = [*faults_s[1:], seconds] if faults_s else []
     lost = [
         max(0.0, end - at - pace * _between(useful_at, at, end))
         for at, end in zip(faults_s, ends, strict=True)
