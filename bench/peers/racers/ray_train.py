@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,14 @@ def worker(config: dict[str, Any]) -> None:
 def main() -> None:
     here = str(Path(__file__).parent)
     env = {"env_vars": {"PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}}
-    ray.init(address=os.environ["RACE_RAY"], runtime_env=env, log_to_driver=True)
+    for _ in range(60):  # until both nodes are up
+        try:
+            ray.init(address=os.environ["RACE_RAY"], runtime_env=env, log_to_driver=True)
+            break
+        except ConnectionError:
+            time.sleep(0.5)
+    while ray.cluster_resources().get("CPU", 0) < 4:
+        time.sleep(0.2)
     TorchTrainer(
         worker,
         torch_config=TorchConfig(backend="gloo", timeout_s=int(TIMEOUT_S)),

@@ -129,6 +129,7 @@ def _ray(folder: Path, port: int) -> list[Part]:
     here = ["--node-ip-address", "127.0.0.1", "--num-cpus", str(PER_NODE), "--block", "--disable-usage-stats"]
     here += ["--object-store-memory", "100000000"]
     ray = [PYTHON, "-m", "ray.scripts.scripts", "start", *here]
+    again = ["bash", "-c", 'for i in $(seq 60); do "$@"; sleep 1; done', "-"]  # until the head is up
     # Its sockets' paths may have 107 characters.
     head = [
         *ray,
@@ -143,7 +144,7 @@ def _ray(folder: Path, port: int) -> list[Part]:
     env = {"RACE_RAY": f"127.0.0.1:{port}", "RAY_TMPDIR": f"/tmp/ray{port}"}
     return [
         Part(name="node-0", command=head, node=0, env=env),
-        Part(name="node-1", command=[*ray, "--address", f"127.0.0.1:{port}"], node=1, env=env),
+        Part(name="node-1", command=[*again, *ray, "--address", f"127.0.0.1:{port}"], node=1, env=env),
         Part(name="driver", command=[PYTHON, _racer("ray_train.py")], env=env),
     ]
 
