@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             torch.cuda.reset_peak_memory_stats()
         job = job_of(args, accumulate)
         worker = OneWorker(job, 0)
-        if with_kernel and not worker.stage.sums._has_kernel:
+        if with_kernel and not worker.stage.sums.has_kernels:
             rows.append({"sums": name, "kernel": "not usable here"})
             continue
         times, weights = [], []
@@ -178,7 +178,7 @@ def bits(args: argparse.Namespace) -> dict[str, Any]:
             "orders": args.orders,
             "equal": all(torch.equal(results[0], other) for other in results),
             "promoted": promoted > 0,
-            "kernel": made._has_kernel,
+            "kernel": made.has_kernels,
         }
     return found
 

@@ -1,21 +1,28 @@
-"""One pass over memory instead of six: a contribution is rounded, added to a strict sum, and its peak taken.
+"""Own kernels for strict sums on a GPU: one pass over memory where torch's operations need six.
 
-The same integers as `sums` makes with torch's own operations, which remain the reference and the fallback. A
-kernel is used after it has given their bits on a sample, once per process and device; where Triton or its
-compiler is missing, or anything goes wrong, the reference is used and nothing else changes.
+    add     a contribution is rounded, added to a sum, and its peak taken
+    mean    all workers' sums of a stretch are added up, scaled and divided
+
+The same integers and the same means as `sums` makes with torch's own operations, which remain the reference
+and the fallback. Kernels are used after they have given the reference's bits on a sample, once per process and
+device; where Triton or its compiler is missing, or anything goes wrong, the reference is used and nothing else
+changes.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_OFFSET = 1.5 * 2.0**52  # where an fp64's last bit is 1: added to x / unit, it rounds
-_ELEMENTS = 1024  # of a block
+from everstep.engine import device as devices
+
+OFFSET = 1.5 * 2.0**52  # where an fp64's last bit is 1: added to x / unit, it rounds
+BLOCK = 2048  # elements
 _SAMPLE = 100_003
 
 
@@ -24,59 +31,158 @@ def _compiled() -> Any:
     import triton
     import triton.language as tl
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def add(total_at, x_at, offset_at, peak_at, count, SIGN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # Backwards: what the product has written last is still in the cache, and sums are not to displace it.
+    @triton.jit(do_not_specialize=["index"])  # type: ignore[untyped-decorator]
+    def add(  # type: ignore[no-untyped-def]
+        total_at,
+        x_at,
+        offsets_at,
+        peaks_at,
+        index,
+        count,
+        SIGN: tl.constexpr,
+        FIRST: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        block = tl.num_programs(0) - 1 - tl.program_id(0)
+        at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         here = at < count
-        x = tl.load(x_at + at, mask=here, other=0.0).to(tl.float32)
-        offset = tl.load(offset_at)
+        x = tl.load(x_at + at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+        offset = tl.load(offsets_at + index)
         placed = x.to(tl.float64) + offset
         units = placed.to(tl.int64, bitcast=True) - offset.to(tl.int64, bitcast=True)
-        total = tl.load(total_at + at, mask=here, other=0)
-        tl.store(total_at + at, total + SIGN * units.to(total.dtype), mask=here)
-        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        tl.atomic_max(peak_at, tl.max(bits, axis=0))
+        if FIRST:
+            made = units.to(total_at.dtype.element_ty)
+            tl.store(total_at + at, made, mask=here, eviction_policy="evict_first")
+        elif most > 0:  # rows of a table that no token asked for are all zeros
+            total = tl.load(total_at + at, mask=here, other=0, eviction_policy="evict_first")
+            total += SIGN * units.to(total.dtype)
+            tl.store(total_at + at, total, mask=here, eviction_policy="evict_first")
+        if most > tl.load(peaks_at + index):
+            tl.atomic_max(peaks_at + index, most)
 
-    return triton, add
+    @triton.jit(do_not_specialize=["first_block", "start", "stop", "origin", "num_parts"])  # type: ignore[untyped-decorator]
+    def mean(  # type: ignore[no-untyped-def]
+        out_at,
+        parts_at,
+        slots_at,
+        starts_at,
+        ends_at,
+        rooms_at,
+        scales_at,
+        first_block,
+        start,
+        stop,
+        origin,
+        num_parts,
+        num_slots,
+        KIND: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        block = tl.program_id(0) + first_block
+        slot = tl.load(slots_at + block)
+        at = tl.load(starts_at + block) + tl.arange(0, BLOCK)
+        here = (at >= start) & (at < stop) & (at < tl.load(rooms_at + slot))
+        real = here & (at < tl.load(ends_at + slot))
+        total = tl.zeros((BLOCK,), dtype=KIND)
+        for part in range(num_parts):
+            part_at = tl.load(parts_at + part).to(tl.pointer_type(KIND))
+            total += tl.load(part_at + (at - start), mask=real, other=0)
+        value = total.to(tl.float64) * tl.load(scales_at + slot) * tl.load(scales_at + num_slots)
+        tl.store(out_at + (at - origin), value.to(out_at.dtype.element_ty), mask=here)
+
+    return triton, add, mean, {torch.int64: tl.int64, torch.int32: tl.int32}
 
 
-def add_units(total: Tensor, contribution: Tensor, offset: Tensor, peak: Tensor, sign: int = 1) -> None:
-    """total += sign x contribution in units; `peak` becomes the largest |x| so far, as the bits of an fp32.
+def add_units(
+    total: Tensor,
+    contribution: Tensor,
+    offsets: Tensor,
+    peaks: Tensor,
+    index: int,
+    *,
+    sign: int = 1,
+    first: bool = False,
+) -> None:
+    """total += sign x contribution in units; `first`: whatever the total was before.
 
-    `offset`: 1.5 x 2^52 units, an fp64 on the device.
+    `offsets`: by slot, 1.5 x 2^52 units, in fp64. `peaks`: by slot, the largest |x| so far, as the bits of an
+    fp32.
     """
-    triton, add = _compiled()
+    triton, add, *_ = _compiled()
     count = contribution.numel()
-    grid = (triton.cdiv(count, _ELEMENTS),)
-    add[grid](total, contribution, offset, peak, count, SIGN=sign, BLOCK=_ELEMENTS)
+    grid = (triton.cdiv(count, BLOCK),)
+    add[grid](
+        total, contribution, offsets, peaks, index, count, SIGN=sign, FIRST=first, BLOCK=BLOCK, num_warps=4
+    )
+
+
+def mean_of(
+    out: Tensor,
+    parts: Sequence[Tensor],
+    tables: tuple[Tensor, Tensor, Tensor, Tensor],
+    scales: Tensor,
+    blocks: range,
+    stretch: slice,
+    origin: int,
+) -> None:
+    """`parts`, integers, each of them the `stretch` of a worker's buffer: added up, and times the scales.
+
+    `tables`: by block its slot and first element; by slot the end of its numbers, and of its padding.
+    `scales`: by slot its unit, and last what all are multiplied with.
+    """
+    _, _, mean, kinds = _compiled()
+    addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64)
+    where = devices.to_device(addresses, out.device)
+    counts = blocks.start, stretch.start, stretch.stop, origin, len(parts), scales.numel() - 1
+    if len(blocks):
+        mean[(len(blocks),)](
+            out, where, *tables, scales, *counts, KIND=kinds[parts[0].dtype], BLOCK=BLOCK, num_warps=4
+        )
 
 
 @cache
 def usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Has the kernel given the bits of the reference on this device?"""
+    """Have the kernels given the bits of the reference on this device?"""
     if device.type != "cuda":
         return False
     try:
-        generator = torch.Generator(device).manual_seed(1)
-        x = torch.randn(_SAMPLE, device=device, generator=generator)
-        x[::7] = torch.round(x[::7] * 8) * 2.0**-21  # ties
-        unit = -20
-        wide = torch.float64 if dtype == torch.int64 else torch.float32
-        expected = torch.mul(x.to(wide), 2.0**-unit).round_().to(dtype)
-        total, peak = torch.zeros(_SAMPLE, dtype=dtype, device=device), _no_peak(device)
-        add_units(total, x, _offset(unit, device), peak)
-        once = torch.equal(total, expected)
-        add_units(total, x, _offset(unit, device), peak, -1)
-        found = peak.view(torch.float32)[0] == x.abs().max()
-        return once and not bool(total.any()) and bool(found)
+        return agree(device, dtype)
     except Exception as error:
-        print(f"strict sums without their kernel: {error}", file=sys.stderr, flush=True)
+        print(f"strict sums without their kernels: {error}", file=sys.stderr, flush=True)
         return False
 
 
-def _no_peak(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+def agree(device: torch.device, dtype: torch.dtype) -> bool:
+    """On a sample with ties and zeros: added twice, taken back once, and divided."""
+    generator = torch.Generator(device).manual_seed(1)
+    x = torch.randn(_SAMPLE, device=device, generator=generator)
+    x[::7] = torch.round(x[::7] * 8) * 2.0**-21  # ties
+    x[3 * BLOCK : 5 * BLOCK] = 0
+    unit = -20
+    wide = torch.float64 if dtype == torch.int64 else torch.float32
+    expected = torch.mul(x.to(wide), 2.0**-unit).round_().to(dtype)
+    total = torch.full((_SAMPLE,), 77, dtype=dtype, device=device)
+    offsets = torch.tensor([0.0, OFFSET * 2.0**unit], dtype=torch.float64, device=device)
+    peaks = torch.zeros(2, dtype=torch.int32, device=device)
+    add_units(total, x, offsets, peaks, 1, first=True)
+    once = torch.equal(total, expected)
+    add_units(total, x, offsets, peaks, 1)
+    twice = torch.equal(total, 2 * expected)
+    add_units(total, x, offsets, peaks, 1, sign=-1)
+    found = bool(peaks.view(torch.float32)[1] == x.abs().max())
+    return once and twice and torch.equal(total, expected) and found and _means_agree(total, unit)
 
 
-def _offset(unit: int, device: torch.device) -> Tensor:
-    return torch.tensor([_OFFSET * 2.0**unit], dtype=torch.float64, device=device)
+def _means_agree(total: Tensor, unit: int) -> bool:
+    start, stop, weight = 5, _SAMPLE - 9, 3.0
+    part = total[start:stop]
+    out = torch.full((stop - start,), -1.0, device=total.device)
+    made = torch.div((part + part).to(torch.float64).mul_(2.0**unit), weight, out=torch.empty_like(out))
+    starts = torch.arange(0, _SAMPLE, BLOCK, device=total.device)
+    ends = torch.tensor([_SAMPLE], device=total.device)
+    scales = torch.tensor([2.0**unit, 1 / weight], dtype=torch.float64, device=total.device)
+    tables = (torch.zeros_like(starts, dtype=torch.int32), starts, ends, ends)
+    mean_of(out, [part, part], tables, scales, range(len(starts)), slice(start, stop), start)
+    return torch.equal(out, made)

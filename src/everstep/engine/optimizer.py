@@ -125,14 +125,9 @@ class Updater:
         return self._summed([[flat[both] for both in self._own(chunk)] for chunk in chunks])
 
     def _summed(self, parts: list[list[Tensor]]) -> tuple[float, ...]:
-        norms = [
-            sum(
-                (torch.linalg.vector_norm(one, dtype=torch.float64).square() for one in some),
-                torch.zeros((), dtype=torch.float64, device=self.stage.device),
-            )
-            for some in parts
-        ]
-        found = tuple(torch.stack(norms).tolist()) if norms else ()
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for some in parts for one in some]
+        squares = iter(torch.stack(norms).square().tolist() if norms else ())
+        found = tuple(sum((next(squares) for _ in some), 0.0) for some in parts)
         shards = self.stage.shards
         return found if shards is None else summed(shards, found, self.stage.device)
 

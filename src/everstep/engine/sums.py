@@ -28,6 +28,7 @@ from torch import Tensor
 
 from everstep.engine import device as devices
 from everstep.engine import grids, kernels
+from everstep.engine.device_sums import DeviceSums
 from everstep.engine.model import Slot
 from everstep.schedule.footprint import CHUNK
 
@@ -99,6 +100,7 @@ class _Late(NamedTuple):
     """Contributions of one microbatch on a GPU, added before their peaks were known here."""
 
     products: list[tuple[int, Product]]
+    places: list[int]  # of each one's peak
     peaks: Tensor
     ready: Callable[[], None]  # waits for them
 
@@ -127,13 +129,19 @@ class GradientSums:
         self.grid = grids.grid("strict32" if kind == "strict32" else "strict", contributions)
         dtype = self._units.dtype if self._units else _PLAIN[kind]
         self.flat = self._empty((size,), dtype=dtype)
-        self._has_kernel = self._is_late and self._units is not None and kernels.usable(device, dtype)
+        has_kernels = self._is_late and self._units is not None and kernels.usable(device, dtype)
+        self._device_sums = DeviceSums(self.slots, size, device) if has_kernels else None
+        self.flat.zero_()
         self.step: int | None = None
         self.begin(None, (grids.NO_LIMIT,) * len(self.slots))
 
     @property
     def is_strict(self) -> bool:
         return self._units is not None
+
+    @property
+    def has_kernels(self) -> bool:
+        return self._device_sums is not None
 
     @property
     def num_promoted(self) -> int:
@@ -143,16 +151,15 @@ class GradientSums:
     def begin(self, step: int | None, limits: Sequence[int], *, leave_buffer: bool = False) -> None:
         """Empty sums for a step. `leave_buffer`: a peer still reads the old one."""
         if leave_buffer:
-            self.flat = self._empty((self.size,), dtype=self.flat.dtype)
+            self.flat = self._empty((self.size,), dtype=self.flat.dtype).zero_()
         self.step, self.limits = step, list(limits)
         self.peaks = [grids.NO_PEAK] * len(self.slots)
         self._promoted: dict[tuple[int, int], Tensor] = {}
         self._late: _Late | None = None
-        self._adding: list[tuple[int, Product, Tensor]] = []
-        if self._has_kernel:
-            offsets = [_OFFSET * 2.0 ** self._unit(index, 0) for index in range(len(self.slots))]
-            self._offsets = torch.tensor(offsets, dtype=torch.float64).to(self.device, non_blocking=True)
-            self._peak_bits = torch.zeros(len(self.slots), dtype=torch.int32, device=self.device)
+        self._adding: list[tuple[int, Product, Tensor | None]] = []
+        if self._device_sums is not None:
+            self._device_sums.begin([self._unit(index, 0) for index in range(len(self.slots))])
+            return
         self.flat.zero_()
         if self._units is not None and self._units.offset and self.slots:
             views = [self._view(index) for index in range(len(self.slots))]
@@ -176,28 +183,34 @@ class GradientSums:
         peak = grids.exponent(max(float(contribution.max()), -float(contribution.min())))
         self._place(index, peak, contribution)
 
-    def _add_late(self, index: int, contribution: Tensor, sign: int = 1) -> Tensor:
-        """To the sum of level 0, whatever it is; its peak, on the device."""
+    def _add_late(self, index: int, contribution: Tensor) -> Tensor | None:
+        """To the sum of level 0, whatever it is; its peak, on the device, where no kernel keeps it."""
         assert self._units is not None
-        if self._has_kernel:
-            here = slice(index, index + 1)
-            bits = self._peak_bits[here] if sign > 0 else torch.zeros_like(self._peak_bits[here])
-            kernels.add_units(self._view(index), contribution.contiguous(), self._offsets[here], bits, sign)
-            peak: Tensor = bits.view(torch.float32)
-            return peak
-        self._units.add(self._view(index), contribution, self._unit(index, 0), sign)
+        if self._device_sums is not None:
+            self._device_sums.add(self.flat, index, contribution)
+            return None
+        self._units.add(self._view(index), contribution, self._unit(index, 0), 1)
         largest: Tensor = torch.linalg.vector_norm(contribution, math.inf, dtype=torch.float32)
         return largest.reshape(1)
+
+    def _take_back(self, index: int, contribution: Tensor) -> None:
+        assert self._units is not None
+        if self._device_sums is not None:
+            self._device_sums.subtract(self.flat, index, contribution)
+        else:
+            self._units.add(self._view(index), contribution, self._unit(index, 0), -1)
 
     def added(self) -> None:
         """All contributions of a microbatch are in. On a GPU, now those of the one before are checked."""
         adding, self._adding = self._adding, []
         self.settle()
         if adding:
-            peaks, ready = devices.on_its_way(torch.cat([peak for _, _, peak in adding]))
-            if self._has_kernel:
-                self._peak_bits = torch.zeros_like(self._peak_bits)
-            self._late = _Late([(index, product) for index, product, _ in adding], peaks, ready)
+            found = [peak for _, _, peak in adding if peak is not None]
+            places = list(range(len(found)))
+            if self._device_sums is not None:
+                found, places = [self._device_sums.take_peaks()], [index for index, _, _ in adding]
+            peaks, ready = devices.on_its_way(torch.cat(found))
+            self._late = _Late([(index, product) for index, product, _ in adding], places, peaks, ready)
 
     def settle(self) -> None:
         """From now on the sums are what they should be, also on a GPU."""
@@ -206,13 +219,14 @@ class GradientSums:
             return
         assert self._units is not None
         late.ready()
-        for (index, product), found in zip(late.products, late.peaks.tolist(), strict=True):
-            peak = grids.exponent(found)
+        found = late.peaks.tolist()
+        for (index, product), place in zip(late.products, late.places, strict=True):
+            peak = grids.exponent(found[place])
             if self._fits(index, peak):
                 self.peaks[index] = max(self.peaks[index], peak)
                 continue
             contribution = product().reshape(-1)
-            self._add_late(index, contribution, -1)
+            self._take_back(index, contribution)
             self._place(index, peak, contribution)
 
     def _fits(self, index: int, peak: int) -> bool:
@@ -237,6 +251,8 @@ class GradientSums:
     def part(self, where: slice) -> SumPart:
         """What this worker adds to a stretch of the whole stage's sum: views, not copies."""
         self.settle()
+        if self._device_sums is not None:
+            self._device_sums.empty_untouched(self.flat)
         if not self.is_strict:
             return SumPart((self.flat[where],))
         there = dict(self._pieces(where))
@@ -260,6 +276,10 @@ class GradientSums:
         Plain sums are added in the order of the parts.
         """
         levels = self._levels(stretch, parts) if self.is_strict else {}
+        if self._device_sums is not None:
+            flats = [part.tensors[0] for part in parts]
+            self._device_sums.means(stretch, flats, weight, out, origin)
+            chunks = self._uncommon(stretch, levels, parts)
         for chunk in chunks:
             here = [part.tensors[0][_shifted(chunk, stretch.start)] for part in parts]
             total = self._total(chunk, here, levels, parts) if self.is_strict else _added(here)
@@ -282,6 +302,18 @@ class GradientSums:
             if any(part.peaks[index] == grids.NOT_FINITE for part in parts):
                 here.fill_(math.nan)
         return total
+
+    def _uncommon(
+        self, stretch: slice, levels: Mapping[tuple[int, int], object], parts: Sequence[SumPart]
+    ) -> list[slice]:
+        """Of a stretch the slots with promoted sums, or with something that is not finite: in pieces."""
+        promoted = {index for index, _ in levels}
+        return [
+            slice(at, min(at + CHUNK, piece.stop))
+            for index, piece in self._pieces(stretch)
+            if index in promoted or any(part.peaks[index] == grids.NOT_FINITE for part in parts)
+            for at in range(piece.start, piece.stop, CHUNK)
+        ]
 
     def _levels(
         self, stretch: slice, parts: Sequence[SumPart]
