@@ -3,10 +3,10 @@
     add     a contribution is rounded, added to a sum, and its peak taken
     mean    all workers' sums of a stretch are added up, scaled and divided
 
-The same integers and the same means as `sums` makes with torch's own operations, which remain the reference
-and the fallback. Kernels are used after they have given the reference's bits on a sample, once per process and
-device; where Triton or its compiler is missing, or anything goes wrong, the reference is used and nothing else
-changes.
+The same integers and means as `sums` makes with torch's own operations, which remain the reference and the
+fallback. Kernels are used after they have given the reference's bits on a sample, once per process and
+device; where Triton or its compiler is missing, or anything goes wrong, the reference is used and nothing
+else changes.
 """
 
 from __future__ import annotations
