@@ -21,16 +21,18 @@ COPIES = 2
 
 def first_holders(chunks: int, live: Sequence[int]) -> Holders:
     """For replicas that all load a state. A replica's chunks have different guards, so that after its death
-    they do not all fall to one peer.
+    they do not all fall to one peer; and its n-th chunk is guarded by the n-th peer after it, so that all
+    guard equally many.
     """
     count = len(live)
+    if count == 1:
+        return ((live[0],),) * chunks
     found: list[tuple[int, ...]] = []
+    num_owned = [0] * count
     for chunk in range(chunks):
         owner = chunk * count // chunks
-        if count == 1:
-            found.append((live[0],))
-        else:
-            found.append((live[owner], live[(owner + 1 + chunk % (count - 1)) % count]))
+        found.append((live[owner], live[(owner + 1 + num_owned[owner] % (count - 1)) % count]))
+        num_owned[owner] += 1
     return tuple(found)
 
 
