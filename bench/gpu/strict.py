@@ -33,7 +33,8 @@ from everstep.engine.figures import layer_figures, settings_of, stage_figures
 from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.engine.model import Slot, partition
 from everstep.engine.program import Program
-from everstep.engine.sums import GradientSums, SumPart
+from everstep.engine.sum_parts import SumPart
+from everstep.engine.sums import GradientSums
 from everstep.schedule import footprint
 from harness.one_worker import OneWorker
 

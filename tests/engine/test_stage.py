@@ -1,5 +1,6 @@
 """A pipeline of stages computes what the plain model computes, in any order of W, on any host."""
 
+import gc
 import itertools
 
 import pytest
@@ -39,6 +40,24 @@ def test_gradients_and_losses_are_those_of_the_plain_model(count: int, recompute
     for name, gradient in gradients.items():
         # The products are the same bits; only the sum over microbatches is better here, in fp64.
         assert relative(gradient, expected[name]) < 2e-7, name
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_step_leaves_no_cycle_that_would_keep_its_memory(recompute: bool) -> None:
+    """A cycle is freed when Python collects garbage, which knows nothing of a GPU's memory."""
+    pipeline = stages(gpt(**SMALL), 2, DATA, recompute=recompute)
+    run_step(pipeline, 0, 2)
+    gc.collect()
+    gc.disable()
+    try:
+        run_step(pipeline, 1, 2)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert [tuple(one.shape) for one in gc.garbage if isinstance(one, torch.Tensor)] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def test_one_microbatch_gives_the_bits_of_the_plain_model() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from everstep.engine import grids, kernels
 from everstep.engine.model import Slot
-from everstep.engine.sums import GradientSums, owned, peaks_of, virtual_chunks
+from everstep.engine.sum_parts import owned, peaks_of, virtual_chunks
+from everstep.engine.sums import GradientSums
 
 CPU = torch.device("cpu")
 SLOTS = {"small": Slot(0, (5,)), "matrix": Slot(64, (9, 8)), "lone": Slot(192, ())}

@@ -85,27 +85,29 @@ def _shapes(facts: Any) -> Shapes:
 def take_apart(value: Value) -> tuple[list[Tensor], Any]:
     """The tensors of a value, each once, and the tree that puts them together again."""
     tensors: list[Tensor] = []
-    places: dict[int, int] = {}
+    return tensors, _tree_of(value, tensors, {})
 
-    def tree_of(part: Value) -> Any:
-        if isinstance(part, Tensor):
-            if id(part) not in places:
-                places[id(part)] = len(tensors)
-                tensors.append(part)
-            return {"t": places[id(part)]}
-        if part is None or isinstance(part, bool | int | float | str):
-            return part
-        if isinstance(part, Mapping):
-            if wrong := [key for key in part if not isinstance(key, str)]:
-                raise UserError(f"a dict between layers has the key {wrong[0]!r}; use text as keys.")
-            return {"d": {key: tree_of(item) for key, item in part.items()}}
-        if isinstance(part, list):
-            return {"l": [tree_of(item) for item in part]}
-        if isinstance(part, tuple):
-            return {"u": [tree_of(item) for item in part]}
-        raise UserError(f"{_article(part)} is between layers; {advice(part)}.")
 
-    return tensors, tree_of(value)
+def _tree_of(part: Value, tensors: list[Tensor], places: dict[int, int]) -> Any:
+    """Not a closure that calls itself: that is a cycle, and would keep the tensors until the next collection
+    of garbage, gigabytes of a GPU among them.
+    """
+    if isinstance(part, Tensor):
+        if id(part) not in places:
+            places[id(part)] = len(tensors)
+            tensors.append(part)
+        return {"t": places[id(part)]}
+    if part is None or isinstance(part, bool | int | float | str):
+        return part
+    if isinstance(part, Mapping):
+        if wrong := [key for key in part if not isinstance(key, str)]:
+            raise UserError(f"a dict between layers has the key {wrong[0]!r}; use text as keys.")
+        return {"d": {key: _tree_of(item, tensors, places) for key, item in part.items()}}
+    if isinstance(part, list):
+        return {"l": [_tree_of(item, tensors, places) for item in part]}
+    if isinstance(part, tuple):
+        return {"u": [_tree_of(item, tensors, places) for item in part]}
+    raise UserError(f"{_article(part)} is between layers; {advice(part)}.")
 
 
 def put_together(tree: Any, tensors: list[Tensor]) -> Value:

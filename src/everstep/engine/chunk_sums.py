@@ -11,7 +11,7 @@ from torch import Tensor
 from everstep.core.words.worker_messages import AssembleSum, Parcel, SumChunk
 from everstep.engine import device as devices
 from everstep.engine.stage import Stage
-from everstep.engine.sums import SumPart, peaks_of
+from everstep.engine.sum_parts import SumPart, peaks_of
 from everstep.schedule.footprint import CHUNK
 
 Received = Mapping[Parcel, tuple[tuple[Tensor, ...], Any]]

@@ -20,6 +20,7 @@ from everstep.engine.model import Slot
 
 class DeviceSums:
     def __init__(self, slots: Sequence[Slot], size: int, device: torch.device) -> None:
+        assert all(slot.offset % 16 == 0 for slot in slots)
         assert all(a.offset + a.size <= b.offset for a, b in pairwise(slots))
         self._slots, self._device = slots, device
         self._rooms = [*(slot.offset for slot in slots[1:]), size][: len(slots)]

@@ -62,10 +62,12 @@ def _compiled() -> Any:
         if most > tl.load(peaks_at + index):
             tl.atomic_max(peaks_at + index, most)
 
-    @triton.jit(do_not_specialize=["first_block", "start", "stop", "origin", "num_parts"])  # type: ignore[untyped-decorator]
+    # All places are multiples of 16. Not pipelined: most have one part, and no need of shared memory.
+    @triton.jit(do_not_specialize=["first_block", "stop", "num_others"])  # type: ignore[untyped-decorator]
     def mean(  # type: ignore[no-untyped-def]
         out_at,
-        parts_at,
+        first_at,
+        others_at,
         slots_at,
         starts_at,
         ends_at,
@@ -75,20 +77,20 @@ def _compiled() -> Any:
         start,
         stop,
         origin,
-        num_parts,
+        num_others,
         num_slots,
         KIND: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         block = tl.program_id(0) + first_block
         slot = tl.load(slots_at + block)
-        at = tl.load(starts_at + block) + tl.arange(0, BLOCK)
+        at = tl.multiple_of(tl.load(starts_at + block), 16) + tl.arange(0, BLOCK)
         here = (at >= start) & (at < stop) & (at < tl.load(rooms_at + slot))
         real = here & (at < tl.load(ends_at + slot))
-        total = tl.zeros((BLOCK,), dtype=KIND)
-        for part in range(num_parts):
-            part_at = tl.load(parts_at + part).to(tl.pointer_type(KIND))
-            total += tl.load(part_at + (at - start), mask=real, other=0)
+        total = tl.load(first_at + (at - start), mask=real, other=0)
+        for other in range(num_others):
+            other_at = tl.load(others_at + other).to(tl.pointer_type(KIND))
+            total += tl.load(other_at + (at - start), mask=real, other=0)
         value = total.to(tl.float64) * tl.load(scales_at + slot) * tl.load(scales_at + num_slots)
         tl.store(out_at + (at - origin), value.to(out_at.dtype.element_ty), mask=here)
 
@@ -133,12 +135,14 @@ def mean_of(
     `scales`: by slot its unit, and last what all are multiplied with.
     """
     _, _, mean, kinds = _compiled()
-    addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64)
-    where = devices.to_device(addresses, out.device)
-    counts = blocks.start, stretch.start, stretch.stop, origin, len(parts), scales.numel() - 1
+    first, *others = parts
+    places = torch.tensor([other.data_ptr() for other in others] or [0], dtype=torch.int64)
+    there = devices.to_device(places, out.device)
+    counts = blocks.start, stretch.start, stretch.stop, origin, len(others), scales.numel() - 1
     if len(blocks):
+        kind = kinds[first.dtype]
         mean[(len(blocks),)](
-            out, where, *tables, scales, *counts, KIND=kinds[parts[0].dtype], BLOCK=BLOCK, num_warps=4
+            out, first, there, *tables, scales, *counts, KIND=kind, BLOCK=BLOCK, num_warps=4, num_stages=1
         )
 
 

@@ -41,7 +41,7 @@ from everstep.engine.chunk_sums import ChunkSums
 from everstep.engine.optimizer import Updater
 from everstep.engine.sharded import ShardedUpdater
 from everstep.engine.stage import Stage
-from everstep.engine.sums import SumPart, owned, peaks_of, virtual_chunks
+from everstep.engine.sum_parts import SumPart, owned, peaks_of, virtual_chunks
 
 Borrowed = Callable[[Tensor], bool]  # is any of this tensor's memory queued for sending?
 

@@ -20,8 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from everstep.engine import device as devices
 from everstep.engine import grids, kernels
 from everstep.engine.device_sums import DeviceSums
 from everstep.engine.model import Slot
+from everstep.engine.sum_parts import SumPart
 from everstep.schedule.footprint import CHUNK
 
 Accumulate = Literal["strict", "strict32", "fp64", "fp32"]
@@ -39,24 +39,6 @@ Empty = Callable[..., Tensor]  # (shape, dtype=) -> a tensor
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements converted at once: in a cache; in a little memory
 _LARGER = 1 + 2.0**-52
 _OFFSET = 1.5 * 2.0**52
-
-
-class SumPart(NamedTuple):
-    """What one worker adds to a stretch of the whole stage's sum."""
-
-    tensors: tuple[Tensor, ...]  # the stretch of its buffer, then the promoted sums in it
-    peaks: Sequence[int] = ()  # of its contributions, by slot; for plain sums none
-    promoted: Sequence[tuple[int, int]] = ()  # slot and level of each promoted sum
-
-    @property
-    def facts(self) -> list[object]:
-        """All but the tensors, in JSON's terms."""
-        return [list(self.peaks), [list(key) for key in self.promoted]]
-
-    @staticmethod
-    def arrived(tensors: tuple[Tensor, ...], facts: Any) -> SumPart:
-        peaks, promoted = facts
-        return SumPart(tensors, peaks, [(int(slot), int(level)) for slot, level in promoted])
 
 
 class _Units(NamedTuple):
@@ -384,29 +366,6 @@ class GradientSums:
             if start < stop:
                 found.append((index, slice(start, stop)))
         return found
-
-
-def virtual_chunks(size: int, replicas: int, align: int = 64) -> list[slice]:
-    """Fixed stretches of a stage's buffer, whoever lives: what is summed at once, and by one worker.
-
-    The sum of squares of a stretch is one number, however many stretches its owner has; so the norm's bits do
-    not depend on the membership either.
-    """
-    count = replicas * max(2, -(-size // (replicas * CHUNK)))
-    blocks = -(-size // align)
-    edges = [min(size, align * (blocks * i // count)) for i in range(count + 1)]
-    return [slice(start, stop) for start, stop in pairwise(edges)]
-
-
-def owned(chunks: Sequence[slice], members: Sequence[int], owner: int) -> Sequence[slice]:
-    """The stretches that one of the live peers sums."""
-    at, count = members.index(owner), len(chunks)
-    return chunks[count * at // len(members) : count * (at + 1) // len(members)]
-
-
-def peaks_of(parts: Sequence[SumPart]) -> list[int]:
-    """Of all microbatches of a step, from the parts of all workers; for plain sums none."""
-    return [max(column) for column in zip(*(part.peaks for part in parts), strict=True)]
 
 
 def _added(sums: Sequence[Tensor]) -> Tensor:
