@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from everstep.checkpoint.convert import Target, write_state
 from everstep.checkpoint.state import TrainingState
@@ -75,6 +76,40 @@ def test_ranks_of_two_checkpoints_are_one_sentence(made: Path, tmp_path: Path, r
     said = refusal(folder)
     assert "KeyError 'single_partition_of_fp32_groups'" in said
     assert "mixed from several checkpoints" in said
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_of_a_missing_rank_is_not_a_frozen_one(
+    stage: int, tmp_path: Path, refusal: Converts
+) -> None:
+    """All of `b` lies on rank 1: without its file `b` was converted, without its optimizer state."""
+    state = _state()
+    for name in ("model/{}", "optimizer/{}/exp_avg", "optimizer/{}/exp_avg_sq", "optimizer/{}/step"):
+        state.tensors[name.format("b")] = state.tensors[name.format("w")]
+    state.groups[0]["params"] = ["w", "b"]
+    write_state(tmp_path / "zero", state, Target(format="deepspeed", stage=stage, world=2))
+    next((tmp_path / "zero").rglob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
+    assert "of 1 of 2 ranks are there" in refusal(tmp_path / "zero")
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ('{"weight_map": {"a": "m1.safetensors", "b": "m1.safetensors"}}', "names tensor 'b'"),
+        ('{"weight_map": {"a": "m1.safetensors", "a": "m2.safetensors"}}', "a key is there twice"),
+        ('{"weight_map": ["m1.safetensors"]}', "has no table weight_map"),
+        ('["m1.safetensors"]', "has no table weight_map"),
+    ],
+)
+def test_an_index_that_promises_what_is_not_there(
+    index: str, says: str, tmp_path: Path, refusal: Converts
+) -> None:
+    source = tmp_path / "hf"
+    source.mkdir()
+    for name in ("m1", "m2"):
+        save_file({"a": np.arange(3.0)}, source / f"{name}.safetensors")
+    (source / "model.safetensors.index.json").write_text(index)
+    assert says in refusal(source, None, "--to", "universal")
 
 
 def test_a_pipe_among_the_files_is_not_waited_for(made: Path, tmp_path: Path, refusal: Converts) -> None:

@@ -108,7 +108,8 @@ def test_frozen_weights_and_buffers_reach_every_zero_stage(tmp_path: Path, stage
         if name != "out.weight":  # tied: a name of head.weight
             assert (named[name].dtype, named[name].shape) == (dtypes.name_of(tensor.dtype), tensor.shape)
             assert torch.equal(value(named[name]), tensor), name
-    assert set(found.frozen) == {"embed.weight", "out.weight", "small"}  # an fp8 tensor may be either
+    assert found.tied == {"out.weight": "head.weight"}
+    assert set(found.frozen) == {"embed.weight", "small"}  # an fp8 tensor may be either
     assert set(found.buffers()) == {
         "mask",
         "ids",
@@ -129,7 +130,7 @@ def test_a_tensor_that_is_a_buffer_only_for_the_user_is_named_by_him(tmp_path: P
     save(tmp_path / "dcp", state_dict(model, optimizer))
     state = read_state(tmp_path / "dcp", reading=Reading(buffers=("em*", "small"), frozen=("ids",)))
     assert {"embed.weight", "small"} <= set(state.buffers())
-    assert set(state.frozen) == {"ids", "out.weight"}
+    assert set(state.frozen) == {"ids"}
     write_state(tmp_path / "ds", state, Target(format="deepspeed", stage=3, world=2))
     found = read_state(tmp_path / "ds")
     assert torch.equal(value(found.tensors["model/ids"]), model.ids)
@@ -184,9 +185,8 @@ def test_a_tied_model_loads_from_what_we_write(tmp_path: Path) -> None:
     """torch said: Missing key in checkpoint state_dict: model.out.weight."""
     model, optimizer = trained()
     state = read_state(save(tmp_path / "theirs", state_dict(model, optimizer)))
-    del state.tensors["model/out.weight"]  # as a format that knows ties has it
-    state.frozen.remove("out.weight")
-    state.tied = {"out.weight": "head.weight"}
+    assert state.tied == {"out.weight": "head.weight"}
+    assert "model/out.weight" not in state.tensors
     write_state(tmp_path / "ours", state, Target(format="dcp"))
     assert read_state(tmp_path / "ours").tied == state.tied
     size = sum(f.stat().st_size for f in (tmp_path / "ours").iterdir())
@@ -206,6 +206,17 @@ def test_a_tied_model_loads_from_what_we_write(tmp_path: Path) -> None:
         for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
             if p.requires_grad:
                 assert torch.equal(optimizer.state[p]["exp_avg"], other.state[q]["exp_avg"])
+
+
+def test_a_frozen_copy_is_not_taken_for_a_tie_where_it_is_named_frozen_or_constant(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    saved = state_dict(model, optimizer)
+    saved["model"] |= {"teacher.weight": model.up.weight.detach().clone(), "zeros": torch.zeros(5, 3)}
+    save(tmp_path / "dcp", saved)
+    assert read_state(tmp_path / "dcp").tied == {"out.weight": "head.weight", "teacher.weight": "up.weight"}
+    named = read_state(tmp_path / "dcp", Reading(frozen=("teacher.*",)))
+    assert named.tied == {"out.weight": "head.weight"}
+    assert {"teacher.weight", "zeros"} <= set(named.frozen)
 
 
 TYPES = [dtype for word in dtypes.IN_TORCH.values() if (dtype := getattr(torch, word))]

@@ -28,6 +28,7 @@ IN_TORCH = {
     "F8_E5M2": "float8_e5m2",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
     "C64": "complex64",
     "I64": "int64",
     "I32": "int32",

@@ -67,6 +67,7 @@ def read(path: str | Path, reading: Reading) -> TrainingState:
         for alias in state.tied:
             state.tensors.pop(f"model/{alias}", None)
     else:
+        sidecar.find_ties(state, reading)
         sidecar.guess_roles(state, reading)
     return state
 

@@ -12,7 +12,6 @@ files. DeepSpeed need not be installed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint.formats import deepspeed_meta, deepspeed_write, pickles
+from everstep.checkpoint.formats.deepspeed_files import LAYER, check_ranks, files_in, folder_of
 from everstep.checkpoint.formats.format import Format, Reading
 from everstep.checkpoint.formats.shards import ShardRules
 from everstep.checkpoint.state import TrainingState, encoded_group, keyed_value
@@ -28,10 +28,6 @@ from everstep.checkpoint.values import Encoder
 from everstep.errors import UserError
 from everstep.layout.box import Shape, flat_range, offset_of, row_major
 from everstep.layout.layout import ITEM_BYTES
-
-OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 
 
 @dataclass(slots=True)
@@ -47,27 +43,16 @@ class _Local:
     encoder: Encoder = field(default_factory=Encoder)
 
 
-def folder_of(path: Path) -> Path | None:
-    """The tag's folder, for it or for the folder with `latest`; None if it is not DeepSpeed's."""
-    if (path / "latest").is_file():
-        tag = (path / "latest").read_text(encoding="utf-8").strip()
-        if "/" in tag or tag in ("", ".", ".."):
-            raise UserError(f"{path / 'latest'} names {tag!r}, which is not a folder here.")
-        if not (path / tag).is_dir():
-            raise UserError(f"{path / 'latest'} names {tag!r}, which is not a folder here.")
-        path = path / tag
-    return path if path.is_dir() and any(OPTIM.fullmatch(p.name) for p in path.iterdir()) else None
-
-
 def read(path: str | Path, reading: Reading) -> TrainingState:
     folder = folder_of(Path(path))
     if folder is None:
         raise UserError(f"{path} has no *_optim_states.pt; give the folder of a DeepSpeed checkpoint.")
-    optims, models, layers = _files(folder)
+    optims, models, layers = files_in(folder)
     ranks = [pickles.load(models[key]) for key in sorted(models)]
     first = ranks[0]
     tp = int((first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree") or 1)
     optim = pickles.load(optims[min(optims)])["optimizer_state_dict"]
+    check_ranks(folder, optims, optim.get("partition_count"))
     stage = _stage(optim)
     locals_ = [_local(stage, mp, optims, models) for mp in sorted({mp for mp, _ in optims})]
     if layers:
@@ -98,27 +83,6 @@ def with_empty(state: TrainingState, written: Any) -> list[dict[str, Any]]:
     inside = {name for group in groups for name in group["params"]}
     state.frozen = [name for name in state.frozen if name not in inside]
     return groups
-
-
-def _files(folder: Path) -> tuple[dict[tuple[int, int], Path], dict[tuple[int, int], Path], list[Path]]:
-    """Optimizer and model files by (model-parallel rank, data-parallel rank), and layer files."""
-    optims: dict[tuple[int, int], Path] = {}
-    models: dict[tuple[int, int], Path] = {}
-    layers = []
-    for path in sorted(folder.iterdir()):
-        if match := OPTIM.fullmatch(path.name):
-            optims[int(match[3]), int(match[2])] = path
-        elif match := MODEL.fullmatch(path.name):
-            models[int(match[2]), int(match[1] or 0)] = path
-        elif LAYER.fullmatch(path.name):
-            layers.append(path)
-    if not models:
-        raise UserError(f"{folder} holds no *_model_states.pt.")
-    for mp in {mp for mp, _ in optims}:
-        found = sorted(dp for rank, dp in optims if rank == mp)
-        if found != list(range(len(found))):
-            raise UserError(f"{folder}: the optimizer files of model rank {mp} are not 0 to {found[-1]}.")
-    return optims, models, layers
 
 
 def _stage(optim: Any) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from everstep.checkpoint.formats import sidecar
 from everstep.checkpoint.formats.format import Format, Reading, Target
-from everstep.checkpoint.index import PART_NAME, Refused
+from everstep.checkpoint.index import PART_NAME, Refused, no_duplicates
 from everstep.checkpoint.parts import CHUNK_BYTES, Progress, header, plan_whole, write_file
 from everstep.checkpoint.ranges import LocalFile
 from everstep.checkpoint.reader import safetensors_in
@@ -51,11 +51,15 @@ def read(path: str | Path, reading: Reading) -> TrainingState:
 
 def _read(path: Path, reading: Reading) -> TrainingState:
     state = TrainingState()
-    for name in _model_files(path):
+    listed = _listed(path)
+    for name in dict.fromkeys(listed.values()) if listed is not None else ["model.safetensors"]:
         for key, stored in _tensors(path, name).items():
             if f"model/{key}" in state.tensors:
                 raise Refused(f"tensor {key!r} is in two files")
             state.tensors[f"model/{key}"] = stored
+    lost = next((key for key in listed or () if f"model/{key}" not in state.tensors), None)
+    if lost is not None:
+        raise Refused(f"model.safetensors.index.json names tensor {lost!r}, which is in no file")
     for name in OURS:
         if (path / name).is_file():
             state.tensors |= _tensors(path, name)
@@ -67,15 +71,18 @@ def _read(path: Path, reading: Reading) -> TrainingState:
     return state
 
 
-def _model_files(path: Path) -> list[str]:
+def _listed(path: Path) -> dict[str, str] | None:
+    """The file of each tensor, as the index has it; None: there is no index."""
     index = _json(path / "model.safetensors.index.json")
     if index is None:
-        return ["model.safetensors"]
-    files = list(dict.fromkeys(index.get("weight_map", {}).values()))
-    wrong = next((f for f in files if not isinstance(f, str) or not PART_NAME.fullmatch(f)), None)
+        return None
+    listed = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(listed, dict):
+        raise Refused("model.safetensors.index.json has no table weight_map")
+    wrong = next((f for f in listed.values() if not isinstance(f, str) or not PART_NAME.fullmatch(f)), None)
     if wrong is not None:
         raise Refused(f"model.safetensors.index.json names {wrong!r}, which is not a file of this folder")
-    return files
+    return listed
 
 
 def _tensors(path: Path, name: str) -> dict[str, Stored]:
@@ -88,8 +95,8 @@ def _json(path: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}.") from None
 
 

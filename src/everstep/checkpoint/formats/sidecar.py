@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
+
+import numpy as np
 
 from everstep.checkpoint import dtypes
 from everstep.checkpoint.formats.format import Reading
 from everstep.checkpoint.index import Refused
-from everstep.checkpoint.state import TrainingState
+from everstep.checkpoint.state import TrainingState, equal
+from everstep.checkpoint.stored import Stored, read_range
 
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -71,6 +75,32 @@ def guess_roles(state: TrainingState, reading: Reading) -> None:
     rename_buffers(state, buffers)
     known = trained | buffers | set(state.tied)
     state.frozen = [n for n in names if n in given_frozen or (state.groups and n not in known)]
+
+
+def find_ties(state: TrainingState, reading: Reading) -> None:
+    """A matrix outside of all optimizer groups with the bytes of one inside is another name of that one.
+
+    torch saves a tied parameter under each of its names, and its optimizer knows one of them. A frozen copy
+    would differ after the first step; `reading` says where it does not. Constants say nothing.
+    """
+    names = state.parameters()
+    trained = [name for group in state.groups for name in group["params"] if name in names]
+    for name in [n for n in names if n not in set(trained)]:
+        stored = names[name]
+        if len(stored.shape) < 2 or not all(stored.shape) or not dtypes.is_trainable(stored.dtype):
+            continue
+        if _matches(name, (*reading.frozen, *reading.buffers)) or _is_constant(stored):
+            continue
+        same = next((other for other in trained if equal(stored, names[other])), None)
+        if same is not None:
+            state.tied[name] = same
+            del state.tensors[f"model/{name}"]
+
+
+def _is_constant(stored: Stored) -> bool:
+    first = np.empty(min(prod(stored.shape), 1 << 16), dtypes.raw(stored.dtype))
+    read_range(stored, 0, len(first), first)
+    return bool((first == first[0]).all())
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -1,0 +1,59 @@
+"""The files of a DeepSpeed checkpoint: where they are, whose they are, and whether one is missing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from everstep.errors import UserError
+
+OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+
+
+def folder_of(path: Path) -> Path | None:
+    """The tag's folder, for it or for the folder with `latest`; None if it is not DeepSpeed's."""
+    if (path / "latest").is_file():
+        tag = (path / "latest").read_text(encoding="utf-8").strip()
+        if "/" in tag or tag in ("", ".", ".."):
+            raise UserError(f"{path / 'latest'} names {tag!r}, which is not a folder here.")
+        if not (path / tag).is_dir():
+            raise UserError(f"{path / 'latest'} names {tag!r}, which is not a folder here.")
+        path = path / tag
+    return path if path.is_dir() and any(OPTIM.fullmatch(p.name) for p in path.iterdir()) else None
+
+
+def files_in(folder: Path) -> tuple[dict[tuple[int, int], Path], dict[tuple[int, int], Path], list[Path]]:
+    """Optimizer and model files by (model-parallel rank, data-parallel rank), and layer files."""
+    optims: dict[tuple[int, int], Path] = {}
+    models: dict[tuple[int, int], Path] = {}
+    layers = []
+    for path in sorted(folder.iterdir()):
+        if match := OPTIM.fullmatch(path.name):
+            optims[int(match[3]), int(match[2])] = path
+        elif match := MODEL.fullmatch(path.name):
+            models[int(match[2]), int(match[1] or 0)] = path
+        elif LAYER.fullmatch(path.name):
+            layers.append(path)
+    if not models:
+        raise UserError(f"{folder} holds no *_model_states.pt.")
+    for mp in {mp for mp, _ in optims}:
+        found = sorted(dp for rank, dp in optims if rank == mp)
+        if found != list(range(len(found))):
+            raise UserError(f"{folder}: the optimizer files of model rank {mp} are not 0 to {found[-1]}.")
+    return optims, models, layers
+
+
+def check_ranks(folder: Path, optims: dict[tuple[int, int], Path], partitions: Any) -> None:
+    """A parameter that only a missing rank has parts of would be taken for a frozen one."""
+    counts = partitions if isinstance(partitions, list) else [partitions]
+    world = max((count for count in counts if isinstance(count, int)), default=0)
+    for mp in sorted({mp for mp, _ in optims}):
+        found = sum(rank == mp for rank, _ in optims)
+        if found < world:
+            raise UserError(
+                f"{folder}: the optimizer files of {found} of {world} ranks are there (model rank {mp}); "
+                f"restore that of rank {found}."
+            )
