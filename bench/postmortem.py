@@ -58,6 +58,7 @@ FAULTS = {
     "late end": "one rank is late for the last operation, within the timeout",
     "lost file": "nothing happens, and one dump is lost",
 }
+HARMLESS = ("healthy", "late end", "lost file", "slow, harmless")
 JOBS = ("world", "ddp", "groups", "pipeline", "replicas", "roots", "ahead")
 FITS: dict[str, tuple[str, ...]] = {  # what makes no sense in other jobs
     "skip": ("world", "roots", "groups", "ddp"),
@@ -86,7 +87,7 @@ class Scenario:
 
     @property
     def truth(self) -> tuple[int, ...]:
-        return () if self.fault in ("healthy", "late end", "lost file") else tuple(sorted(self.struck))
+        return () if self.fault in HARMLESS else tuple(sorted(self.struck))
 
 
 def scenarios(sizes: list[int]) -> list[Scenario]:
@@ -318,13 +319,13 @@ def run_rank(scenario: Scenario, rank: int, folder: Path, port: int) -> None:
 
         run.strike = strike  # type: ignore[method-assign]
     (folder / f"began_{rank}").touch()
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception, SystemExit):
         RUNS[scenario.job](run)
     if scenario.fault == "live":
         look.join()
     elif not (scenario.fault == "raise, no dump" and rank in scenario.struck):
         dump()
-    if scenario.fault in ("healthy", "late end", "lost file", "live"):
+    if scenario.fault in (*HARMLESS, "live"):
         time.sleep(0.3)  # the others are not done with their last operation
     os._exit(0)
 
