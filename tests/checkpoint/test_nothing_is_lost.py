@@ -214,7 +214,7 @@ def test_a_frozen_copy_is_not_taken_for_a_tie_where_it_is_named_frozen_or_consta
     saved["model"] |= {"teacher.weight": model.up.weight.detach().clone(), "zeros": torch.zeros(5, 3)}
     save(tmp_path / "dcp", saved)
     assert read_state(tmp_path / "dcp").tied == {"out.weight": "head.weight", "teacher.weight": "up.weight"}
-    named = read_state(tmp_path / "dcp", Reading(frozen=("teacher.*",)))
+    named = read_state(tmp_path / "dcp", reading=Reading(frozen=("teacher.*",)))
     assert named.tied == {"out.weight": "head.weight"}
     assert {"teacher.weight", "zeros"} <= set(named.frozen)
 

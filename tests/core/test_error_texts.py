@@ -33,7 +33,7 @@ def read_texts(name: str) -> list[Text]:
 
 
 TEXTS = read_texts("error_texts.tsv")
-LATER = read_texts("unseen_texts.tsv") + read_texts("pattern_texts.tsv")
+LATER = [t for name in ("unseen", "third", "pattern") for t in read_texts(f"{name}_texts.tsv")]
 SEEN = [text for text in TEXTS if not text.is_held_out]
 HELD_OUT = [text for text in TEXTS if text.is_held_out]
 
