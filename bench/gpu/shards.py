@@ -5,12 +5,15 @@ a shard is killed inside an all-reduce of its group, and training heals.
     python bench/gpu/shards.py --whole     no cut: all shards share the GPU; also step times by shards,
                                            beside torch's own tensor parallel on the same GPU
     python bench/gpu/shards.py --whole --mps    the same under MPS, which is started and ended
+    python bench/gpu/shards.py --whole --only torch_2,shards_2,clean,kills    some parts only
+    python bench/gpu/shards.py --whole --device cpu --preset gpt-tiny         a trial of the bench itself
     python bench/gpu/shards.py --json
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -18,110 +21,154 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # where nothing can be installed
-os.environ["PYTHONPATH"] = f"{ROOT / 'src'}:{ROOT}"
+os.environ["PYTHONPATH"] = ":".join(filter(None, (f"{ROOT / 'src'}:{ROOT}", os.environ.get("PYTHONPATH"))))
 
 from everstep.engine.faults import parse_fault  # noqa: E402
-from everstep.engine.job import Job, ModelSpec  # noqa: E402
+from everstep.engine.job import Job  # noqa: E402
 from everstep.launch.local.outcome import Outcome  # noqa: E402
 from everstep.launch.local.run import LocalTask  # noqa: E402
 from everstep.node.fork_server import ForkServer  # noqa: E402
 from harness.sweep import told  # noqa: E402
 
-STEPS = 12
-LIMIT_S = 45.0
-UNTIED = ModelSpec(preset="gpt-125m", options={"tied": False})
 KILLS = {
     "follower, in an all-reduce of F": "stage=0,replica=1,step=6,op=F1,when=inside,shard=1",
     "leader, in an all-reduce of I": "stage=0,replica=0,step=6,op=I2,when=inside,shard=0",
     "follower, between ops": "stage=0,replica=0,step=7,op=W1,shard=1",
 }
+PARTS = ("torch_1", "torch_2", "shards_1", "shards_2", "clean", "kills")
+BEGAN = time.monotonic()
 
 
-def job(shards: int, replicas: int = 2) -> Job:
+def say(*words: Any) -> None:
+    print(f"{time.monotonic() - BEGAN:6.1f} s", *words, file=sys.stderr, flush=True)
+
+
+def job(given: argparse.Namespace, shards: int, replicas: int = 2, *, tied: bool = True) -> Job:
     return Job.from_dict(
         {
-            "model": {"preset": "gpt-125m"},
-            "data": {"kind": "synthetic", "rows": 4, "sequence": 512},
-            "steps": STEPS,
+            "model": {"preset": given.preset, "tied": tied},
+            "data": {"kind": "synthetic", "rows": 4, "sequence": given.sequence},
+            "steps": given.steps,
             "replicas": replicas,
             "shards": shards,
-            "microbatches": 4,
-            "precision": "bf16",
-            "device": "cuda",
+            "microbatches": given.microbatches,
+            "precision": "bf16" if given.device == "cuda" else "fp32",
+            "accumulate": given.accumulate,
+            "device": given.device,
+            "transport": given.transport,
         }
     )
 
 
-def run(server: ForkServer, what: Job, faults: tuple[str, ...] = ()) -> Outcome:
-    deadline, began = time.monotonic() + LIMIT_S, time.monotonic()
+def run(server: ForkServer, what: Job, limit: float, faults: tuple[str, ...] = ()) -> Outcome | None:
+    """None: not at its end within the limit; how far it came is printed."""
+    deadline = time.monotonic() + limit
+    name = f"{what.replicas} x {what.shards} shards:"
+    say(name, "starts")
 
     def watch(kind: str, task: Any) -> None:
         if kind == "step":
-            print(
-                f"{what.shards} shards: step {task.step}",
-                time.monotonic() - began,
-                file=sys.stderr,
-                flush=True,
-            )
-        if kind == "tick" and time.monotonic() > deadline:
+            say(name, "step", task.step, f"{task.seconds:.3f} s, loss {task.loss!r}")
+        elif kind in ("incident", "raised"):
+            say(name, kind, str(task)[:400])
+        elif kind == "tick" and time.monotonic() > deadline:
+            show_stacks()
             raise TimeoutError(told(task))
 
-    return LocalTask(what, fork_server=server, faults=tuple(map(parse_fault, faults)), watch=watch).run()
+    try:
+        task = LocalTask(what, fork_server=server, faults=tuple(map(parse_fault, faults)), watch=watch)
+        return task.run()
+    except TimeoutError as late:
+        say(name, f"gave up after {limit:.0f} s:", late)
+        return None
+
+
+def show_stacks() -> None:
+    """Of every process below this one, where a `sitecustomize` on PYTHONPATH has registered SIGUSR1."""
+    if "EVERSTEP_BENCH_STACKS" in os.environ:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(1)
 
 
 def step_ms(outcome: Outcome) -> float:
     rows = [row for step, row in outcome.by_step().items() if step > 4]
-    return statistics.median(row.seconds for row in rows) * 1e3
+    return round(statistics.median(row.seconds for row in rows) * 1e3, 1)
 
 
-def torch_step(shards: int) -> dict[str, Any]:
+def torch_step(given: argparse.Namespace, shards: int) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "bench/gpu/torch_shards.py"), "--shards", str(shards), "--json"]
-    ran = subprocess.run(
-        [*command, "--steps", str(STEPS)], stdout=subprocess.PIPE, text=True, check=False, timeout=100
-    )
-    lines = ran.stdout.splitlines()
+    for word in ("steps", "sequence", "microbatches", "preset", "device"):
+        command += [f"--{word}", str(getattr(given, word))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as ran:
+        try:
+            lines = ran.communicate(timeout=given.limit)[0].splitlines()
+        except subprocess.TimeoutExpired:
+            os.killpg(ran.pid, signal.SIGKILL)  # its ranks too
+            return {"failure": f"no end within {given.limit:.0f} s"}
     answer: dict[str, Any] = json.loads(lines[-1]) if lines else {"failure": f"exit code {ran.returncode}"}
     return answer
 
 
-def compare_steps(server: ForkServer, found: dict[str, Any]) -> None:
-    """The time of a step by shards, beside torch's."""
-    for shards in (1, 2):
-        found[f"torch_{shards}"] = torch_step(shards)
-        print(found[f"torch_{shards}"], file=sys.stderr, flush=True)
-        one = run(server, replace(job(shards, replicas=1), model=UNTIED))
-        found[f"shards_{shards}"] = {"step_ms": step_ms(one), "loss": one.by_step()[STEPS].loss}
-        print(found[f"shards_{shards}"], file=sys.stderr, flush=True)
+def our_step(given: argparse.Namespace, server: ForkServer, shards: int) -> dict[str, Any]:
+    """One replica, beside torch's."""
+    ended = run(server, job(given, shards, replicas=1, tied=False), given.limit)
+    if ended is None or ended.failure:
+        return {"failure": "no end" if ended is None else ended.failure}
+    return {
+        "step_ms": step_ms(ended),
+        "first_loss": ended.by_step()[1].loss,
+        "loss": ended.by_step()[given.steps].loss,
+    }
 
 
-def measure(whole: bool, transport: str) -> dict[str, Any]:
+def kills(given: argparse.Namespace, server: ForkServer, clean: Outcome) -> list[dict[str, Any]]:
+    rows = []
+    for name, fault in KILLS.items():
+        healed = run(server, job(given, 2), given.limit, (fault,))
+        if healed is None:
+            rows.append({"kill": name, "losses_equal": False, "failure": "no end"})
+            continue
+        ours, theirs = healed.by_step(), clean.by_step()
+        same = len(ours) == given.steps and all(ours[s].loss == theirs[s].loss for s in theirs)
+        row: dict[str, Any] = {"kill": name, "losses_equal": same, "failure": healed.failure}
+        for incident in healed.incidents:
+            row |= {"what": incident.what}
+            if incident.resumed_at is not None:
+                since = incident.killed_at or incident.evidence_at
+                row |= {"resumed_after_ms": round((incident.resumed_at - since) * 1e3, 1)}
+        rows.append(row)
+        say(row)
+    return rows
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
     server = ForkServer().start()
-    found: dict[str, Any] = {"kills": []}
+    found: dict[str, Any] = {}
     try:
-        if whole:
-            compare_steps(server, found)
-        pair = replace(job(2), transport=transport)  # type: ignore[arg-type]
-        clean = run(server, pair)
-        found |= {"clean_step_ms": step_ms(clean), "failure": clean.failure}
-        print(found, file=sys.stderr, flush=True)
-        for name, fault in KILLS.items():
-            healed = run(server, pair, (fault,))
-            ours, theirs = healed.by_step(), clean.by_step()
-            same = len(ours) == STEPS and all(ours[s].loss == theirs[s].loss for s in theirs)
-            row: dict[str, Any] = {"kill": name, "losses_equal": same, "failure": healed.failure}
-            for incident in healed.incidents:
-                row |= {"what": incident.what}
-                if incident.resumed_at is not None:
-                    since = incident.killed_at or incident.evidence_at
-                    row |= {"resumed_after_ms": round((incident.resumed_at - since) * 1e3, 1)}
-            found["kills"].append(row)
-            print(row, file=sys.stderr, flush=True)
+        for part in given.only:
+            if part.startswith("torch"):
+                found[part] = torch_step(given, int(part[-1]))
+            elif part.startswith("shards"):
+                found[part] = our_step(given, server, int(part[-1]))
+            if part in found:
+                say(part, found[part])
+        if "clean" in given.only or "kills" in given.only:
+            clean = run(server, job(given, 2), given.limit)
+            if clean is None or clean.failure:
+                found["failure"] = "no end" if clean is None else clean.failure
+            else:
+                found["clean_step_ms"] = step_ms(clean)
+                say("clean", found["clean_step_ms"], "ms per step")
+                found["kills"] = kills(given, server, clean) if "kills" in given.only else []
     finally:
         server.close()
     return found
@@ -133,8 +180,17 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--mps", action="store_true", help="with --whole")
     parser.add_argument("--transport", default="auto", help="between the two workers")
+    parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--limit", type=float, default=45.0, help="seconds, of each run")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--preset", default="gpt-125m")
+    parser.add_argument("--accumulate", default="strict")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    args.only = args.only or (PARTS if args.whole else PARTS[-2:])
     if args.mps:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that MPS is ended
@@ -144,14 +200,14 @@ def main() -> int:
         for command in () if args.whole else cut:
             subprocess.run(command.split(), check=True, stdout=subprocess.DEVNULL)
             time.sleep(1)
-        found = measure(args.whole, args.transport)
+        found = measure(args)
     finally:
         if args.mps:
             subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
         for command in () if args.whole else mend:
             subprocess.run(command.split(), check=False, stdout=subprocess.DEVNULL)
     print(json.dumps(found, indent=None if args.json else 1))
-    return 0 if all(row["losses_equal"] for row in found["kills"]) else 1
+    return 0 if "failure" not in found and all(row["losses_equal"] for row in found.get("kills", ())) else 1
 
 
 if __name__ == "__main__":

@@ -114,6 +114,8 @@ def rank_main(given: argparse.Namespace) -> dict[str, Any]:
         began = time.monotonic()
         losses.append(one(step))
         times.append(time.monotonic() - began)
+        if given.rank == 0:
+            print(f"torch, {given.shards} shards: step {step} {times[-1]:.3f} s", file=sys.stderr, flush=True)
     return {"times": times, "losses": losses}
 
 
