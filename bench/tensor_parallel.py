@@ -59,6 +59,18 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "grouped heads": {"model": gpt(heads=8, kv_heads=4)},
     "SGD": {"optimizer": OptimizerSpec(name="SGD", lr=0.1)},
     "no loader ahead": {"load_ahead": 0},
+    "split sequence": {"sequence_parallel": True},
+    "split sequence, tied, dropout, recompute, clip": {
+        "sequence_parallel": True,
+        "model": gpt(tied=True, dropout=0.1),
+        "recompute": True,
+        "optimizer": OptimizerSpec(clip=0.05, ema=0.9),
+    },
+    "split sequence, evaluation": {
+        "sequence_parallel": True,
+        "evaluation": EvaluationSpec(every=3, batches=3, data=DataSpec(kind="synthetic")),
+    },
+    "split sequence, bf16, shm": {"sequence_parallel": True, "precision": "bf16", "transport": "shm"},
 }
 
 

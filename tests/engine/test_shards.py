@@ -41,13 +41,14 @@ def small_gpt(**changes: Any) -> Model:
     return gpt(**{"width": 32, "heads": 4, "depth": 2, "vocab": 128, "context": 16, **changes})
 
 
-def in_shards(count: int, work: Callable[[GroupCollectives], Any]) -> list[Any]:
+def in_shards(count: int, work: Callable[[GroupCollectives], Any], **more: Any) -> list[Any]:
     """What `work` gives in each of `count` processes. All are children: this process never has the threads
     of a group, which a later fork would leave out while they may hold a lock.
     """
     with tempfile.TemporaryDirectory() as folder:
         group = [
-            partial(GroupCollectives, Path(folder) / "store", index, count, CPU) for index in range(count)
+            partial(GroupCollectives, Path(folder) / "store", index, count, CPU, **more)
+            for index in range(count)
         ]
         children = [_forked(lambda join=join: work(join())) for join in group]
         try:
@@ -114,6 +115,43 @@ def test_recompute_and_dropout_are_functions_of_the_logical_tensors() -> None:
     one = trained(model, None, recompute=True)
     found = in_shards(2, lambda shards: trained(model, shards, recompute=True))
     assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_split_sequence_gives_the_losses_of_one_process(count: int) -> None:
+    """Tied weights, dropout and recompute together: the norms' gradients are added up, masks are those of the
+    whole sequence.
+    """
+    model = small_gpt(dropout=0.1, tied=True)
+    one = trained(model, None, recompute=True)
+    found = in_shards(count, lambda shards: trained(model, shards, recompute=True), splits_sequence=True)
+    assert all(shard == found[0] for shard in found)
+    assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
+    assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
+
+
+def test_a_split_sequence_is_sent_to_the_next_stage_without_a_collective() -> None:
+    def held(shards: GroupCollectives) -> Any:
+        stage = Stage(small_gpt(), range(2), data=DATA, device=CPU, shards=shards)
+        made = stage.forward(1, 0)
+        assert made is not None
+        sent = sliced(made, shards)
+        return [list(sent.tensors[0].shape), sent is made, together(sent, shards, CPU) is made]
+
+    assert in_shards(2, held, splits_sequence=True) == [[[2, 8, 32], True, True]] * 2
+
+
+def test_a_sequence_that_cannot_be_split_is_refused_by_name() -> None:
+    words = {"model": {"preset": "gpt-tiny"}, "shards": 2, "sequence_parallel": True}
+    with pytest.raises(UserError, match=r"shards is 2, which does not divide data\.sequence 31"):
+        Job.from_dict({**words, "data": {"kind": "synthetic", "sequence": 31}})
+    bare = Model(
+        layers={"up": lambda: nn.Linear(8, 8), "down": lambda: nn.Linear(8, 8)},
+        loss="mse",
+        shard_plan={"up": "column", "down": "row"},
+    )
+    with pytest.raises(UserError, match="sequence_parallel = true needs a shard_plan"):
+        preflight(Job.from_dict({**words, "data": {"kind": "synthetic"}}), model=bare)
 
 
 def scored(model: Model, shards: GroupCollectives | None) -> list[float]:

@@ -31,6 +31,11 @@ SHARD_PLAN = {
     "blocks.*.mlp.up": "column",
     "blocks.*.mlp.down": "row",
     "head.logits": "logits",
+    "embed.dropout": "sequence",
+    "blocks.*.attention_norm": "sequence",
+    "blocks.*.mlp_norm": "sequence",
+    "blocks.*.dropout": "sequence",
+    "head.norm": "sequence",
 }
 
 
@@ -105,8 +110,9 @@ class Attention(nn.Module):
         self.rotary = Rotary(size, form.rope_base)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        q = self.rotary(self.q(x).view(rows, length, -1, self.size))  # a shard has some of the heads
+        q = self.q(x)
+        rows, length, _ = q.shape  # not of x, which can be a part of the sequence
+        q = self.rotary(q.view(rows, length, -1, self.size))  # a shard has some of the heads
         k = self.rotary(self.k(x).view(rows, length, -1, self.size))
         v = self.v(x).view(rows, length, -1, self.size)
         y = F.scaled_dot_product_attention(

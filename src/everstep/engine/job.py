@@ -197,6 +197,7 @@ class Job:
     stages: int = 1  # pipeline parts; at most as many as there are layers
     min_stages: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `stages`
     shards: int = 1  # processes, each with a device of its own, that share every layer of a worker
+    sequence_parallel: bool = False  # shards split the sequence where they do not split the layers
     microbatches: int = 4  # that each replica brings to a step
     precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; weights are kept in fp32
     accumulate: Literal["strict", "strict32", "fp64", "fp32"] = "strict"  # how gradients are summed
@@ -232,6 +233,11 @@ class Job:
         form = self.model.shape()
         if form is not None:
             presets.refuse_shards(self.shards, form.shared_out())
+            if self.sequence_parallel:
+                length = {"data.sequence": self.data.sequence or form.context}
+                if self.evaluation is not None:
+                    length["evaluation.data.sequence"] = self.evaluation.data.sequence or form.context
+                presets.refuse_shards(self.shards, length)
         at_most("replicas * stages", self.replicas * self.stages, MOST_WORKERS)
         at_most("replicas * stages * microbatches", self.replicas * self.stages * self.microbatches, MOST_OPS)
 

@@ -80,6 +80,11 @@ def preflight(
     if job.shards > 1:
         refuse_shards(job.shards, model.assembly.shared_out)
         slots(model, range(len(model.layers)), cut=Cut(model.shard_plan, 0, job.shards))
+        if job.sequence_parallel and "sequence" not in model.shard_plan.values():
+            raise UserError(
+                "sequence_parallel = true needs a shard_plan that names the norms between split layers, such "
+                'as "*.input_norm": "sequence"; this model\'s plan names none.'
+            )
     parameters = parameter_count(model)
     if parameters == 0:
         raise UserError("the model has no parameter to train; is everything frozen?")

@@ -36,6 +36,7 @@ from everstep.engine.microbatch_numbers import MicrobatchNumbers
 from everstep.engine.model import Model, Slot, end, slots
 from everstep.engine.recordings import OpRecorder, RecordedOps, Recordings, TakenOps
 from everstep.engine.shards.collectives import Collectives
+from everstep.engine.shards.layers import sum_whole
 from everstep.engine.shards.plan import Cut
 from everstep.engine.stage_evaluation import StageEvaluation
 from everstep.engine.stage_layers import build_layers
@@ -246,9 +247,7 @@ class Stage:
                 self.recordings.of = given.of
         stash.queue, stash.outputs = self._queue.copy(), None
         self._queue.clear()
-        for whole in self._summed:
-            if self.shards is not None and whole.grad is not None:
-                self.shards.sum(whole.grad)
+        sum_whole(self._summed, self.shards)
         for parameter in self._index:
             if parameter.grad is not None:
                 stash.others.append((parameter, parameter.grad))

@@ -190,6 +190,7 @@ def train(
             group.index,
             group.count,
             device,
+            splits_sequence=job.sequence_parallel,
             entered=lambda: entering(mark),
             left=_nothing if mark is None else mark.leaving,
         )

@@ -26,12 +26,15 @@ class Collectives(Protocol):
 
     index: int
     count: int
+    splits_sequence: bool  # between split layers, each shard has its part of the sequence
 
     def sum(self, tensor: Tensor) -> Tensor: ...  # in place, and returned
 
     def max(self, tensor: Tensor) -> Tensor: ...
 
     def gather(self, tensor: Tensor) -> list[Tensor]: ...  # of every shard, in order
+
+    def sum_of_part(self, parts: Tensor) -> Tensor: ...  # of the row of this shard: one row per shard
 
 
 class GroupCollectives:
@@ -46,10 +49,13 @@ class GroupCollectives:
         index: int,
         count: int,
         device: torch.device,
+        *,
+        splits_sequence: bool = False,
         entered: Callable[[], None] = lambda: None,
         left: Callable[[], None] = lambda: None,
     ) -> None:
         self.index, self.count, self._entered, self._left = index, count, entered, left
+        self.splits_sequence = splits_sequence
         self._group = _group(_c10d.FileStore(str(store), count), index, count, device)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -64,6 +70,14 @@ class GroupCollectives:
         self._group.allgather([found], [tensor.contiguous()]).wait()
         self._left()
         return found
+
+    def sum_of_part(self, parts: Tensor) -> Tensor:
+        self._entered()
+        made = parts.new_empty(parts.shape[1:])
+        flat = parts.contiguous().view(-1)
+        self._group._reduce_scatter_base(made.view(-1), flat, dist.ReduceScatterOptions()).wait()
+        self._left()
+        return made
 
     def _reduced(self, tensor: Tensor, how: Any) -> Tensor:
         self._entered()

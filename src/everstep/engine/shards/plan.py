@@ -6,6 +6,8 @@
     "head.logits": "logits"               the outputs are split, and the loss is computed on the parts
     "lm_head": "column_gather"            the outputs are split, and put together again
     "*.q_norm": "whole_summed"            not split, but used on split values: its gradients are added up
+    "blocks.*.mlp_norm": "sequence"       works on each token alone; with `sequence_parallel` each
+                                          shard runs it on its part of the sequence
 
 What no pattern names is whole on every shard, and every shard computes the same with it.
 
@@ -36,6 +38,7 @@ STYLES: Mapping[str, tuple[int | None, int | None]] = {
     "vocab": (0, None),
     "whole": (None, None),
     "whole_summed": (None, None),
+    "sequence": (None, None),
 }
 # What transformers calls them.
 THEIRS: Mapping[str, str] = {
