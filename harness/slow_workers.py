@@ -52,6 +52,13 @@ def layers(rest_ms: list[float], lengthy: bool = False) -> dict[str, Any]:
     return named | {"head": lambda: nn.Linear(64, 16)}
 
 
+def split_layers(rest_ms: list[float], lengthy: bool = False) -> Any:
+    """The same; shards split the Linears of the blocks."""
+    from everstep.engine.model import Model
+
+    return Model(layers=layers(rest_ms, lengthy), shard_plan={"block*.linear": "column_gather"})
+
+
 class Texts:
     """Two rows of 16 tokens; `lengthy`: of 8 to 48, another length for every microbatch."""
 
@@ -77,13 +84,14 @@ def texts(lengthy: bool = False) -> Texts:
 def job_of(**more: Any) -> dict[str, Any]:
     rest_ms = more.pop("rest_ms", [REST_MS] * BLOCKS)
     lengthy = more.pop("lengthy", False)
+    build = "slow_workers:split_layers" if more.get("shards", 1) > 1 else "slow_workers:layers"
     return {
         "base": str(Path(__file__).parent),
         "replicas": 2,
         "stages": 2,
         "microbatches": 8,
         "steps": STEPS,
-        "model": {"build": "slow_workers:layers", "options": {"rest_ms": rest_ms, "lengthy": lengthy}},
+        "model": {"build": build, "options": {"rest_ms": rest_ms, "lengthy": lengthy}},
         "data": {"build": "slow_workers:texts", "options": {"lengthy": lengthy}},
         "optimizer": {"clip": None, "lr": 1e-3},
         **more,

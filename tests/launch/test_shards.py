@@ -41,6 +41,15 @@ def test_a_shards_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, start: st
     assert result["incidents"] >= 1
 
 
+def test_a_death_with_a_split_sequence_leaves_the_losses_of_a_clean_run(sweep: Sweep) -> None:
+    """Between two stages each shard sends its part; killed inside a reduce-scatter of the backward."""
+    job = replace(sweep.job, replicas=2, stages=2, steps=4, sequence_parallel=True)
+    clean = sweep.run(job, ())
+    healed = sweep.run(job, ("stage=1,replica=0,step=3,op=I1,when=inside,shard=1",))
+    assert compare(clean, healed, job)["max_relative_loss_difference"] == 0.0
+    assert [incident.what for incident in healed.incidents] == ["lost its shard 1 (killed by SIGKILL)"]
+
+
 def test_the_shard_that_failed_is_named(sweep: Sweep) -> None:
     job = replace(sweep.job, replicas=2, stages=1)
     (incident,) = sweep.run(job, ("stage=0,replica=1,step=3,op=I1,shard=1",)).incidents

@@ -23,3 +23,11 @@ def test_a_slow_worker_is_told_and_balanced_and_the_losses_stay() -> None:
     assert "it runs 2 microbatches of each step" in incident.remedies[0].outcome
     assert [row.loss for row in told.rows] == [row.loss for row in clean.rows]
     assert told.outcome.issued == told.outcome.committed
+
+
+@pytest.mark.slow  # as above
+def test_the_slow_shard_of_a_worker_is_named() -> None:
+    told = slow.train(slow.job_of(**JOB, shards=2, rest_ms=[18.0, 18.0]), (f"{FAULT},shard=1",))
+    (incident,) = slow.of_slowness(told)
+    assert [str(worker) for worker in incident.workers] == ["1:0"]
+    assert "its shard 1 is the slow one" in incident.verdict.because
