@@ -116,7 +116,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.side_by_side > 1 and given.results is None:
         parser.error("--side-by-side needs --results")
-    every = [*points(given.shards), *(sharded() if given.shard else ())]
+    every = [*points(given.shards), *(sharded(given.shards) if given.shard else ())]
     part, parts = map(int, given.part.split("/"))
     wanted = {int(number) for number in given.points.split(",") if number}
     matching = [

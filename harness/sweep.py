@@ -144,7 +144,7 @@ def staggered() -> list[Point]:
     ]
 
 
-def sharded() -> list[Point]:
+def sharded(shards: int = 1) -> list[Point]:
     """Sharded states: owners and guards, alone and together, in the update and while being filled."""
     found = []
     for stage in (0, 1):
@@ -162,7 +162,17 @@ def sharded() -> list[Point]:
         found.append(Point(f"shard owner and guard {a} {b}", pair, 3))
         found.append(Point(f"shard owner and guard {a} {b}, checkpoint", pair, 3, checkpoint=True))
     back = ("stage=0,replica=0,step=2,op=W1", "stage=0,replica=1,step=5,op=F1")
-    return [*found, Point("shard one returns, then another dies", back, 3)]
+    return of_shards([*found, Point("shard one returns, then another dies", back, 3)], shards)
+
+
+def of_shards(found: list[Point], shards: int) -> list[Point]:
+    """Every point kills another shard of its worker: the leader, a follower, …"""
+    if shards == 1:
+        return found
+    return [
+        replace(point, faults=tuple(f"{fault},shard={i % shards}" for fault in point.faults))
+        for i, point in enumerate(found)
+    ]
 
 
 def in_collectives(shards: int) -> list[Point]:
@@ -176,15 +186,8 @@ def in_collectives(shards: int) -> list[Point]:
 
 
 def points(shards: int = 1) -> list[Point]:
-    """With shards, every point kills another one of its worker's: the leader, a follower, …"""
     found = [*every_op(), *in_reduce_and_update(), *pairs(), *staggered()]
-    if shards == 1:
-        return found
-    turned = [
-        replace(point, faults=tuple(f"{fault},shard={i % shards}" for fault in point.faults))
-        for i, point in enumerate(found)
-    ]
-    return [*turned, *in_collectives(shards)]
+    return [*of_shards(found, shards), *(in_collectives(shards) if shards > 1 else ())]
 
 
 Losses = dict[int, float]  # by step

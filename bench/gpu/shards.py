@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ KILLS = {
     "leader, in an all-reduce of I": "stage=0,replica=0,step=6,op=I2,when=inside,shard=0",
     "follower, between ops": "stage=0,replica=0,step=7,op=W1,shard=1",
 }
-PARTS = ("torch_1", "torch_2", "shards_1", "shards_2", "clean", "kills")
+PARTS = ("shards_2", "torch_2", "sequence_2", "shards_1", "torch_1", "clean", "kills")
 BEGAN = time.monotonic()
 
 
@@ -118,9 +119,12 @@ def torch_step(given: argparse.Namespace, shards: int) -> dict[str, Any]:
     return answer
 
 
-def our_step(given: argparse.Namespace, server: ForkServer, shards: int) -> dict[str, Any]:
-    """One replica, beside torch's."""
-    ended = run(server, job(given, shards, replicas=1, tied=False), given.limit)
+def our_step(
+    given: argparse.Namespace, server: ForkServer, shards: int, *, sequence: bool = False
+) -> dict[str, Any]:
+    """One replica, beside torch's. `sequence`: the shards split the sequence too."""
+    what = replace(job(given, shards, replicas=1, tied=False), sequence_parallel=sequence)
+    ended = run(server, what, given.limit)
     if ended is None or ended.failure:
         return {"failure": "no end" if ended is None else ended.failure}
     return {
@@ -152,13 +156,15 @@ def kills(given: argparse.Namespace, server: ForkServer, clean: Outcome) -> list
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     server = ForkServer().start()
+    server.warm_up()  # no run waits for imports, and is given up for them
+    say("torch is loaded")
     found: dict[str, Any] = {}
     try:
         for part in given.only:
             if part.startswith("torch"):
                 found[part] = torch_step(given, int(part[-1]))
-            elif part.startswith("shards"):
-                found[part] = our_step(given, server, int(part[-1]))
+            elif part.startswith(("shards", "sequence")):
+                found[part] = our_step(given, server, int(part[-1]), sequence=part.startswith("sequence"))
             if part in found:
                 say(part, found[part])
         if "clean" in given.only or "kills" in given.only:

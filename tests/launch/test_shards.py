@@ -50,6 +50,20 @@ def test_a_death_with_a_split_sequence_leaves_the_losses_of_a_clean_run(sweep: S
     assert [incident.what for incident in healed.incidents] == ["lost its shard 1 (killed by SIGKILL)"]
 
 
+def test_sharded_optimizer_states_of_shards_come_back_from_a_checkpoint(sweep: Sweep, tmp_path: Path) -> None:
+    """Chunks of two shards are boxes of the logical tensors; both replicas of the stage die."""
+    optimizer = replace(sweep.job.optimizer, clip=0.05)
+    job = replace(sweep.job, replicas=2, stages=1, steps=5, optimizer=replace(optimizer, shard=True))
+    plain = sweep.run(replace(job, optimizer=optimizer), ())
+    saving = replace(job, checkpoint=CheckpointSpec(folder=str(tmp_path), interval=2))
+    lost = ("stage=0,replica=0,step=4,op=I1,shard=0", "stage=0,replica=1,step=4,op=I1,shard=1")
+    healed = sweep.run(saving, lost)
+    assert compare(plain, healed, job)["max_relative_loss_difference"] == 0.0
+    assert any(incident.restored_from == 2 for incident in healed.incidents)
+    one = replace(saving, shards=1, steps=6, optimizer=optimizer)
+    assert sweep.run(one, ()).resumed_from in (4, 5)
+
+
 def test_the_shard_that_failed_is_named(sweep: Sweep) -> None:
     job = replace(sweep.job, replicas=2, stages=1)
     (incident,) = sweep.run(job, ("stage=0,replica=1,step=3,op=I1,shard=1",)).incidents

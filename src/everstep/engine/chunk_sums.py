@@ -10,6 +10,7 @@ from torch import Tensor
 
 from everstep.core.words.worker_messages import AssembleSum, Parcel, SumChunk
 from everstep.engine import device as devices
+from everstep.engine.shards.counted import counted, squares_of
 from everstep.engine.stage import Stage
 from everstep.engine.sum_parts import SumPart, peaks_of
 from everstep.schedule.footprint import CHUNK
@@ -39,7 +40,7 @@ class ChunkSums:
             by_sender[parcel.sender] = self._opened(stage, received[parcel])
         ordered = [by_sender[replica] for replica in task.members]
         means: dict[int, Tensor] = {}
-        norms: list[Tensor] = []
+        norms: list[list[Tensor]] = []
         for index, chunk in enumerate(task.chunks):
             where = self._ranges[chunk]
             mean = self._empty(where.stop - where.start)
@@ -50,13 +51,11 @@ class ChunkSums:
             stage.sums.means(where, stretches, parts, task.weight, mean, origin=where.start)
             means[chunk] = mean
             norms += [
-                torch.linalg.vector_norm(
-                    mean[at.start - where.start : at.stop - where.start], dtype=torch.float64
-                )
+                [mean[own.start - where.start : own.stop - where.start] for own in counted(stage, at)]
                 for at in stretches
             ]
         self.means[task.step] = means
-        squares = tuple(torch.stack(norms).square().tolist()) if norms else ()
+        squares = squares_of(stage, norms)
         everyone = [SumPart((), peaks, ()) for _, peaks in ordered]
         return squares, peaks_of(everyone)
 
@@ -70,6 +69,8 @@ class ChunkSums:
             for chunk, tensor in zip(chunks, tensors, strict=True):
                 mean = torch.empty(tensor.shape, dtype=tensor.dtype, device=stage.device)
                 self.means[task.step][int(chunk)] = mean.copy_(tensor, non_blocking=True)
+        if stage.shards is not None:  # no shard reads from a peer any more when the leader says HELD
+            stage.shards.gather(torch.zeros(1, device=stage.device))
 
     def _opened(
         self, stage: Stage, payload: tuple[tuple[Tensor, ...], Any]

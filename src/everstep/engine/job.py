@@ -228,8 +228,6 @@ class Job:
         at_least("load_ahead", self.load_ahead, 0)
         at_most("load_ahead", self.load_ahead, 1024)
         at_most("shards", self.shards, MOST_SHARDS)
-        if self.optimizer.shard and self.shards > 1:
-            raise UserError("optimizer.shard = true does not work with shards > 1; set one of the two.")
         form = self.model.shape()
         if form is not None:
             presets.refuse_shards(self.shards, form.shared_out())

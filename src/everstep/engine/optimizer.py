@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from everstep.engine.model import Slot
 from everstep.engine.presets import closest
-from everstep.engine.shards.collectives import summed
+from everstep.engine.shards.counted import counted, counts, squares_of
 from everstep.engine.stage import Stage
 from everstep.errors import UserError
 from everstep.schedule.footprint import BUCKET
@@ -116,36 +116,14 @@ class Updater:
 
     def sum_of_squares(self, flat: Tensor) -> float:
         """For the global norm, in fp64. A tied pair counts once in the whole model, as its sum."""
-        own = [flat[both] for part in self._counted for both in self._own(part)]
-        joined = [total for (name, _), total in self._joined(flat).items() if self._is_own(name)]
-        return self._summed([[*own, *joined]])[0]
+        own = [flat[both] for part in self._counted for both in counted(self.stage, part)]
+        joined = [total for (name, _), total in self._joined(flat).items() if counts(self.stage, name)]
+        return squares_of(self.stage, [[*own, *joined]])[0]
 
     def squares(self, flat: Tensor, chunks: Sequence[slice]) -> tuple[float, ...]:
         """The sum of squares of each chunk. What every shard has whole counts on the first one."""
-        return self._summed([[flat[both] for both in self._own(chunk)] for chunk in chunks])
-
-    def _summed(self, parts: list[list[Tensor]]) -> tuple[float, ...]:
-        norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for some in parts for one in some]
-        squares = iter(torch.stack(norms).square().tolist() if norms else ())
-        found = tuple(sum((next(squares) for _ in some), 0.0) for some in parts)
-        shards = self.stage.shards
-        return found if shards is None else summed(shards, found, self.stage.device)
-
-    def _is_own(self, name: str) -> bool:
-        """Does this shard count this parameter?"""
-        return self.stage.cut.index == 0 or self.stage.cut.is_split(name)
-
-    def _own(self, part: slice) -> list[slice]:
-        """Of a stretch of the flat buffers, what this shard counts."""
-        if self.stage.cut.index == 0:
-            return [part]
-        spans = [
-            (slot.offset, slot.offset + slot.size)
-            for name, slot in self.stage.slots.items()
-            if self._is_own(name)
-        ]
-        met = [slice(max(part.start, a), min(part.stop, b)) for a, b in spans]
-        return [one for one in met if one.start < one.stop]
+        parts = [[flat[both] for both in counted(self.stage, chunk)] for chunk in chunks]
+        return squares_of(self.stage, parts)
 
     # A step, and back.
 

@@ -32,6 +32,7 @@ from everstep.node.memory_store import token_of
 
 LOOK_S = 1.0
 Say = Callable[[WorkerReport], None]
+Slice = tuple[str, tuple[int, ...], Box, Tensor]  # a logical tensor, its shape, and values of a box of it
 
 
 class States:
@@ -84,7 +85,9 @@ class States:
 
         def write(step: int, tensors: dict[str, Tensor]) -> None:
             for chunk in chunks:
-                self._write_chunk(step, attempt, (chunk, count), _copied(chunks, chunk, tensors), groups)
+                slices = self._of_logical(_copied(chunks, chunk, tensors))
+                share = chunk * self._cut.count + self._cut.index, count * self._cut.count
+                self._write_chunk(step, attempt, share, slices, groups)
 
         self._saver.save(step, _to_copy(chunks), write=write)
 
@@ -103,8 +106,8 @@ class States:
 
         def write(step: int, tensors: dict[str, Tensor]) -> None:
             for chunk in chunks:
-                slices = _copied(chunks, chunk, tensors)
-                name = f"stage-{self._me.stage}-chunk-{chunk}-{self._me.replica}"
+                slices = self._of_logical(_copied(chunks, chunk, tensors))
+                name = f"stage-{self._me.stage}-chunk-{chunk}-{self._me.replica}{self._of_shard}"
                 put = partial(memory.put, self._memory_root, self._task, step, name, slices)
                 self._put_copies(step, attempt, (chunk, count), put, directions, leaving)
 
@@ -115,7 +118,7 @@ class States:
         step: int,
         attempt: int,
         share: tuple[int, int],
-        slices: Sequence[tuple[str, Sequence[int], Box, Tensor]],
+        slices: Sequence[Slice],
         groups: list[dict[str, Any]],
     ) -> None:
         name = f"stage-{self._me.stage}-chunk-{share[0]}-of-{share[1]}-i{self._incarnation}"
@@ -196,8 +199,7 @@ class States:
     def _write_copies(
         self, step: int, attempt: int, tensors: dict[str, Tensor], directions: StateDirections, leaving: bool
     ) -> None:
-        name = f"stage-{self._me.stage}-{self._me.replica}"
-        name += f"-shard-{self._cut.index}" if self._cut.count > 1 else ""
+        name = f"stage-{self._me.stage}-{self._me.replica}{self._of_shard}"
         put = partial(memory.put, self._memory_root, self._task, step, name, self._slices(tensors))
         self._put_copies(step, attempt, (0, 1), put, directions, leaving)
 
@@ -294,6 +296,22 @@ class States:
             found.append((name, *at, tensor))
         return found
 
+    def _of_logical(self, slices: Sequence[Slice]) -> list[Slice]:
+        """What this shard writes of a chunk: boxes of its part as boxes of the logical tensors."""
+        found = []
+        for name, shape, box, values in slices:
+            split = self._cut.split_of_part(_parameter(name), tuple(shape)) if shape else None
+            if split is not None:
+                start = tuple(a + b for a, b in zip(split.box.start, box.start, strict=True))
+                found.append((name, split.whole, Box(start, box.size), values))
+            elif self._cut.index == 0:
+                found.append((name, tuple(shape), box, values))
+        return found
+
+    @property
+    def _of_shard(self) -> str:
+        return f"-shard-{self._cut.index}" if self._cut.count > 1 else ""
+
     def _is_split(self, name: str, tensor: Tensor) -> bool:
         """What there is per element of a parameter; not an optimizer's counters, not the limits of sums."""
         return tensor.ndim > 0 and self._cut.is_split(_parameter(name))
@@ -328,7 +346,7 @@ def _values(
 
 def _copied(
     chunks: Mapping[int, Sequence[ChunkSlice]], chunk: int, tensors: Mapping[str, Tensor]
-) -> list[tuple[str, Sequence[int], Box, Tensor]]:
+) -> list[Slice]:
     values = _values(chunks, chunk, tensors)
     return [(s.tensor, s.shape, s.box, copy) for s, copy in zip(chunks[chunk], values, strict=True)]
 

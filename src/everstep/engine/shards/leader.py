@@ -39,7 +39,8 @@ class ShardLeader:
         self.count, self.tell, self._report = count, tell, report
         self.slices = SliceCount(count)
         self._lock = threading.Lock()  # reports come from several threads
-        self._copies: dict[tuple[int, int, str], dict[int, Any]] = {}  # step, attempt, node -> part per shard
+        # step, attempt, node, number of the chunk -> part per shard
+        self._copies: dict[tuple[int, int, str, int], dict[int, Any]] = {}
 
     def report(self, shard: int, report: WorkerReport) -> None:
         """Copies in memory are one copy of the worker once every shard has its own."""
@@ -47,10 +48,11 @@ class ShardLeader:
             self._report(report)
             return
         with self._lock:
-            parts = self._copies.setdefault((report.step, report.attempt, report.memory_of), {})
+            node, number = report.memory_of, report.share[0]
+            parts = self._copies.setdefault((report.step, report.attempt, node, number), {})
             parts[shard] = report.part
             if len(parts) < self.count:
                 return
-            for key in [key for key in self._copies if key[2] == report.memory_of and key[0] <= report.step]:
+            for key in [key for key in self._copies if key[2:] == (node, number) and key[0] <= report.step]:
                 del self._copies[key]
         self._report(replace(report, part={"shards": [parts[i] for i in range(self.count)]}))
