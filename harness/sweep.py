@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -271,6 +272,7 @@ class Sweep:
             "seconds": round(time.monotonic() - started, 2),
             "steps": len(clean),
             "incidents": len(healed.incidents),
+            "what": Counter(incident.what[:160] for incident in healed.incidents),
             "first_op_ms": watch.first_op_ms,
             **found,
             "ok": found["ok"] and bool(watch.struck) and len(ours) == len(clean),

@@ -115,6 +115,7 @@ def everstep_run(spec: dict[str, Any], server: ForkServer) -> dict[str, Any]:
         if kind == "step":
             first_s = first_s or time.monotonic() - began
             rows.append(what)
+            print(f"  step {what.step} {what.seconds:.3f} s", file=sys.stderr, flush=True)
         elif kind == "tick" and time.monotonic() - began > LIMIT_S:
             raise RuntimeError(f"{len(rows)} steps in {LIMIT_S:.0f} s")
 
