@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,3 +153,38 @@ def test_mlflow_gets_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (3, 1 / 3),
     ]
     assert [m.step for m in client.get_metric_history(run, "eval_loss")] == [2]
+
+
+def test_what_a_callback_does_to_its_row_no_other_one_sees(tmp_path: Path) -> None:
+    seen: list[float] = []
+    told = watcher([lambda row: row.clear(), lambda row: seen.append(row["loss"])], tmp_path)
+    told("step", row(1, loss=0.5))
+    told.end(None)
+    assert seen == [0.5]
+    assert History.of(job(tmp_path)).steps[1]["loss"] == 0.5
+
+
+def test_a_function_that_raises_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def mine(row: Any) -> None:
+        raise ValueError("no such panel")
+
+    watcher([mine])("step", row(1))
+    said = capsys.readouterr().err
+    assert "callback mine raised ValueError: no such panel" in said
+    assert "training continues without mine" in said
+
+
+def test_sys_exit_in_a_callback_ends_the_run_between_two_turns() -> None:
+    """Raised where an event is half handled, it would leave a run that never ends."""
+    seen: list[int] = []
+
+    def leave(row: Any) -> None:
+        sys.exit(3)
+
+    told = watcher([leave, lambda row: seen.append(row["step"])])
+    told("step", row(1))
+    assert seen == [1]
+    with pytest.raises(SystemExit) as left:
+        told("tick", None)
+    assert left.value.code == 3
+    told("tick", None)  # the turns of the ending

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import everstep
 from everstep.errors import UserError
 from everstep.launch.local import api
+from everstep.launch.local.arguments import job_of_call
 
 
 def linear() -> nn.Module:
@@ -58,6 +60,8 @@ def sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD(linear().parameters(), lr=0.1)
 
 
+FIVE = [(torch.zeros(4), torch.zeros(4))] * 5
+
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": [linear, Pair]}, "return one tensor, or give a loss that takes them all."),
     (
@@ -88,9 +92,20 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"loss": "mse"}, "give a function of (output, targets), such as torch.nn.functional.mse_loss."),
     ({"loss": lambda output, targets: output}, "it must be one number, such as a mean, or (sum, weight)."),
     ({"optimizer": sgd()}, "give a function: optimizer=lambda named: torch.optim.SGD(named, lr=...)."),
+    ({"optimizer": "LBFGS"}, "LBFGS computes each step anew, which a pipeline does not do; use another one"),
+    ({"optimizer": "SparseAdam"}, "SparseAdam needs sparse gradients, which a pipeline does not do; use"),
+    ({"optimizer": "Muon"}, "optimizer Muon cannot be made: Muon only supports 2D parameters"),
     ({"optimizer": "AdmW"}, "did you mean 'AdamW'?"),
     ({"optimizer": torch.optim.SGD, "lr": 0.5}, "set it there: optimizer=lambda named:"),
     ({"schedule": torch.optim.lr_scheduler.StepLR(sgd(), 1)}, "give a function: schedule=lambda optimizer:"),
+    ({"schedule": lambda step: 2 - step}, "schedule(3) is -1.0; the rate is multiplied with it"),
+    ({"schedule": lambda step: [1.0, 0.5][step - 1]}, "schedule(3) raised IndexError"),
+    ({"loss": nn.MSELoss}, "give an object: MSELoss(...)."),
+    ({"epochs": 2, "data": everstep.rows(FIVE, rows=2)}, "steps and epochs are both given"),
+    (
+        {"eval_data": everstep.rows(FIVE, rows=8), "eval_every": 1},
+        "eval_data has 5 rows, and a batch of it 8, so some would count twice; give it rows=5 or fewer.",
+    ),
     ({"clip": lambda step: 1.0}, 'name the function in a file of its own as "module:function".'),
     ({"checkpoint": {"foler": "x"}}, "did you mean 'folder'? Its keys: folder, interval, keep, start_over."),
     ({"presicion": "bf16"}, "did you mean 'precision'?"),
@@ -122,3 +137,10 @@ def test_a_mistake_is_one_sentence_with_its_fix(
 def test_positional_arguments_are_refused() -> None:
     with pytest.raises(UserError, match=r"named arguments, and needs model and data: everstep.train\(model="):
         everstep.train([linear], batch)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    shape = {"replicas": np.int32(2), "stages": 1, "microbatches": 2, "steps": np.int64(4)}
+    job = job_of_call(shape, {"lr": np.float32(0.5), "seed": np.int64(3)}, {})
+    assert (job.steps, job.replicas, job.optimizer.lr, job.seed) == (4, 2, 0.5, 3)
+    assert json.dumps(job.to_dict())

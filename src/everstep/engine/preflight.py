@@ -94,7 +94,7 @@ def preflight(
     if model.assembly.join is one_after_the_other:
         _run(job, model, batch)
     refuse_what_does_not_fit(job, model, batch, memory_here(job))
-    ours = optimizer is None and job.optimizer.build is None
+    ours = optimizer is None and job.optimizer.build is None and job.optimizer.name is None
     base, multiplier = base_rate(job, model, optimizer), schedule_of(job, model, schedule, optimizer)
     optimizer = optimizer or optimizer_of(job)
     if not ours or job.optimizer.shard:

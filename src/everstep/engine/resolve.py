@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -171,6 +172,12 @@ def tried_optimizer(build: OptimizerFactory, model: Model, layers: range) -> tor
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise UserError(f"optimizer.build gave a {type(made).__name__}; return a torch.optim.Optimizer.")
+    closure, sparse = inspect.signature(made.step).parameters.get("closure"), torch.optim.SparseAdam
+    if isinstance(made, sparse) or (closure is not None and closure.default is closure.empty):
+        why = "needs sparse gradients" if isinstance(made, sparse) else "computes each step anew"
+        raise UserError(
+            f"{type(made).__name__} {why}, which a pipeline does not do; use another one, such as AdamW."
+        )
     return made
 
 

@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 from everstep.errors import UserError
 
 Rate = Callable[[int], float]  # step, from 1 -> what every learning rate is multiplied with
+MOST_TRIED = 1000  # steps of a function of the step, before anything starts
 _FEEDBACK = "ReduceLROnPlateau"
 
 
@@ -44,19 +45,20 @@ def rate_of(schedule: Any, *, lr: float, steps: int, options: dict[str, Any] | N
         made = None
     if isinstance(made, lr_scheduler.LRScheduler):
         return _table(schedule, lr, steps)
-    _check(schedule)
+    for step in [*range(1, min(steps, MOST_TRIED) + 1), steps]:
+        _check(schedule, step)
     return lambda step: float(schedule(step))
 
 
-def _check(schedule: Any) -> None:
+def _check(schedule: Any, step: int) -> None:
     try:
-        value = float(schedule(1))
+        value = float(schedule(step))
     except Exception as error:  # the user's function
         raise UserError(
-            f"schedule(1) raised {type(error).__name__}: {error}; it gets the step, from 1."
+            f"schedule({step}) raised {type(error).__name__}: {error}; it gets the step, from 1."
         ) from error
     if not math.isfinite(value) or value < 0:
-        raise UserError(f"schedule(1) is {value}; the rate is multiplied with it: give a number from 0.")
+        raise UserError(f"schedule({step}) is {value}; the rate is multiplied with it: give a number from 0.")
 
 
 def _named(name: str, options: dict[str, Any]) -> Callable[[Any], Any]:

@@ -52,6 +52,7 @@ from everstep.launch.local.run import LocalTask, Watcher
 from everstep.node.fork_server import ForkServer
 
 Batch = Callable[[int, int], Any]
+USUAL_STEPS = 100  # if neither steps nor epochs are given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ def train(
     replicas: int = 1,
     stages: int = 1,
     microbatches: int = 4,
-    steps: int = 100,
+    steps: int | None = None,
     page: bool = True,
     **settings: Any,
 ) -> Result:
@@ -123,9 +124,9 @@ def train(
                 weight)) are found every `eval_every` steps and after the last, over `eval_batches` batches
     callbacks   functions of a step, or objects with on_step, on_eval, on_checkpoint, on_incident
     page        serve a page that shows the run, and print its address
-    settings    `epochs` instead of `steps`, where the data has rows; other keys of a job: precision,
-                accumulate, recompute, seed, device, threads, load_ahead, log, checkpoint; and of its
-                optimizer: clip, ema, stagger
+    settings    `epochs` instead of `steps` (100 if neither is given), where the data has rows; other keys of
+                a job: precision, accumulate, recompute, seed, device, threads, load_ahead, log, checkpoint;
+                and of its optimizer: clip, ema, stagger
     """
     if positional or model is None or data is None:
         raise UserError(
@@ -145,7 +146,10 @@ def train(
         raise SystemExit(0)
     call = _this_launch()
     told = callbacks_module.checked(callbacks)
-    shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches, "steps": steps}
+    if steps is not None and "epochs" in settings:
+        raise UserError("steps and epochs are both given; give one of them.")
+    count = USUAL_STEPS if steps is None else steps
+    shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches, "steps": count}
     shape = {**shape, **call.overrides}
     if "epochs" in settings:
         shape["steps"] = steps_of(given, settings.pop("epochs"), shape, int(settings.get("seed", 0)))

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -53,6 +54,8 @@ def model_given(given: Layers, loss: Loss | None) -> Model:
             else ("its layers in order, each as a function that builds it: [lambda: Embed(...), ...]")
         )
         raise UserError(f"model is a {kind} already built, and every worker builds its own part; give {fix}.")
+    if isinstance(loss, type):
+        raise UserError(f"loss is the class {loss.__name__}; give an object: {loss.__name__}(...).")
     if loss is not None and not callable(loss):
         raise UserError(
             f"loss is a {type(loss).__name__}; give a function of (output, targets), such as "
@@ -86,6 +89,11 @@ def evaluation_table(
         )
     if batches is None:
         whole = data.order_in(1, 0) if hasattr(data, "order_in") else None
+        if whole is not None and whole.size < whole.rows:
+            raise UserError(
+                f"eval_data has {whole.size} rows, and a batch of it {whole.rows}, so some would count "
+                f"twice; give it rows={whole.size} or fewer."
+            )
         batches = 8 if whole is None else max(1, whole.size // whole.rows)
     usual = max(1, shape["steps"] // 10)
     return {
@@ -94,6 +102,11 @@ def evaluation_table(
         "data": {"build": _IN_THE_SCRIPT},
         "metrics": list(metrics),
     }
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as one of Python."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def check_optimizer(given: Any) -> None:
@@ -113,7 +126,7 @@ def check_optimizer(given: Any) -> None:
 
 
 def job_of_call(shape: Mapping[str, int], settings: Mapping[str, Any], card: Mapping[str, Any]) -> Job:
-    settings = dict(settings)
+    shape, settings = ({key: _plain(value) for key, value in given.items()} for given in (shape, settings))
     known = {*(f.name for f in fields(Job)), *_OPTIMIZER_KEYS, "optimizer_options", "epochs"}
     for key in settings:
         if key not in known:

@@ -2,11 +2,13 @@
 
 They run in the launcher, between two turns of the run: never in a worker, and no fault of a worker reaches
 them. A step that is done again after a restore is told once; so is one that an earlier start had told of.
-What a callback raises ends that callback and not the run.
+What a callback raises ends that callback and not the run; `sys.exit` and Ctrl-C in it end the run, in good
+order.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ class StepFunction:
 
     def __init__(self, function: Callable[[dict[str, Any]], Any]) -> None:
         self.on_step = function
+        self.name = getattr(function, "__name__", type(function).__name__)
 
 
 def checked(callbacks: Any) -> list[Any]:
@@ -69,9 +72,13 @@ class CallbackWatcher:
         self._callbacks = list(callbacks)
         self._task: LocalTask | None = None
         self._stopping = False
+        self._leaving: BaseException | None = None  # sys.exit or Ctrl-C in a callback
 
     def __call__(self, kind: str, what: Any) -> None:
         match kind, what:
+            case "tick", _ if self._leaving is not None:  # here nothing is half done
+                leaving, self._leaving = self._leaving, None
+                raise leaving
             case "tick", LocalTask():
                 if self._task is None and what.recovery is not None:
                     self._begin(what)
@@ -94,6 +101,8 @@ class CallbackWatcher:
         if self._task is not None:
             self._tell("on_end", result)
         self._history.close()
+        if self._leaving is not None and result is not None:
+            raise self._leaving
 
     def _begin(self, task: LocalTask) -> None:
         self._task = task
@@ -111,13 +120,17 @@ class CallbackWatcher:
             if called is None:
                 continue
             try:
-                answer = called(*what)
+                answer = called(*copy.deepcopy(what))  # what one of them changes, no other one sees
             except Exception as error:  # the user's code
                 self._callbacks.remove(callback)
-                name = type(callback).__name__
-                print(f"callback {name}.{method} raised {type(error).__name__}: {error}", file=sys.stderr)
+                name = callback.name if isinstance(callback, StepFunction) else type(callback).__name__
+                where = name if isinstance(callback, StepFunction) else f"{name}.{method}"
+                print(f"callback {where} raised {type(error).__name__}: {error}", file=sys.stderr)
                 traceback.print_exc(limit=20)
                 print(f"training continues without {name}", file=sys.stderr)
+                continue
+            except BaseException as error:
+                self._leaving = self._leaving or error
                 continue
             if answer and self._task is not None and not self._stopping:
                 self._stopping = True

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 NODE, TASK = "here", "task"
 LOOK_EVERY_S = 0.02
+ENDING_S = 20.0  # for workers to leave in good order; afterwards they are killed
 Watcher = Callable[
     [str, Any], None
 ]  # (kind, what): step, evaluation, checkpoint, incident, action, raised, data, tick
@@ -219,8 +220,9 @@ class LocalTask:
     def _close(self) -> None:
         if not self._over:  # it ends early, by Ctrl-C: what stops now is no incident
             self._driver.hear(msg.CancelRequested(task=TASK))
+            until = time.monotonic() + ENDING_S
             with contextlib.suppress(KeyboardInterrupt):
-                while not self._over:
+                while not self._over and time.monotonic() < until:
                     self._turn()
         self.workers.close()
         if self._page is not None:
