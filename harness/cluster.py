@@ -36,11 +36,13 @@ class Cluster:
         token: str = "harness",
         eager: bool = False,
         token_file: bool = False,
+        program: Sequence[str] = EVERSTEP,
     ) -> None:
         """`eager`: no node is suspected, however often its workers are killed. `token_file`: the token is
-        given by a file, so that it can be changed.
+        given by a file, so that it can be changed. `program`: of coordinators.
         """
         self.folder, self.etcd, self.token, self.eager = folder, etcd, token, eager
+        self.program = program
         self.token_file = folder / "token" if token_file else None
         self.set_token(token)
         self.coordinators: dict[str, subprocess.Popen[bytes]] = {}
@@ -80,7 +82,7 @@ class Cluster:
         """Again on its old port, if it ran before."""
         if name in self.addresses:
             port = int(self.addresses[name].rpartition(":")[2])
-        command = [*EVERSTEP, "coordinator", "--port", str(port), "--json", "--name", name]
+        command = [*self.program, "coordinator", "--port", str(port), "--json", "--name", name]
         if self.eager:
             command += ["--restarts-per-node", "1000000"]
         command += self._token_option()

@@ -20,8 +20,11 @@ BLOCKS = 4
 # ------------------------------------------------------------------ the model, as workers build it
 
 
-def layers(rest_ms: list[float], lengthy: bool = False) -> dict[str, Any]:
-    """An embedding, a block a rest, a head; `lengthy`: a rest is as long as its row."""
+def layers(rest_ms: list[float], lengthy: bool = False, build_s: float = 0.0) -> dict[str, Any]:
+    """An embedding, a block a rest, a head; `lengthy`: a rest is as long as its row. `build_s`: how long a
+    worker takes to make it.
+    """
+    time.sleep(build_s)
     import torch
     from torch import nn
 
@@ -85,13 +88,14 @@ def job_of(**more: Any) -> dict[str, Any]:
     rest_ms = more.pop("rest_ms", [REST_MS] * BLOCKS)
     lengthy = more.pop("lengthy", False)
     build = "slow_workers:split_layers" if more.get("shards", 1) > 1 else "slow_workers:layers"
+    built = {"build_s": more.pop("build_s")} if "build_s" in more else {}
     return {
         "base": str(Path(__file__).parent),
         "replicas": 2,
         "stages": 2,
         "microbatches": 8,
         "steps": STEPS,
-        "model": {"build": build, "options": {"rest_ms": rest_ms, "lengthy": lengthy}},
+        "model": {"build": build, "options": {"rest_ms": rest_ms, "lengthy": lengthy, **built}},
         "data": {"build": "slow_workers:texts", "options": {"lengthy": lengthy}},
         "optimizer": {"clip": None, "lr": 1e-3},
         **more,
