@@ -5,8 +5,9 @@
 
 Earned: steps on record when the storm ended, weighted by the weight of the task; all tasks do the same work
 per step, so this is the WAF up to a factor. Expected: `harness.storm_forecast`, which lets the real
-coordinator and planner decide about coarse nodes and workers, with the times that the storm measured before
-its first fault. Calm: the same without the faults.
+coordinator and planner decide about coarse nodes and workers. Its inputs: what was done to which process and
+when, and when a killed coordinator or agent was up again, from the trace; seconds per step, and until a
+killed worker takes part again, measured by the storm before its first fault. Calm: the same without faults.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from everstep.core.words.shape import Shape
 from harness.real_storm import NODES
 from harness.storm_forecast import ForecastKind, StormForecast
 
+NO_FAULTS = ("submit", "coordinator up", "agent up")
 KINDS = {
     "heavy": (4.0, Shape(2, 2, 2), 3),
     "middle": (2.0, Shape(2, 1, 2), 0),
@@ -41,6 +43,8 @@ def forecast(storm: dict[str, Any], *, faults: bool = True) -> dict[str, int]:
             beside_s=storm["measured"][name]["beside_s"],
             begin_s=storm["measured"][name]["begin_s"],
             cold_s=storm["measured"][name].get("cold_s", storm["measured"][name]["begin_s"]),
+            again_s=storm["measured"][name].get("again_s", 0.0),
+            again_cold_s=storm["measured"][name].get("again_cold_s", 0.0),
         )
         for name, (weight, shape, copy_every) in KINDS.items()
     ]
@@ -59,7 +63,7 @@ def row(path: Path) -> dict[str, Any]:
     return {
         "seed": storm["seed"],
         "minutes": round(storm["seconds"] / 60, 1),
-        "faults": sum(entry["what"] != "submit" for entry in storm["trace"]),
+        "faults": sum(entry["what"] not in NO_FAULTS for entry in storm["trace"]),
         "earned": storm["done"],
         "expected": expected,
         "expected_over_earned": round(weighed(expected) / max(1.0, earned), 3),

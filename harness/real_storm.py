@@ -27,6 +27,7 @@ NODES = ("a", "b", "c")
 SLOTS = 3
 DISK_BYTES = 48 << 20
 WARM_STEPS = 20
+AGAIN = ("again_s", "again_cold_s")
 Undo = Callable[[], None]
 
 
@@ -71,6 +72,7 @@ class Storm:
     began_at: float = 0.0  # wall time
     _began: float = field(default_factory=time.monotonic)
     _taken: set[str] = field(default_factory=set)  # what something is done to at the moment
+    _starting: set[str] = field(default_factory=set)  # agents that were started and have not joined yet
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -91,11 +93,46 @@ class Storm:
                 told = self.cluster.finished(f"calm-{kind.name}-{number}")
                 cold_s = found.get(kind.name, {"cold_s": _begin(told)})["cold_s"]
                 found[kind.name] = {"alone_s": _usual(told), "begin_s": _begin(told), "cold_s": cold_s}
+        again_s = self._measure_starts()
         for kind in self.kinds.values():
             self._submit(kind)
         for name, kind_name in self.submitted.items():
             found[kind_name]["beside_s"] = _usual(self.cluster.finished(name))
+            found[kind_name] |= again_s
         return found
+
+    def _measure_starts(self) -> dict[str, float]:
+        """While all kinds train: seconds until a killed worker takes part again, with its node's fork server
+        and with one that must start first.
+        """
+        names = {f"calm-{kind.name}-starts": kind for kind in self.kinds.values()}
+        for name, kind in names.items():
+            self.cluster.submit(kind.job | {"steps": 100_000, "checkpoint": None}, name, weight=kind.weight)
+        for name, kind in names.items():  # an operator's shape: the planner changes nothing meanwhile
+            self.cluster.step_reached(2, name)
+            shape = {"replicas": kind.job["replicas"], "stages": kind.job["stages"]}
+            self.cluster.until(
+                lambda name=name, shape=shape: self.cluster.client.post(f"/v1/tasks/{name}/reshape", shape),
+                f"{name} takes the operator's shape",
+            )
+        for name in names:
+            self.cluster.all_members(name)
+        name = next(iter(names))
+        found = {word: self._restarted(name, cold=word == "again_cold_s") for word in AGAIN}
+        for name in names:
+            self.cluster.client.post(f"/v1/tasks/{name}/cancel")
+            self.cluster.finished(name)
+        return found
+
+    def _restarted(self, name: str, *, cold: bool) -> float:
+        row = self.cluster.until(lambda: next(iter(self.cluster.workers(name).values())), "a worker's pid")
+        pids = [*(self._fork_servers(row["node"]) if cold else ()), int(row["pid"])]
+        epoch, before = self.cluster.task(name)["epoch"], time.monotonic()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        self.cluster.until(lambda: self.cluster.task(name)["epoch"] > epoch, "the death is noticed")
+        self.cluster.all_members(name)
+        return time.monotonic() - before
 
     def rage(self, seconds: float, every_s: float) -> None:
         """Faults, and tasks for them, for so long."""
@@ -133,10 +170,19 @@ class Storm:
     def _keep_busy(self) -> None:
         """One task of each kind at a time."""
         with contextlib.suppress(EverstepError, StopIteration, OSError):
+            self._note_agents_up()
             alive = {self.submitted[task["task"]] for task in self._alive() if task["task"] in self.submitted}
             for kind in self.kinds.values():
                 if kind.name not in alive:
                     self._submit(kind)
+
+    def _note_agents_up(self) -> None:
+        """How long a process takes to start is the machine's affair: a forecast takes it from the trace."""
+        if self._starting:
+            for node in self.cluster.client.get("/v1/status")["nodes"]:
+                if node["node"] in self._starting and node["connected"]:
+                    self._starting.discard(node["node"])
+                    self._note("agent up", node=node["node"])
 
     def _submit(self, kind: JobKind) -> None:
         number = 1 + sum(each == kind.name for each in self.submitted.values())
@@ -348,9 +394,11 @@ class Storm:
 
     def _start(self, node: str) -> None:
         self.cluster.start_agent(node, slots=SLOTS)
+        self._starting.add(node)
 
     def _start_coordinator(self) -> None:
         self.cluster.start_coordinator()
+        self._note("coordinator up")
 
     def _readmit(self, node: str) -> None:
         self._until_heard(lambda: self.cluster.client.post(f"/v1/nodes/{node}/readmit"))

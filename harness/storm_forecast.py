@@ -46,6 +46,8 @@ class ForecastKind:
     beside_s: float
     begin_s: float
     cold_s: float
+    again_s: float = 0.0  # until a killed worker takes part again, beside other tasks; 0: not measured
+    again_cold_s: float = 0.0  # the same where the fork server must start first
     save_every: int = 5
     copy_every: int = 0
 
@@ -100,6 +102,7 @@ class StormForecast:
         self.done = dict.fromkeys(self.kinds, 0)
         self.counts = dict.fromkeys(self.kinds, 0)
         self.hears = True  # the coordinator is up, and not stopped
+        self.knows_starts = False  # the trace says when agents and coordinators were up again
         self._late: list[Callable[[], None]] = []
         ports = ClusterPorts(self, self, self)
         self.driver = ClusterDriver(
@@ -117,6 +120,7 @@ class StormForecast:
 
     def run(self, trace: Sequence[dict[str, Any]], seconds: float) -> dict[str, int]:
         """Steps on record after so long, by kind of task."""
+        self.knows_starts = any(entry["what"] == "coordinator up" for entry in trace)
         for entry in trace:
             if entry["what"] != "submit" and entry["at_s"] < seconds:
                 self._at(entry["at_s"], self._strike, entry)
@@ -262,7 +266,8 @@ class StormForecast:
         warm_s = max(0.0, known.warm_at_s - self.time())
         key = (order.task, order.worker)
         actor = self.actors[key] = Actor(node, order.incarnation)
-        self._after(warm_s + max(0.05, kind.begin_s - kind.alone_s - 0.1), self._started, key, actor)
+        again_s = kind.again_s or kind.begin_s - kind.alone_s
+        self._after(warm_s + max(0.05, again_s - NOTICE_S - COPY_S), self._started, key, actor)
 
     def _started(self, key: tuple[str, Worker], actor: Actor) -> None:
         if self.actors.get(key) is actor:
@@ -401,8 +406,10 @@ class StormForecast:
                 self._hit(what, task, parse_worker(entry["worker"]))
             case "kill agent" | "kill node":
                 self._lose(node)
-            case "start agent":
+            case "start agent" if not self.knows_starts:
                 self._after(AGENT_S, self._return, node)
+            case "agent up":
+                self._return(node)
             case "stop agent" | "stop node":
                 self._freeze(node, whole=what == "stop node")
             case "continue agent" | "continue node":
@@ -411,8 +418,10 @@ class StormForecast:
                 self.nodes[node].warm_at_s = self.time() + self._cold_s()
             case "kill coordinator" | "stop coordinator" | "rotate the token":
                 self.hears = False
-            case "start coordinator" | "continue coordinator":
-                self._after(COORDINATOR_S if what == "start coordinator" else 0.0, self._hear_again)
+            case "start coordinator" if not self.knows_starts:
+                self._after(COORDINATOR_S, self._hear_again)
+            case "coordinator up" | "continue coordinator":
+                self._hear_again()
             case "drain" | "drain at once":
                 self._tell(msg.DrainRequested(node=node, force=what == "drain at once"))
             case "readmit":
@@ -514,6 +523,8 @@ class StormForecast:
 
     def _cold_s(self) -> float:
         """How much longer a start takes where the fork server is not up."""
+        if all(kind.again_cold_s for kind in self.kinds.values()):
+            return max(0.0, min(kind.again_cold_s - kind.again_s for kind in self.kinds.values()))
         return max(0.0, min(kind.cold_s - kind.begin_s for kind in self.kinds.values()))
 
     # -------------------------------------------------------------- time

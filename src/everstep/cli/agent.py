@@ -51,6 +51,13 @@ def agent_command(
     fabric_ports: Annotated[
         str, typer.Option(help="Source ports for --fabric; the workers of this node share them.")
     ] = "24000-27999",
+    notice_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that says when this machine will be taken away: 120, 2min, or the JSON of a spot "
+            "notice. Its workers then move or leave in time."
+        ),
+    ] = None,
     beat: Annotated[
         float,
         typer.Option(min=0.05, help="Seconds between heartbeats; increase it for thousands of nodes."),
@@ -86,6 +93,7 @@ def agent_command(
         ca=ca,
         words=log_dir,
         beat_s=beat,
+        notice=notice_file,
         fabric=None if fabric is None else _fabric(fabric, fabric_ports, node, slots),
     )
     settings.token()  # report an unreadable file now

@@ -150,7 +150,7 @@ def drain_command(
     """
     client = Client(address=address, token=token, ca=ca)
     answer = client.post(f"/v1/nodes/{node}/{'readmit' if readmit else 'drain'}", {"force": force})
-    return _report(answer, "node", as_json)
+    return report(answer, "node", as_json)
 
 
 def expect_command(
@@ -171,7 +171,7 @@ def expect_command(
     """
     seconds = duration(back_in, "BACK_IN")
     client = Client(address=address, token=token, ca=ca)
-    return _report(client.post(f"/v1/nodes/{node}/expect", {"back_in_s": seconds}), "node", as_json)
+    return report(client.post(f"/v1/nodes/{node}/expect", {"back_in_s": seconds}), "node", as_json)
 
 
 def cancel_command(
@@ -187,7 +187,7 @@ def cancel_command(
 
       everstep cancel llama-8b
     """
-    return _report(
+    return report(
         Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/cancel"), "task", as_json
     )
 
@@ -209,7 +209,7 @@ def pause_command(
       everstep pause llama-8b
     """
     client = Client(address=address, token=token, ca=ca)
-    return _report(client.post(f"/v1/tasks/{task}/{'unpause' if go_on else 'pause'}"), "task", as_json)
+    return report(client.post(f"/v1/tasks/{task}/{'unpause' if go_on else 'pause'}"), "task", as_json)
 
 
 def resume_command(
@@ -225,7 +225,7 @@ def resume_command(
 
       everstep resume llama-8b
     """
-    return _report(
+    return report(
         Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/unpause"), "task", as_json
     )
 
@@ -259,7 +259,7 @@ def resize_command(
     if release:
         if shape or workers is not None:
             raise UserError("--release takes neither a number of workers nor --shape; leave them out.")
-        return _report(client.post(f"/v1/tasks/{task}/release"), "task", as_json)
+        return report(client.post(f"/v1/tasks/{task}/release"), "task", as_json)
     if shape:
         words = shape.lower().split("x")
         is_odd = len(words) not in (2, 3) or not all(word.strip().isdecimal() for word in words)
@@ -269,10 +269,10 @@ def resize_command(
                 "and no number of workers."
             )
         counts = dict(zip(("replicas", "stages", "shards"), map(int, words), strict=False))
-        return _report(client.post(f"/v1/tasks/{task}/reshape", counts), "task", as_json)
+        return report(client.post(f"/v1/tasks/{task}/reshape", counts), "task", as_json)
     if workers is None:
         raise UserError("give a number of workers, or --shape, such as 3x2.")
-    return _report(client.post(f"/v1/tasks/{task}/resize", {"workers": workers}), "task", as_json)
+    return report(client.post(f"/v1/tasks/{task}/resize", {"workers": workers}), "task", as_json)
 
 
 def logs_command(
@@ -309,7 +309,7 @@ def logs_command(
     return 0
 
 
-def _report(row: Any, what: str, as_json: bool) -> int:
+def report(row: Any, what: str, as_json: bool) -> int:
     if as_json:
         render.emit(row)
     render.note(f"{what} {row[what]} is {row['state']}: {row['because']}")

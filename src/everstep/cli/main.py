@@ -27,6 +27,7 @@ _COMMANDS = {  # name: module and function
     "status": "everstep.cli.cluster:status_command",
     "drain": "everstep.cli.cluster:drain_command",
     "expect": "everstep.cli.cluster:expect_command",
+    "notice": "everstep.cli.notice:notice_command",
     "cancel": "everstep.cli.cluster:cancel_command",
     "pause": "everstep.cli.cluster:pause_command",
     "resume": "everstep.cli.cluster:resume_command",

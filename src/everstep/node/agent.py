@@ -50,6 +50,7 @@ from everstep.node.coordinator_address import current
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkServer
 from everstep.node.kernel import KernelLog
+from everstep.node.leave_notice import LOOK_S, LeaveNotice
 from everstep.node.memory_store import MemoryServer
 from everstep.node.recent_ops import last_steps
 from everstep.node.worker_processes import WorkerProcesses
@@ -72,6 +73,7 @@ class AgentSettings:
     beat_s: float = BEAT_EVERY_S
     words: Path | None = None  # a folder for what workers print
     fabric: FabricSettings | None = None  # workers follow its plan
+    notice: Path | None = None  # a file that says when this machine will be taken away
     limits: DetectorLimits = field(default_factory=DetectorLimits)
 
 
@@ -119,6 +121,8 @@ class Agent:
         if kernel.fd is not None:
             asyncio.get_running_loop().add_reader(kernel.fd, kernel.read, self._kernel_spoke)
         looking = asyncio.create_task(self._look())
+        if self.settings.notice is not None:
+            self._beside.add(asyncio.create_task(self._look_for_notice(self.settings.notice)))
         try:
             await self._stay_connected()
         finally:
@@ -161,6 +165,13 @@ class Agent:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             self.workers.tick(time.monotonic())
+
+    async def _look_for_notice(self, path: Path) -> None:
+        notice = LeaveNotice(path, self.say)
+        while True:
+            if (found := notice.look()) is not None:
+                self._report(found, None)
+            await asyncio.sleep(LOOK_S)
 
     def _fork_server(self, job: Job) -> ForkServer:
         key = (job.threads, job.modules())

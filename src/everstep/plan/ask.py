@@ -156,13 +156,17 @@ def _node(view: ClusterView, node: Node, now: float, measured: Measurements, uni
 
 
 def _running_s(view: ClusterView, now: float) -> float:
-    """The expected time to the next event: one at the published rate of failures, and those seen here."""
+    """The expected time to the next event: one at the published rate of failures, and those seen here; a
+    node that was announced to leave ends it earlier.
+    """
     up = sum(node.reachable and node.admin is NodeAdmin.UP for node in view.nodes.values())
     usual_s = 1000 * DAY_S / (FAILURES_PER_1000_NODE_DAYS * max(1, up))
     began = min((task.submitted_at for task in view.tasks.values()), default=now)
     began = max(began, view.log.forgotten.since)  # what is counted below has happened since
     seen = sum(incident.stops_training for incident in view.log.incidents)
-    return rounded((usual_s + max(0.0, now - began)) / (1 + seen))
+    expected_s = (usual_s + max(0.0, now - began)) / (1 + seen)
+    leaves = [n.leaves_at for n in view.nodes.values() if n.leaves_at is not None and n.admin is NodeAdmin.UP]
+    return rounded(min([expected_s, *(max(1.0, at - now) for at in leaves)]))
 
 
 def _places(task: RunningTask, unit: int, numbers: dict[str, int]) -> tuple[SlotPlace | None, ...]:

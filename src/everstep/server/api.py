@@ -347,8 +347,10 @@ class Api:
             case "expect":
                 seconds = requests.repair_s(await requests.body(request), node)
                 await self.served.handle(msg.RepairPromised(node=node.name, back_in_s=seconds))
+            case "notice":
+                await self.served.handle(requests.notice(await requests.body(request), node))
             case _:
-                return _refuse(404, f"{verb!r} is not drain, readmit or expect.")
+                return _refuse(404, f"{verb!r} is not drain, readmit, expect or notice.")
         return web.json_response({"node": node.name, "state": node.state, "because": node.because})
 
     def _drain(self, node: Node, body: Mapping[str, Any]) -> msg.DrainRequested:

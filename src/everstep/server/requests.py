@@ -13,7 +13,7 @@ from aiohttp import web
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.task import Task, TaskState
-from everstep.core.words.cluster_messages import ReshapeRequested, TaskSubmitted
+from everstep.core.words.cluster_messages import LeaveAnnounced, ReshapeRequested, TaskSubmitted
 from everstep.engine.faults import check_fault, parse_fault
 from everstep.engine.job import MOST_WORKERS, Job
 from everstep.engine.tables import shown
@@ -112,6 +112,22 @@ def repair_s(given: dict[str, Any], node: Node) -> float:
     if node.state is NodeState.UP:
         raise UserError(f"node {node.name} is up; only a node that is away can be expected back.")
     return float(seconds)
+
+
+def notice(given: dict[str, Any], node: Node) -> LeaveAnnounced:
+    """A node is to be taken away."""
+    seconds: Any = given.get("leaves_in_s")
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not 0 <= seconds <= MOST_REPAIR_S:
+        raise UserError(
+            f"leaves_in_s is {shown(seconds)}; give the seconds until the node leaves, at most "
+            f"{MOST_REPAIR_S:,}."
+        )
+    if node.state is not NodeState.UP:
+        raise UserError(
+            f"node {node.name} is {node.state}; only a node that is up can be announced to leave."
+        )
+    return LeaveAnnounced(node=node.name, leaves_in_s=float(seconds), by="an operator")
 
 
 def workers(given: dict[str, Any], task: Task) -> int:

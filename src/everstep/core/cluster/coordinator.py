@@ -222,6 +222,7 @@ class Coordinator:
                 | msg.DrainRequested()
                 | msg.ReadmitRequested()
                 | msg.RepairPromised()
+                | msg.LeaveAnnounced()
             ):
                 node = self.nodes.get(event.node)
                 return [] if node is None else self._handle_node_event(node, event, now)
@@ -244,7 +245,8 @@ class Coordinator:
         | msg.NodeLeft
         | msg.DrainRequested
         | msg.ReadmitRequested
-        | msg.RepairPromised,
+        | msg.RepairPromised
+        | msg.LeaveAnnounced,
         now: Moment,
     ) -> Actions:
         match event:
@@ -258,6 +260,8 @@ class Coordinator:
                 return self._nodes.readmit(node, event.by, now)
             case msg.RepairPromised():
                 return self._nodes.promised(node, event.back_in_s, now)
+            case msg.LeaveAnnounced():
+                return self._nodes.announced(node, event.leaves_in_s, event.by, now)
 
     def _handle_task_event(self, task: Task, event: TaskRequest, now: Moment) -> Actions:
         match event:
@@ -321,6 +325,8 @@ class Coordinator:
             return []
         if isinstance(report, msg.KernelSpoke):
             return self._failures.kernel_spoke(node, report.text, report.slots, now)
+        if isinstance(report, msg.LeaveNoticed):
+            return self._nodes.announced(node, report.leaves_in_s, report.by, now)
         if isinstance(report, msg.SlotFreed):
             return self._failures.slot_freed(node, report.slot, now)
         task = self.tasks.get(report.task)

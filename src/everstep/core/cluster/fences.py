@@ -21,7 +21,7 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 
 # No worker's words.
-_OF_AGENTS = (msg.CheckpointFound, msg.CheckpointUnusable, msg.KernelSpoke, msg.SlotFreed)
+_OF_AGENTS = (msg.CheckpointFound, msg.CheckpointUnusable, msg.KernelSpoke, msg.SlotFreed, msg.LeaveNoticed)
 _OF_WORKERS = (
     ev.WorkerStarted,
     ev.WorkerExited,

@@ -32,6 +32,8 @@ class Node:
     lost_slots: set[int] = field(default_factory=set)  # held by processes that outlive SIGKILL
     memory_port: int = 0
     back_at: float | None = None  # promised, of a node that takes no workers now
+    leaves_at: float | None = None  # announced: a spot notice
+    drain_at: float | None = None  # until then its workers train on
 
     @property
     def state(self) -> NodeState:

@@ -25,6 +25,9 @@ from everstep.core.words import events as ev
 from everstep.core.words.moment import Moment
 from everstep.core.words.ops import Worker
 
+BY_OPERATOR = "drained by an operator"
+LEAVE_EARLY_S = 30.0  # before a node that was announced to leave its workers go; half of a shorter notice
+
 
 class Nodes:
     """Changes the state of nodes."""
@@ -60,6 +63,7 @@ class Nodes:
             )
             node.lost_slots = set()
             node.opened, node.memory_open = set(), set()
+            node.leaves_at = node.drain_at = None
         if node is None:
             node = self._roster.nodes[event.node] = Node(
                 name=event.node,
@@ -105,15 +109,15 @@ class Nodes:
     def left(self, node: Node, now: Moment) -> Actions:
         return self._lost(node, NodeLiveness.LEFT, "its agent ended in good order", now)
 
-    def drain(self, node: Node, now: Moment, *, force: bool) -> Actions:
+    def drain(self, node: Node, now: Moment, *, force: bool, because: str = BY_OPERATOR) -> Actions:
         """Its workers go: those of a task that would lose steps by that, once its state is safe."""
         if node.admin is NodeAdmin.DRAINING and not force:
             return []
-        because = "drained by an operator"
         actions: Actions = []
         if node.admin is not NodeAdmin.DRAINING:
             actions += self._set_admin(node, NodeAdmin.DRAINING, because, now)
-        self._later.slots_changed(f"node {node.name} is drained")
+        why = "" if because == BY_OPERATOR else f": {because}"
+        self._later.slots_changed(f"node {node.name} is drained{why}")
         saving = set() if force else {cost.task for cost in costs_of_drain(self._roster, node.name)}
         for name in sorted(saving):
             actions += self._tasks.leave_safely(self._roster.tasks[name], node.name, now)
@@ -133,7 +137,35 @@ class Nodes:
         self._later.slots_changed(f"node {node.name} is isolated")
         return actions
 
+    def announced(self, node: Node, leaves_in_s: float, by: str, now: Moment) -> Actions:
+        """A spot notice. Where its workers find slots elsewhere, they go at once and training continues
+        meanwhile; where not, they train on and go shortly before the node does, with their state safe.
+        """
+        if node.state is not NodeState.UP or node.leaves_at is not None:
+            return []
+        early_s = min(LEAVE_EARLY_S, leaves_in_s / 2)
+        node.leaves_at, node.drain_at = now.at + leaves_in_s, now.at + leaves_in_s - early_s
+        because = f"it leaves in {leaves_in_s:.0f} s, says {by}"
+        node.admin_because, node.admin_since = because, now.at
+        self._later.slots_changed(f"node {node.name}: {because}")
+        actions = self._changed(node, because, now)
+        used = sum(len(task.seats[worker].slots) for task, worker in self._roster.on_node(node.name))
+        stays = {other.name for other in self._roster.nodes.values() if other.leaves_at is None}
+        free = sum(name in stays for name, _ in self._roster.free())
+        return actions + (self._leave(node, now) if used <= free else [])
+
+    def _leave(self, node: Node, now: Moment) -> Actions:
+        """Not where nothing can be made safe: then training to the end is the best."""
+        node.drain_at = None
+        if not all(cost.is_savable for cost in costs_of_drain(self._roster, node.name)):
+            return []
+        left_s = max(0.0, (node.leaves_at or now.at) - now.at)
+        return self.drain(node, now, force=False, because=f"it leaves in {left_s:.0f} s: spot notice")
+
     def readmit(self, node: Node, by: str, now: Moment) -> Actions:
+        if node.leaves_at is not None:  # the notice is withdrawn
+            node.leaves_at = node.drain_at = None
+            self._later.slots_changed(f"node {node.name} stays")
         if node.admin is NodeAdmin.UP:
             return []
         node.isolations.clear()
@@ -151,6 +183,8 @@ class Nodes:
     def time_passed(self, now: Moment) -> Actions:
         actions: Actions = []
         for node in self._roster.nodes.values():
+            if node.drain_at is not None and node.drain_at <= now.at:
+                actions += self._leave(node, now)
             if node.back_at is not None and node.back_at <= now.at:
                 node.back_at = None
                 self._later.slots_changed(f"node {node.name} is not back as promised")
@@ -169,8 +203,7 @@ class Nodes:
                 dues += [] if ends_at is None else [ends_at]
             if node.admin is NodeAdmin.ISOLATED:
                 dues.append(node.admin_since + self._policy.patience.isolation_s)
-            if node.back_at is not None:
-                dues.append(node.back_at)
+            dues += [at for at in (node.back_at, node.drain_at) if at is not None]
         return dues
 
     def _set_admin(self, node: Node, admin: NodeAdmin, because: str, now: Moment) -> Actions:

@@ -50,6 +50,7 @@ from everstep.core.words.node_reports import (
     CheckpointFound,
     CheckpointUnusable,
     KernelSpoke,
+    LeaveNoticed,
     LinkMended,
     NodeReport,
     OpOverdue,
@@ -88,6 +89,7 @@ __all__ = [
     "KeepOnly",
     "KernelSpoke",
     "KillProcess",
+    "LeaveNoticed",
     "LinkMended",
     "MemoryAddress",
     "NodeChanged",
@@ -213,6 +215,15 @@ class RepairPromised:
 
     node: str
     back_in_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveAnnounced:
+    """This node will be taken away: an operator, or the provider of a spot instance, says when."""
+
+    node: str
+    leaves_in_s: float
+    by: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,6 +376,7 @@ ClusterEvent = (
     | DrainRequested
     | ReadmitRequested
     | RepairPromised
+    | LeaveAnnounced
     | TaskSubmitted
     | CancelRequested
     | FinishRequested

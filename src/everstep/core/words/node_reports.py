@@ -171,6 +171,14 @@ class KernelSpoke:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveNoticed:
+    """The node has been told that it will be taken away: a spot notice."""
+
+    leaves_in_s: float
+    by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlotFreed:
     """A process that outlived SIGKILL has ended after all: its slot can be used again."""
 
@@ -192,4 +200,5 @@ NodeReport = (
     | TimesReported
     | KernelSpoke
     | SlotFreed
+    | LeaveNoticed
 )
