@@ -8,6 +8,11 @@ per step, so this is the WAF up to a factor. Expected: `harness.storm_forecast`,
 coordinator and planner decide about coarse nodes and workers. Its inputs: what was done to which process and
 when, and when a killed coordinator or agent was up again, from the trace; seconds per step, and until a
 killed worker takes part again, measured by the storm before its first fault. Calm: the same without faults.
+
+    python bench/forecast.py traces/storm-22.json traces/storm-23.json --calibrate traces/storm-21.json
+
+What the coarse model leaves out (changes of shape, cores that are busy with starts) is then one factor,
+earned over expected of another storm. It is never taken from a storm that it is judged by.
 """
 
 from __future__ import annotations
@@ -56,7 +61,7 @@ def weighed(steps: dict[str, int]) -> float:
     return sum(KINDS[name][0] * count for name, count in steps.items())
 
 
-def row(path: Path) -> dict[str, Any]:
+def row(path: Path, factor: float) -> dict[str, Any]:
     storm = json.loads(path.read_text())
     expected, calm = forecast(storm), forecast(storm, faults=False)
     earned = weighed(storm["done"])
@@ -66,7 +71,7 @@ def row(path: Path) -> dict[str, Any]:
         "faults": sum(entry["what"] not in NO_FAULTS for entry in storm["trace"]),
         "earned": storm["done"],
         "expected": expected,
-        "expected_over_earned": round(weighed(expected) / max(1.0, earned), 3),
+        "expected_over_earned": round(factor * weighed(expected) / max(1.0, earned), 3),
         "share_of_calm": round(earned / max(1.0, weighed(calm)), 3),
     }
 
@@ -76,16 +81,21 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--calibrate", nargs="+", type=Path, default=[], help="traces of other storms")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    rows = [row(path) for path in given.traces]
+    if shared := {path.name for path in given.calibrate} & {path.name for path in given.traces}:
+        parser.error(f"{min(shared)} is calibrated with; it cannot be judged too.")
+    others = [row(path, 1.0)["expected_over_earned"] for path in given.calibrate]
+    factor = 1 / statistics.fmean(others) if others else 1.0
+    rows = [row(path, factor) for path in given.traces]
     ratio = statistics.median(each["expected_over_earned"] for each in rows)
     if given.json:
-        print(json.dumps({"storms": rows, "median": ratio}))
+        print(json.dumps({"storms": rows, "median": ratio, "factor": factor}))
         return 0
     for each in rows:
         print("  ".join(f"{key} {value}" for key, value in each.items()))
-    print(f"expected over earned, median: {ratio}")
+    print(f"expected over earned, median: {ratio} (factor {factor:.3f})")
     return 0
 
 

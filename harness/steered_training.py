@@ -51,6 +51,9 @@ clip = 1.0
 """
 WORKERS = ["h1", "h1", "h2", "h2"]  # replica by replica, in it stage by stage: each reduce crosses the spines
 
+DURING_S = 10.0  # after the harm
+WELL = 1.25  # times the usual step before it
+
 TOKEN = "testbed"
 CONTROL = "10.99.0.1"
 ADDRESS = f"http://{CONTROL}:7077"
@@ -223,6 +226,9 @@ def summary(
     gaps = [(b[0], (b[0] - a[0]) / (b[1] - a[1])) for a, b in pairwise(seen) if a[1] > 2]
     before = [gap for at, gap in gaps if harmed is None or at < harmed]
     after = [gap for at, gap in gaps if harmed is not None and at >= harmed]
+    during = [gap for at, gap in gaps if harmed is not None and harmed <= at < harmed + DURING_S]
+    usual = statistics.median(before) if before else 0.0
+    well = [at for at, gap in gaps if harmed is not None and at >= harmed and gap <= WELL * usual]
     task = status["tasks"][0]
     return {
         "finished": task["step"] >= args.steps,
@@ -231,6 +237,8 @@ def summary(
         "steered": not args.unsteered,
         "harm": args.harm,
         "step_before_s": statistics.median(before) if before else None,
+        "steps_during_s": statistics.median(during) if during else None,
+        "well_again_after_s": min(well) - harmed if harmed is not None and well else None,
         "longest_step_after_s": max(after, default=None),
         "last_steps_s": statistics.median(after[-20:]) if after else None,
         "steps_done": task["step"],

@@ -3,8 +3,10 @@
 The coordinator and the planner are the real ones and decide everything. Nodes and workers are as coarse as
 can be: a process takes so long to start, a step takes so long while every member takes part, a stopped
 process is reported after a while. The times are those that the storm has measured before its first fault
-(`harness.real_storm.Storm.measure`); everything that waits for something else follows from the decisions. A
-task with fewer workers is as fast as with all: there are fewer cores than workers.
+(`harness.real_storm.Storm.measure`), and when a killed coordinator or agent was up again is the trace's;
+everything that waits for something else follows from the decisions. A task with fewer workers is as fast as
+with all: there are fewer cores than workers. A worker, fork server, agent or coordinator that starts takes
+from the others what a task that trains takes.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ class Actor:
     joining: bool = True
     goes: bool = False  # it was ordered to run, and not to stop
     stopped: bool = False
+    starts: bool = True  # its process is not up yet
 
 
 @dataclass(slots=True)
@@ -104,6 +107,7 @@ class StormForecast:
         self.hears = True  # the coordinator is up, and not stopped
         self.knows_starts = False  # the trace says when agents and coordinators were up again
         self._late: list[Callable[[], None]] = []
+        self._programs: set[str] = set()  # the coordinator, or an agent, that starts
         ports = ClusterPorts(self, self, self)
         self.driver = ClusterDriver(
             self.machine,
@@ -271,6 +275,8 @@ class StormForecast:
 
     def _started(self, key: tuple[str, Worker], actor: Actor) -> None:
         if self.actors.get(key) is actor:
+            actor.starts = False
+            self._set_rates()
             event = ev.WorkerStarted(worker=key[1], incarnation=actor.incarnation, address=(actor.node, 1))
             self._say(key, actor, event)
 
@@ -341,9 +347,25 @@ class StormForecast:
         if len(stages) < kind.shape.stages or not all(a.goes and not a.stopped for a in members.values()):
             return 0.0
         others = sum(1 for name, each in self.going.items() if name != task and each.rate)
+        others += self._starting(task)
         share = min(1.0, others / max(1, len(self.kinds) - 1))
         step_s = kind.alone_s + (kind.beside_s - kind.alone_s) * share
         return 1 / max(1e-3, step_s)
+
+    def _starting(self, task: str) -> int:
+        """Other tasks whose workers start, and programs that do."""
+        tasks = {
+            name
+            for (name, _), actor in self.actors.items()
+            if name != task and actor.starts and not self.going[name].rate
+        }
+        servers = sum(known.up and known.warm_at_s > self.time() for known in self.nodes.values())
+        return len(tasks) + servers + len(self._programs)
+
+    def _set_rates(self) -> None:
+        for name, going in self.going.items():
+            if going.rate:
+                self._set_rate(name)
 
     def _sealed(self, task: str, number: int) -> None:
         going, known = self.going[task], self.machine.tasks.get(task)
@@ -406,8 +428,10 @@ class StormForecast:
                 self._hit(what, task, parse_worker(entry["worker"]))
             case "kill agent" | "kill node":
                 self._lose(node)
-            case "start agent" if not self.knows_starts:
-                self._after(AGENT_S, self._return, node)
+            case "start agent":
+                self._programs.add(node)
+                if not self.knows_starts:
+                    self._after(AGENT_S, self._return, node)
             case "agent up":
                 self._return(node)
             case "stop agent" | "stop node":
@@ -416,10 +440,13 @@ class StormForecast:
                 self._thaw(node)
             case "kill fork server":
                 self.nodes[node].warm_at_s = self.time() + self._cold_s()
+                self._after(self._cold_s(), self._set_rates)
             case "kill coordinator" | "stop coordinator" | "rotate the token":
                 self.hears = False
-            case "start coordinator" if not self.knows_starts:
-                self._after(COORDINATOR_S, self._hear_again)
+            case "start coordinator":
+                self._programs.add("coordinator")
+                if not self.knows_starts:
+                    self._after(COORDINATOR_S, self._hear_again)
             case "coordinator up" | "continue coordinator":
                 self._hear_again()
             case "drain" | "drain at once":
@@ -428,6 +455,8 @@ class StormForecast:
                 self._tell(msg.ReadmitRequested(node=node, by="an operator"))
             case "pause" | "resume" | "resize" | "cancel" if task:
                 self._ask(what, task, entry)
+
+        self._set_rates()
 
     def _task(self, entry: dict[str, Any]) -> str:
         """The task of that kind that is there now."""
@@ -483,10 +512,12 @@ class StormForecast:
         self._after(SILENCE_S, self._miss, node, known.boot)
 
     def _return(self, node: str) -> None:
+        self._programs.discard(node)
         known = self.nodes[node]
         if not known.up:
             known.up, known.boot, known.number = True, known.boot + 1, 0
             known.warm_at_s = self.time() + self._cold_s()
+            self._after(self._cold_s(), self._set_rates)
             self._join(node)
 
     def _freeze(self, node: str, *, whole: bool) -> None:
@@ -516,6 +547,7 @@ class StormForecast:
             self._tell(msg.NodeFellSilent(node=node, silent_s=SILENCE_S))
 
     def _hear_again(self) -> None:
+        self._programs.discard("coordinator")
         self.hears = True
         late, self._late = self._late, []
         for deed in late:
