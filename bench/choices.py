@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,8 @@ def follow(scene: Scene, window_s: float) -> dict[str, Any]:
     at = scene.at
     for task in at.tasks:
         scene.submit(task)
+    for task in at.tasks:
+        scene.all_members(task.name, task.first_workers)
     for task in at.tasks:
         scene.steps_more(task.name, SETTLED)
     at.prepare(scene)
@@ -109,10 +112,9 @@ def waf(scene: Scene, began: float, seconds: float) -> float:
     return round(done * STEP_WORK_S / seconds, 4)
 
 
-def runner_up(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+def runner_up(found: dict[str, Any], asked: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """What was chosen and what is least behind, of the last plan that was made for the event itself."""
-    at_once = [plan for plan in found["plans"] if plan["at"] < 6.0] or found["plans"][:1]
-    for plan in reversed(at_once):
+    for plan in reversed([plan for plan in found["plans"] if re.match(asked, plan["because"])]):
         others = [option for option in plan["weighed"] if not option["chosen"]]
         if others:
             second = min(others, key=lambda option: option["behind"])
@@ -127,7 +129,7 @@ def pair(at: ChoiceSituation, given: argparse.Namespace) -> dict[str, Any]:
     first = child(at, {}, window_s, given.limit)
     if "error" in first:
         return {"situation": at.name, "error": first["error"]}
-    found = runner_up(first)
+    found = runner_up(first, at.asked)
     if found is None:
         return {"situation": at.name, "error": "no alternative was weighed", "plans": first["plans"]}
     chosen, second = found

@@ -37,6 +37,10 @@ class ChoiceTask:
     build_s: float = 0.0
     on_disk: bool = False
 
+    @property
+    def first_workers(self) -> int:
+        return self.first_stages or self.replicas * self.stages
+
     def job(self, folder: Path) -> dict[str, Any]:
         replicas, stages = (1, self.first_stages) if self.first_stages else (self.replicas, self.stages)
         made = job_of(
@@ -62,7 +66,8 @@ class ChoiceSituation:
     event: Deed
     prepare: Deed = lambda scene: None
     later: tuple[tuple[float, Deed], ...] = ()  # seconds after the event
-    window_s: float = 75.0
+    window_s: float = 55.0
+    asked: str = r"node \w+ is gone"  # how the planner's question for the event begins
 
 
 @dataclass
@@ -76,7 +81,7 @@ class Scene:
     def submit(self, task: ChoiceTask) -> None:
         self.cluster.submit(task.job(self.folder), task.name, weight=task.weight)
 
-    def wait(self, true: Callable[[], Any], what: str, within_s: float = 90.0) -> Any:
+    def wait(self, true: Callable[[], Any], what: str, within_s: float = 150.0) -> Any:
         """As `Cluster.until`, but asked less often: many of these run side by side."""
         deadline = time.monotonic() + within_s
         while True:
@@ -189,6 +194,7 @@ def one_of_each(scene: Scene) -> None:
 
 NEW = ChoiceTask(name="new", replicas=2, stages=1, weight=2.0)
 PIPELINE = ChoiceTask(name="t", first_stages=4, least_stages=2)
+PROMISED = r"node \w+ is promised back"
 FOUR, FIVE = {"a": 3, "d": 1}, {"a": 3, "d": 1, "e": 1}
 
 SITUATIONS = (
@@ -213,6 +219,7 @@ SITUATIONS = (
         tasks=(PIPELINE,),
         prepare=to_shape("t", 2, 2),
         event=lose_and_promise("d", 15.0),
+        asked=PROMISED,
         later=((15.0, comes_back("d")),),
     ),
     ChoiceSituation(
@@ -222,6 +229,8 @@ SITUATIONS = (
         tasks=(PIPELINE,),
         prepare=to_shape("t", 2, 2),
         event=lose_and_promise("d", 6000.0),
+        asked=PROMISED,
+        window_s=80.0,
     ),
     ChoiceSituation(
         name="heavy and light",
@@ -273,6 +282,7 @@ SITUATIONS = (
         nodes={"a": 4},
         tasks=(ChoiceTask(name="old", replicas=4, stages=1),),
         event=lambda scene: scene.submit(NEW),
+        asked="task new was submitted",
     ),
     ChoiceSituation(
         name="slow reshape",
@@ -281,6 +291,8 @@ SITUATIONS = (
         tasks=(ChoiceTask(name="t", first_stages=4, least_stages=2, build_s=8.0),),
         prepare=to_shape("t", 2, 2),
         event=lose_and_promise("d", 30.0),
+        asked=PROMISED,
+        window_s=80.0,
         later=((30.0, comes_back("d")),),
     ),
     ChoiceSituation(
