@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,8 @@ def main() -> int:
     wanted = [at for at in SITUATIONS if not given.only or at.name in given.only]
     rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(given.beside) as pool:
-        for row in pool.map(lambda at: pair(at, given), wanted):
+        for each in as_completed([pool.submit(pair, at, given) for at in wanted]):
+            row = each.result()
             rows.append(row)
             _say(line(row))
             if given.out:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.client import DEFAULT_ADDRESS, Client
-from everstep.cli.cluster import Address, AsJson, Ca, Token, report
+from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
+from everstep.cli.cluster import AsJson, report
 from everstep.plan.events import duration
 
 
