@@ -188,3 +188,42 @@ def test_reading_a_job_needs_no_torch() -> None:
     code = "import sys; import everstep.engine.job; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
+
+
+TINY = 'steps = 4\n[model]\npreset = "gpt-tiny"\n[data]\nkind = "synthetic"\n'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"\xef\xbb\xbf" + TINY.encode(), TINY.replace("\n", "\r\n").encode(), f"# größe 训练\n{TINY}".encode()],
+    ids=["a mark in front", "lines of Windows", "letters of other languages"],
+)
+def test_a_job_file_from_any_editor_is_read(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(text)
+    assert load_job(tmp_path / "job.toml").steps == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (TINY.encode("utf-16"), "is not UTF-8 text; save it as UTF-8."),
+        (f"# größe\n{TINY}".encode("latin-1"), "is not UTF-8 text; save it as UTF-8."),
+        (
+            TINY.replace("steps = 4\n", "").encode() + b"steps = 4\n",
+            "steps stands below [data] and is a key of the job; move it above all tables.",
+        ),
+    ],
+)
+def test_a_job_file_that_cannot_be_read_says_what_to_do(text: bytes, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(text)
+    with pytest.raises(UserError) as told:
+        load_job(tmp_path / "job.toml")
+    assert sentence in str(told.value)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    (tmp_path / "job.toml").write_text(f'log = "~/log"\n{TINY}[checkpoint]\nfolder = "~/runs/a"\n')
+    job = load_job(tmp_path / "job.toml")
+    assert job.checkpoint is not None
+    assert (job.checkpoint.folder, job.log) == ("/home/ada/runs/a", "/home/ada/log")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -329,18 +330,36 @@ class Job:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        return read(cls, table, "")
+        return read(cls, _from_home(table), "")
+
+
+def _from_home(value: Any, key: str = "") -> Any:
+    """`~` in the paths of a job is the home folder of whoever writes it."""
+    if isinstance(value, Mapping):
+        return {n: inner if n == "options" else _from_home(inner, n) for n, inner in value.items()}
+    is_path = key in ("folder", "log", "path", "hf") and isinstance(value, str) and value.startswith("~")
+    return str(Path(value).expanduser()) if is_path else value
 
 
 def load_job(path: str | Path) -> Job:
     """Read a job file."""
     path = Path(path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a mark in front
     except FileNotFoundError:
         raise UserError(f"job file {str(path)!r} is not there.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise UserError(f"job file {str(path)!r} is not UTF-8 text; save it as UTF-8.") from None
+    except OSError as error:
         raise UserError(f"job file {str(path)!r} cannot be read: {error}.") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"job file {str(path)!r} is not TOML: {error}.") from None
-    return Job.from_dict({**table, "base": str(path.resolve().parent)})
+    try:
+        return Job.from_dict({**table, "base": str(path.resolve().parent)})
+    except UserError as error:
+        misplaced = re.match(r"\w+\.(\w+) is not a key of \[(\w+)\]", str(error))
+        if misplaced is None or misplaced[1] not in {f.name for f in fields(Job)}:
+            raise
+        raise UserError(
+            f"{misplaced[1]} stands below [{misplaced[2]}] and is a key of the job; move it above all tables."
+        ) from None
