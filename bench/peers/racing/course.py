@@ -17,7 +17,7 @@ from typing import Any
 
 from racing.systems import Part, System
 
-from harness.race_trace import NODE_AWAY_S, OPERATOR_S, PER_NODE, SLOW_FOR_S, Fault
+from harness.race_trace import NODE_AWAY_S, NODES, OPERATOR_S, PER_NODE, SLOW_FOR_S, Fault
 
 RELAUNCH_AFTER_S = 5.0  # a part that ended by itself, as a scheduler would
 SLOW_ON_S, SLOW_OFF_S = 0.03, 0.06
@@ -186,12 +186,14 @@ class Course:
                 doomed += [*descendants(process.pid), process.pid]
         for pid in doomed:
             _signal(pid, signal.SIGKILL)
-        for pattern in (
-            pattern for part in self.parts.values() if part.node == node for pattern in part.memory
-        ):
-            for path in map(Path, glob.glob(pattern)):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        self._forget(node)
         self._later(NODE_AWAY_S, lambda: self._return(node))
+
+    def _forget(self, node: int) -> None:
+        """What was in the memory of a node."""
+        patterns = [pattern for part in self.parts.values() if part.node == node for pattern in part.memory]
+        for path in (Path(name) for pattern in patterns for name in glob.glob(pattern)):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     def _return(self, node: int) -> None:
         self.away.discard(node)
@@ -212,6 +214,8 @@ class Course:
             _signal(pid, signal.SIGKILL)
         for process in self.processes.values():
             process.wait()
+        for node in range(NODES):
+            self._forget(node)
 
 
 def descendants(pid: int) -> Iterator[int]:

@@ -143,7 +143,7 @@ def _ray(folder: Path, port: int) -> list[Part]:
     ]
     env = {"RACE_RAY": f"127.0.0.1:{port}", "RAY_TMPDIR": f"/tmp/ray{port}"}
     return [
-        Part(name="node-0", command=head, node=0, env=env),
+        Part(name="node-0", command=head, node=0, env=env, memory=(f"/tmp/ray{port}",)),
         Part(name="node-1", command=[*again, *ray, "--address", f"127.0.0.1:{port}"], node=1, env=env),
         Part(name="driver", command=[PYTHON, _racer("ray_train.py")], env=env),
     ]
