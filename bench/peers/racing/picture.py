@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.race_score import rates
 
-WIDTH, LEFT, RIGHT, TOP, STRIP, GAP = 760, 118, 96, 46, 44, 12
+WIDTH, LEFT, RIGHT, TOP, STRIP, GAP = 760, 134, 96, 46, 44, 12
 BIN_S = 2.5
 MARKS = {"kill": "kill", "hang": "hang", "node": "node lost", "slow": "slow"}
 STYLE = """
@@ -37,6 +37,8 @@ def picture(document: dict[str, Any]) -> str:
         f'<text x="{LEFT}" y="14" class="small">useful steps per second, four workers, the same faults; '
         f"top of a strip: {top_rate:.0f} per second</text>",
     ]
+    for number, result in enumerate(systems):
+        parts += strip(result, TOP + number * (STRIP + GAP), scale, seconds, top_rate)
     faults = systems[0]["faults"] if systems else []
     for fault in faults:
         x = LEFT + fault["planned_s"] * scale
@@ -45,8 +47,6 @@ def picture(document: dict[str, Any]) -> str:
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{height - 24}" class="fault" '
             'stroke-width="1" stroke-dasharray="2 3"/>'
         )
-    for number, result in enumerate(systems):
-        parts += strip(result, TOP + number * (STRIP + GAP), scale, seconds, top_rate)
     for mark in range(0, int(seconds) + 1, 50):
         x = LEFT + mark * scale
         parts.append(f'<text x="{x:.1f}" y="{height - 6}" class="small mid">{mark} s</text>')
