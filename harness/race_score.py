@@ -1,7 +1,7 @@
 """What a race came to, from the diaries of its workers alone; the same arithmetic for every system.
 
 A step counts when rank 0 writes it down. It is *useful* if no step with its number or a later one was
-finished before, else it is *redone*. The healthy time per step is the median before the first fault. What a
+finished before, else it is *redone*. The healthy time per step is the median of the whole race. What a
 fault cost is the time until the next fault (or the end) less the useful steps in it at the healthy pace.
 """
 
@@ -51,7 +51,7 @@ def score(lines: Sequence[Mapping[str, Any]], faults_s: Sequence[float], seconds
             frontier = step
         else:
             redone += 1
-    pace = healthy_step_s(useful_at, faults_s[0] if faults_s else seconds)
+    pace = healthy_step_s(useful_at)
     ends = [*faults_s[1:], seconds] if faults_s else []
     lost = [
         max(0.0, end - at - pace * _between(useful_at, at, end))
@@ -71,9 +71,9 @@ def score(lines: Sequence[Mapping[str, Any]], faults_s: Sequence[float], seconds
     )
 
 
-def healthy_step_s(useful_at: Sequence[float], before_s: float) -> float:
-    ends = [at for at in useful_at[WARM_STEPS:] if at < before_s]
-    gaps = [b - a for a, b in pairwise(ends)]
+def healthy_step_s(useful_at: Sequence[float]) -> float:
+    """Faults hit a small part of all steps: the median does not see them."""
+    gaps = [b - a for a, b in pairwise(useful_at[WARM_STEPS:])]
     return statistics.median(gaps) if gaps else float("nan")
 
 

@@ -76,7 +76,7 @@ def test_a_diary_without_a_step_has_no_score() -> None:
     assert score([{"kind": "born", "slot": 0, "pid": 1, "at": 0.0}], [], 10.0) is None
 
 
-def test_too_few_steps_before_the_first_fault_give_no_pace() -> None:
+def test_too_few_steps_give_no_pace() -> None:
     found = score(lines((0.0, 1), (1.0, 2)), [1.5], 10.0)
     assert found is not None
     assert math.isnan(found.healthy_step_s)

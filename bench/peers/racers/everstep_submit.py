@@ -34,26 +34,23 @@ def job(folder: str) -> dict[str, Any]:
 
 
 class Workers:
-    """Writes down which process works in which slot: the harness does its faults to them."""
+    """Writes down which processes work on which node: the harness does its faults to them."""
 
     def __init__(self, client: Client, diary: int) -> None:
-        self.client, self.diary, self.known = client, diary, {}
+        self.client, self.diary = client, diary
+        self.known: set[int] = set()
 
     def look(self) -> None:
         try:
             rows = self.client.get("/v1/tasks/race/readings")["workers"]
         except Exception:  # for a moment there is none
             return
-        found: dict[int, int] = {}
-        for row in sorted(rows, key=lambda row: str(row["worker"])):
-            first = 2 * int(row["node"].removeprefix("n"))
-            slot = first + sum(slot // 2 == first // 2 for slot in found)
-            found[slot] = row["pid"]
-        for slot, pid in found.items():
-            if self.known.get(slot) != pid:
-                line = {"kind": "born", "slot": slot, "pid": pid, "at": time.monotonic()}
+        for row in rows:
+            if row["pid"] not in self.known:
+                self.known.add(row["pid"])
+                line = {"kind": "born", "node": int(row["node"].removeprefix("n")), "pid": row["pid"]}
+                line |= {"order": int(str(row["worker"]).partition(":")[0]), "at": time.monotonic()}
                 os.write(self.diary, (json.dumps(line) + "\n").encode())
-        self.known |= found
 
 
 def follow(path: Path, diary: int, workers: Workers) -> None:
@@ -65,7 +62,7 @@ def follow(path: Path, diary: int, workers: Workers) -> None:
             *lines, rest = rest.split("\n")
             ahead = time.time() - time.monotonic()
             for row in map(json.loads, lines):
-                line = {"kind": "step", "rank": 0, "world": 4, "slot": -1, "pid": os.getpid()}
+                line = {"kind": "step", "rank": 0, "world": 4, "pid": os.getpid()}
                 line |= {"step": row["step"], "loss": row["loss"], "at": row["at"] - ahead}
                 os.write(diary, (json.dumps(line) + "\n").encode())
             workers.look()

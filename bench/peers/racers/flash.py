@@ -7,12 +7,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
-from loop import CHECKPOINT_EVERY, TIMEOUT_S, Diary, Training, own_slot, run
+from loop import CHECKPOINT_EVERY, TIMEOUT_S, Diary, Training, run
 
 
 class Flash:
     def __init__(self, folder: str) -> None:
-        self.folder, self.checkpointer = folder, DdpCheckpointer(folder)
+        self.checkpointer = DdpCheckpointer(folder)
 
     def load(self, training: Training) -> int:
         state = self.checkpointer.load_checkpoint()
@@ -24,11 +24,11 @@ class Flash:
     def save(self, training: Training, step: int, rank: int) -> None:
         where = StorageType.MEMORY if step % CHECKPOINT_EVERY else StorageType.DISK
         state = {"step": step, **training.state()}
-        self.checkpointer.save_checkpoint(step, state, f"{self.folder}/{step}.pt", storage_type=where)
+        self.checkpointer.save_checkpoint(step, state, storage_type=where)
 
 
 def main() -> None:
-    diary = Diary(slot=own_slot())
+    diary = Diary()
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     run(diary, Training(), Flash(os.environ["RACE_FOLDER"]), dist.get_rank(), dist.get_world_size())
 

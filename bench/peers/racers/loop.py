@@ -43,16 +43,18 @@ class Data:
 class Diary:
     """One file for all workers of a system; a line is written at once."""
 
-    def __init__(self, *, slot: int) -> None:
-        self.slot = slot
+    def __init__(self, *, order: int | None = None) -> None:
+        """`order` among the workers of its node: the rank, where that is known at birth."""
+        given = os.environ.get("RACE_SLOT", os.environ.get("RANK", "0"))
+        self.node = int(os.environ["RACE_NODE"])
         self._file = os.open(os.environ["RACE_DIARY"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self._write(kind="born")
+        self._write(kind="born", order=int(given) if order is None else order)
 
     def step(self, *, rank: int, world: int, step: int, loss: float) -> None:
         self._write(kind="step", rank=rank, world=world, step=step, loss=loss)
 
     def _write(self, **line: Any) -> None:
-        line |= {"slot": self.slot, "pid": os.getpid(), "at": time.monotonic()}
+        line |= {"node": self.node, "pid": os.getpid(), "at": time.monotonic()}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
 
@@ -131,7 +133,3 @@ def run(
         diary.step(rank=rank, world=world, step=step, loss=reached)
         checkpoints.save(training, step, rank)
         beat()
-
-
-def own_slot() -> int:
-    return 2 * int(os.environ["RACE_NODE"]) + int(os.environ.get("LOCAL_RANK", "0"))

@@ -42,7 +42,7 @@ class Reported:
 
 def worker(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
-    diary = Diary(slot=2 * int(os.environ["RACE_NODE"]) + context.get_local_rank())
+    diary = Diary(order=context.get_world_rank())
     run(diary, Training(), Reported(), context.get_world_rank(), context.get_world_size())
 
 

@@ -27,7 +27,7 @@ def main() -> None:
     from torchft import Manager, ProcessGroupGloo
 
     slot = int(os.environ["RACE_SLOT"])
-    diary, training = Diary(slot=slot), Training()
+    diary, training = Diary(), Training()
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=TIMEOUT_S)),
         load_state_dict=training.load,

@@ -131,12 +131,14 @@ class Course:
         self.due.append((time.monotonic() + seconds, act))
 
     def workers(self) -> dict[int, int]:
-        """The newest worker of every slot that is alive."""
+        """By slot: of every node the newest that are alive, by rank."""
         found: dict[int, int] = {}
-        for line in self.lines():
-            if line["slot"] >= 0:
-                found[line["slot"]] = line["pid"]
-        return {slot: pid for slot, pid in found.items() if _alive(pid)}
+        for node in range(NODES):
+            born = [line for line in self.lines() if line["kind"] == "born" and line["node"] == node]
+            order = {line["pid"]: line["order"] for line in born}
+            live = [pid for pid in order if _alive(pid)][-PER_NODE:]
+            found |= {PER_NODE * node + place: pid for place, pid in enumerate(sorted(live, key=order.get))}
+        return found
 
     # -------------------------------------------------------------- faults
 

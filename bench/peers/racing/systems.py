@@ -68,20 +68,23 @@ def _torchrun(folder: Path, port: int) -> list[Part]:
         "0.1",
     ]
     command = [PYTHON, "-m", "torch.distributed.run", *options, _racer("ddp.py")]
-    return [Part(name=f"agent-{n}", command=command, node=n) for n in range(NODES)]
+    # With the agents' store shared, workers of a new round met addresses of the last one, and hung.
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return [Part(name=f"agent-{n}", command=command, node=n, env=env) for n in range(NODES)]
 
 
 def _nvrx_in_job(folder: Path, port: int) -> list[Part]:
     # Of MIN:MAX nodes MIN train and the rest are spares; there is none here.
     options = ["--nnodes", "2", "--nproc-per-node", str(PER_NODE), "--max-restarts", "1000"]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "race"]
-    options += ["--local-addr", "127.0.0.1", "--monitor-interval", "0.1"]
+    options += ["--monitor-interval", "0.1"]
     options += ["--ft-rank-heartbeat-timeout", "5", "--ft-initial-rank-heartbeat-timeout", "60"]
     options += ["--ft-workload-check-interval", "1", "--workers-stop-timeout", "5"]
     command = [PYTHON, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", *options]
-    return [
-        Part(name=f"agent-{n}", command=[*command, _racer("ddp.py"), "--beat"], node=n) for n in range(NODES)
-    ]
+    # It refuses two launchers of one address.
+    address = {n: ["--local-addr", f"127.0.0.{n + 1}"] for n in range(NODES)}
+    script = [_racer("ddp.py"), "--beat"]
+    return [Part(name=f"agent-{n}", command=[*command, *address[n], *script], node=n) for n in range(NODES)]
 
 
 def _nvrx(folder: Path, port: int) -> list[Part]:
