@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 import torch
 
 from everstep.core.words.ops import Worker
@@ -29,6 +31,7 @@ from everstep.engine.keys import DATA, draws, key
 from everstep.engine.optimizer import Updater, adamw
 from everstep.engine.stage import Stage
 from everstep.engine.step_tensors import StepTensors
+from harness.one_worker import OnTheDevice
 
 RUNS = {
     "fp32": ("fp32", False),
@@ -40,16 +43,6 @@ RUNS = {
     "strict32, backwards": ("strict32", True),
 }
 CLIP = 1.0
-
-
-class OnTheHost:
-    """Tensors that no other process reads."""
-
-    def empty(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
 
 
 class Prose:
@@ -87,7 +80,12 @@ def train(
     )
     updater = Updater(stage, adamw(lr=args.lr), lambda step: min(1.0, step / 20))
     tensors = StepTensors(
-        Worker(0, 0), stage, updater, replicas=1, borrowed=lambda tensor: False, shared=OnTheHost()
+        Worker(0, 0),
+        stage,
+        updater,
+        replicas=1,
+        borrowed=lambda tensor: False,
+        shared=OnTheDevice(stage.device),
     )
     losses, promoted = [], 0
     order = range(args.microbatches)
