@@ -77,7 +77,7 @@ def child(given: dict[str, Any]) -> dict[str, Any]:
     else:
         stays, peak = _resident() - before, _most_resident() - before
     program = Program.of(job)
-    layers = layer_figures(program.model, program.data.batch(1, 0), job.precision)
+    layers = layer_figures(program.model, program.data.batch(1, 0), job.precision, job.device)
     part = partition(program.model, job.stages)[given["stage"]]
     figures = stage_figures(layers, part, recompute=job.recompute)
     settings = replace(settings_of(job), eager=given["eager"])
@@ -121,7 +121,7 @@ def shared_gpu(given: dict[str, Any]) -> dict[str, Any]:
     if outcome.failure is not None:
         raise SystemExit(outcome.failure)
     program = Program.of(job)
-    layers = layer_figures(program.model, program.data.batch(1, 0), job.precision)
+    layers = layer_figures(program.model, program.data.batch(1, 0), job.precision, job.device)
     figures = stage_figures(layers, partition(program.model, 1)[0], recompute=job.recompute)
     settings = settings_of(job)
     items = footprint.items(figures, settings, stash=footprint.stash_cap(1), hosted=job.microbatches)

@@ -47,7 +47,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
 
 def rows_of(job: Job, args: argparse.Namespace) -> list[dict[str, Any]]:
     model, data = model_of(job), data_of(job)
-    layers = layer_figures(model, data.batch(1, 0), job.precision)
+    layers = layer_figures(model, data.batch(1, 0), job.precision, job.device)
     memory = Memory(worker=USABLE * args.gb * 1e9)
     stages = fit(job, model, layers, memory)
     row: dict[str, Any] = {

@@ -102,7 +102,7 @@ def _row(
     args: argparse.Namespace, job: Job, worker: OneWorker, times: list[float], weights: list[float]
 ) -> dict[str, Any]:
     program = Program.of(job)
-    layers = layer_figures(program.model, program.data.batch(1, 0), job.precision)
+    layers = layer_figures(program.model, program.data.batch(1, 0), job.precision, job.device)
     figures = stage_figures(layers, partition(program.model, 1)[0], recompute=job.recompute)
     settings = settings_of(job)
     items = footprint.items(figures, settings, stash=worker.peak_stash, hosted=job.microbatches)

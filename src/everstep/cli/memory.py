@@ -24,7 +24,7 @@ def show_memory(file: Path, as_json: bool) -> None:
     job = load_job(file)
     model = model_of(job)
     memory = memory_here(job)
-    layers = layer_figures(model, batch_of(job, data_of(job)), job.precision)
+    layers = layer_figures(model, batch_of(job, data_of(job)), job.precision, job.device)
     found = fit(job, model, layers, memory)
     document: dict[str, Any] = {
         "per_parameter": footprint.per_parameter(settings_of(job)),

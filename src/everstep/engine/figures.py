@@ -49,6 +49,7 @@ def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) 
         optimizer=optimizer,
         elementwise=elementwise,
         replicas=job.replicas,
+        checked_late=job.device.startswith("cuda") and job.accumulate in ("strict", "strict32"),
         through_host=job.device.startswith("cuda") and job.transport == "tcp",
         in_place=job.device.startswith("cuda") and job.transport == "auto" and torch.cuda.device_count() == 1,
     )
@@ -61,11 +62,13 @@ def _saved(job: Job) -> float:
     return 1.0 / job.replicas if job.memory_interval or job.checkpoint is not None else 0.0
 
 
-def layer_figures(model: Model, batch: tuple[Value, Value], precision: str) -> list[LayerFigures]:
+def layer_figures(
+    model: Model, batch: tuple[Value, Value], precision: str, device: str = "cpu"
+) -> list[LayerFigures]:
     """For a microbatch like this one. Stashes are 0 where a layer cannot be run on the meta device."""
     try:
         if model.assembly.join is one_after_the_other:
-            return _run(model, batch, DTYPES[precision])
+            return _run(model, batch, DTYPES[precision], on_gpu=device.startswith("cuda"))
     except Exception:  # an op without a meta form; a user's mistake is the preflight's business
         pass
     return [_static(model, name) for name in model.layers]
@@ -104,7 +107,7 @@ def _static(model: Model, name: str) -> LayerFigures:
     )
 
 
-def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype) -> list[LayerFigures]:
+def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype, *, on_gpu: bool) -> list[LayerFigures]:
     value, targets = (mapped(lambda t: t.to("meta"), part) for part in batch)
     value = mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
     found = []
@@ -118,7 +121,7 @@ def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype) -> list[L
         value = mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), value)
         given = _storages(tensors_in(value))
         saved: list[Tensor] = []
-        with _saving(saved):
+        with _saving(saved, on_gpu=on_gpu):
             value = module(value)
             last = index + 1 == len(model.layers)
             made = model.loss(value, targets) if last else value
@@ -148,21 +151,29 @@ def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype) -> list[L
 
 
 @contextmanager
-def _saving(saved: list[Tensor]) -> Iterator[None]:
+def _saving(saved: list[Tensor], *, on_gpu: bool) -> Iterator[None]:
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _FusedAttention():
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Fused(on_gpu):
         yield
 
 
-class _FusedAttention(TorchFunctionMode):
-    """On the meta device attention writes its scores; on a real one a fused kernel does not."""
+class _Fused(TorchFunctionMode):
+    """On the meta device attention writes its scores, and RMSNorm all that it computes in between; on a real
+    one a fused kernel does not, for RMSNorm only on a GPU.
+    """
+
+    def __init__(self, on_gpu: bool) -> None:
+        super().__init__()
+        self._on_gpu = on_gpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _Attention.apply(*args[:3])  # type: ignore[no-untyped-call]
+        if self._on_gpu and func is torch.nn.functional.rms_norm and (kwargs or {}).get("weight") is not None:
+            return _RMSNorm.apply(args[0], kwargs["weight"])  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
@@ -178,6 +189,17 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:2])
 
 
 def _storages(tensors: Iterable[Tensor]) -> Storages:

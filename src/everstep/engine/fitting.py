@@ -72,6 +72,7 @@ def room(job: Job, stage: Stage, shared: int = 0) -> float | None:
         total = torch.cuda.get_device_properties(stage.device).total_memory
         limit = footprint.USABLE * total if job.memory_gib is None else job.memory_gib * GIB
         used = torch.cuda.memory_allocated(stage.device) - stage.stash_bytes() + shared
+        used += stage.held_bytes[1] if stage.sums.is_strict else 0  # of contributions that are being checked
         return max(0.0, limit - used)
     if job.memory_gib is None:
         return None
@@ -114,7 +115,7 @@ def refuse_what_does_not_fit(job: Job, model: Model, batch: tuple[Value, Value],
     """One sentence: which stage, how much, and what to change."""
     if memory.worker is None and memory.machine is None:
         return
-    layers = layer_figures(model, batch, job.precision)
+    layers = layer_figures(model, batch, job.precision, job.device)
     found = fit(job, model, layers, memory)
     if fits(job, found, memory):
         return

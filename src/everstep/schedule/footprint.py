@@ -16,8 +16,9 @@ with what a process really uses.
 Per microbatch a stage holds its stash: from F to I what autograd saves, from I to W the inputs and output
 gradients of the Linears. `stash_cap` says how many at once: twice as many as there are stages, whatever the
 number of microbatches. With this cap no schedule that we have measured takes 1 % longer (docs/schedules.md).
-Boundary tensors are kept until the step is sealed everywhere: one step of them, and they do grow with the
-number of microbatches.
+Strict sums on a GPU keep one more from W to the next W: its contributions may have to be made again
+(`engine.sums`). Boundary tensors are kept until the step is sealed everywhere: one step of them, and they do
+grow with the number of microbatches.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Settings:
     sharded: bool = False  # masters, optimizer state and reduced gradient at two replicas, not at all
     through_host: bool = False  # what peers send is received in host memory: a GPU without shared memory
     saved: float = 0.0  # of the state, what a save or a copy in memory takes along; 0: neither
+    checked_late: bool = False  # strict sums on a GPU: W keeps what it read until the next W
     in_place: bool = False  # all workers share one GPU: what peers send is read where it is
 
 
@@ -138,11 +140,13 @@ def items(stage: StageFigures, settings: Settings, *, stash: int, hosted: int) -
     ]
     host = settings.through_host
     outbox, arriving = stage.sent * hosted, received(stage, settings)
+    checked = stage.held_weight if settings.checked_late and hosted > 1 else 0.0
     product = 0.0 if settings.accumulate == "fp32" else PRODUCT * stage.largest  # before it is added
     return [
         *found,
         Item("outbox", When.ALWAYS, 0.0 if host else outbox, outbox if host else 0.0),
         Item("stashes", When.OPS, stage.held * min(stash, hosted)),
+        Item("gradients being checked", When.OPS, checked),
         Item("inside an op", When.OPS, max(product, stage.inside)),
         Item("arriving in the reduce", When.CLOSING, 0.0 if host else arriving, arriving if host else 0.0),
         Item("scratch of the update", When.CLOSING, scratch(stage, settings)),
