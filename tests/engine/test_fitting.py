@@ -19,7 +19,7 @@ from everstep.engine.model import Model, partition
 from everstep.engine.optimizer import Updater
 from everstep.errors import UserError
 from everstep.schedule import footprint
-from everstep.schedule.footprint import Settings, per_parameter
+from everstep.schedule.footprint import Settings, StageFigures, per_parameter
 
 DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
 SMALL = {"vocab": 64, "width": 32, "heads": 4, "hidden": 48, "depth": 4}
@@ -204,3 +204,25 @@ def test_training_refuses_what_does_not_fit(tmp_path: Path, capfd: pytest.Captur
     assert "the job does not fit" in capfd.readouterr().err
     assert fitting.GIB == 2**30
     assert CPU.type == "cpu"
+
+
+def test_a_gpu_keeps_less_of_a_norm_than_a_cpu() -> None:
+    """One fused kernel: the input, which the layer before gives, and a number per row."""
+    model = gpt(vocab=64, width=32, heads=4, hidden=48, depth=1)
+    on = {device: layer_figures(model, DATA.batch(1, 0), "bf16", device)[1] for device in ("cpu", "cuda")}
+    tokens, width, hidden = DATA.batch(1, 0)[0].numel(), 32, 48
+    assert on["cuda"].held_weight == on["cpu"].held_weight
+    assert on["cuda"].held_forward < on["cpu"].held_forward
+    of_width = 8  # x, its norm, q, k, v, what attention gives, x again, its norm
+    of_hidden = 4  # gate, up, silu(gate), their product
+    numbers = 2 + 4  # per row, in fp32: of two norms, of four heads
+    tables = 2 * 4 * 16 * 4  # of rotations
+    expected = 2 * tokens * (of_width * width + of_hidden * hidden) + 4 * tokens * numbers + tables
+    assert on["cuda"].held_forward == expected
+
+
+def test_a_gpu_checks_the_gradients_of_one_microbatch_while_it_computes_the_next() -> None:
+    stage = StageFigures(parameters=0, largest=0, held_forward=5.0, held_weight=3.0)
+    for late, hosted, expected in ((False, 4, 10.0), (True, 4, 13.0), (True, 1, 5.0)):
+        found = footprint.items(stage, footprint.Settings(checked_late=late), stash=2, hosted=hosted)
+        assert footprint.total(found) == expected
