@@ -44,6 +44,7 @@ def job_of(given: dict[str, Any]) -> Any:
         stages=given["stages"],
         microbatches=given["microbatches"],
         device=given["device"],
+        **({"graphs": given["graphs"]} if "graphs" in given else {}),
     )
 
 
@@ -91,6 +92,7 @@ def child(given: dict[str, Any]) -> dict[str, Any]:
         "measured_per_parameter": (stays - boundaries) / worker.stage.size,
         "model_peak": footprint.total(items),
         "measured_peak": peak,
+        "reserved_peak": torch.cuda.max_memory_reserved() if cuda else 0,
         "peak_stash": worker.peak_stash,
         "bytes_per_stash": figures.held,
         "measured_stash": max(worker.stage.held_bytes),

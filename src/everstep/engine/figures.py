@@ -35,6 +35,7 @@ class LayerFigures:
     saves_input: bool  # is its input in `held_forward`?
     output: float  # what it gives to the next layer
     graded: float  # of it, what a gradient comes back for
+    largest_held: float = 0.0  # of `held_forward`, the largest tensor
 
 
 def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) -> Settings:
@@ -82,12 +83,13 @@ def stage_figures(layers: list[LayerFigures], part: range, *, recompute: bool) -
     entering = 0.0 if recompute or here[0].saves_input or not part.start else layers[part.start - 1].output
     back = layers[part.start - 1].graded if part.start else 0.0
     whole = max(layer.held_forward for layer in here)
+    gradient = max(layer.largest_held for layer in here)  # of one tensor, such as the logits
     return StageFigures(
         parameters=sum(layer.parameters for layer in here),
         largest=max(layer.largest for layer in here),
         held_forward=held + entering,
         held_weight=sum(layer.held_weight for layer in here),
-        inside=whole * (1.0 if recompute else 0.5),  # gradients inside a layer, half of what it saved
+        inside=max(whole * (1.0 if recompute else 0.5), gradient),  # gradients: half of what a layer saved
         sent=(0.0 if last else here[-1].output) + back,
     )
 
@@ -145,6 +147,7 @@ def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype, *, on_gpu
                 saves_input=any(k in held for k in given),
                 output=0.0 if last else _bytes(_storages(outputs)),
                 graded=0.0 if last else _bytes(_storages(graded)),
+                largest_held=float(max(held.values(), default=0)),
             )
         )
     return found
