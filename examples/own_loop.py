@@ -98,7 +98,7 @@ layers = {
     **{f"block{i}": Residual for i in range(DEPTH)},
     "answer": lambda: nn.Linear(WIDTH, 12 + 60),
 }
-if options.fresh:
+if options.fresh and not everstep.in_worker():  # a worker that starts again must not delete what is saved
     shutil.rmtree(options.folder, ignore_errors=True)
 options.folder.mkdir(parents=True, exist_ok=True)
 result = everstep.train(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everstep.checkpoint.export import export, load
+    from everstep.engine.context import in_worker
     from everstep.engine.datasets.rows import rows
     from everstep.engine.datasets.stream import stream
     from everstep.engine.datasets.table import table
@@ -31,6 +32,7 @@ __all__ = [
     "export",
     "fit",
     "hf",
+    "in_worker",
     "load",
     "rows",
     "stream",
@@ -54,6 +56,7 @@ _HOMES = {
     "Model": "everstep.engine.model",
     "token_loss": "everstep.engine.model",
     "hf": "everstep.engine.hf.model",
+    "in_worker": "everstep.engine.context",
     "rows": "everstep.engine.datasets.rows",
     "tokens": "everstep.engine.datasets.tokens",
     "table": "everstep.engine.datasets.table",

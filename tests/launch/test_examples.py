@@ -39,7 +39,9 @@ def test_a_loop_with_everything_around_it_heals_stops_and_resumes(tmp_path: Path
     """Killed, stopped early by a callback, resumed: it ends with the numbers of a run without all that."""
     whole = ran("own_loop.py", "--steps", "24", "--folder", str(tmp_path / "whole"))
     folder = ("--steps", "24", "--folder", str(tmp_path / "parts"))
-    first = ran("own_loop.py", *folder, "--stop-at", "0.01", kills=("stage=1,replica=0,step=3,op=F1",))
+    first = ran(
+        "own_loop.py", *folder, "--fresh", "--stop-at", "0.01", kills=("stage=1,replica=0,step=3,op=F1",)
+    )
     second = ran("own_loop.py", *folder)
     assert "in step 3, healed" in first
     assert "starts after step 0 of 24" in first

@@ -34,3 +34,10 @@ def become_worker(worker: WorkerContext) -> None:
 
 def current_worker() -> WorkerContext | None:
     return _worker
+
+
+def in_worker() -> bool:
+    """Is the script run by a worker? What must happen once, such as deleting a folder, is for the launcher:
+    a worker may start again in the middle of a run.
+    """
+    return _worker is not None
