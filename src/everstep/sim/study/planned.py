@@ -27,7 +27,7 @@ from everstep.sim.study.templates import by_templates
 RESTART_PROCESS_S = 60.0  # a process with CUDA, its state copied from a peer or from memory: our assumption
 RECONNECT_S = 5.0
 NEVER_S = 1e12  # no repair is promised
-FEW_WORKERS = 64  # the ideal of so many also knows pipelines of two depths and shapes with empty places
+FEW_WORKERS = 64  # the ideal of so many also knows pipelines of two depths
 LARGE_NODES = 256  # above this seats are given simply and only the next repair is foreseen
 
 
@@ -300,13 +300,14 @@ def hull_waf(tasks: Sequence[StudyTask], most: int) -> Floats:
 
 
 def _best_known(curve: Curve) -> Floats:
-    whole = curve.throughput
-    if not curve.batch or curve.most > FEW_WORKERS:  # more whole shapes lie close together
-        return whole
+    if not curve.batch:
+        return curve.throughput
     if (kept := curve.kept.get("best known")) is None:
-        mixed = np.array([by_templates(curve, n) for n in range(curve.most + 1)])
         holes = with_holes(replace(curve, schedule=RESCHEDULED)).throughput
-        kept = curve.kept["best known"] = np.maximum(np.maximum(whole, mixed), holes)
+        kept = np.maximum(curve.throughput, holes)
+        if curve.most <= FEW_WORKERS:  # of more, whole shapes lie close together
+            kept = np.maximum(kept, [by_templates(curve, n) for n in range(curve.most + 1)])
+        curve.kept["best known"] = kept
     assert isinstance(kept, np.ndarray)
     return kept
 
