@@ -16,6 +16,7 @@ from everstep.cli.client import Client
 
 HERE = Path(__file__).parent
 CHECKPOINT_EVERY = 10
+LOOK_EVERY_S = 1.0  # it runs on the cores of the workers
 
 
 def job(folder: str) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def follow(path: Path, diary: int, workers: Workers) -> None:
                 line |= {"step": row["step"], "loss": row["loss"], "at": row["at"] - ahead}
                 os.write(diary, (json.dumps(line) + "\n").encode())
             workers.look()
-            time.sleep(0.2)
+            time.sleep(LOOK_EVERY_S)
 
 
 def main() -> None:
