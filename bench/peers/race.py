@@ -145,12 +145,15 @@ def core_shares(number: int) -> list[str | None]:
 
 
 def compare(document: Result, clean: Result) -> None:
-    """How far every system's losses are from its own clean run's."""
+    """How far every system's losses are from its own clean run's; if there is none, from torchrun's clean
+    run, which has the same loop and the same all-reduce.
+    """
     for name, result in document["systems"].items():
-        theirs = clean["systems"].get(name, {}).get("losses", {})
+        of = name if "losses" in clean["systems"].get(name, {}) else "torchrun"
+        theirs = clean["systems"].get(of, {}).get("losses", {})
         found = apart(_by_step(result.get("losses", {})), _by_step(theirs))
         if found is not None:
-            result["clean"] = {"step": found[0], "apart": found[1], "most_apart": found[2]}
+            result["clean"] = {"of": of, "step": found[0], "apart": found[1], "most_apart": found[2]}
 
 
 def _by_step(losses: dict[str, float]) -> dict[int, float]:
