@@ -37,6 +37,8 @@ def jobs(args: argparse.Namespace) -> list[Job]:
                     precision="bf16",
                     accumulate="strict32",
                     recompute=args.recompute,
+                    device="cuda",
+                    transport="nccl",
                     replicas=replicas,
                     stages=stages,
                     microbatches=args.microbatches // replicas,
