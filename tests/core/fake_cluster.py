@@ -118,9 +118,9 @@ class FakeCluster:
                 if not away:
                     break
 
-    def exits(self, worker: Worker, reason: str, name: str = "t") -> None:
+    def exits(self, worker: Worker, reason: str, name: str = "t", **more: Any) -> None:
         actor = self.actors.pop((name, worker))
-        exited = ev.WorkerExited(worker=worker, incarnation=actor.incarnation, reason=reason)
+        exited = ev.WorkerExited(worker=worker, incarnation=actor.incarnation, reason=reason, **more)
         self._report(actor.node, msg.TaskEvent(task=name, event=exited), (name, worker, actor.incarnation))
 
     def raises(self, worker: Worker, error: str, name: str = "t") -> None:

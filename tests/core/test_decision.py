@@ -163,3 +163,26 @@ def test_a_wish_an_operators_bounds_and_a_promise_are_in_the_snapshot() -> None:
     assert again.nodes["d"].back_at == cluster.coordinator.nodes["d"].back_at is not None
     assert again.tasks["t"].bounds.workers == 3
     assert again.due_at() == cluster.coordinator.due_at()
+
+
+def test_after_the_loss_of_one_slot_of_a_node_fewer_shards_are_weighed_and_taken_where_they_pay() -> None:
+    """Four workers of two shards on two nodes of four slots. Without one slot, three of them are left on
+    six of seven slots; with one shard each, seven workers use all of them.
+    """
+
+    def lost_one(**more: int) -> FakeCluster:
+        cluster = FakeCluster(nodes={"a": 4, "b": 4}, planned=True, memory_port=7)
+        cluster.submit(shape=Shape(4, 1, 7, shards=2), steps=400, **ANY_STAGES, **more)
+        for _ in range(4):
+            cluster.wait(1.0)
+            cluster.seal()
+        cluster.exits(Worker(0, 0), "killed by SIGKILL", stuck=True)
+        return cluster
+
+    cluster = lost_one(least_shards=1, most_shards=2)
+    chosen = decided(cluster)[-1]
+    assert chosen.wishes["t"].shards == 1
+    assert {row.shape for row in chosen.weighed} >= {"4x1x2", "7x1"}
+    kept = decided(lost_one(least_shards=2, most_shards=2))[-1]
+    assert all(shape.shards == 2 for shape in kept.wishes.values()), "its memory may not suffice for one"
+    assert kept.workers["t"] == 3, "two of the three slots left on the node are one worker"

@@ -198,6 +198,7 @@ class Job:
     stages: int = 1  # pipeline parts; at most as many as there are layers
     min_stages: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `stages`
     shards: int = 1  # processes, each with a device of its own, that share every layer of a worker
+    min_shards: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `shards`
     sequence_parallel: bool = False  # shards split the sequence where they do not split the layers
     microbatches: int = 4  # that each replica brings to a step
     precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; weights are kept in fp32
@@ -221,6 +222,7 @@ class Job:
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
         at_least("min_stages", self.min_stages, 0)
+        at_least("min_shards", self.min_shards, 0)
         at_least("memory_interval", self.memory_interval, 0)
         if self.memory_gib is not None:
             positive("memory_gib", self.memory_gib)

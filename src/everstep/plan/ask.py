@@ -15,6 +15,7 @@ the same situation is the same question, and an answer that was prepared can be 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
@@ -75,8 +76,7 @@ class PlanQuestion:
     @property
     def key(self) -> tuple[object, ...]:
         tasks = tuple(
-            (t.name, t.weight, t.max_workers, t.slots_per_worker, t.offers, t.times, t.throughput_now)
-            for t in self.tasks
+            (t.name, t.weight, t.max_workers, t.offers, t.times, t.throughput_now) for t in self.tasks
         )
         return self.nodes, tasks, self.places, self.shapes, self.running_s
 
@@ -124,18 +124,38 @@ def question(view: ClusterView, now: float, measured: Measurements) -> PlanQuest
         tasks=tuple(_spec(view, task, measured.of(task.name), slots, unit) for task in tasks),
         places=tuple((task.name, _places(task, unit, numbers)) for task in tasks if task.seats),
         shapes=tuple(
-            (task.name, ParallelShape(task.shape.replicas, task.shape.stages)) for task in tasks if task.seats
+            (task.name, ParallelShape(task.shape.replicas, task.shape.stages, task.shape.shards))
+            for task in tasks
+            if task.seats
         ),
         running_s=_running_s(view, now),
     )
 
 
 def _slots_per_worker(tasks: list[RunningTask]) -> int:
-    """A worker with shards takes as many slots of one node. Where all tasks are alike in that, the planner
-    counts in workers; else in slots, and it does not see that those left on a node may be too few.
+    """A worker with shards takes as many slots of one node. Where all tasks are alike in that, and stay so,
+    the planner counts in workers; else in as few slots as divide them all, and it does not see that those
+    left on a node by another task may be too few.
     """
-    sizes = {task.shape.shards for task in tasks}
-    return sizes.pop() if len(sizes) == 1 else 1
+    return math.gcd(*(count for task in tasks for count in (task.shape.shards, *_shards(task)))) or 1
+
+
+def _shards(task: RunningTask) -> list[int]:
+    """How many shards its workers may have, where that may change."""
+    request = task.request
+    if not _may_change(task) or not request.least_shards:
+        return []
+    counts = range(request.least_shards, request.most_shards + 1)
+    return [count for count in counts if request.most_shards % count == 0]
+
+
+def _may_change(task: RunningTask) -> bool:
+    return (
+        task.request.most_stages > 0
+        and not task.bounds.is_shape_kept
+        and task.next_shape is None
+        and task.state in (TaskState.RUNNING, TaskState.WAITING)
+    )
 
 
 def _node(view: ClusterView, node: Node, now: float, measured: Measurements, unit: int) -> PlanNode:
@@ -149,7 +169,8 @@ def _node(view: ClusterView, node: Node, now: float, measured: Measurements, uni
         back_in_s = max(1.0, left) if left > 0 else None
     return PlanNode(
         name=node.name,
-        slots=node.slots // unit,
+        slots=node.slots if unit == 1 else (node.slots - len(node.lost_slots)) // unit,
+        bad_slots=frozenset(node.lost_slots) if unit == 1 else frozenset(),
         lost=lost,
         back_in_s=rounded(back_in_s) if lost and back_in_s is not None else None,
     )
@@ -184,16 +205,13 @@ def _places(task: RunningTask, unit: int, numbers: dict[str, int]) -> tuple[Slot
 
 def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: int, unit: int) -> TaskSpec:
     """`slots`: of all nodes, those under repair too, counted as `unit` says."""
-    each = task.shape.shards // unit
-    may_change = (
-        task.request.most_stages > 0
-        and not task.bounds.is_shape_kept
-        and task.next_shape is None
-        and task.state in (TaskState.RUNNING, TaskState.WAITING)
-    )
+    each, may_change = task.shape.shards // unit, _may_change(task)
     stages = range(max(1, task.request.least_stages), task.request.most_stages + 1) if may_change else None
     learn(task.shape, known, task.speeds.slow)
-    offers = offered(task.shape, stages, slots // each, known, task.speeds.slow)
+    offers = tuple(
+        replace(offer, slots=offer.shape.shards // unit)
+        for offer in offered(task.shape, stages, slots // each, known, task.speeds.slow, _shards(task))
+    )
     best = [max(offer.at(w) for offer in offers) for w in range(len(offers[0].throughput))]
     seats = {worker for worker, seat in task.seats.items() if not seat.leaving}
     dead = frozenset(worker for worker in task.shape.workers() if worker not in seats)
@@ -203,7 +221,6 @@ def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: 
         weight=task.weight,
         max_workers=task.bounds.workers,
         must_run=True,
-        slots_per_worker=each,
         offers=offers,
         times=_times(view, task, known),
         throughput_now=throughput_now(task.shape, dead, known, task.speeds.slow) if seats else 0.0,
@@ -253,7 +270,7 @@ def _chosen(view: ClusterView, version: int, event: str, decision: Decision, now
         name = min(waits, key=lambda n: waits[n])
         shape = wishes[name]
         because += (
-            f" {name} takes the shape {shape.replicas} x {shape.stages} in {waits[name]:.1f} s if nothing "
+            f" {name} takes the shape {' x '.join(str(shape).split('x'))} in {waits[name]:.1f} s if nothing "
             "else happens: then staying has cost as much as the change."
         )
     shapes = {
@@ -292,7 +309,7 @@ def _interesting(decision: Decision) -> list[str]:
 def _shape(task: RunningTask, choice: TaskOption) -> Shape:
     if choice.shape is None:
         return task.shape
-    return task.shape.cut(choice.shape.replicas, choice.shape.stages)
+    return task.shape.cut(choice.shape.replicas, choice.shape.stages, choice.shape.shards)
 
 
 def in_shape(job: Any, shape: Shape) -> Any:
@@ -300,7 +317,7 @@ def in_shape(job: Any, shape: Shape) -> Any:
     if not isinstance(job, Mapping):
         return job
     cut = {"replicas": shape.replicas, "stages": shape.stages, "microbatches": shape.microbatches}
-    return {**job, **cut}
+    return {**job, **cut, **({"shards": shape.shards} if shape.shards > 1 or "shards" in job else {})}
 
 
 def worth(task: RunningTask, workers: int) -> float:

@@ -25,11 +25,11 @@ class _Row(NamedTuple):
 
 def offered_layer(task: TaskSpec, today: TaskSituation, cluster: Cluster, horizon: Horizon) -> Layer:
     """All of them side by side. On a tie the last one wins: the one that changes least."""
-    room = cluster.capacity // task.slots_per_worker
-    most = min(room, task.max_workers or room)
     rows = [_Row(OptionKind.STOP, 0, 0.0, task.times.agree_s if today.throughput > 0 else 0.0, -1)]
     for number, offer in enumerate(task.offers):
-        counts = range(offer.shape.stages, min(most, len(offer.throughput) - 1) + 1)
+        room = sum(len(cluster.offered(node)) // offer.slots for node in cluster.nodes)
+        most = min(room, task.max_workers or room, len(offer.throughput) - 1)
+        counts = range(offer.shape.stages, most + 1)
         now = today.live_workers if offer.shape == today.shape and today.rerouted > 0 else -1
         rows += [_row(task, today, number, n) for n in counts if offer.at(n) > 0 or n == now]
     rows.sort(key=lambda row: (_CHANGES[row.kind], row.offer), reverse=True)
@@ -39,7 +39,7 @@ def offered_layer(task: TaskSpec, today: TaskSituation, cluster: Cluster, horizo
         stops = next(i for i, row in enumerate(rows) if row.kind is OptionKind.STOP)
         worth[stops] -= MUST_RUN * task.weight * top * horizon.running_s
     return Layer(
-        units=np.array([row.workers * task.slots_per_worker for row in rows], dtype=np.int64),
+        units=np.array([row.workers * _slots(task, row) for row in rows], dtype=np.int64),
         workers=np.array([row.workers for row in rows], dtype=np.int64),
         throughput=np.array([row.throughput for row in rows]),
         transition_s=np.array([row.seconds for row in rows]),
@@ -49,6 +49,10 @@ def offered_layer(task: TaskSpec, today: TaskSituation, cluster: Cluster, horizo
         back_s=np.array([_way_back_s(task, today, horizon.target, row) for row in rows]),
         worth=np.array(worth),
     )
+
+
+def _slots(task: TaskSpec, row: _Row) -> int:
+    return task.offers[row.offer].slots if row.workers else 0
 
 
 # What changes most comes first, so that the least change wins a tie.

@@ -23,6 +23,7 @@ class Offer:
 
     shape: ParallelShape
     throughput: tuple[float, ...]
+    slots: int = 1  # of each worker, on one node; as the cluster counts them
 
     def at(self, workers: int) -> float:
         return self.throughput[min(workers, len(self.throughput) - 1)]

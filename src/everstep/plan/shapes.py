@@ -12,7 +12,7 @@ than the noise of the machine is no reason to move, and no reason to move back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -37,18 +37,35 @@ def offered(
     most_workers: int,
     known: TaskMeasurements,
     slow: Mapping[Worker, float],
+    shards: Sequence[int] = (),
 ) -> tuple[Offer, ...]:
-    """`stages`: how many it may be cut into, beside as many as it is cut into now; None: no other shape."""
+    """`stages`: how many it may be cut into, beside as many as it is cut into now; None: no other shape.
+    `shards`: how many a worker may have, beside as many as now. Ops take longer as there are fewer, by as
+    much: what shards pay for their collectives is not known here.
+    """
     base = _base(shape, known, slow)
     work = _work(base) * shape.shards
     off = _off_by(shape, known)
-    found = [_offer(shape, base, work, off, known)]
+    found = [_offer(shape, base, work, off, known.off_by)]
     if stages is not None:
         work /= 1.0 + known.spread()
         found += [
-            _offer(other, _recut(base, other, stages), work, off, known)
+            _offer(other, _recut(base, other, stages), work, off, known.off_by)
             for other in _others(shape, stages, most_workers)
         ]
+        for count in (count for count in shards if count != shape.shards):
+            slots = most_workers * shape.shards
+            cuts = [shape, *_others(shape, stages, slots // count)]
+            found += [
+                _offer(
+                    cut.cut(cut.replicas, cut.stages, count),
+                    _recut(base, cut, stages, shape.shards / count),
+                    work,
+                    off,
+                    {},
+                )
+                for cut in cuts
+            ]
     return tuple(found)
 
 
@@ -159,12 +176,14 @@ def _others(shape: Shape, stages: range, most_workers: int) -> list[Shape]:
     return found[:MOST_SHAPES]
 
 
-def _recut(base: Instance, shape: Shape, stages: range) -> Instance:
-    """Layers are not cut: the largest stage has its share rounded up."""
+def _recut(base: Instance, shape: Shape, stages: range, longer: float = 1.0) -> Instance:
+    """Layers are not cut: the largest stage has its share rounded up. `longer`: by how much an op takes
+    longer, with fewer shards.
+    """
     layers = max(stages.stop - 1, base.stages, shape.stages)
     uneven = _largest(shape.stages, layers) / _largest(base.stages, layers)
     f, i, w = (
-        uniform(replicas=shape.replicas, stages=shape.stages, value=total / shape.stages * uneven)
+        uniform(replicas=shape.replicas, stages=shape.stages, value=total / shape.stages * uneven * longer)
         for total in _stage_work(base)
     )
     reduce_s, update_s = sum(base.reduce) / shape.stages, sum(base.update) / shape.stages
@@ -185,13 +204,16 @@ def _largest(stages: int, layers: int) -> float:
     return stages * -(-layers // stages) / layers
 
 
-def _offer(shape: Shape, base: Instance, work: float, off: float, known: TaskMeasurements) -> Offer:
+def _offer(
+    shape: Shape, base: Instance, work: float, off: float, off_by: Mapping[tuple[int, int, int], float]
+) -> Offer:
     throughput = [0.0] * (shape.replicas * shape.stages + 1)
     for workers in _counts(shape):
         seconds = _period(replace(base, dead=_balanced(shape, workers)))
-        seconds *= known.off_by.get((shape.replicas, shape.stages, workers), off)
+        seconds *= off_by.get((shape.replicas, shape.stages, workers), off)
         throughput[workers] = work / seconds
-    return Offer(shape=ParallelShape(shape.replicas, shape.stages), throughput=tuple(throughput))
+    parallel = ParallelShape(shape.replicas, shape.stages, shape.shards)
+    return Offer(shape=parallel, throughput=tuple(throughput))
 
 
 def _counts(shape: Shape) -> list[int]:

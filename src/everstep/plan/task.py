@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.core.words.ops import Worker
 from everstep.errors import UserError
@@ -31,7 +31,6 @@ class TaskSpec:
     expected: bool = False  # not submitted yet; kept in mind for the table of next events
     offers: tuple[Offer, ...] = ()  # shapes it may take, where they are listed; then `curve` is not asked
     times: ChangeTimes = UNKNOWN_TIMES  # of its changes, where it lists its shapes
-    slots_per_worker: int = 1  # of a task that lists its shapes
     throughput_now: float | None = None  # with the places that are filled today, where it lists its shapes
 
     def __post_init__(self) -> None:
@@ -81,7 +80,8 @@ def situation(task: TaskSpec, cluster: Cluster, now: Assignment) -> TaskSituatio
         if place is not None and place.node not in sound and not cluster.is_usable(place)
     ]
     shape = now.shapes.get(task.name) or task.curve.shape(len(places))
-    if shape is not None and shape.workers != len(places):
+    expected = None if shape is None else shape.groups if task.offers else shape.workers
+    if expected is not None and expected != len(places):
         raise UserError(
             f"task {task.name!r} has {len(places)} places and the shape {shape}; they must agree."
         )
@@ -130,9 +130,10 @@ def _offered(
     offer = next((offer for offer in task.offers if offer.shape == shape), None)
     now = after = 0.0
     if offer is not None and shape is not None:
-        covered = min(live_per_stage(shape, dead_groups(shape, holes))) > 0
+        groups = replace(shape, shards=1)  # its places are workers, each with all of its shards
+        covered = min(live_per_stage(groups, dead_groups(groups, holes))) > 0
         now = task.throughput_now if task.throughput_now is not None else offer.at(before) if covered else 0.0
-        left = min(live_per_stage(shape, dead_groups(shape, holes + gone))) > 0
+        left = min(live_per_stage(groups, dead_groups(groups, holes + gone))) > 0
         after = now if not gone else min(now, offer.at(before - len(gone))) if left else 0.0
     return TaskSituation(
         workers=before,

@@ -99,7 +99,8 @@ def named(option: TaskOption, today: TaskSituation, repaired: tuple[str, ...] = 
         back = f" until {', '.join(repaired[:3])} {'is' if len(repaired) == 1 else 'are'} back"
     match option.kind:
         case OptionKind.KEEP | OptionKind.REROUTE:
-            whole = today.shape is not None and option.workers >= today.shape.workers
+            places = 0 if today.shape is None else today.shape.groups if today.listed else today.shape.workers
+            whole = today.shape is not None and option.workers >= places
             return "continue unchanged" if whole else f"continue with rerouting{back}"
         case OptionKind.GROW:
             missing = option.workers - today.live_workers

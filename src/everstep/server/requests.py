@@ -52,6 +52,8 @@ def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted
         has_checkpoints=job.checkpoint is not None,
         least_stages=min(job.stages, job.min_stages or job.stages),
         most_stages=0 if script else job.most_stages() or job.stages,
+        least_shards=0 if script else min(job.shards, job.min_shards or job.shards),
+        most_shards=0 if script else job.shards,
         script=script,
         faults=_faults(given.get("faults", []), job),
         closes=job.evaluation is not None,

@@ -239,6 +239,8 @@ class TaskSubmitted:
     has_checkpoints: bool = False
     least_stages: int = 0  # the planner may cut the model into so many stages …
     most_stages: int = 0  # … up to so many; 0: it keeps the shape
+    least_shards: int = 0  # where that pays, workers may have so few shards …
+    most_shards: int = 0  # … up to so many, in divisors of these; 0: as many as now
     script: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()  # scripted ones, for demonstrations
     closes: bool = False  # after the last step follows one that only evaluates

@@ -21,11 +21,14 @@ class Shape:
         counts = [self.replicas, self.stages] + ([self.shards] if self.shards > 1 else [])
         return "x".join(map(str, counts))
 
-    def cut(self, replicas: int, stages: int) -> Shape:
-        """The same batch on other workers. Chunks follow the number of replicas."""
+    def cut(self, replicas: int, stages: int, shards: int | None = None) -> Shape:
+        """The same batch on other workers. Chunks follow the number of replicas; shards stay if not given."""
         total = self.replicas * self.microbatches
         chunks = CHUNKS_PER_REPLICA * replicas if self.chunks else 0
-        return replace(self, replicas=replicas, stages=stages, microbatches=total // replicas, chunks=chunks)
+        each, shards = total // replicas, shards or self.shards
+        return replace(
+            self, replicas=replicas, stages=stages, microbatches=each, chunks=chunks, shards=shards
+        )
 
     def workers(self) -> list[Worker]:
         return [Worker(k, s) for k in range(self.replicas) for s in range(self.stages)]
