@@ -40,7 +40,7 @@ from harness.sweep import told  # noqa: E402
 
 KILLS = {
     "follower, in an all-reduce of F": "stage=0,replica=1,step=6,op=F1,when=inside,shard=1",
-    "leader, in an all-reduce of I": "stage=0,replica=0,step=6,op=I2,when=inside,shard=0",
+    "leader, in an all-reduce of I": "stage=0,replica=0,step=6,op=I1,when=inside,shard=0",
     "follower, between ops": "stage=0,replica=0,step=7,op=W1,shard=1",
 }
 PARTS = ("shards_2", "torch_2", "sequence_2", "shards_1", "torch_1", "clean", "kills")
