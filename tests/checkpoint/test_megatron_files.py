@@ -7,16 +7,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from everstep.cli.main import app
+from everstep.cli import main
 
+# Megatron's layers by Transformer Engine hold the norm before a matrix with it; so does what we write.
+FUSED = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 REAL = Path(__file__).parent / "data/megatron-tp2"
 
 
 def convert(*words: str | Path) -> None:
-    result = CliRunner().invoke(app, ["ckpt", "convert", *map(str, words)])
-    assert result.exit_code == 0, result.output
+    assert main.run(["ckpt", "convert", *map(str, words)]) == 0
 
 
 def test_its_llama_has_megatrons_logits(tmp_path: Path) -> None:
@@ -54,4 +57,6 @@ def test_the_way_back_gives_megatrons_own_tensors(tmp_path: Path) -> None:
 def tensors(root: Path, rank: int) -> dict[str, Any]:
     file = root / f"iter_0000004/mp_rank_{rank:02d}/model_optim_rng.pt"
     held = torch.load(file, weights_only=False)["model"]
+    for fused, alone in FUSED.items():
+        held = {key.replace(fused, alone): value for key, value in held.items()}
     return {key: value for key, value in held.items() if torch.is_tensor(value)}
