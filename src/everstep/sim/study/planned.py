@@ -38,7 +38,7 @@ class Means:
     reroute: bool = True  # continue without the failed workers, no state moved
     stagger: bool = True  # staggered optimizer and decoupled backward while re-routed
     mid_step: bool = True  # the broken step goes on; else it is run again
-    repair_aware: bool = True  # plans know when a node will be back
+    repair_aware: bool = True  # plans know when a node will be back; brings nothing that can be measured
     placement: bool = True  # slots, not whole nodes, are given to tasks
     fast_detection: bool = True  # progress of ops, not iteration times
 

@@ -51,7 +51,6 @@ ABLATIONS: Mapping[str, Callable[[], Policy]] = {
     "without re-routing": lambda: everstep(Means(reroute=False)),
     "without staggering": lambda: everstep(Means(stagger=False)),
     "without mid-step resume": lambda: everstep(Means(mid_step=False)),
-    "without repair-aware plans": lambda: everstep(Means(repair_aware=False)),
     "without placement by slots": lambda: everstep(Means(placement=False)),
     "without fast detection": lambda: everstep(Means(fast_detection=False)),
     "without any of them": lambda: everstep(NO_MEANS),
