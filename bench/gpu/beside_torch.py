@@ -158,15 +158,15 @@ def torch_rank(spec: dict[str, Any], rank: int) -> list[float]:
             optimizer.step()
             flat.zero_()
             torch.cuda.synchronize()
-            return float(torch.stack(losses).mean()) if losses else None
+            return float(torch.stack(losses).detach().mean()) if losses else None
 
     times = []
     for step in range(1, spec["steps"] + 1):
         began = time.monotonic()
         loss = one(step)
         times.append(time.monotonic() - began)
-        if step in (1, spec["steps"]):
-            print(f"rank {rank} step {step} loss {loss}", file=sys.stderr, flush=True)
+        if rank == 0 or step in (1, spec["steps"]):
+            print(f"rank {rank} step {step} {times[-1]:.3f} s, loss {loss}", file=sys.stderr, flush=True)
     return times
 
 
