@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from everstep.drive.step_rows import StepRow
 from everstep.engine.job import CheckpointSpec, Job, ModelSpec
 from everstep.errors import UserError
 from everstep.launch.local.callbacks import CallbackWatcher, checked
-from everstep.launch.local.history import History
+from everstep.launch.local.history import History, settings_of
 from everstep.launch.local.outcome import Outcome
 
 
@@ -188,3 +189,19 @@ def test_sys_exit_in_a_callback_ends_the_run_between_two_turns() -> None:
         told("tick", None)
     assert left.value.code == 3
     told("tick", None)  # the turns of the ending
+
+
+def test_a_start_that_goes_on_with_other_settings_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, now = (settings_of(replace(job(tmp_path), seed=seed, stages=s), rows=r) for seed, s, r in CHANGED)
+    for settings, resumed_from in ((before, 0), (before, 3), (now, 3), (now, 3)):
+        history = History.of(job(tmp_path))
+        history.settings = settings
+        history.begin(resumed_from)
+        history.close()
+    said = capsys.readouterr().err
+    assert said == "goes on with other settings than before: seed 0 -> 5, rows of data 10 -> 31\n"
+
+
+CHANGED = ((0, 1, 10), (5, 2, 31))  # seed, stages (which change nothing that is learnt), rows

@@ -41,7 +41,7 @@ from everstep.launch.local.arguments import (
     named_optimizer,
 )
 from everstep.launch.local.data import buffered, prepare, steps_of
-from everstep.launch.local.history import History
+from everstep.launch.local.history import History, settings_of
 from everstep.launch.local.live_line import LiveLine
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.pace import workload_of
@@ -176,6 +176,7 @@ def train(
                 job,
                 told,
                 rate=checked.rate,
+                rows=getattr(getattr(dataset, "order", None), "size", None),
                 watch=watch,
                 faults=faults,
                 script=call.script,
@@ -237,10 +238,17 @@ def _modules(job: Job) -> tuple[str, ...]:
 
 
 def run_told(
-    job: Job, callbacks: Sequence[Any] = (), *, watch: Watcher, rate: Rate | None = None, **more: Any
+    job: Job,
+    callbacks: Sequence[Any] = (),
+    *,
+    watch: Watcher,
+    rate: Rate | None = None,
+    rows: int | None = None,
+    **more: Any,
 ) -> Outcome:
     """`run_job` with callbacks, and with the losses of earlier starts. `rate`: the rate of a step."""
     history = History.of(job)
+    history.settings = settings_of(job, rows)
     told = callbacks_module.CallbackWatcher(job, callbacks, history, watch, rate)
     try:
         outcome = run_job(job, watch=told, **more)

@@ -2,12 +2,14 @@
 
 A run that starts again after step s continues this file behind step s. Rows of later steps, which an earlier
 start had reached without saving them, are done again, and have the same numbers: whoever was told of them is
-not told a second time.
+not told a second time. The file also has the settings that decide what is learnt, so that a start which
+goes on with other ones says so.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,13 +28,17 @@ class History:
     folder: Path | None
     steps: dict[int, Row] = field(default_factory=dict)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    settings: Row = field(default_factory=dict)  # of this start
+    _earlier: Row = field(default_factory=dict)  # of the one before
     _file: TextIO | None = None
 
     @staticmethod
     def of(job: Job) -> History:
         spec = job.checkpoint
         remote = spec is None or "://" in spec.folder
-        history = History(None if remote or spec is None else job.path(spec.folder))
+        history = History(
+            None if remote or spec is None else job.path(spec.folder), settings=settings_of(job)
+        )
         history._read()
         return history
 
@@ -47,6 +53,10 @@ class History:
             self.evaluations.clear()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
+        if resumed_from > 0 and (told := changes(self._earlier, self.settings)):
+            print(f"goes on with other settings than before: {told}", file=sys.stderr)
+        if self._earlier != self.settings:
+            self._write({"kind": "settings", "settings": self.settings})
 
     def step(self, row: Row) -> bool:
         """False: an earlier start, or an earlier attempt, has told of this step."""
@@ -88,6 +98,9 @@ class History:
         for text in (self.folder / NAME).read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 line = json.loads(text)
+                if line.get("kind") == "settings":
+                    self._earlier = dict(line["settings"])
+                    continue
                 kind, step = line.pop("kind"), int(line["step"])
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # a line that a crash has cut off
@@ -95,3 +108,24 @@ class History:
                 self.steps[step] = line
             elif kind == "evaluation":
                 self.evaluations[step] = dict(line["values"])
+
+
+def settings_of(job: Job, rows: int | None = None) -> Row:
+    """What decides what is learnt; the shape, the number of steps and where things are do not. `rows`: of
+    the data set, where it has any.
+    """
+    words = job.to_dict()
+    found = {key: words.get(key) for key in ("seed", "precision", "recompute")}
+    found["microbatches per step"] = job.microbatches_in_step
+    for table in ("optimizer", "data"):
+        found |= {f"{table}.{key}": value for key, value in (words.get(table) or {}).items()}
+    found.pop("data.options", None)  # may name a folder of one start
+    found |= {} if rows is None else {"rows of data": rows}
+    written: Row = json.loads(json.dumps(found, default=str))  # as it will be read back
+    return written
+
+
+def changes(before: Row, now: Row) -> str:
+    """In words; empty if nothing is known of before, or nothing differs."""
+    shared = [key for key in now if key in before and before[key] != now[key]]
+    return ", ".join(f"{key} {before[key]} -> {now[key]}" for key in shared[:8])
