@@ -120,6 +120,32 @@ def test_a_task_whose_last_commit_fails_says_so_and_finishes() -> None:
     assert incident(cluster).closed
 
 
+def test_a_commit_that_is_late_does_not_close_the_incident_of_a_newer_state() -> None:
+    """Seen on a busy machine: the failed save of step 2 was two incidents."""
+    cluster = trains(sealed=2)
+    cluster.commits = False
+    write(cluster, 1, W00, W01)
+    fails(cluster, 2, W00)
+    node = task_of(cluster).checkpoints.committing[1]
+    committed = ev.CheckpointCommitted(step=1)
+    cluster._report(node, msg.TaskEvent(task="t", event=committed), None)
+    assert not incident(cluster).closed
+    assert task_of(cluster).checkpoints.failing == FULL
+
+
+def test_a_last_state_that_several_workers_cannot_save_is_one_incident() -> None:
+    """The second failure came when the task was ending, and its incident was closed."""
+    cluster = trains(sealed=2)
+    fails(cluster, 2, W00)
+    cluster.cut = {"a", "b"}  # its workers are slow to leave
+    for _ in range(2):
+        cluster.hear(msg.PauseRequested(task="t"))  # the second time: at once
+    assert task_of(cluster).state is TaskState.ENDING
+    cluster.cut = set()
+    fails(cluster, 2, W01)
+    assert len(incident(cluster).evidence) == 2
+
+
 def test_a_node_lost_while_it_commits_does_not_keep_the_task_from_ending() -> None:
     cluster = trains(steps=2)
     cluster.commits = False

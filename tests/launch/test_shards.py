@@ -52,13 +52,16 @@ def test_a_death_with_a_split_sequence_leaves_the_losses_of_a_clean_run(sweep: S
 
 def test_sharded_optimizer_states_of_shards_come_back_from_a_checkpoint(sweep: Sweep, tmp_path: Path) -> None:
     """Chunks of two shards are boxes of the logical tensors; both replicas of the stage die."""
-    optimizer = replace(sweep.job.optimizer, clip=0.05)
+    optimizer = replace(sweep.job.optimizer, clip=0.05, decay="constant")
     job = replace(sweep.job, replicas=2, stages=1, steps=5, optimizer=replace(optimizer, shard=True))
     plain = sweep.run(replace(job, optimizer=optimizer), ())
     saving = replace(job, checkpoint=CheckpointSpec(folder=str(tmp_path), interval=2))
+    sweep.run(replace(saving, steps=2), ())  # the last state is always saved
     lost = ("stage=0,replica=0,step=4,op=I1,shard=0", "stage=0,replica=1,step=4,op=I1,shard=1")
     healed = sweep.run(saving, lost)
-    assert compare(plain, healed, job)["max_relative_loss_difference"] == 0.0
+    assert healed.resumed_from == 2
+    wanted = {step: row.loss for step, row in plain.by_step().items() if step > 2}
+    assert {step: row.loss for step, row in healed.by_step().items()} == wanted
     assert any(incident.restored_from == 2 for incident in healed.incidents)
     one = replace(saving, shards=1, steps=6, optimizer=optimizer)
     assert sweep.run(one, ()).resumed_from in (4, 5)
@@ -118,12 +121,13 @@ def test_an_average_of_the_weights_is_saved_by_its_logical_names(sweep: Sweep, t
 
 def test_a_checkpoint_of_shards_is_one_of_logical_tensors(sweep: Sweep, tmp_path: Path) -> None:
     """Saved by two shards, continued by one process and by four: the same losses, but for rounding."""
-    job = replace(sweep.job, replicas=1, stages=2, shards=2, steps=6)
+    constant = replace(sweep.job.optimizer, decay="constant")  # whatever the number of steps
+    job = replace(sweep.job, replicas=1, stages=2, shards=2, steps=6, optimizer=constant)
     clean = sweep.run(replace(job, shards=1), ())
     saving = replace(job, checkpoint=CheckpointSpec(folder=str(tmp_path), interval=3))
-    sweep.run(saving, (), until=4)
+    sweep.run(replace(saving, steps=3), ())  # the last state is always saved
     again = sweep.run(replace(saving, shards=1), ())
-    assert again.resumed_from in (3, 6)
+    assert again.resumed_from == 3
     ours, theirs = again.by_step(), clean.by_step()
     for step in range(again.resumed_from + 1, 7):
         assert ours[step].loss == pytest.approx(theirs[step].loss, rel=1e-5)

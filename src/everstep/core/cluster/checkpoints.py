@@ -96,9 +96,12 @@ class Checkpoints:
         self._later.vacated.append(task)
         if step > _recorded(task):
             return []
-        known.newest, known.failing = max(known.newest, step), ""
+        known.newest = max(known.newest, step)
         for old in [s for s in known.broken if s <= step]:
             del known.broken[old]
+        if known.broken:
+            return []  # it was late: a newer one has failed meanwhile
+        known.failing = ""
         return self._over(task, NOT_SAVED, f"the checkpoint of step {step} is saved", now)
 
     def copied(self, task: Task, step: int, now: Moment) -> Actions:

@@ -11,6 +11,7 @@ workers. So what an event leads to is decided on the whole of what it changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from everstep.core.cluster.checkpoints import Checkpoints
@@ -25,6 +26,7 @@ from everstep.core.cluster.task import OVER, Bounds, Ending, NextShape, Task, Ta
 from everstep.core.cluster.training import Training
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
+from everstep.core.words.incidents import Incident
 from everstep.core.words.moment import Moment
 
 WANTS_WORKERS = frozenset({TaskState.WAITING, TaskState.SEARCHING, TaskState.RUNNING})
@@ -275,12 +277,14 @@ class Tasks:
             actions += self._orders.send(node, order, because, now)
         for worker in [w for w, seat in task.seats.items() if seat.incarnation == 0]:
             del task.seats[worker]
-        actions += self._close_incidents(task, because, now)
+        # Of its last state more parts may fail to be saved: that incident is open until all have left.
+        over = [incident for incident in self._incidents.open_ones(task.name) if incident.stops_training]
+        actions += self._close(over, because, now)
         return actions + self._ended_if_empty(task, now)
 
-    def _close_incidents(self, task: Task, because: str, now: Moment) -> Actions:
+    def _close(self, incidents: Iterable[Incident], because: str, now: Moment) -> Actions:
         actions: Actions = []
-        for incident in self._incidents.open_ones(task.name):
+        for incident in incidents:
             actions += self._incidents.close(incident, f"the task ended: {because}", now)
         return actions
 
@@ -302,7 +306,7 @@ class Tasks:
         unsaved = self._unsaved(task) if ending.state is TaskState.FINISHED else ""
         task.enter(ending.state, ending.because + unsaved)
         task.ended_at = now.at if ending.state in OVER else 0.0
-        closing = self._close_incidents(task, ending.because, now)
+        closing = self._close(self._incidents.open_ones(task.name), ending.because, now)
         self._later.slots_changed(f"task {task.name} is {ending.state}")
         if ending.state is TaskState.WAITING:
             return closing + self._take_shape(task, now)
