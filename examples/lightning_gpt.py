@@ -74,6 +74,7 @@ class Gpt(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+torch.manual_seed(1)  # the weights that training starts from
 model = Gpt()
 result = everstep.fit(
     model,
