@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import time
 from datetime import timedelta
 
 import torch
@@ -15,11 +15,10 @@ def lighthouse() -> None:
     from torchft.coordination import LighthouseServer
 
     # As its README starts it: --min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms 10000.
-    bind = f"0.0.0.0:{os.environ['RACE_PORT']}"
+    bind = f"127.0.0.1:{os.environ['RACE_PORT']}"
     server = LighthouseServer(bind=bind, min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=100)
     print(server.address(), flush=True)
-    while True:
-        time.sleep(60)
+    signal.pause()  # its threads serve; the race ends it
 
 
 def main() -> None:

@@ -104,32 +104,30 @@ async def body(request: web.Request) -> dict[str, Any]:
 
 def repair_s(given: dict[str, Any], node: Node) -> float:
     """The seconds until a node is back."""
-    seconds: Any = given.get("back_in_s")
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not 1 <= seconds <= MOST_REPAIR_S:
-        raise UserError(
-            f"back_in_s is {shown(seconds)}; give the seconds until the node is back, at most "
-            f"{MOST_REPAIR_S:,}."
-        )
+    seconds = _seconds(given, "back_in_s", 1, "the node is back")
     if node.state is NodeState.UP:
         raise UserError(f"node {node.name} is up; only a node that is away can be expected back.")
-    return float(seconds)
+    return seconds
 
 
 def notice(given: dict[str, Any], node: Node) -> LeaveAnnounced:
     """A node is to be taken away."""
-    seconds: Any = given.get("leaves_in_s")
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not 0 <= seconds <= MOST_REPAIR_S:
-        raise UserError(
-            f"leaves_in_s is {shown(seconds)}; give the seconds until the node leaves, at most "
-            f"{MOST_REPAIR_S:,}."
-        )
+    seconds = _seconds(given, "leaves_in_s", 0, "the node leaves")
     if node.state is not NodeState.UP:
         raise UserError(
             f"node {node.name} is {node.state}; only a node that is up can be announced to leave."
         )
-    return LeaveAnnounced(node=node.name, leaves_in_s=float(seconds), by="an operator")
+    return LeaveAnnounced(node=node.name, leaves_in_s=seconds, by="an operator")
+
+
+def _seconds(given: dict[str, Any], field: str, least: float, until: str) -> float:
+    seconds: Any = given.get(field)
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not least <= seconds <= MOST_REPAIR_S:
+        raise UserError(
+            f"{field} is {shown(seconds)}; give the seconds until {until}, at most {MOST_REPAIR_S:,}."
+        )
+    return float(seconds)
 
 
 def workers(given: dict[str, Any], task: Task) -> int:
