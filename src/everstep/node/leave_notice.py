@@ -22,6 +22,7 @@ from everstep.plan.events import duration
 
 LOOK_S = 0.5
 MOST_BYTES = 4096
+MOST_S = 365 * 86_400.0
 
 
 @dataclass(slots=True)
@@ -62,4 +63,6 @@ def leaves_in_s(text: str, *, written: float, now: float) -> float:
         at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
         return max(0.0, at.timestamp() - now)
     seconds = float(text) if text.replace(".", "", 1).isdecimal() else duration(text, "the notice")
+    if seconds > MOST_S:
+        raise UserError(f"the notice is {text[:40]!r}; a machine that leaves within a year needs one.")
     return max(0.0, seconds - max(0.0, now - written))
