@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec, load_job
+from everstep.engine.preflight import preflight
 from everstep.errors import UserError
 
 FULL = """
@@ -227,3 +228,26 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     job = load_job(tmp_path / "job.toml")
     assert job.checkpoint is not None
     assert (job.checkpoint.folder, job.log) == ("/home/ada/runs/a", "/home/ada/log")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"shards": 2, "min_shards": 4}, "min_shards is 4, more than shards, which is 2; give at most 2"),
+        ({"min_stages": 3}, "min_stages is 3, more than stages, which is 1; give at most 1"),
+        ({"sequence_parallel": True}, "sequence_parallel = true splits the sequence over the shards"),
+    ],
+)
+def test_settings_that_could_have_no_effect_are_refused_before_the_start(
+    changes: dict[str, object], sentence: str
+) -> None:
+    job = Job.from_dict({"model": {"preset": "gpt-tiny"}, **changes})
+    with pytest.raises(UserError) as told:
+        preflight(job)
+    assert sentence in str(told.value)
+
+
+def test_a_change_of_shape_may_leave_the_smallest_number_of_shards_above_the_present_one() -> None:
+    words = {"model": {"preset": "gpt-tiny"}, "shards": 2, "min_shards": 2, "sequence_parallel": True}
+    fewer = Job.from_dict(words).reshaped(1, 1, shards=1)
+    assert Job.from_dict(fewer.to_dict()) == fewer

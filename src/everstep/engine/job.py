@@ -242,6 +242,20 @@ class Job:
         at_most("replicas * stages", self.replicas * self.stages, MOST_WORKERS)
         at_most("replicas * stages * microbatches", self.replicas * self.stages * self.microbatches, MOST_OPS)
 
+    def refuse_contradictions(self) -> None:
+        """In a job that somebody gives: a later change of its shape may well leave such settings behind."""
+        for least, most in (("min_stages", "stages"), ("min_shards", "shards")):
+            if getattr(self, least) > getattr(self, most):
+                raise UserError(
+                    f"{least} is {getattr(self, least)}, more than {most}, which is {getattr(self, most)}; "
+                    f"give at most {getattr(self, most)}, or leave {least} out."
+                )
+        if self.sequence_parallel and self.shards == 1:
+            raise UserError(
+                "sequence_parallel = true splits the sequence over the shards of a worker, and shards is 1; "
+                "give 2 shards or more, or leave sequence_parallel out."
+            )
+
     @property
     def microbatches_in_step(self) -> int:
         return self.replicas * self.microbatches

@@ -72,6 +72,7 @@ def preflight(
     schedule: Any = None,
 ) -> Checked:
     """Check a job. A script gives its own parts (`model`, `data`...) here; the job names the rest."""
+    job.refuse_contradictions()
     device.pick(job.device)
     model = model or model_of(job)
     parts = partition(model, job.stages)

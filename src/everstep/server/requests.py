@@ -38,6 +38,7 @@ def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted
     if not isinstance(given.get("job"), dict):
         raise UserError("job is missing; give the job's table.")
     job = Job.from_dict(given["job"])
+    job.refuse_contradictions()
     weight = given.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MOST_WEIGHT:
         raise UserError(f"weight is {shown(weight)}; give a number above 0, at most {MOST_WEIGHT:,}.")
