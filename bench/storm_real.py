@@ -35,7 +35,7 @@ from typing import Any
 from everstep.engine.job import Job
 from everstep.launch.local.api import run_job
 from harness.cluster import Cluster, replayed, small_job
-from harness.real_storm import NODES, SLOTS, JobKind, Storm, small_disk
+from harness.real_storm import NODES, SLOTS, STRIKES, JobKind, Storm, small_disk
 
 MARK = "EVERSTEP_STORM_MARK"
 OWN_MOUNTS = "EVERSTEP_STORM_MOUNTS"
@@ -64,6 +64,22 @@ def clean_losses(kind: JobKind) -> dict[int, float]:
     return {step: row.loss for step, row in outcome.by_step().items()}
 
 
+def all_clean_losses(steps: int, file: Path | None) -> dict[str, dict[int, float]]:
+    """By kind of task. From the file, where there is one of as many steps; else it is written."""
+    if file is not None and file.exists():
+        known = json.loads(file.read_text())
+        if known["steps"] == steps:
+            return {kind: {int(s): x for s, x in rows.items()} for kind, rows in known["losses"].items()}
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        for kind in kinds(Path(name), steps).values():
+            _say(f"clean run of {kind.name} ...")
+            found[kind.name] = clean_losses(kind)
+    if file is not None:
+        file.write_text(json.dumps({"steps": steps, "losses": found}))
+    return found
+
+
 def marked() -> list[int]:
     """The processes that were started, directly or not, by this program."""
     wanted = f"{MARK}={os.environ[MARK]}".encode()
@@ -85,25 +101,25 @@ def shared_memory() -> set[str]:
     return {path.name for path in SHARED.glob("everstep*")} if SHARED.is_dir() else set()
 
 
-def check_tasks(storm: Storm, clean: dict[str, dict[int, float]], state: Path) -> list[str]:
-    wrong = []
+def check_tasks(storm: Storm, clean: dict[str, dict[int, float]], state: Path) -> dict[str, list[str]]:
+    wrong: dict[str, list[str]] = {"finished": [], "losses": [], "microbatches": [], "rows": []}
     for name, kind in storm.submitted.items():
         try:
             told = storm.cluster.client.get(f"/v1/tasks/{name}")
         except Exception as error:
-            wrong.append(f"{name}: not known any more: {error}")
+            wrong["finished"].append(f"{name}: not known any more: {error}")
             continue
         losses = {row["step"]: row["loss"] for row in told["rows"]}
         if name not in storm.cancelled and told["state"] != "finished":
-            wrong.append(f"{name}: {told['state']}: {told['because']}")
+            wrong["finished"].append(f"{name}: {told['state']}: {told['because']}")
         if name not in storm.cancelled and set(losses) != set(clean[kind]):
-            wrong.append(f"{name}: rows of {len(losses)} of {len(clean[kind])} steps")
+            wrong["rows"].append(f"{name}: rows of {len(losses)} of {len(clean[kind])} steps")
         apart = [step for step, loss in losses.items() if loss != clean[kind][step]]
         if apart:
-            wrong.append(f"{name}: losses of steps {apart[:5]} are not those of the clean run")
+            wrong["losses"].append(f"{name}: losses of steps {apart[:5]} are not those of the clean run")
         if told["microbatches"]["issued"] != told["microbatches"]["committed"]:
-            wrong.append(f"{name}: microbatches {told['microbatches']}")
-        wrong += check_rows(name, state / "tasks" / f"{name}.jsonl", losses)
+            wrong["microbatches"].append(f"{name}: microbatches {told['microbatches']}")
+        wrong["rows"] += check_rows(name, state / "tasks" / f"{name}.jsonl", losses)
     return wrong
 
 
@@ -135,7 +151,7 @@ def left_behind(storm: Storm, before: set[str], temporary: Path) -> list[str]:
     wrong += [f"/dev/shm/{name}" for name in sorted(shared_memory() - before)]
     wrong += [f"temporary {path.name}" for path in temporary.glob("everstep*")]
     wrong += [str(path.relative_to(storm.disk)) for path in storm.disk.rglob("*.partial")]
-    return [f"left behind: {what}" for what in wrong]
+    return wrong
 
 
 def _command(pid: int) -> str:
@@ -152,7 +168,7 @@ def run(
     before, temporary = shared_memory(), folder / "tmp"
     temporary.mkdir()
     os.environ["TMPDIR"] = str(temporary)
-    wrong: list[str] = []
+    wrong: dict[str, list[str]] = {}
     with small_disk(folder / "disk") as may_fill, Cluster(folder, eager=True, token_file=True) as cluster:
         if OWN_MOUNTS not in os.environ:
             say("/dev/shm is shared with other programs: what is left there is not checked")
@@ -170,22 +186,18 @@ def run(
         say("calm: everything is undone, tasks finish ...")
         storm.calm()
         names = [name for name in storm.submitted if name not in storm.cancelled]
-        for name in names:
-            try:
-                cluster.finished(name, within_s=arguments.patience)
-            except TimeoutError as error:
-                wrong.append(f"{name}: does not finish: {str(error).splitlines()[0]}")
-                (folder / f"stuck-{name}.txt").write_text(str(error))
+        for name, text in unfinished(cluster, names, arguments.patience).items():
+            (folder / f"stuck-{name}.txt").write_text(text)
         state = folder / "state-first"
-        wrong += check_tasks(storm, clean, state)
+        wrong = check_tasks(storm, clean, state)
         done = steps_done(storm, state, arguments.minutes * 60)
         incidents = cluster.incidents()
         settled = cluster.settled()
         cluster.kill_coordinator()
-        if (again := replayed(state)) != settled:
-            wrong.append(f"the journal gives {again}, the coordinator had {settled}")
+        again = replayed(state)
+        wrong["journal"] = [f"it gives {again}, the coordinator had {settled}"] if again != settled else []
         cluster.close()
-        wrong += left_behind(storm, before, temporary)
+        wrong["left behind"] = left_behind(storm, before, temporary)
     counts: dict[str, int] = {}
     for each in storm.happenings:
         counts[each.what] = counts.get(each.what, 0) + 1
@@ -204,7 +216,7 @@ def run(
     return {
         "seed": seed,
         "minutes": arguments.minutes,
-        "happenings": len(storm.happenings),
+        "faults": sum(count for what, count in counts.items() if what in STRIKES),
         "counts": counts,
         "tasks": len(storm.submitted),
         "cancelled": len(storm.cancelled),
@@ -212,13 +224,27 @@ def run(
         "steps_in_time": done,
         "incidents": len(incidents),
         "journal": settled[0],
-        "wrong": wrong,
+        "checks": {check: "holds" if not found else f"fails {len(found)}" for check, found in wrong.items()},
+        "wrong": [f"{check}: {text}" for check, found in wrong.items() for text in found],
     }
+
+
+def unfinished(cluster: Cluster, names: list[str], within_s: float) -> dict[str, str]:
+    """What is known of the tasks that do not finish in time; they have that time together."""
+    deadline, found = time.monotonic() + within_s, {}
+    for name in names:
+        try:
+            cluster.finished(name, within_s=max(1.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            found[name] = str(error)
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seed", type=int, nargs="+", default=[1], help="one storm after the other")
+    parser.add_argument(
+        "--seed", type=int, nargs="*", default=[1], help="one storm after the other; none: clean runs only"
+    )
     parser.add_argument(
         "--minutes", type=float, default=5.0, help="of faults; tasks then have time to finish"
     )
@@ -226,15 +252,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60, help="of every task")
     parser.add_argument("--patience", type=float, default=240.0, help="seconds for the tasks to finish")
     parser.add_argument("--keep", action="store_true", help="keep the folder with all logs")
+    parser.add_argument("--clean", type=Path, help="a file that keeps the losses of the clean runs")
     parser.add_argument("--trace", default="", help="a folder for what happened when, for bench/forecast.py")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     _take_own_mounts()
-    clean = {}
-    with tempfile.TemporaryDirectory() as name:
-        for kind in kinds(Path(name), arguments.steps).values():
-            _say(f"clean run of {kind.name} ...")
-            clean[kind.name] = clean_losses(kind)
+    clean = all_clean_losses(arguments.steps, arguments.clean)
+    if not arguments.seed:
+        return 0
     reports = [storm(arguments, seed, clean) for seed in arguments.seed]
     if arguments.json:
         print(json.dumps(reports))

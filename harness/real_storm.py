@@ -26,7 +26,7 @@ from harness.cluster import Cluster, descendants
 NODES = ("a", "b", "c")
 SLOTS = 3
 DISK_BYTES = 48 << 20
-WARM_STEPS = 20
+WARM_STEPS, BESIDE_STEPS = 20, 100
 AGAIN = ("again_s", "again_cold_s")
 Undo = Callable[[], None]
 
@@ -95,10 +95,15 @@ class Storm:
                 found[kind.name] = {"alone_s": _usual(told), "begin_s": _begin(told), "cold_s": cold_s}
         again_s = self._measure_starts()
         for kind in self.kinds.values():
-            self._submit(kind)
-        for name, kind_name in self.submitted.items():
-            found[kind_name]["beside_s"] = _usual(self.cluster.finished(name))
-            found[kind_name] |= again_s
+            name = f"calm-{kind.name}-beside"
+            checkpoint = {**kind.job["checkpoint"], "folder": str(self.disk / name)}
+            job = kind.job | {"steps": BESIDE_STEPS, "checkpoint": checkpoint}
+            self.cluster.submit(job, name, weight=kind.weight)
+        for kind in self.kinds.values():
+            name = f"calm-{kind.name}-beside"
+            found[kind.name]["beside_s"] = _usual(self.cluster.finished(name))
+            found[kind.name] |= again_s
+            shutil.rmtree(self.disk / name, ignore_errors=True)
         return found
 
     def _measure_starts(self) -> dict[str, float]:
@@ -444,6 +449,14 @@ FAULTS = (
     FaultKind("rotate token", 1, Storm.rotate_token),
     FaultKind("fill disk", 2, Storm.fill_disk),
 )
+
+
+STRIKES = {
+    *(fault.name for fault in FAULTS),
+    "drain at once",
+    "rotate the token",
+    "fill the disk of checkpoints",
+}
 
 
 def _usual(told: Any) -> float:

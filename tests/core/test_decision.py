@@ -10,9 +10,11 @@ from everstep.core.cluster.task import TaskState
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
+from everstep.plan.measured import ENOUGH_STEPS
 from tests.core.fake_cluster import FakeCluster
 
 ANY_STAGES = {"least_stages": 1, "most_stages": 8}
+STEPS_BEFORE = ENOUGH_STEPS + 1  # the time of the first one is not measured
 
 
 def workers(cluster: FakeCluster, name: str) -> int:
@@ -33,7 +35,7 @@ def three_of_four() -> FakeCluster:
     """A task of 2 x 2 that may take any shape, on four nodes of one slot; one of them is lost."""
     cluster = FakeCluster(nodes=dict.fromkeys("abcd", 1), planned=True, memory_port=7)
     cluster.submit(shape=Shape(2, 2, 6), steps=40, **ANY_STAGES)
-    for _ in range(4):
+    for _ in range(STEPS_BEFORE):
         cluster.wait(1.0)
         cluster.seal()
     lose(cluster, "d")
@@ -80,7 +82,7 @@ def test_a_change_of_shape_is_made_once_staying_has_cost_as_much_and_not_before(
     assert task.next_shape is None
     cluster.wait(chosen.review_s / 2 + 0.1)
     assert task.next_shape is not None, "nothing else has happened: now it pays"
-    cluster.copy_to_memory(5, away=False)
+    cluster.copy_to_memory(STEPS_BEFORE + 1, away=False)
     cluster.seal()
     assert (task.shape, workers(cluster, "t")) == (Shape(3, 1, 4), 3)
     assert task.job["replicas"] == 3
@@ -116,7 +118,7 @@ def test_a_promised_repair_is_waited_for_and_a_broken_promise_is_not() -> None:
 def test_a_shape_an_operator_has_set_is_kept() -> None:
     cluster = three_of_four()
     cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 2, 12)))
-    cluster.copy_to_memory(5, away=False)
+    cluster.copy_to_memory(STEPS_BEFORE + 1, away=False)
     cluster.seal()
     task = cluster.coordinator.tasks["t"]
     assert task.shape == Shape(1, 2, 12)

@@ -7,10 +7,9 @@ worker are worked around, and its batch and its losses stay what they are. It ca
 a step boundary. So its options are (shape, workers) pairs (`shapes.py`), each with its price (`offers.py`);
 what a worker does in FLOP/s is the same for all tasks here, as they share the machines.
 
-A change of shape stops the whole task, and whether it pays depends on when the next event comes, which is not
-known. So it is made once staying has cost as much as the change would: whatever comes next, no more than
-twice the least possible is lost, and no constant says when. A question holds rounded numbers only, so that
-the same situation is the same question, and an answer that was prepared can be used (`ahead.py`).
+A change of shape is made once staying has cost as much as the change would (`waits.py`). A question holds
+rounded numbers only, so that the same situation is the same question, and an answer that was prepared can be
+used (`ahead.py`).
 """
 
 from __future__ import annotations
@@ -33,11 +32,12 @@ from everstep.plan.cluster import DAY_S, FAILURES_PER_1000_NODE_DAYS, Assignment
 from everstep.plan.curve import from_table
 from everstep.plan.measured import Measurements, TaskMeasurements
 from everstep.plan.offers import ChangeTimes
-from everstep.plan.option import OptionKind, TaskOption
+from everstep.plan.option import OptionKind
 from everstep.plan.shape import ParallelShape
 from everstep.plan.shapes import learn, offered, rounded, throughput_now, throughput_of
 from everstep.plan.task import TaskSpec
-from everstep.plan.weigh import KINDS, weigh, with_only
+from everstep.plan.waits import held_back, in_cut
+from everstep.plan.weigh import weigh
 
 TRANSITION_S = 2.0  # of a task of whose state nothing is known yet
 AGREE_S = 0.2  # to stop between two ops, report ledgers and resume
@@ -97,11 +97,12 @@ def choose(
     ready: Mapping[object, Decision] | None = None,
 ) -> AssignmentChosen:
     """How many workers each task shall have, and in which shape, now that `event` has happened."""
-    asked = question(view, now, measured or Measurements())
+    measured = measured or Measurements()
+    asked = question(view, now, measured)
     if asked is None:
         return AssignmentChosen(version=version, workers={}, because="there is nothing to share out")
     prepared = (ready or {}).get(asked.key)
-    chosen = _chosen(view, version, event, prepared or think(asked), now)
+    chosen = _chosen(view, version, event, prepared or think(asked), measured, now)
     return replace(chosen, is_prepared=prepared is not None)
 
 
@@ -250,66 +251,39 @@ def _times(view: ClusterView, task: RunningTask, known: TaskMeasurements) -> Cha
     )
 
 
-def _chosen(view: ClusterView, version: int, event: str, decision: Decision, now: float) -> AssignmentChosen:
-    weighed = weigh(decision, _interesting(decision))
-    waits: dict[str, float] = {}
-    wishes: dict[str, Shape] = {}
-    carried_out = decision
-    for name, choice in decision.choices.items():
-        task = view.tasks[name]
-        if choice.kind is not OptionKind.RESHAPE or not decision.situations[name].rerouted:
-            continue
-        wishes[name] = _shape(task, choice)
-        stay = with_only(carried_out, name, STAY)
-        since = task.wish.since if task.wish is not None and task.wish.shape == wishes[name] else now
-        wait_s = since + _payback_s(decision, name, stay) - now
-        if stay is not None and wait_s > 0:
-            carried_out, waits[name] = stay, wait_s
-    because = explained(decision.period.cluster, carried_out)
-    if waits:
-        name = min(waits, key=lambda n: waits[n])
-        shape = wishes[name]
-        because += (
-            f" {name} takes the shape {' x '.join(str(shape).split('x'))} in {waits[name]:.1f} s if nothing "
-            "else happens: then staying has cost as much as the change."
-        )
+def _chosen(
+    view: ClusterView,
+    version: int,
+    event: str,
+    decision: Decision,
+    measured: Measurements,
+    now: float,
+) -> AssignmentChosen:
+    held = held_back(view.tasks, decision, measured, now)
+    choices, because = held.carried_out.choices, explained(decision.period.cluster, held.carried_out)
+    because += held.sentence()
     shapes = {
         name: ChosenShape(in_shape(view.tasks[name].job, shape), shape)
-        for name, choice in carried_out.choices.items()
-        if choice.workers and (shape := _shape(view.tasks[name], choice)) != view.tasks[name].shape
+        for name, choice in choices.items()
+        if choice.workers and (shape := in_cut(view.tasks[name].shape, choice)) != view.tasks[name].shape
     }
+    stayed = {name: decision.situations[name].rerouted for name in shapes}
     return AssignmentChosen(
         version=version,
-        workers={name: choice.workers for name, choice in carried_out.choices.items()},
+        workers={name: choice.workers for name, choice in choices.items()},
         because=f"{event}: {because}" if event else because,
         shapes=shapes,
-        wishes={name: shape for name, shape in wishes.items() if name in waits},
-        review_s=min(waits.values()) if waits else None,
-        weighed=weighed,
+        wishes=held.wishes,
+        losses=held.losses,
+        gains={name: choices[name].throughput / stayed[name] for name in shapes if stayed[name] > 0},
+        review_s=held.review_s,
+        weighed=weigh(decision, _interesting(decision)),
     )
-
-
-STAY = frozenset().union(*(kinds for kinds in KINDS if OptionKind.RESHAPE not in kinds)) - {OptionKind.STOP}
-
-
-def _payback_s(decision: Decision, name: str, stay: Decision | None) -> float:
-    """When staying will have cost as much as the change."""
-    if stay is None:
-        return 0.0
-    choice, other = decision.choices[name], stay.choices[name]
-    rate = decision.options[name].task.weight * (choice.throughput - other.throughput)
-    return (choice.cost + choice.way_back) / rate if rate > 0 else 0.0
 
 
 def _interesting(decision: Decision) -> list[str]:
     """Tasks that change first."""
     return sorted(decision.choices, key=lambda name: decision.choices[name].kind is OptionKind.KEEP)
-
-
-def _shape(task: RunningTask, choice: TaskOption) -> Shape:
-    if choice.shape is None:
-        return task.shape
-    return task.shape.cut(choice.shape.replicas, choice.shape.stages, choice.shape.shards)
 
 
 def in_shape(job: Any, shape: Shape) -> Any:

@@ -16,6 +16,8 @@ from everstep.schedule.instance import Instance
 
 KEPT_STEPS = 9
 LEAST_STEPS = 3  # fewer say little: the first ones after a change are slow
+CONFIDENCE = 0.9  # that what steps usually take lies between the shortest and the longest of those measured
+ENOUGH_STEPS = math.ceil(1 - math.log2(1 - CONFIDENCE))  # one of n is missed with 2 x 0.5 ** n
 DOUBT = 0.05  # spreads are rounded up to whole ones of these: a question is not another one for a little
 KEPT_ABSENCES = 16
 MOST_AWAY = 1000  # nodes
@@ -45,6 +47,15 @@ class TaskMeasurements:
             if len(seconds) >= LEAST_STEPS and (usual := median(seconds)) > 0:
                 found = max(found, median(abs(each - usual) for each in seconds) / usual)
         return DOUBT * math.ceil(found / DOUBT - 1e-9)
+
+    def settles_in_s(self, shape: Shape, usual_s: float) -> float:
+        """Until enough steps of this shape are measured to compare it with another; 0: they are. `usual_s`:
+        for a step, where none was measured.
+        """
+        here = [each for placed, each in self.steps.items() if placed[:2] == (shape.replicas, shape.stages)]
+        known = max(here, key=len, default=())
+        step_s = median(known) if known else usual_s
+        return step_s * max(0, ENOUGH_STEPS - len(known))
 
 
 class Measurements:

@@ -3,6 +3,10 @@
 A node that falls silent is not dead yet: if the steps of its tasks continue, only the line to it is cut. It
 is given up when its workers' peers elsewhere wait for it too, or when for a long time no other node can speak
 for it; whatever an operator or a remedy wants with it meanwhile (`node_states`).
+
+A node that dies with its workers may still report that they died: then new ones are ordered from it, and no
+one of them is a member that a peer could miss. A task that does nothing until one of them has started waits
+for it about as long as a start elsewhere takes.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import Task
-from everstep.core.task.states import Gathering, Member
+from everstep.core.task.states import Assembling, Gathering, Member, Started, Starting
 from everstep.core.words.cluster_messages import Patience
 from everstep.core.words.ops import Worker
 
@@ -22,6 +26,8 @@ def why_given_up(roster: Roster, node: Node, patience: Patience, now: float) -> 
         return f"silent, and worker {witness} on another node waits for it"
     if (owed := _owed_by(roster, name)) and silent_s >= patience.awaited_silence_s:
         return f"silent, and the ledger of worker {owed} is waited for"
+    if silent_s >= patience.start_silence_s and (awaited := _start_awaited(roster, name)):
+        return f"silent for {silent_s:.0f} s, and worker {awaited} was to start there"
     if silent_s >= patience.lonely_silence_s and not _others_speak_for(roster, name):
         alone = "no other worker can speak for it" if roster.on_node(name) else "it is idle"
         return f"silent for {silent_s:.0f} s, and {alone}"
@@ -32,6 +38,8 @@ def given_up_at(roster: Roster, node: Node, patience: Patience) -> float | None:
     """When a silent node is given up, if nothing is heard until then."""
     if _owed_by(roster, node.name):
         return node.liveness_since + patience.awaited_silence_s
+    if _start_awaited(roster, node.name):
+        return node.liveness_since + patience.start_silence_s
     if not _others_speak_for(roster, node.name):
         return node.liveness_since + patience.lonely_silence_s
     return None
@@ -53,6 +61,24 @@ def _owed_by(roster: Roster, node: str) -> str:
     for task, worker in roster.on_node(node):
         phase = task.recovery.phase if task.recovery is not None else None
         if isinstance(phase, Gathering) and worker in phase.awaited:
+            return f"{worker} of {task.name}"
+    return ""
+
+
+def _start_awaited(roster: Roster, node: str) -> str:
+    """A worker that was to start on this node, and whose task does nothing until its stage has one."""
+    for task, worker in roster.on_node(node):
+        if task.recovery is None or not isinstance(task.recovery.phase, Assembling):
+            continue
+        places = task.recovery.places
+        others = (
+            other
+            for other, seat in task.seats.items()
+            if other.stage == worker.stage and seat.node != node and roster.is_heard(seat.node)
+        )
+        if isinstance(places.get(worker), Starting | Started) and not any(
+            isinstance(places.get(other), Started) for other in others
+        ):
             return f"{worker} of {task.name}"
     return ""
 

@@ -176,8 +176,10 @@ class Tasks:
         wished = event.wishes.get(task.name)
         if wished is None:
             task.wish = None
-        elif task.wish is None or task.wish.shape != wished:
-            task.wish = WishedShape(wished, now.at)
+        else:
+            rate = event.losses.get(task.name, 0.0)
+            before = task.wish or WishedShape(wished, now.at)
+            task.wish = before.followed_by(wished, now.at, rate)
         after = event.shapes.get(task.name)
         if after is not None and not task.bounds.is_shape_kept and task.next_shape is None:
             return self._reshape(task, NextShape(after.job, after.shape), now)

@@ -149,6 +149,7 @@ class Patience:
     isolations_before_lemon: int = 2
     lonely_silence_s: float = 30.0  # a silent node that no other node can speak for is given up after this
     awaited_silence_s: float = 10.0  # one that owes a ledger; an agent may be looking for us
+    start_silence_s: float = 3.0  # one on which a worker was to start that its whole task waits for
     rejoin_after_steps: int = 0
     checkpoint_retries: int = 6  # of reading a task's checkpoints, with back-off; then the task fails
 
@@ -315,7 +316,8 @@ class AssignmentChosen:
     """The planner's answer to `ChooseAssignment`: how many workers each task shall have, and in which shape.
 
     `shapes`: changes of shape, now. `wishes`: changes that would pay if nothing else happened; they are made
-    once staying has cost as much as the change would, which is when `review_s` have passed.
+    once staying has cost as much as the change would, which is when `review_s` have passed. `losses`: what
+    staying costs those tasks per second. `gains`: by how much changes of shape were expected to be faster.
     """
 
     version: int
@@ -323,6 +325,8 @@ class AssignmentChosen:
     because: str
     shapes: Mapping[str, ChosenShape] = field(default_factory=dict)
     wishes: Mapping[str, Shape] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict)
+    gains: Mapping[str, float] = field(default_factory=dict)
     review_s: float | None = None
     weighed: tuple[WeighedOption, ...] = ()
     is_prepared: bool = False  # the answer was thought of before it was asked for

@@ -1,0 +1,55 @@
+"""When a silent node is given up: what waits for it counts, not only who trains with it."""
+
+from __future__ import annotations
+
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.shape import Shape
+from tests.core.fake_cluster import FakeCluster
+
+PATIENCE = msg.Patience()
+
+
+def dies_with_its_node() -> FakeCluster:
+    """Everything on node d is killed. Its agent still reports that its worker died, the coordinator orders
+    another one there, and nothing is heard any more.
+    """
+    cluster = FakeCluster(nodes={"a": 3, "d": 1, "e": 1})
+    cluster.submit(shape=Shape(1, 4, 2), steps=40, has_checkpoints=True)
+    cluster.seal()
+    task = cluster.coordinator.tasks["t"]
+    worker = next(w for w, seat in task.seats.items() if seat.node == "d")
+    incarnation = cluster.actors.pop(("t", worker)).incarnation
+    cluster.cut.add("d")
+    exited = ev.WorkerExited(worker=worker, incarnation=incarnation, reason="killed by SIGKILL")
+    cluster._later("d", msg.TaskEvent(task="t", event=exited), ("t", worker, incarnation))
+    cluster.hear(msg.NodeFellSilent(node="d", silent_s=1.0))
+    return cluster
+
+
+def test_a_node_whose_restarted_worker_its_whole_task_waits_for_is_not_waited_for_like_an_idle_one() -> None:
+    cluster = dies_with_its_node()
+    due = cluster.coordinator.due_at()
+    assert due is not None
+    assert due - cluster.now <= PATIENCE.start_silence_s < PATIENCE.lonely_silence_s
+    cluster.wait(PATIENCE.start_silence_s + 0.1)
+    node = cluster.coordinator.nodes["d"]
+    assert node.state == "gone", node.because
+    assert "to start" in node.because
+    assert "e" in {seat.node for seat in cluster.coordinator.tasks["t"].seats.values()}
+
+
+def test_a_node_that_is_back_in_time_keeps_its_worker() -> None:
+    cluster = dies_with_its_node()
+    cluster.wait(PATIENCE.start_silence_s / 2)
+    assert cluster.coordinator.nodes["d"].state != "gone"
+
+
+def test_an_idle_node_is_waited_for_as_long_as_before() -> None:
+    cluster = FakeCluster(nodes={"a": 4, "d": 1})
+    cluster.submit(shape=Shape(1, 4, 2), steps=40)
+    cluster.silence("d")
+    cluster.wait(PATIENCE.lonely_silence_s / 2)
+    assert cluster.coordinator.nodes["d"].state != "gone"
+    cluster.wait(PATIENCE.lonely_silence_s)
+    assert cluster.coordinator.nodes["d"].state == "gone"

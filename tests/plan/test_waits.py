@@ -1,0 +1,85 @@
+"""A change of shape waits until staying has cost as much; which shape is wished for meanwhile may change."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.core.cluster.task import WishedShape
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words.shape import Shape
+from everstep.plan.measured import ENOUGH_STEPS
+from tests.core.fake_cluster import FakeCluster
+
+ANY_STAGES = {"least_stages": 1, "most_stages": 8}
+
+
+def cluster_of(*, steps_before: int, step_s: float = 1.0) -> FakeCluster:
+    """A task of 2 x 2 that may take any shape; one of its four nodes is lost after so many steps."""
+    cluster = FakeCluster(nodes=dict.fromkeys("abcd", 1), planned=True, memory_port=7)
+    cluster.submit(shape=Shape(2, 2, 6), steps=400, **ANY_STAGES)
+    for _ in range(steps_before):
+        cluster.wait(step_s)
+        cluster.seal()
+    cluster.actors = {key: actor for key, actor in cluster.actors.items() if actor.node != "d"}
+    cluster.hear(msg.NodeLeft(node="d"))
+    return cluster
+
+
+def decided(cluster: FakeCluster) -> list[msg.AssignmentChosen]:
+    return [event for event in cluster.heard if isinstance(event, msg.AssignmentChosen)]
+
+
+def test_another_wish_that_is_as_good_does_not_start_the_wait_anew() -> None:
+    cluster = cluster_of(steps_before=8)
+    task, first = cluster.coordinator.tasks["t"], decided(cluster)[-1]
+    assert first.review_s is not None
+    assert task.wish is not None
+    other = Shape(4, 1, 3)
+    assert task.wish.shape != other
+    cluster.wait(first.review_s / 2)
+    again = msg.AssignmentChosen(
+        version=cluster.coordinator.version,
+        workers=first.workers,
+        because="noise",
+        wishes={"t": other},
+        losses=first.losses,
+        review_s=first.review_s / 2,
+    )
+    cluster.hear(again)
+    assert task.wish.shape == other
+    cluster.wait(first.review_s / 2 + 0.1)
+    assert task.next_shape is not None, "both halves count"
+
+
+def test_what_staying_has_cost_is_added_up_at_the_rate_of_its_time() -> None:
+    wish = WishedShape(Shape(3, 1, 4), 10.0, rate=2.0)
+    later = wish.followed_by(Shape(4, 1, 3), 13.0, rate=0.5)
+    assert (later.shape, later.since) == (Shape(4, 1, 3), 13.0)
+    assert later.missed_at(13.0) == pytest.approx(6.0)
+    assert later.missed_at(15.0) == pytest.approx(7.0)
+
+
+def test_a_task_whose_steps_are_not_measured_yet_keeps_its_shape_however_long_a_step_takes() -> None:
+    """One step is no measurement. The wait alone would be over within it."""
+    cluster = cluster_of(steps_before=1, step_s=100.0)
+    task, chosen = cluster.coordinator.tasks["t"], decided(cluster)[-1]
+    assert chosen.wishes
+    assert chosen.review_s is not None
+    cluster.wait(chosen.review_s + 0.1)
+    assert task.next_shape is None
+    assert decided(cluster)[-1].review_s is not None, "it is looked at again"
+
+
+def test_once_enough_steps_are_measured_the_change_is_made() -> None:
+    cluster = cluster_of(steps_before=1)
+    task = cluster.coordinator.tasks["t"]
+    made_after = None
+    for step in range(60):
+        cluster.wait(1.0)
+        if made_after is None and task.next_shape is not None:
+            made_after = step
+            cluster.copy_to_memory(step + 2, away=False)
+        cluster.seal()
+    assert made_after is not None
+    assert made_after >= ENOUGH_STEPS - 1
+    assert task.shape == Shape(3, 1, 4)
