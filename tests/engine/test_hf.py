@@ -211,6 +211,26 @@ def injected(model: Any) -> None:
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
 
 
+class Named(nn.Module):
+    """An adapter around the head: the tied weight then has a name that the model does not know as tied."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base_layer(x)
+
+
+def adapted_head(model: Any) -> None:
+    model.lm_head = Named(model.lm_head)
+
+
+def test_an_adapter_of_a_tied_head_is_refused_with_the_two_ways_out(folders: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match=r"leave adapters of embed_tokens and lm_head out, or set tie_word"):
+        stages(hf(folders["llama, tied"], prepare=adapted_head), 2, Masked(), seed=3)
+
+
 def by_pattern(folder: Path) -> Model:
     return hf(folder, train=["*.q_proj.weight", "model.norm.weight"])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -144,3 +146,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
     job = job_of_call(shape, {"lr": np.float32(0.5), "seed": np.int64(3)}, {})
     assert (job.steps, job.replicas, job.optimizer.lr, job.seed) == (4, 2, 0.5, 3)
     assert json.dumps(job.to_dict())
+
+
+def test_a_script_on_standard_input_is_refused_before_workers_start() -> None:
+    """`python < FILE` names itself "<stdin>", which workers looked for as a file."""
+    script = "import everstep\neverstep.train(model=[dict], data=lambda step, microbatch: (0, 0), steps=1)\n"
+    ended = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=60)
+    assert "outside a script" in ended.stderr.splitlines()[-1]

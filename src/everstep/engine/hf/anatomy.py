@@ -265,7 +265,8 @@ def _check_sharing(model: Any, names: tuple[str, ...]) -> None:
             full, other = f"{part}.{name}", seen.get(id(parameter))
             if other is not None and not (full in tied and other in tied):
                 raise UserError(
-                    f"{type(model).__name__} shares the parameter {other} with {full}; layers that share "
-                    "parameters cannot be cut."
+                    f"{type(model).__name__} shares the parameter {other} with {full}, and what shares "
+                    "parameters cannot be on two stages; leave adapters of embed_tokens and lm_head out, "
+                    "or set tie_word_embeddings=False in everstep.hf."
                 )
             seen[id(parameter)] = full

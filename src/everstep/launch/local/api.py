@@ -8,6 +8,7 @@ the workers and returns a `Result`; in a worker it trains and ends the process.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -290,7 +291,7 @@ def _this_launch() -> LocalLaunch:
     global launch
     if launch is None:
         path = getattr(sys.modules["__main__"], "__file__", None)
-        if path is None:
+        if path is None or not os.path.isfile(path):  # a prompt, a notebook, `python -c`, `python < FILE`
             raise UserError(
                 "everstep.train was called outside a script, and workers need one to run; put "
                 "the call in a file, and run it with everstep run FILE."
