@@ -207,6 +207,7 @@ def run(
             "seconds": arguments.minutes * 60,
             "steps": arguments.steps,
             "cores": len(os.sched_getaffinity(0)),
+            "began_at": storm.began_at,
             "measured": measured,
             "done": done,
             "trace": [each.document() for each in storm.happenings],

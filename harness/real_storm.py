@@ -93,7 +93,8 @@ class Storm:
                 told = self.cluster.finished(f"calm-{kind.name}-{number}")
                 cold_s = found.get(kind.name, {"cold_s": _begin(told)})["cold_s"]
                 found[kind.name] = {"alone_s": _usual(told), "begin_s": _begin(told), "cold_s": cold_s}
-        again_s = self._measure_starts()
+        for name, times in self._measure_starts().items():
+            found[name] |= times
         for kind in self.kinds.values():
             name = f"calm-{kind.name}-beside"
             checkpoint = {**kind.job["checkpoint"], "folder": str(self.disk / name)}
@@ -102,13 +103,12 @@ class Storm:
         for kind in self.kinds.values():
             name = f"calm-{kind.name}-beside"
             found[kind.name]["beside_s"] = _usual(self.cluster.finished(name))
-            found[kind.name] |= again_s
             shutil.rmtree(self.disk / name, ignore_errors=True)
         return found
 
-    def _measure_starts(self) -> dict[str, float]:
+    def _measure_starts(self) -> dict[str, dict[str, float]]:
         """While all kinds train: seconds until a killed worker takes part again, with its node's fork server
-        and with one that must start first.
+        and with one that must start first; and by kind, seconds per step while that starts.
         """
         names = {f"calm-{kind.name}-starts": kind for kind in self.kinds.values()}
         for name, kind in names.items():
@@ -122,8 +122,17 @@ class Storm:
             )
         for name in names:
             self.cluster.all_members(name)
-        name = next(iter(names))
-        found = {word: self._restarted(name, cold=word == "again_cold_s") for word in AGAIN}
+        first = next(iter(names))
+        found: dict[str, dict[str, float]] = {kind.name: {} for kind in names.values()}
+        for word in AGAIN:
+            before = {name: self.cluster.task(name)["step"] for name in names}
+            took_s = self._restarted(first, cold=word == "again_cold_s")
+            for name, kind in names.items():
+                steps = self.cluster.task(name)["step"] - before[name]
+                found[kind.name] |= {
+                    word: took_s,
+                    "crowded_s": took_s / max(1, steps),
+                }  # the cold one's stays
         for name in names:
             self.cluster.client.post(f"/v1/tasks/{name}/cancel")
             self.cluster.finished(name)
