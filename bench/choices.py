@@ -3,10 +3,11 @@
     python bench/choices.py                          all situations, four side by side
     python bench/choices.py --only spare "back soon" --beside 2 --json
 
-Each situation (`harness/choice_situations.py`) is made twice: a coordinator, agents, workers, and the same
-event. The first time the planner decides. The second time its runner-up is forced: of all alternatives that
-`everstep explain plan` shows for the event, the one that is least behind (`harness/forced_coordinator.py`);
-where the story lets a lost node come back, the planner is free again from then on.
+Each situation (`harness/choice_situations.py`) is made twice per try: a coordinator, agents, workers, and the
+same event. The first time the planner decides. The second time its runner-up is forced: of all alternatives
+that `everstep explain plan` shows for the event, the one that is least behind and can be told apart by a
+measurement (`harness/forced_coordinator.py`); where the story lets a lost node come back, the planner is free
+again from then on.
 
 WAF: the sum over tasks of weight x committed steps per second, from the event on, over a window that holds
 the transition; in slots' worth of work, as a step of every task here is the same work. A step that is done
@@ -27,12 +28,20 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from harness.choice_situations import BATCH, BLOCKS, REST_MS, SETTLED, SITUATIONS, ChoiceSituation, Scene
 from harness.cluster import Cluster
 
+TELL = 0.03  # of the WAF: what two runs of the same may differ by
 STEP_WORK_S = BATCH * BLOCKS * 2 * REST_MS / 1e3  # seconds of one slot
+
+
+class Rivals(NamedTuple):
+    chosen: dict[str, Any]
+    second: dict[str, Any]
+    passed_over: int  # alternatives that are too close to tell
 
 
 def one(at: ChoiceSituation, forced: dict[str, Any], window_s: float) -> dict[str, Any]:
@@ -44,9 +53,11 @@ def one(at: ChoiceSituation, forced: dict[str, Any], window_s: float) -> dict[st
         with Cluster(folder, eager=True, program=program) as cluster:
             scene = Scene(cluster, at, folder, force, forced)
             cluster.start_coordinator()
+            began = time.monotonic()
             for node, slots in at.nodes.items():
                 cluster.start_agent(node, slots=slots)
             cluster.nodes_up(len(at.nodes))
+            scene.start_s = time.monotonic() - began
             return follow(scene, window_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -67,8 +78,8 @@ def follow(scene: Scene, window_s: float) -> dict[str, Any]:
     began, plans_before = time.time(), {plan["event"] for plan in plans(scene)}
     at.event(scene)
     for seconds, deed in at.later:
-        time.sleep(max(0.0, began + seconds - time.time()))
-        deed(scene)
+        time.sleep(max(0.0, began + seconds - min(scene.start_s, seconds / 2) - time.time()))
+        deed(scene)  # an agent that is promised back begins to start before that
     time.sleep(max(0.0, began + window_s + 0.5 - time.time()))
     new = [plan for plan in reversed(plans(scene)) if plan["event"] not in plans_before]
     return {
@@ -112,46 +123,72 @@ def waf(scene: Scene, began: float, seconds: float) -> float:
     return round(done * STEP_WORK_S / seconds, 4)
 
 
-def runner_up(found: dict[str, Any], asked: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """What was chosen and what is least behind, of the last plan that was made for the event itself."""
+def runner_up(found: dict[str, Any], asked: str, window_s: float, tell: float) -> Rivals | None:
+    """What was done and what comes second, by the last plan that was made for the event itself.
+
+    A change of shape that waits, and that the run has not made by the end of the window, was not done: it is
+    what comes second. An alternative that is predicted to earn as much within `tell` is passed over: two runs
+    of the same differ by more.
+    """
     for plan in reversed([plan for plan in found["plans"] if re.match(asked, plan["because"])]):
         others = [option for option in plan["weighed"] if not option["chosen"]]
-        if others:
-            second = min(others, key=lambda option: option["behind"])
-            chosen = next(o for o in plan["weighed"] if o["chosen"] and o["task"] == second["task"])
-            return chosen, second
+        chosen = {option["task"]: option for option in plan["weighed"] if option["chosen"]}
+        made = {name for later in found["plans"] if later["at"] >= plan["at"] for name in later["shapes"]}
+        for name in plan["wishes"].keys() - made:
+            stay = [o for o in others if o["task"] == name and o["what"].startswith("continue")]
+            if stay:
+                return Rivals(min(stay, key=lambda o: o["behind"]), chosen[name], 0)
+        for close, option in enumerate(sorted(others, key=lambda option: option["behind"])):
+            if predicted(plan, chosen[option["task"]], option, window_s) > tell:
+                return Rivals(chosen[option["task"]], option, close)
     return None
 
 
+def predicted(plan: dict[str, Any], chosen: dict[str, Any], option: dict[str, Any], window_s: float) -> float:
+    """By what share an alternative should earn less within the window."""
+    every = [each for each in plan["weighed"] if each["chosen"] and each["throughput"] > 0]
+    earns = sum(each["earns"] for each in every)
+    if not earns:
+        return 1.0
+    pays = option["pays"] - chosen["pays"]
+    running_s = min(each["earns"] / each["throughput"] for each in every)  # the lightest task has weight 1
+    return ((option["behind"] - pays) / running_s + pays / window_s) / (earns / running_s)
+
+
 def pair(at: ChoiceSituation, given: argparse.Namespace) -> dict[str, Any]:
-    """Both runs, each in a process of its own."""
+    """Both, in turn, each run in a process of its own."""
     window_s = given.window or at.window_s
-    first = child(at, {}, window_s, given.limit)
-    if "error" in first:
-        return {"situation": at.name, "error": first["error"]}
-    found = runner_up(first, at.asked)
-    if found is None:
-        return {"situation": at.name, "error": "no alternative was weighed", "plans": first["plans"]}
-    chosen, second = found
-    forced = {second["task"]: {"workers": second["workers"], "shape": second["shape"]}}
-    other = child(at, forced, window_s, given.limit)
-    if "error" in other:
-        return {"situation": at.name, "error": other["error"]}
+    firsts, seconds, rivals = [], [], None
+    for _ in range(given.tries):
+        first = child(at, {}, window_s, given.limit)
+        if "error" in first:
+            return {"situation": at.name, "error": first["error"]}
+        rivals = rivals or runner_up(first, at.asked, window_s, given.tell)
+        if rivals is None:
+            return {"situation": at.name, "error": "no alternative was weighed", "plans": first["plans"]}
+        wanted = {"workers": rivals.second["workers"], "shape": rivals.second["shape"]}
+        second = child(at, {rivals.second["task"]: wanted}, window_s, given.limit)
+        if "error" in second:
+            return {"situation": at.name, "error": second["error"]}
+        firsts.append(first)
+        seconds.append(second)
     return {
         "situation": at.name,
         "story": at.story,
         "window_s": window_s,
-        "task": chosen["task"],
-        "chosen": chosen["what"],
-        "because": chosen["because"],
-        "runner_up": second["what"],
-        "why_not": second["because"],
-        "prepared": any(plan["prepared"] for plan in first["plans"]),
-        "waf_before": first["before"],
-        "waf_chosen": first["waf"],
-        "waf_runner_up": other["waf"],
-        "plans": [first["plans"], other["plans"]],
-        "steps": [first["steps"], other["steps"]],
+        "task": rivals.chosen["task"],
+        "chosen": rivals.chosen["what"],
+        "because": rivals.chosen["because"],
+        "runner_up": rivals.second["what"],
+        "why_not": rivals.second["because"],
+        "passed_over": rivals.passed_over,
+        "prepared": any(plan["prepared"] for first in firsts for plan in first["plans"]),
+        "waf_before": firsts[0]["before"],
+        "waf_chosen": fmean(first["waf"] for first in firsts),
+        "waf_runner_up": fmean(second["waf"] for second in seconds),
+        "tries": [[first["waf"], second["waf"]] for first, second in zip(firsts, seconds, strict=True)],
+        "plans": [[first["plans"], second["plans"]] for first, second in zip(firsts, seconds, strict=True)],
+        "steps": [[first["steps"], second["steps"]] for first, second in zip(firsts, seconds, strict=True)],
     }
 
 
@@ -173,11 +210,16 @@ def child(at: ChoiceSituation, forced: dict[str, Any], window_s: float, limit_s:
 
 def line(row: dict[str, Any]) -> str:
     if "error" in row:
-        last = str(row["error"]).strip().splitlines()[0] if str(row["error"]).strip() else "?"
+        last = next(
+            (text for text in reversed(str(row["error"]).splitlines()) if "Error" in text), row["error"]
+        )
+        last = str(last).strip()[:120].replace("\n", " ")
         return f"| {row['situation']} | failed: {last} | | | | | |"
     gain = row["waf_chosen"] / max(1e-9, row["waf_runner_up"]) - 1 if row["waf_runner_up"] else float("inf")
     options = f"{row['task']}: {row['chosen']} | {row['runner_up']}"
     figures = f"{row['waf_before']:.2f} | {row['waf_chosen']:.2f} | {row['waf_runner_up']:.2f} | {gain:+.0%}"
+    if len(row["tries"]) > 1:
+        figures += f" ({', '.join(f'{mine / max(1e-9, other) - 1:+.0%}' for mine, other in row['tries'])})"
     return f"| {row['situation']} | {options} | {figures} |"
 
 
@@ -188,6 +230,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], choices=[at.name for at in SITUATIONS])
     parser.add_argument("--beside", type=int, default=4, help="situations at a time")
     parser.add_argument("--window", type=float, default=0.0, help="seconds; 0: each situation's own")
+    parser.add_argument("--tries", type=int, default=1, help="of both, in turn; their means are compared")
+    parser.add_argument(
+        "--tell", type=float, default=TELL, help="alternatives nearer than this are passed over"
+    )
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for one run")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="a file for all rows, written as they come")

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from everstep.core.words.shape import Shape
+from harness.forecast_steps import ForecastKind
 from harness.real_storm import NODES
-from harness.storm_forecast import ForecastKind, StormForecast
+from harness.storm_forecast import StormForecast
 
 NO_FAULTS = ("submit", "coordinator up", "agent up")
 KINDS = {
@@ -48,6 +49,7 @@ def forecast(storm: dict[str, Any], *, faults: bool = True) -> dict[str, int]:
             beside_s=storm["measured"][name]["beside_s"],
             begin_s=storm["measured"][name]["begin_s"],
             cold_s=storm["measured"][name].get("cold_s", storm["measured"][name]["begin_s"]),
+            crowded_s=storm["measured"][name].get("crowded_s", 0.0),
             again_s=storm["measured"][name].get("again_s", 0.0),
             again_cold_s=storm["measured"][name].get("again_cold_s", 0.0),
         )

@@ -180,8 +180,7 @@ def run(
         for node in NODES:
             cluster.start_agent(node, slots=SLOTS)
         cluster.nodes_up(len(NODES))
-        measured = storm.measure()
-        say(f"without faults: {measured}")
+        measured = measured_before(storm, say)
         storm.rage(arguments.minutes * 60, arguments.every)
         say("calm: everything is undone, tasks finish ...")
         storm.calm()
@@ -201,7 +200,7 @@ def run(
     counts: dict[str, int] = {}
     for each in storm.happenings:
         counts[each.what] = counts.get(each.what, 0) + 1
-    if arguments.trace:
+    if arguments.trace and measured:
         trace = {
             "seed": seed,
             "seconds": arguments.minutes * 60,
@@ -228,6 +227,18 @@ def run(
         "checks": {check: "holds" if not found else f"fails {len(found)}" for check, found in wrong.items()},
         "wrong": [f"{check}: {text}" for check, found in wrong.items() for text in found],
     }
+
+
+def measured_before(storm: Storm, say: Say) -> dict[str, dict[str, float]]:
+    """Without it there is a storm, but no forecast."""
+    try:
+        found = storm.measure()
+    except TimeoutError as error:
+        say(f"nothing was measured before the storm: {str(error).splitlines()[0]}")
+        storm.end_measures()
+        return {}
+    say(f"without faults: {found}")
+    return found
 
 
 def unfinished(cluster: Cluster, names: list[str], within_s: float) -> dict[str, str]:

@@ -77,6 +77,7 @@ class Scene:
     folder: Path
     force: Path
     forced: dict[str, Any] = field(default_factory=dict)
+    start_s: float = 0.0  # an agent took to start
 
     def submit(self, task: ChoiceTask) -> None:
         self.cluster.submit(task.job(self.folder), task.name, weight=task.weight)

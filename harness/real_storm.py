@@ -106,6 +106,11 @@ class Storm:
             shutil.rmtree(self.disk / name, ignore_errors=True)
         return found
 
+    def end_measures(self) -> None:
+        for task in self._alive():
+            with contextlib.suppress(EverstepError):
+                self.cluster.client.post(f"/v1/tasks/{task['task']}/cancel")
+
     def _measure_starts(self) -> dict[str, dict[str, float]]:
         """While all kinds train: seconds until a killed worker takes part again, with its node's fork server
         and with one that must start first; and by kind, seconds per step while that starts.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.core.words.shape import Shape
-from harness.storm_forecast import ForecastKind, StormForecast
+from harness.forecast_steps import ForecastKind
+from harness.storm_forecast import StormForecast
 
 NODES = ("a", "b", "c")
 

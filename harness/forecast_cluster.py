@@ -1,0 +1,372 @@
+"""A cluster as coarse as can be around the real coordinator and planner, in virtual time.
+
+The coordinator decides everything. Its nodes and workers obey: a process takes so long to start, a state so
+long to copy, a stopped process is reported after a while. Steps are those of `forecast_steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.copy_placement import memory_for
+from everstep.core.words import actions as act
+from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
+from everstep.core.words.ops import Microbatch, Worker
+from everstep.core.words.worker_messages import Ledger
+from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
+from everstep.drive.thinking import Thinking
+from everstep.sim.agenda import Agenda
+from harness.forecast_steps import Actor, CoarseSteps, ForecastKind, Going
+
+SLOTS = 3
+NOTICE_S, ORDER_S, COPY_S = 0.03, 0.005, 0.1
+SILENCE_S = 1.0
+HANG_S = 1.5  # until an agent reports a stopped worker
+DISK_S = 0.2  # until a part of a checkpoint is written
+
+
+@dataclass(slots=True)
+class ForecastNode:
+    boot: int = 1
+    up: bool = True
+    stopped: bool = False
+    warm_at_s: float = 0.0  # when its fork server is up
+    number: int = 0
+    held: list[Callable[[], None]] = field(default_factory=list)
+
+
+class CoarseCluster:
+    def __init__(self, kinds: Sequence[ForecastKind], nodes: Sequence[str]) -> None:
+        self.kinds = {kind.name: kind for kind in kinds}
+        self.machine = Coordinator(
+            patience=msg.Patience(restarts_per_node=1_000_000, restarts_per_place=1_000_000), planned=True
+        )
+        self.agenda, self.thinking = Agenda(), Thinking()
+        self.nodes = {name: ForecastNode() for name in nodes}
+        self.actors: dict[tuple[str, Worker], Actor] = {}
+        self.done = dict.fromkeys(self.kinds, 0)  # steps on record
+        self.programs: set[str] = set()  # the coordinator, or an agent, that starts
+        self.hears = True  # the coordinator is up, and not stopped
+        self._late: list[Callable[[], None]] = []
+        self.steps = CoarseSteps(
+            self.agenda, self.actors, others=len(kinds) - 1, programs=self._num_programs, sealed=self._sealed
+        )
+        self.driver = ClusterDriver(
+            self.machine,
+            clock=self,
+            store=self,
+            port=ClusterPorts(self, self, self).take,
+            time_passed=msg.TimePassed(),
+            most_at_once=1,
+        )
+        for name in nodes:
+            self._join(name)
+
+    def submit(self, name: str, kind: ForecastKind) -> None:
+        self.steps.going[name] = Going(kind=kind)
+        self.driver.hear(
+            msg.TaskSubmitted(
+                task=name,
+                job={},
+                shape=kind.shape,
+                steps=kind.steps,
+                weight=kind.weight,
+                secret="s",
+                has_checkpoints=True,
+            )
+        )
+
+    # -------------------------------------------------------------- the driver's ports
+
+    def time(self) -> float:
+        return self.agenda.now_us / 1e6
+
+    def wake_at(self, when: float) -> None:
+        """The storm looks often enough."""
+
+    def write(self, entries: Sequence[tuple[float, msg.ClusterEvent]], done: Callable[[], None]) -> None:
+        done()
+
+    def handled(self, one: HandledEvent) -> None:
+        self.thinking.handled(one, self.machine)
+        for action in one.actions:
+            if isinstance(action, msg.RecordRow):
+                going = self.steps.going[action.task]
+                if action.record.step > going.recorded:
+                    self.done[going.kind.name] += action.record.step - going.recorded
+                    going.recorded = action.record.step
+
+    def send(self, action: msg.Dispatch) -> None:
+        self.machine.acknowledged(action.node, action.number)
+        self.after(ORDER_S, self._to_agent, action.node, lambda: self._obey(action.node, action.order))
+
+    def received(self, node: str, number: int) -> None:
+        """Nothing is sent again here."""
+
+    def think(self, action: msg.Think) -> None:
+        answer = self.thinking.answer(self.machine, action)
+        if answer is not None:
+            self.after(0.01, self.tell, answer)
+
+    def choose(self, action: msg.ChooseAssignment) -> None:
+        if action.version == self.machine.version:
+            self.after(0.01, self._chosen, action)
+
+    def _chosen(self, action: msg.ChooseAssignment) -> None:
+        if action.version == self.machine.version:
+            self.tell(self.thinking.choose(self.machine, action, self.time()))
+
+    # -------------------------------------------------------------- lines
+
+    def tell(self, event: msg.ClusterEvent) -> None:
+        """To the coordinator, when it hears."""
+        if self.hears:
+            self.driver.hear(event)
+        else:
+            self._late.append(lambda: self.tell(event))
+
+    def hear_again(self) -> None:
+        self.programs.discard("coordinator")
+        self.hears = True
+        late, self._late = self._late, []
+        for deed in late:
+            deed()
+
+    def report(self, node: str, report: msg.NodeReport, sender: msg.Sender | None) -> None:
+        known = self.nodes[node]
+        if known.up:
+            self.after(ORDER_S, self._from_agent, node, known.boot, report, sender)
+
+    def _from_agent(self, node: str, boot: int, report: msg.NodeReport, sender: msg.Sender | None) -> None:
+        known = self.nodes[node]
+        if not known.up or known.boot != boot:
+            return
+        if known.stopped:
+            known.held.append(lambda: self._from_agent(node, boot, report, sender))
+            return
+        known.number += 1
+        self.tell(msg.FromNode(node=node, boot=str(boot), number=known.number, report=report, sender=sender))
+
+    def _to_agent(self, node: str, deed: Callable[[], None]) -> None:
+        known = self.nodes[node]
+        if known.up and known.stopped:
+            known.held.append(deed)
+        elif known.up:
+            deed()
+
+    # -------------------------------------------------------------- nodes
+
+    def _join(self, name: str) -> None:
+        known = self.nodes[name]
+        self.tell(msg.NodeJoined(node=name, boot=str(known.boot), slots=SLOTS, host=name, memory_port=1))
+
+    def lose(self, node: str) -> None:
+        known = self.nodes[node]
+        known.up, known.stopped, known.held = False, False, []
+        for task, worker in [key for key, actor in self.actors.items() if actor.node == node]:
+            self.ends(task, worker, "its node is gone", silently=True)
+        self.after(SILENCE_S, self._miss, node, known.boot)
+
+    def bring_back(self, node: str) -> None:
+        self.programs.discard(node)
+        known = self.nodes[node]
+        if not known.up:
+            known.up, known.boot, known.number = True, known.boot + 1, 0
+            self.cool(node)
+            self._join(node)
+
+    def freeze(self, node: str, *, whole: bool) -> None:
+        known = self.nodes[node]
+        known.stopped = True
+        for (task, _), actor in self.actors.items():
+            if actor.node == node and whole:
+                actor.stopped = True
+                self.steps.settle(task)
+        self.after(SILENCE_S, self._miss, node, known.boot)
+
+    def thaw(self, node: str) -> None:
+        known = self.nodes[node]
+        known.stopped = False
+        for (task, _), actor in self.actors.items():
+            if actor.node == node:
+                actor.stopped = False
+                self.steps.settle(task)
+        held, known.held = known.held, []
+        self._join(node)
+        for deed in held:
+            deed()
+
+    def _miss(self, node: str, boot: int) -> None:
+        known = self.nodes[node]
+        if known.boot == boot and (known.stopped or not known.up):
+            self.tell(msg.NodeFellSilent(node=node, silent_s=SILENCE_S))
+
+    def cool(self, node: str) -> None:
+        """Its fork server must start first."""
+        if all(kind.again_cold_s for kind in self.kinds.values()):
+            more_s = min(kind.again_cold_s - kind.again_s for kind in self.kinds.values())
+        else:
+            more_s = min(kind.cold_s - kind.begin_s for kind in self.kinds.values())
+        self.nodes[node].warm_at_s = self.time() + max(0.0, more_s)
+        self.after(max(0.0, more_s), self.steps.settle_all)
+
+    def _num_programs(self) -> int:
+        servers = sum(known.up and known.warm_at_s > self.time() for known in self.nodes.values())
+        return servers + len(self.programs)
+
+    # -------------------------------------------------------------- what agents do
+
+    def _obey(self, node: str, order: msg.Order) -> None:
+        match order:
+            case msg.StartProcess():
+                self._start(node, order)
+            case msg.KillProcess():
+                actor = self.actors.get((order.task, order.worker))
+                if actor is not None and actor.incarnation == order.incarnation and actor.node == node:
+                    self.ends(order.task, order.worker, "killed by SIGKILL")
+            case msg.NotifyWorker():
+                self._notify(order)
+            case msg.CloseTask():
+                for task, worker in [k for k, a in self.actors.items() if k[0] == order.task]:
+                    if self.actors[task, worker].node == node:
+                        self.ends(task, worker, "exited with code 0")
+            case msg.KeepOnly():
+                for (task, worker), actor in list(self.actors.items()):
+                    if actor.node == node and (task, worker, actor.incarnation) not in order.keep:
+                        self.ends(task, worker, "killed by SIGKILL")
+            case msg.FindCheckpoint():
+                step = self.steps.going[order.task].disk
+                found = msg.CheckpointFound(task=order.task, step=step, search=order.search)
+                self.report(node, found, None)
+            case msg.CommitCheckpoint():
+                self.steps.going[order.task].disk = order.step
+                committed = msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=order.step))
+                self.report(node, committed, None)
+
+    def _start(self, node: str, order: msg.StartProcess) -> None:
+        known, kind = self.nodes[node], self.steps.going[order.task].kind
+        warm_s = max(0.0, known.warm_at_s - self.time())
+        key = (order.task, order.worker)
+        actor = self.actors[key] = Actor(node, order.incarnation)
+        again_s = kind.again_s or kind.begin_s - kind.alone_s
+        self.after(warm_s + max(0.05, again_s - NOTICE_S - COPY_S), self._started, key, actor)
+
+    def _started(self, key: tuple[str, Worker], actor: Actor) -> None:
+        if self.actors.get(key) is actor:
+            actor.starts = False
+            event = ev.WorkerStarted(worker=key[1], incarnation=actor.incarnation, address=(actor.node, 1))
+            self._say(key, actor, event)
+
+    def _notify(self, order: msg.NotifyWorker) -> None:
+        key = (order.task, order.worker)
+        actor, going = self.actors.get(key), self.steps.going[order.task]
+        if actor is None or actor.stopped:
+            return
+        match order.words:
+            case act.InterruptWorkers(epoch=epoch):
+                actor.goes = False
+                ledger = Ledger(step=going.step if not actor.joining else actor.step, joining=actor.joining)
+                self._say(key, actor, ev.LedgerReported(worker=key[1], epoch=epoch, ledger=ledger))
+            case act.ResumeStep(order=resume):
+                actor.step, actor.joining, actor.goes = resume.step, False, True
+                if resume.restore is not None or resume.step != going.step:
+                    going.step, going.left = resume.step, 1.0
+                going.until = resume.until
+                resumed = ev.WorkerResumed(worker=key[1], epoch=resume.epoch, at=self.time())
+                self._say(key, actor, resumed)
+            case act.CopyState(joiner=joiner, transfer=transfer):
+                self.after(COPY_S, self._copied, order.task, joiner, transfer)
+        self.steps.settle(order.task)
+
+    def _copied(self, task: str, joiner: Worker, transfer: int) -> None:
+        other = self.actors.get((task, joiner))
+        if other is not None:
+            other.step = self.steps.going[task].step
+            event = ev.StateCopied(
+                worker=joiner, incarnation=other.incarnation, transfer=transfer, state_step=other.step - 1
+            )
+            self._say((task, joiner), other, event)
+
+    def _say(self, key: tuple[str, Worker], actor: Actor, event: Any) -> None:
+        sender = msg.Sender(key[0], key[1], actor.incarnation)
+        self.report(actor.node, msg.TaskEvent(task=key[0], event=event), sender)
+
+    def ends(self, task: str, worker: Worker, reason: str, *, silently: bool = False) -> None:
+        actor = self.actors.pop((task, worker))
+        if not silently:
+            exited = ev.WorkerExited(worker=worker, incarnation=actor.incarnation, reason=reason)
+            self.after(NOTICE_S, self._say, (task, worker), actor, exited)
+        self.steps.settle(task)
+
+    # -------------------------------------------------------------- what workers report
+
+    def overdue(self, task: str, worker: Worker, actor: Actor) -> None:
+        if actor.stopped and self.actors.get((task, worker)) is actor:
+            report = msg.OpOverdue(
+                task=task,
+                worker=worker,
+                incarnation=actor.incarnation,
+                step=self.steps.going[task].step,
+                doing="1F0.0",
+                busy=True,
+                stopped=True,
+                elapsed_s=HANG_S,
+                expected_s=0.1,
+            )
+            self.report(actor.node, report, msg.Sender(task, worker, actor.incarnation))
+
+    def _sealed(self, task: str) -> None:
+        going, known = self.steps.going[task], self.machine.tasks.get(task)
+        if known is None or known.recovery is None:
+            return
+        step, kind = going.step, going.kind
+        attempt = known.recovery.attempt_of(step)
+        first: dict[int, tuple[Worker, Actor]] = {}
+        for worker, actor in self.steps.members(task).items():
+            first.setdefault(worker.stage, (worker, actor))
+        total = kind.shape.replicas * kind.shape.microbatches
+        for stage, (worker, actor) in first.items():
+            losses: tuple[tuple[Microbatch, float], ...] = ()
+            if stage == kind.shape.stages - 1:
+                losses = tuple((Microbatch(k, 0), 1.0) for k in range(kind.shape.replicas))
+            sealed = ev.StepSealed(
+                step=step,
+                stage=stage,
+                attempt=attempt,
+                microbatches=total,
+                executed=3 * total,
+                losses=losses,
+                sum_of_squares=1.0,
+            )
+            self._say((task, worker), actor, sealed)
+            self._keep(task, going, worker, actor, step, attempt)
+        self.steps.next_step(task)
+
+    def _keep(self, task: str, going: Going, worker: Worker, actor: Actor, step: int, attempt: int) -> None:
+        kind, sender = going.kind, msg.Sender(task, worker, actor.incarnation)
+        known = self.machine.tasks[task]
+
+        def part(memory_of: str | None) -> msg.PartWritten:
+            return msg.PartWritten(
+                task=task, step=step, stage=worker.stage, attempt=attempt, part={}, memory_of=memory_of
+            )
+
+        if step % kind.save_every == 0 or step == kind.steps:
+            self.after(DISK_S, self.report, actor.node, part(None), sender)
+        leaves = step == going.until
+        if leaves or (kind.copy_every and step % kind.copy_every == 0):
+            self.report(actor.node, part(actor.node), sender)
+            if worker in known.seats and not leaves:
+                self.report(actor.node, part(memory_for(self.machine.nodes, known, worker).node), sender)
+
+    # -------------------------------------------------------------- time
+
+    def at(self, seconds: float, what: Callable[..., None], *args: Any) -> None:
+        self.agenda.at(int(seconds * 1e6), what, *args)
+
+    def after(self, seconds: float, what: Callable[..., None], *args: Any) -> None:
+        self.agenda.after(max(1, int(seconds * 1e6)), what, *args)

@@ -1,0 +1,129 @@
+"""How fast tasks train in a forecast: seconds per step from what a storm has measured before its first fault.
+
+A task trains while every stage has a member and no member is stopped. A step takes as long as measured alone,
+longer beside other tasks that train, and longer again for every program that starts meanwhile: on few cores a
+fork server, an agent or a coordinator that starts takes more from a task than another task does. A task with
+fewer workers is as fast as with all: there are fewer cores than workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from everstep.core.words.ops import Worker
+from everstep.core.words.shape import Shape
+from everstep.sim.agenda import Agenda
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastKind:
+    """A kind of task, and how long things take with it."""
+
+    name: str
+    weight: float
+    shape: Shape
+    steps: int
+    alone_s: float
+    beside_s: float
+    begin_s: float
+    cold_s: float
+    crowded_s: float = 0.0  # seconds per step beside the others while a fork server starts; 0: not measured
+    again_s: float = 0.0  # until a killed worker takes part again, beside other tasks; 0: not measured
+    again_cold_s: float = 0.0  # the same where the fork server must start first
+    save_every: int = 5
+    copy_every: int = 0
+
+    def step_s(self, others: float, programs: int) -> float:
+        """`others`: tasks that train, as a share of all other kinds; `programs`: that start."""
+        beside_s = self.alone_s + (self.beside_s - self.alone_s) * others
+        return max(1e-3, beside_s + max(0.0, self.crowded_s - self.beside_s) * programs)
+
+
+@dataclass(slots=True)
+class Actor:
+    """A worker's process."""
+
+    node: str
+    incarnation: int
+    step: int = 1
+    joining: bool = True
+    goes: bool = False  # it was ordered to run, and not to stop
+    stopped: bool = False
+    starts: bool = True  # its process is not up yet
+
+
+@dataclass(slots=True)
+class Going:
+    """A task as its workers see it."""
+
+    kind: ForecastKind
+    step: int = 1
+    left: float = 1.0  # of the step
+    since_s: float = 0.0
+    rate: float = 0.0  # steps per second
+    number: int = 0  # of the last appointment
+    until: int | None = None
+    recorded: int = 0  # the highest step on record
+    disk: int = 0
+
+
+class CoarseSteps:
+    """Steps of all tasks. `sealed` is called at the end of each one of them."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        actors: Mapping[tuple[str, Worker], Actor],
+        *,
+        others: int,
+        programs: Callable[[], int],
+        sealed: Callable[[str], None],
+    ) -> None:
+        self.going: dict[str, Going] = {}
+        self._agenda, self._actors = agenda, actors
+        self._others, self._programs, self._ends = others, programs, sealed
+
+    def members(self, task: str) -> dict[Worker, Actor]:
+        return {w: a for (t, w), a in sorted(self._actors.items()) if t == task and not a.joining}
+
+    def settle(self, task: str) -> None:
+        """Its workers have changed: how fast does it go now?"""
+        going, now = self.going[task], self._agenda.now_us / 1e6
+        going.left -= (now - going.since_s) * going.rate
+        going.since_s = now
+        was, going.rate = going.rate, self._rate(task)
+        going.number += 1
+        if going.rate:
+            left_us = max(1, int(max(0.0, going.left / going.rate) * 1e6))
+            self._agenda.after(left_us, self._seal, task, going.number)
+        if bool(was) != bool(going.rate):
+            for other in [name for name, each in self.going.items() if name != task and each.rate]:
+                self.settle(other)
+
+    def settle_all(self) -> None:
+        """What starts beside them has changed."""
+        for name in [name for name, going in self.going.items() if going.rate]:
+            self.settle(name)
+
+    def next_step(self, task: str) -> None:
+        going = self.going[task]
+        last = min(going.kind.steps, going.until or going.kind.steps)
+        for actor in self.members(task).values():
+            actor.step = going.step + 1
+            actor.goes = actor.goes and going.step < last
+        going.step, going.left, going.since_s = going.step + 1, 1.0, self._agenda.now_us / 1e6
+        self.settle(task)
+
+    def _seal(self, task: str, number: int) -> None:
+        if self.going[task].number == number:
+            self._ends(task)
+
+    def _rate(self, task: str) -> float:
+        members, kind = self.members(task), self.going[task].kind
+        if len({worker.stage for worker in members}) < kind.shape.stages:
+            return 0.0
+        if not all(actor.goes and not actor.stopped for actor in members.values()):
+            return 0.0
+        train = sum(1 for name, each in self.going.items() if name != task and each.rate)
+        return 1 / kind.step_s(min(1.0, train / max(1, self._others)), self._programs())
