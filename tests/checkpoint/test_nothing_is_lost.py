@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 from everstep.checkpoint import dtypes
 from everstep.checkpoint.convert import Accepted, Reading, Target, read_state, write_state
+from everstep.checkpoint.dtypes import Array
+from everstep.checkpoint.formats.sidecar import find_ties
 from everstep.checkpoint.state import TrainingState, scalar
 from everstep.checkpoint.stored import Held, Stored, read_all
 from everstep.cli import main
 from everstep.errors import UserError
+from everstep.layout.box import Box
 
 
 def held(tensor: torch.Tensor) -> Held:
@@ -217,6 +221,41 @@ def test_a_frozen_copy_is_not_taken_for_a_tie_where_it_is_named_frozen_or_consta
     named = read_state(tmp_path / "dcp", reading=Reading(frozen=("teacher.*",)))
     assert named.tied == {"out.weight": "head.weight"}
     assert {"teacher.weight", "zeros"} <= set(named.frozen)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedReads:
+    """A tensor that notes each read."""
+
+    stored: Held
+    reads: list[int]
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def read(self, box: Box, out: Array) -> None:
+        self.reads.append(box.volume)
+        self.stored.read(box, out)
+
+
+def test_ties_are_found_with_a_bounded_number_of_reads_per_tensor() -> None:
+    """Every frozen matrix was compared with every trained one."""
+    torch.manual_seed(0)
+    reads: list[int] = []
+    count = 40
+    weights = {f"{kind}.{i}": torch.randn(4, 4) for kind in ("base", "adapter") for i in range(count)}
+    weights["head"] = weights["adapter.7"]
+    tensors: dict[str, Stored] = {f"model/{n}": CountedReads(held(w), reads) for n, w in weights.items()}
+    state = TrainingState(tensors=tensors, groups=[{"params": [f"adapter.{i}" for i in range(count)]}])
+    find_ties(state, Reading())
+    assert state.tied == {"head": "adapter.7"}
+    assert "model/head" not in state.tensors
+    assert len(reads) <= 2 * len(weights) + 2
 
 
 TYPES = [dtype for word in dtypes.IN_TORCH.values() if (dtype := getattr(torch, word))]

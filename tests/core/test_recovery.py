@@ -179,6 +179,22 @@ def test_an_invalid_update_reported_while_everyone_goes_back_to_a_kept_state_cha
     assert all(isinstance(action, act.ResumeStep) for action in task.plan())
 
 
+@pytest.mark.parametrize(
+    ("norm", "words"), [(9.0, "9 is above the clip"), (float("nan"), "is not finite")], ids=["clipped", "NaN"]
+)
+def test_an_eager_update_that_is_undone_interrupts_the_task_and_is_no_incident(
+    norm: float, words: str
+) -> None:
+    """It was one, of a healthy worker, and the planner took it for a failure."""
+    task = Task()
+    (asked,) = task.happens(ev.UpdateInvalidated(worker=W00, step=1, norm=norm, attempt=1))
+    assert isinstance(asked, act.InterruptWorkers)
+    assert asked.because == f"undo the eager update of step 1: its gradient norm {words}"
+    assert isinstance(task.recovery.phase, Gathering)
+    assert task.recovery.phase.rewind == 1
+    assert task.recovery.incidents == []
+
+
 def test_a_report_of_an_earlier_process_changes_nothing() -> None:
     task = Task()
     task.exit(W01)

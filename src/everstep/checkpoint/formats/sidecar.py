@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from everstep.checkpoint import dtypes
+from everstep.checkpoint.dtypes import Array
 from everstep.checkpoint.formats.format import Reading
-from everstep.checkpoint.index import Refused
+from everstep.checkpoint.index import Refused, digest
 from everstep.checkpoint.state import TrainingState, equal
 from everstep.checkpoint.stored import Stored, read_range
 
@@ -85,22 +86,38 @@ def find_ties(state: TrainingState, reading: Reading) -> None:
     """
     names = state.parameters()
     trained = [name for group in state.groups for name in group["params"] if name in names]
-    for name in [n for n in names if n not in set(trained)]:
-        stored = names[name]
-        if len(stored.shape) < 2 or not all(stored.shape) or not dtypes.is_trainable(stored.dtype):
-            continue
-        if _matches(name, (*reading.frozen, *reading.buffers)) or _is_constant(stored):
-            continue
-        same = next((other for other in trained if equal(stored, names[other])), None)
+    known = set(trained)
+    untrained = [name for name in names if name not in known and _can_be_tied(name, names[name], reading)]
+    kinds = {(names[name].dtype, names[name].shape) for name in untrained}
+    alike: dict[tuple[Any, ...], list[str]] = {}  # only what begins alike is compared as a whole
+    for name in trained:
+        if (names[name].dtype, names[name].shape) in kinds:
+            alike.setdefault(_beginning(names[name]), []).append(name)
+    for name in untrained:
+        others = alike.get(_beginning(names[name]), [])
+        same = next((other for other in others if equal(names[name], names[other])), None)
         if same is not None:
             state.tied[name] = same
             del state.tensors[f"model/{name}"]
 
 
-def _is_constant(stored: Stored) -> bool:
-    first = np.empty(min(prod(stored.shape), 1 << 16), dtypes.raw(stored.dtype))
+def _can_be_tied(name: str, stored: Stored, reading: Reading) -> bool:
+    if len(stored.shape) < 2 or not all(stored.shape) or not dtypes.is_trainable(stored.dtype):
+        return False
+    if _matches(name, (*reading.frozen, *reading.buffers)):
+        return False
+    first = _first_elements(stored)
+    return bool((first != first[0]).any())
+
+
+def _beginning(stored: Stored) -> tuple[Any, ...]:
+    return (stored.dtype, stored.shape, digest(_first_elements(stored).tobytes()))
+
+
+def _first_elements(stored: Stored) -> Array:
+    first: Array = np.empty(min(prod(stored.shape), 1 << 16), dtypes.raw(stored.dtype))
     read_range(stored, 0, len(first), first)
-    return bool((first == first[0]).all())
+    return first
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -16,6 +16,7 @@ and is let in at a step that no worker has entered.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any, assert_never
 
 from everstep.core.task.assembly import Assembly
@@ -120,7 +121,7 @@ class Recovery:
             case ev.StepSealed():
                 return self._handle_seal(event)
             case ev.UpdateInvalidated():
-                return self._handle_invalid_update(event, now)
+                return self._handle_invalid_update(event)
             case ev.StateCopied():
                 return self._handle_copied(event)
             case ev.WorkerResumed():
@@ -331,13 +332,14 @@ class Recovery:
             case _:
                 return []
 
-    def _handle_invalid_update(self, event: ev.UpdateInvalidated, now: float) -> list[Action]:
+    def _handle_invalid_update(self, event: ev.UpdateInvalidated) -> list[Action]:
+        """An interruption, no incident: nothing has failed, and the planner counts incidents as failures."""
         if event.attempt != self.attempt_of(event.step + 1) or isinstance(self.phase, Assembling | Restoring):
             return []
         if isinstance(self.phase, Gathering) and self.phase.rewind is not None:
             return []
-        because = f"step {event.step} was updated eagerly, and its norm {event.norm:.4g} forbids that"
-        self.log.open(event.worker, because, event.step, now, 0)
+        norm = f"{event.norm:.4g} is above the clip" if isfinite(event.norm) else "is not finite"
+        because = f"undo the eager update of step {event.step}: its gradient norm {norm}"
         return self._phases.interrupt(because, rewind=event.step)
 
     def _handle_resumed(self, event: ev.WorkerResumed) -> list[Action]:

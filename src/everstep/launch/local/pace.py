@@ -22,22 +22,23 @@ from everstep.engine.job import Job
 from everstep.engine.model import Model, multiplications
 
 RECENT = 9  # steps whose median counts
-# Dense bf16 with fp32 sums, FLOP/s, by words of the device's name; of two that match the first counts. Most
-# figures in data sheets are with 2:4 sparsity, twice as much. None: a variant whose figure we have not found.
+# Dense bf16 with fp32 sums, FLOP/s, by words of the device's name; of two that match the first counts. The
+# figures are NVIDIA's as other programs quote them (nanochat; torchtitan where it has them); the data sheets
+# themselves were not read. Many of them count 2:4 sparsity, twice as much. None: not known.
 PEAK_BF16: dict[str, float | None] = {
-    "GB200": 2.5e15,  # NVIDIA GB200 NVL72 specifications: 5 PFLOPS with sparsity
-    "B200": 2.25e15,  # NVIDIA HGX B200 specifications: 4.5 PFLOPS with sparsity
+    "GB200": 2.5e15,  # 5 PFLOPS with sparsity
+    "B200": 2.25e15,  # HGX: 4.5 PFLOPS with sparsity
     "H200 NVL": None,
-    "H200": 989e12,  # NVIDIA H200 data sheet, SXM: 1,979 with sparsity
-    "H100 NVL": 835e12,  # NVIDIA H100 data sheet: 1,671 with sparsity (torchtitan uses the same)
-    "H100 PCIe": 756e12,  # NVIDIA H100 data sheet: 1,513 with sparsity
-    "H100": 989e12,  # NVIDIA H100 data sheet, SXM: 1,979 with sparsity
-    "A100": 312e12,  # NVIDIA A100 data sheet, 40 and 80 GB, PCIe and SXM
-    "L40S": 362e12,  # NVIDIA L40S data sheet: 362.05
-    "L4": 121e12,  # NVIDIA L4 data sheet: 242 with sparsity
-    "A10": 125e12,  # NVIDIA A10 data sheet
+    "H200": 989e12,  # SXM: 1,979 with sparsity
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,  # SXM: 1,979 with sparsity
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,  # in neither of the two
     "RTX 4090 (Laptop|D)": None,
-    "RTX 4090": 165.2e12,  # NVIDIA Ada architecture white paper
+    "RTX 4090": 165.2e12,
 }
 
 

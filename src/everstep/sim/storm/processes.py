@@ -251,7 +251,7 @@ class Processes:
                 self.scene.trigger("interrupt", body.me)
             case act.ResumeStep(order=resume):
                 if body.walker.epoch == resume.epoch and not body.walker.joining:
-                    self.checkers.resumed(body.me, resume.epoch, self.world.members(body))
+                    self.checkers.resumed(body.me, resume, self.world.members(body))
                 self.scene.trigger("resume", body.me)
 
     def _set_alarm(self, body: VirtualWorker) -> None:
