@@ -24,10 +24,12 @@ class Fault:
     slot: int  # a worker's place, 0 to 3; of a lost node its first
 
 
-def trace(seed: int, seconds: float, *, warm_s: float = 20.0) -> tuple[Fault, ...]:
+def trace(
+    seed: int, seconds: float, *, warm_s: float = 20.0, kinds: tuple[str, ...] = KINDS
+) -> tuple[Fault, ...]:
     """Worker 0 and node 0 are spared: they hold the rendezvous of several systems, which say so."""
     draw = random.Random(seed)
-    kinds = list(KINDS)
+    kinds = list(kinds)
     draw.shuffle(kinds)
     gap = (seconds - warm_s) / len(kinds)
     faults = []

@@ -33,7 +33,7 @@ from racing.picture import picture
 from racing.systems import SYSTEMS
 
 from harness.race_score import apart, score
-from harness.race_trace import Fault, trace
+from harness.race_trace import KINDS, Fault, trace
 
 Result = dict[str, Any]
 
@@ -58,6 +58,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--only", action="append", choices=list(SYSTEMS), help="a system; may be repeated")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=sorted(set(KINDS)), help="faults of a trial; else all six"
+    )
     parser.add_argument("--seconds", type=float, default=200, help="of each system, from its first step")
     parser.add_argument("--start-limit-s", type=float, default=60, help="from launch to the first step")
     parser.add_argument("--clean", action="store_true", help="no faults: the clean curves")
@@ -76,7 +79,7 @@ def arguments() -> argparse.Namespace:
 
 def race(args: argparse.Namespace) -> Result:
     names = args.only or list(SYSTEMS)
-    faults = () if args.clean else trace(args.seed, args.seconds)
+    faults = () if args.clean else trace(args.seed, args.seconds, kinds=tuple(args.kinds or KINDS))
     shares = core_shares(args.at_once) if args.pin else [None] * args.at_once
     root = Path(args.keep or tempfile.mkdtemp(prefix="race-")).resolve()
     results: dict[str, Result] = {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from everstep.core.faults.detector import (
     DetectorLimits,
     Glance,
@@ -34,9 +36,11 @@ class Watch:
         self.progress.expects("t", W, {"F": 0.1})
         self.now = 0.0
 
-    def look(self, seen: Glance, *, stopped: bool = False) -> OpOverdue | WorkerMoved | None:
+    def look(
+        self, seen: Glance, *, stopped: bool = False, unanswered_s: float = 0.0
+    ) -> OpOverdue | WorkerMoved | None:
         self.now += 0.05
-        return self.progress.look("t", W, 1, seen, stopped=stopped, now=self.now)
+        return self.progress.look("t", W, 1, seen, stopped=stopped, now=self.now, unanswered_s=unanswered_s)
 
 
 def test_a_node_is_silent_once_and_heard_again_once() -> None:
@@ -99,6 +103,33 @@ def test_waiting_is_reported_after_a_usual_step() -> None:
             watch.look(glance(step * 10 + tick, step=step))
     assert watch.look(glance(59, busy=False, doing="A", age_s=0.4, step=5)) is None
     assert isinstance(watch.look(glance(59, busy=False, doing="A", age_s=0.6, step=5)), OpOverdue)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_what_a_frozen_agent_did_not_see_is_held_against_no_worker(busy: bool) -> None:
+    """A machine without a free core stood still for 7 s: its workers were ended as hung and as deaf."""
+    watch = Watch()
+    for step in range(1, 6):
+        for tick in range(10):
+            watch.look(glance(step * 10 + tick, step=step))
+    watch.look(glance(59, busy=busy, doing="1F0.0", age_s=0.05, step=5))
+    watch.now += 7.0
+    for look in range(2, 6):
+        seen = glance(59, busy=busy, doing="1F0.0", age_s=7.0 + look * 0.05, step=5)
+        said = watch.look(seen, unanswered_s=7.0 + look * 0.05)
+        assert not isinstance(said, OpOverdue) or (said.elapsed_s < 1.0 and not said.unanswered_s)
+
+
+def test_a_worker_that_hangs_on_a_busy_machine_is_found_by_the_time_that_was_seen() -> None:
+    """Looks come every 1.5 s, and of each pause half a second counts."""
+    watch = Watch()
+    watch.look(glance(1))
+    found = []
+    for look in range(1, 11):
+        watch.now += 1.45
+        said = watch.look(glance(1, age_s=look * 1.5))
+        found += [said.elapsed_s] if isinstance(said, OpOverdue) else []
+    assert (found[0], found[-1]) == pytest.approx((0.5, 5.0))
 
 
 def overdue(worker: Worker, *, busy: bool, elapsed_s: float, stopped: bool = False) -> OpOverdue:

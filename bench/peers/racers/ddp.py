@@ -7,7 +7,7 @@ import sys
 from datetime import timedelta
 
 import torch.distributed as dist
-from loop import TIMEOUT_S, Diary, Disk, Training, run
+from loop import MEET_S, Diary, Disk, Training, run
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
         client.init_workload_monitoring()
         beat = client.send_heartbeat
     diary = Diary()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=MEET_S))
     run(diary, Training(), Disk(os.environ["RACE_FOLDER"]), dist.get_rank(), dist.get_world_size(), beat)
 
 

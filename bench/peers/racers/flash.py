@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
-from loop import CHECKPOINT_EVERY, TIMEOUT_S, Diary, Training, run
+from loop import CHECKPOINT_EVERY, MEET_S, Diary, Training, run
 
 
 class Flash:
@@ -29,7 +29,7 @@ class Flash:
 
 def main() -> None:
     diary = Diary()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=MEET_S))
     run(diary, Training(), Flash(os.environ["RACE_FOLDER"]), dist.get_rank(), dist.get_world_size())
 
 

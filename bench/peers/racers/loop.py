@@ -12,6 +12,7 @@ import pydoc_data.topics
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from trial import LENGTH, ROWS, layers, loss, optimizer
 
 MICROBATCHES, CHECKPOINT_EVERY, STEPS = 8, 10, 1_000_000
+PAUSE_S = float(os.environ.get("RACE_PAUSE_S", "0"))  # per step, for a trial on a machine that is shared
 TIMEOUT_S = float(os.environ.get("RACE_TIMEOUT_S", "10"))  # of a collective
+MEET_S = 120.0  # of the rendezvous: workers of a new round import torch at their own pace
 
 
 @cache
@@ -126,6 +129,7 @@ def run(
     """From the newest checkpoint to the end of the race; gloo's default group is ready."""
     import torch.distributed as dist
 
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))
     for step in range(checkpoints.load(training) + 1, STEPS + 1):
         summed = training.gradients(step, rank, world)
         dist.all_reduce(summed)
@@ -133,3 +137,4 @@ def run(
         diary.step(rank=rank, world=world, step=step, loss=reached)
         checkpoints.save(training, step, rank)
         beat()
+        time.sleep(PAUSE_S)

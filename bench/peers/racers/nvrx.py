@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import nvidia_resiliency_ext.inprocess as inprocess
 import torch.distributed as dist
-from loop import TIMEOUT_S, Diary, Disk, Training, run
+from loop import MEET_S, Diary, Disk, Training, run
 
 INTERVALS = (
     "monitor_thread_interval",
@@ -24,7 +24,7 @@ def main() -> None:
     store = {"host_name": os.environ["MASTER_ADDR"], "port": int(os.environ["MASTER_PORT"]) + 1}
 
     def restartable(call_wrapper=None) -> None:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=MEET_S))
         disk = Disk(os.environ["RACE_FOLDER"])
         run(diary, Training(), disk, dist.get_rank(), dist.get_world_size(), call_wrapper.ping)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 import ray.train
-from loop import CHECKPOINT_EVERY, TIMEOUT_S, Diary, Training, run
+from loop import CHECKPOINT_EVERY, MEET_S, Diary, Training, run
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -55,12 +55,15 @@ def main() -> None:
             break
         except ConnectionError:
             time.sleep(0.5)
-    while ray.cluster_resources().get("CPU", 0) < 4:
+    workers = int(os.environ["RACE_WORKERS"])
+    while ray.cluster_resources().get("CPU", 0) < workers:
         time.sleep(0.2)
     TorchTrainer(
         worker,
-        torch_config=TorchConfig(backend="gloo", timeout_s=int(TIMEOUT_S)),
-        scaling_config=ScalingConfig(num_workers=4, resources_per_worker={"CPU": 1}),
+        torch_config=TorchConfig(backend="gloo", timeout_s=int(MEET_S)),
+        scaling_config=ScalingConfig(
+            num_workers=(1, workers), resources_per_worker={"CPU": 1}, elastic_resize_monitor_interval_s=10
+        ),
         run_config=RunConfig(
             name="race",
             storage_path=os.environ["RACE_FOLDER"],

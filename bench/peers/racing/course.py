@@ -17,7 +17,7 @@ from typing import Any
 
 from racing.systems import Part, System
 
-from harness.race_trace import NODE_AWAY_S, NODES, OPERATOR_S, PER_NODE, SLOW_FOR_S, Fault
+from harness.race_trace import NODE_AWAY_S, NODES, OPERATOR_S, PER_NODE, SLOW_FOR_S, WORKERS, Fault
 
 RELAUNCH_AFTER_S = 5.0  # a part that ended by itself, as a scheduler would
 SLOW_ON_S, SLOW_OFF_S = 0.03, 0.06
@@ -75,7 +75,7 @@ class Course:
     def _start(self, part: Part) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **part.env}
         env |= {"RACE_DIARY": str(self.diary), "RACE_FOLDER": str(self.folder / "checkpoints")}
-        env |= {"RACE_NODE": str(part.node or 0), "PYTHONUNBUFFERED": "1"}
+        env |= {"RACE_NODE": str(part.node or 0), "RACE_WORKERS": str(WORKERS), "PYTHONUNBUFFERED": "1"}
         command = ["taskset", "-c", self.cores, *part.command] if self.cores else part.command
         with (self.folder / f"{part.name}.log").open("ab") as log:
             self.processes[part.name] = subprocess.Popen(

@@ -78,7 +78,7 @@ def _nvrx_in_job(folder: Path, port: int) -> list[Part]:
     options = ["--nnodes", "2", "--nproc-per-node", str(PER_NODE), "--max-restarts", "1000"]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "race"]
     options += ["--monitor-interval", "0.1"]
-    options += ["--ft-rank-heartbeat-timeout", "5", "--ft-initial-rank-heartbeat-timeout", "60"]
+    options += ["--ft-rank-heartbeat-timeout", "5", "--ft-initial-rank-heartbeat-timeout", "40"]
     options += ["--ft-workload-check-interval", "1", "--workers-stop-timeout", "5"]
     command = [PYTHON, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", *options]
     # It refuses two launchers of one address.
@@ -145,6 +145,9 @@ def _ray(folder: Path, port: int) -> list[Part]:
         f"/tmp/ray{port}",
     ]
     env = {"RACE_RAY": f"127.0.0.1:{port}", "RAY_TMPDIR": f"/tmp/ray{port}"}
+    # Polled every 0.5 s (2); a worker that does not answer for 10 s (600) is lost; 120 s to start (60).
+    env |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "10"}
+    env |= {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120"}
     return [
         Part(name="node-0", command=head, node=0, env=env, memory=(f"/tmp/ray{port}",)),
         Part(name="node-1", command=[*again, *ray, "--address", f"127.0.0.1:{port}"], node=1, env=env),

@@ -7,6 +7,11 @@ for it; whatever an operator or a remedy wants with it meanwhile (`node_states`)
 A node that dies with its workers may still report that they died: then new ones are ordered from it, and no
 one of them is a member that a peer could miss. A task that does nothing until one of them has started waits
 for it about as long as a start elsewhere takes.
+
+A peer that waits says for which parcel. If the usual sender of that parcel is on a node that is heard and
+does not wait itself, the peer waits for that one, and is no witness against the silent node: on a crowded
+machine an agent is late with its heartbeats while a slow link elsewhere lets others wait. Senders change with
+every re-routing, so after `awaited_silence_s` any peer that waits is believed.
 """
 
 from __future__ import annotations
@@ -16,13 +21,14 @@ from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import Task
 from everstep.core.task.states import Assembling, Gathering, Member, Started, Starting
 from everstep.core.words.cluster_messages import Patience
+from everstep.core.words.facts import usual_sender
 from everstep.core.words.ops import Worker
 
 
 def why_given_up(roster: Roster, node: Node, patience: Patience, now: float) -> str:
     """The reason to give up a silent node now; empty: it is waited for."""
     name, silent_s = node.name, now - node.liveness_since
-    if witness := _waiting_elsewhere(roster, name):
+    if witness := _waiting_elsewhere(roster, name, any_sender=silent_s >= patience.awaited_silence_s):
         return f"silent, and worker {witness} on another node waits for it"
     if (owed := _owed_by(roster, name)) and silent_s >= patience.awaited_silence_s:
         return f"silent, and the ledger of worker {owed} is waited for"
@@ -36,24 +42,42 @@ def why_given_up(roster: Roster, node: Node, patience: Patience, now: float) -> 
 
 def given_up_at(roster: Roster, node: Node, patience: Patience) -> float | None:
     """When a silent node is given up, if nothing is heard until then."""
-    if _owed_by(roster, node.name):
-        return node.liveness_since + patience.awaited_silence_s
     if _start_awaited(roster, node.name):
         return node.liveness_since + patience.start_silence_s
+    if _owed_by(roster, node.name) or _waiting_elsewhere(roster, node.name, any_sender=True):
+        return node.liveness_since + patience.awaited_silence_s
     if not _others_speak_for(roster, node.name):
         return node.liveness_since + patience.lonely_silence_s
     return None
 
 
-def _waiting_elsewhere(roster: Roster, node: str) -> str:
-    """A worker on another node that waits, of a task with workers on this one."""
+def _waiting_elsewhere(roster: Roster, node: str, *, any_sender: bool) -> str:
+    """A worker on another node that waits, for a worker on this one as far as is known."""
     witnesses = (
         f"{worker} of {task.name}"
         for task in roster.tasks_on_node(node)
         for worker, report in task.failures.overdue.items()
-        if worker in task.seats and task.seats[worker].node != node and not report.busy
+        if worker in task.seats
+        and task.seats[worker].node != node
+        and not report.busy
+        and (any_sender or _waits_for(roster, task, worker, node))
     )
     return next(witnesses, "")
+
+
+def _waits_for(roster: Roster, task: Task, waiting: Worker, node: str) -> bool:
+    """Does what it waits for come from this node, directly or through workers that wait themselves?"""
+    passed: set[Worker] = set()
+    while (report := task.failures.overdue.get(waiting)) is not None and not report.busy:
+        passed.add(waiting)
+        sender = usual_sender(report.doing)
+        if sender is None or sender in passed or sender not in task.seats:
+            return True  # no parcel, a circle, or an empty place: it is not known
+        at = task.seats[sender].node
+        if at == node or not roster.is_heard(at):
+            return at == node
+        waiting = sender
+    return False
 
 
 def _owed_by(roster: Roster, node: str) -> str:

@@ -14,6 +14,9 @@ second. What an op should take comes from the worker's own reports. A worker can
     waiting   for another worker, for longer than a usual step: never blamed, but a witness
     deaf      its beacon shows that it waits, and yet it takes no order: evidence
 
+An agent that could not look for a while (a starved or frozen machine) has seen nothing: its workers could not
+run either. What a pause between two looks is longer than `look_gap_s` counts for none of these times.
+
                      look: beacon moved ┌─────────┐
               ┌────────────────────────►│ working │◄──────────── moved again: WorkerMoved
               │                         └────┬────┘                        │
@@ -100,6 +103,7 @@ class DetectorLimits:
     stall_floor_s: float = 3.0
     first_op_s: float = 120.0  # before an op's usual time is known
     deaf_s: float = 5.0  # a worker that waits takes an order within milliseconds
+    look_gap_s: float = 0.5  # between two looks; in a longer pause the observer itself did not run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +153,8 @@ class ProgressWatch:
     ) -> OpOverdue | WorkerMoved | None:
         seen = self._of(task, worker)
         moved = glance.moment != seen.moment
+        unseen_s = seen.unseen_for(glance, now, self.limits)
+        age_s = max(0.0, glance.age_s - unseen_s)
         seen.watch_step(glance, now)
         seen.moment = glance.moment
         if moved and not stopped:
@@ -158,13 +164,14 @@ class ProgressWatch:
         seen.still += 1
         limit, expected = self._limit(seen, glance)
         news = stopped and seen.still >= 2 and not seen.reported_stopped
-        deaf_s = seen.deaf_for(0.0 if glance.busy else min(unanswered_s, glance.age_s), self.limits)
+        waited_s = max(0.0, min(unanswered_s, glance.age_s) - unseen_s)
+        deaf_s = seen.deaf_for(0.0 if glance.busy else waited_s, self.limits)
         if deaf_s > 2 * seen.reported_deaf_s:
             seen.reported_deaf_s, news = deaf_s, True
-        longer = glance.age_s > limit and glance.age_s >= 2 * seen.reported_s  # again at twice the time
+        longer = age_s > limit and age_s >= 2 * seen.reported_s  # again at twice the time
         if not news and not longer:
             return None
-        seen.reported_s, seen.reported_stopped = max(glance.age_s, 1e-3), stopped
+        seen.reported_s, seen.reported_stopped = max(age_s, 1e-3), stopped
         return OpOverdue(
             task=task,
             worker=worker,
@@ -172,7 +179,7 @@ class ProgressWatch:
             doing=glance.doing,
             busy=glance.busy,
             stopped=stopped,
-            elapsed_s=glance.age_s,
+            elapsed_s=age_s,
             expected_s=expected,
             step=glance.step,
             active_s=active_s,
@@ -209,6 +216,17 @@ class _Seen:
     step: int = 0
     step_at: float = 0.0
     step_s: float | None = None  # a usual step, smoothed
+    looked_at: float | None = None
+    unseen_s: float = 0.0  # since its beacon last moved: the time in which the agent could not look
+
+    def unseen_for(self, glance: Glance, now: float, limits: DetectorLimits) -> float:
+        """How much of the glance's age the agent has not seen. To be asked before `moment` is taken over."""
+        gap_s = 0.0 if self.looked_at is None else now - self.looked_at
+        missed_s = max(0.0, gap_s - limits.look_gap_s)
+        self.looked_at = now
+        before_s = self.unseen_s if glance.moment == self.moment else 0.0
+        self.unseen_s = min(glance.age_s, before_s + missed_s)
+        return self.unseen_s
 
     def watch_step(self, glance: Glance, now: float) -> None:
         if glance.step == self.step + 1 and self.step > 0:
