@@ -1,16 +1,15 @@
 """What a race came to, from the diaries of its workers alone; the same arithmetic for every system.
 
 A step counts when rank 0 writes it down. It is *useful* if no step with its number or a later one was
-finished before, else it is *redone*. The healthy time per step is the median of the whole race. What a
-fault cost is the time until the next fault (or the end) less the useful steps in it at the healthy pace.
+finished before, else it is *redone*. The healthy time per step is the mean from the beginning to the first
+fault, checkpoints included. What a fault cost is the time until the next fault (or the end) less the useful
+steps in it at the healthy pace.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 WARM_STEPS = 5
@@ -35,34 +34,43 @@ def finished_steps(lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, int,
     return sorted((line["at"], line["step"], line["loss"]) for line in rows)
 
 
-def score(lines: Sequence[Mapping[str, Any]], faults_s: Sequence[float], seconds: float) -> Score | None:
-    """`faults_s`: when they happened, since the first step. None if no step was finished."""
+def score(
+    lines: Sequence[Mapping[str, Any]],
+    faults_s: Sequence[float],
+    seconds: float,
+    began: float | None = None,
+) -> Score | None:
+    """`faults_s`: when they happened, since the beginning, which is the first step unless it is given: all
+    systems begin when the last of them has finished a step. None if no step was finished.
+    """
     rows = finished_steps(lines)
     if not rows:
         return None
-    began = rows[0][0]
-    frontier, redone, useful_at, losses = 0, 0, [], {}
+    began = rows[0][0] if began is None else began
+    before = max((step for at, step, _ in rows if at < began), default=0)
+    frontier, redone, useful_at = before, 0, []
+    losses = {step: loss for at, step, loss in rows if at < began}
     for at, step, loss in rows:
-        if at - began > seconds:
-            break
+        if not 0 <= at - began <= seconds:
+            continue
         losses[step] = loss
         if step > frontier:
             useful_at += [at - began] * (step - frontier)
             frontier = step
         else:
             redone += 1
-    pace = healthy_step_s(useful_at)
+    pace = healthy_step_s(useful_at, faults_s[0] if faults_s else seconds)
     ends = [*faults_s[1:], seconds] if faults_s else []
     lost = [
-        max(0.0, end - at - pace * _between(useful_at, at, end))
+        max(end - at - pace * _between(useful_at, at, end), 0.0)
         for at, end in zip(faults_s, ends, strict=True)
     ]
     stalled = [next((t for t in useful_at if t > at), seconds) - at for at in faults_s]
     return Score(
-        useful_steps=frontier,
+        useful_steps=frontier - before,
         redone_steps=redone,
         healthy_step_s=pace,
-        goodput=min(1.0, frontier * pace / seconds),
+        goodput=min(1.0, (frontier - before) * pace / seconds),
         lost_s=tuple(lost),
         stalled_s=tuple(stalled),
         last_loss=losses[max(losses)],
@@ -71,10 +79,10 @@ def score(lines: Sequence[Mapping[str, Any]], faults_s: Sequence[float], seconds
     )
 
 
-def healthy_step_s(useful_at: Sequence[float]) -> float:
-    """Faults hit a small part of all steps: the median does not see them."""
-    gaps = [b - a for a, b in pairwise(useful_at[WARM_STEPS:])]
-    return statistics.median(gaps) if gaps else float("nan")
+def healthy_step_s(useful_at: Sequence[float], until: float) -> float:
+    """The mean of the steps before the first fault."""
+    clean = [at for at in useful_at[WARM_STEPS:] if at <= until]
+    return (clean[-1] - clean[0]) / (len(clean) - 1) if len(clean) > 1 else float("nan")
 
 
 def rates(useful_at: Sequence[float], seconds: float, bin_s: float) -> list[float]:

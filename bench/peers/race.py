@@ -4,10 +4,11 @@
     python bench/peers/race.py --at-once 3 --pin --out race.json --picture race.svg
     python bench/peers/race.py --read race.json --picture race.svg        only the table and picture
 
-Four workers on two nodes (groups of processes here). A seed gives the faults: three kills, a hang
-(SIGSTOP), a lost node that returns after 15 s, a slow worker. Every worker keeps a diary (step, loss,
-CLOCK_MONOTONIC), and all numbers are computed from diaries, in the same way for all. The clock starts with a
-system's first step. README.md beside this file says how each system is set up, and why so.
+Two workers on two nodes (groups of processes here). A seed gives the faults: three kills, a hang (SIGSTOP),
+a lost node that returns after 15 s, a slow worker. Every worker keeps a diary (step, loss, CLOCK_MONOTONIC),
+and all numbers are computed from diaries, in the same way for all. The clock of systems that race at once
+starts when the last of them has finished a step; the first 40 s are without faults and give the pace.
+README.md beside this file says how each system is set up, and why so.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main() -> None:
         if args.out:
             Path(args.out).write_text(json.dumps(document))
     if args.clean_from:
-        compare(document, json.loads(Path(args.clean_from).read_text()))
+        compare(document, json.loads(Path(args.clean_from).read_text())["losses"])
     if args.picture:
         Path(args.picture).write_text(picture(document))
     print(json.dumps(document) if args.json else table(document))
@@ -64,7 +65,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=200, help="of each system, from its first step")
     parser.add_argument("--start-limit-s", type=float, default=60, help="from launch to the first step")
     parser.add_argument("--clean", action="store_true", help="no faults: the clean curves")
-    parser.add_argument("--clean-from", help="results of such a race, to compare losses with")
+    parser.add_argument("--clean-from", help="losses of `racing.clean`, to compare with")
     parser.add_argument("--at-once", type=int, default=1, help="systems that race side by side")
     parser.add_argument(
         "--pin", action="store_true", help="share out the cores: each system keeps to its own"
@@ -86,10 +87,11 @@ def race(args: argparse.Namespace) -> Result:
     courses: list[Course] = []
     signal.signal(signal.SIGTERM, lambda *_: [course.stop.set() for course in courses])
     for first in range(0, len(names), args.at_once):
-        threads = []
-        for number, name in enumerate(names[first : first + args.at_once]):
+        threads, together = [], names[first : first + args.at_once]
+        start = threading.Barrier(len(together))
+        for number, name in enumerate(together):
             port = 20_000 + os.getpid() % 1000 * 10 + 1000 * (first + number)
-            run = (name, root / name, port, shares[number], faults, args, results, courses)
+            run = (name, root / name, port, shares[number], faults, args, results, courses, start)
             threads.append(threading.Thread(target=one, args=run))
         for thread in threads:
             thread.start()
@@ -111,6 +113,7 @@ def one(
     args: argparse.Namespace,
     results: dict[str, Result],
     courses: list[Course],
+    start: threading.Barrier,
 ) -> None:
     folder.mkdir(parents=True)
     system, began = SYSTEMS[name], time.monotonic()
@@ -120,8 +123,9 @@ def one(
 
     course = Course(system, folder, port=port, cores=cores, say=say)
     courses.append(course)
-    ran = course.run(faults, args.seconds, args.start_limit_s)
-    found = score(course.lines(), [note["at_s"] for note in course.happened], args.seconds) if ran else None
+    ran = course.run(faults, args.seconds, args.start_limit_s, start)
+    at_s = [note["at_s"] for note in course.happened]
+    found = score(course.lines(), at_s, args.seconds, course.began) if ran else None
     result: Result = {"name": system.name, "version": version(system.package), "settings": system.settings}
     if found is not None:
         result |= {
@@ -147,16 +151,20 @@ def core_shares(number: int) -> list[str | None]:
     return [",".join(map(str, every[k * each : (k + 1) * each])) for k in range(number)]
 
 
-def compare(document: Result, clean: Result) -> None:
-    """How far every system's losses are from its own clean run's; if there is none, from torchrun's clean
-    run, which has the same loop and the same all-reduce.
+def compare(document: Result, clean: dict[str, float]) -> None:
+    """How far every system's losses are from those of a run without faults: before its first fault (that is
+    how much the order of sums matters), at the last step that both have, and at most.
     """
-    for name, result in document["systems"].items():
-        of = name if "losses" in clean["systems"].get(name, {}) else "torchrun"
-        theirs = clean["systems"].get(of, {}).get("losses", {})
-        found = apart(_by_step(result.get("losses", {})), _by_step(theirs))
-        if found is not None:
-            result["clean"] = {"of": of, "step": found[0], "apart": found[1], "most_apart": found[2]}
+    for result in document["systems"].values():
+        losses = _by_step(result.get("losses", {}))
+        found = apart(losses, _by_step(clean))
+        if found is None:
+            continue
+        faults = [fault["at_s"] for fault in result["faults"]]
+        before = sum(at <= min(faults, default=float("inf")) for at in result["useful_at"])
+        early = apart({step: loss for step, loss in losses.items() if step <= before}, _by_step(clean))
+        result["clean"] = {"step": found[0], "apart": found[1], "most_apart": found[2]}
+        result["clean"]["before_faults"] = early[2] if early else None
 
 
 def _by_step(losses: dict[str, float]) -> dict[int, float]:

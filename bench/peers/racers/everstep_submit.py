@@ -15,7 +15,8 @@ from typing import Any
 from everstep.cli.client import Client
 
 HERE = Path(__file__).parent
-CHECKPOINT_EVERY = 10
+CHECKPOINT_EVERY, MICROBATCHES = 10, 8
+WORKERS = int(os.environ["RACE_WORKERS"])
 LOOK_EVERY_S = 1.0  # it runs on the cores of the workers
 
 
@@ -25,9 +26,9 @@ def job(folder: str) -> dict[str, Any]:
         "data": {"build": "loop:Data"},
         "optimizer": {"build": "loop:optimizer", "decay": "constant", "clip": None},
         "checkpoint": {"folder": folder, "interval": CHECKPOINT_EVERY, "keep": 2},
-        "replicas": 4,
+        "replicas": WORKERS,
         "stages": 1,
-        "microbatches": 2,
+        "microbatches": MICROBATCHES // WORKERS,
         "steps": 1_000_000,
         "threads": 1,
         "base": str(HERE),
@@ -63,7 +64,7 @@ def follow(path: Path, diary: int, workers: Workers) -> None:
             *lines, rest = rest.split("\n")
             ahead = time.time() - time.monotonic()
             for row in map(json.loads, lines):
-                line = {"kind": "step", "rank": 0, "world": 4, "pid": os.getpid()}
+                line = {"kind": "step", "rank": 0, "world": WORKERS, "pid": os.getpid()}
                 line |= {"step": row["step"], "loss": row["loss"], "at": row["at"] - ahead}
                 os.write(diary, (json.dumps(line) + "\n").encode())
             workers.look()

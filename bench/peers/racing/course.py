@@ -34,22 +34,27 @@ class Course:
         self.due: list[tuple[float, Callable[[], None]]] = []  # what is to be done later
         self.happened: list[dict[str, Any]] = []
         self.relaunched = 0
+        self.began = 0.0
         self.stop = threading.Event()
         self.away: set[int] = set()
         self._lines: list[dict[str, Any]] = []
         self._read = 0
 
-    def run(self, faults: tuple[Fault, ...], seconds: float, start_limit_s: float) -> bool:
-        """False if it never finished a step."""
+    def run(
+        self, faults: tuple[Fault, ...], seconds: float, start_limit_s: float, line: threading.Barrier
+    ) -> bool:
+        """False if it never finished a step. The clock starts when all systems have passed the `line`."""
         (self.folder / "checkpoints").mkdir()
         try:
             self.launched = time.monotonic()
             for part in self.parts.values():
                 self._start(part)
-            began = self._first_step(start_limit_s)
-            if began is None:
+            first = self._first_step(start_limit_s)
+            if first is not None:
+                self.say(f"first step after {first - self.launched:.1f} s")
+            began = self.began = self._all_are_up(line)
+            if first is None:
                 return False
-            self.say(f"first step after {began - self.launched:.1f} s")
             for fault in faults:
                 self.due.append((began + fault.at_s, lambda fault=fault: self._do(fault, began)))
             while time.monotonic() < began + seconds and not self.stop.is_set():
@@ -98,6 +103,15 @@ class Course:
             time.sleep(0.02)
         self.say("no step within the limit")
         return None
+
+    def _all_are_up(self, line: threading.Barrier) -> float:
+        """When the last system, or the time that it may take to start, has come."""
+        waiter = threading.Thread(target=line.wait, daemon=True)
+        waiter.start()
+        while waiter.is_alive() and not self.stop.is_set():
+            self._turn()
+            waiter.join(0.02)
+        return time.monotonic()
 
     def _turn(self) -> None:
         now = time.monotonic()

@@ -34,7 +34,7 @@ def picture(document: dict[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">',
         f"<title>Useful steps per second of {len(systems)} systems under the same faults</title>",
         f"<style>{STYLE}\n</style>",
-        f'<text x="{LEFT}" y="14" class="small">useful steps per second, four workers, the same faults; '
+        f'<text x="{LEFT}" y="14" class="small">useful steps per second, two workers, the same faults; '
         f"top of a strip: {top_rate:.0f} per second</text>",
     ]
     for number, result in enumerate(systems):

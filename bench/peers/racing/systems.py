@@ -189,7 +189,7 @@ SYSTEMS = {
         name="torchft",
         package="torchft",
         parts=_torchft,
-        settings="four groups of one worker, lighthouse as in its README, timeouts 10 s",
+        settings="two groups of one worker, lighthouse as in its README, timeouts 10 s",
     ),
     "nvrx": System(
         name="NVRx in-process",
@@ -214,6 +214,6 @@ SYSTEMS = {
         name="Ray Train",
         package="ray",
         parts=_ray,
-        settings="two Ray nodes, 4 workers, max_failures -1, gloo timeout 10 s",
+        settings="two Ray nodes, elastic 1 to 2 workers, max_failures -1, health check 0.5 s, timeouts 10 s",
     ),
 }
