@@ -250,6 +250,7 @@ class Processes:
             case act.InterruptWorkers():
                 self.scene.trigger("interrupt", body.me)
             case act.ResumeStep(order=resume):
+                self.checkers.ordered(body.me, resume)
                 if body.walker.epoch == resume.epoch and not body.walker.joining:
                     self.checkers.resumed(body.me, resume, self.world.members(body))
                 self.scene.trigger("resume", body.me)
