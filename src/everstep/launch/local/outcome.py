@@ -23,6 +23,7 @@ class Outcome:
     incidents: list[Incident] = field(default_factory=list)
     issued: int = 0
     failure: str | None = None
+    ended: str = ""  # why it ended, and whether its last state is saved
     refused_checkpoints: list[str] = field(default_factory=list)
     resumed_from: int = 0
     resumed_loss: float | None = None  # of that step, if its checkpoint says it

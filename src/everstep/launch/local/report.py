@@ -70,6 +70,7 @@ def document(outcome: Outcome, *, steps: int, healthy_s: float | None = None) ->
         "resumed_from": outcome.resumed_from,
         "refused_checkpoints": outcome.refused_checkpoints,
         "failure": outcome.failure,
+        "ended": outcome.ended,
         "losses": {str(step): loss for step, loss in losses.items()},
         "evaluations": {str(step): values for step, values in sorted(outcome.evaluations.items())},
         "microbatches": {"issued": outcome.issued, "committed": outcome.committed},
@@ -93,7 +94,9 @@ def evaluation_line(step: int, values: Mapping[str, float]) -> str:
 def incident_line(incident: Incident) -> str:
     """Printed when the incident closes; its cost in steps is known one step later."""
     if not incident.stops_training:
-        return f"incident {incident.number} since step {incident.step}: {death(incident)}; {tried(incident)}"
+        why = f" ({incident.verdict.because})" if incident.verdict is not None else ""
+        what = f"{death(incident)}{why}"
+        return f"incident {incident.number} since step {incident.step}: {what}; {tried(incident)}"
     parts = f"{death(incident)}; {', '.join(times(incident))}"
     return f"incident {incident.number} in step {incident.step}: {parts}"
 
@@ -144,11 +147,14 @@ def summary_line(run: Mapping[str, Any]) -> str:
         return f"nothing left to do: the checkpoint of step {run['resumed_from']} is the job's last"
     step, loss = list(run["losses"].items())[-1]
     count = len(run["incidents"])
-    healed = {0: "no incident", 1: "1 incident healed"}.get(count, f"{count} incidents healed")
+    unsaved = run["ended"].partition("; ")[2]
+    incidents = {0: "no incident", 1: "1 incident"}.get(count, f"{count} incidents")
+    healed = " healed" if count and not unsaved else ""
     batches = run["microbatches"]
     return (
-        f"{step} of {run['steps']} steps, loss {loss:.6f}, {healed}; "
+        f"{step} of {run['steps']} steps, loss {loss:.6f}, {incidents}{healed}; "
         f"microbatches: {batches['issued']} issued, {batches['committed']} committed once"
+        f"{'; ' * bool(unsaved)}{unsaved}"
     )
 
 

@@ -284,6 +284,7 @@ class LocalTask:
                         if incident.number == number:
                             self.watch("incident", incident)
                 case msg.TaskEnded():
+                    self.outcome.ended = action.because
                     self.outcome.failure = action.because if action.state == "failed" else None
                     self._over = True
                 case msg.TaskReshaped(shape=shape):

@@ -1,0 +1,50 @@
+"""The sentences that end a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.core.words.incidents import Incident, Remedy, Verdict
+from everstep.launch.local.report import incident_line, summary_line
+
+
+def run(**changed: Any) -> dict[str, Any]:
+    usual = {
+        "steps": 2,
+        "resumed_from": 0,
+        "losses": {"1": 3.0, "2": 2.5},
+        "incidents": [{"what": "killed"}],
+        "microbatches": {"issued": 8, "committed": 8},
+        "ended": "completed all 2 steps",
+    }
+    return usual | changed
+
+
+def test_a_run_says_what_was_healed() -> None:
+    healed = "2 of 2 steps, loss 2.500000, 1 incident healed; microbatches: 8 issued, 8 committed once"
+    assert summary_line(run()) == healed
+
+
+def test_a_last_state_that_is_on_no_disk_is_not_called_healed() -> None:
+    """With a full disk the run ended with "1 incident healed" and nothing saved."""
+    unsaved = "its last state is not saved (No space left on device), protected up to step 0"
+    line = summary_line(run(ended=f"completed all 2 steps; {unsaved}"))
+    assert "healed" not in line
+    assert line.endswith(f"8 committed once; {unsaved}")
+
+
+def test_an_incident_beside_training_says_its_cause() -> None:
+    incident = Incident(
+        number=1,
+        workers=[],
+        what="its checkpoint cannot be saved",
+        step=5,
+        evidence_at=1.0,
+        stops_training=False,
+    )
+    incident.verdict = Verdict(at=1.0, kind="other", severity=3, because="No space left on device")
+    incident.remedies.append(Remedy(at=1.0, what="save again later", because="training continues"))
+    assert incident_line(incident) == (
+        "incident 1 since step 5: its checkpoint cannot be saved (No space left on device); "
+        "save again later: training continues"
+    )
