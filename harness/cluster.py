@@ -22,6 +22,8 @@ from everstep.server.daemon import Daemon
 from everstep.server.journal import SqliteJournal
 
 CLOSE_S = 60.0  # a busy machine takes its time; an agent that is killed leaves its folder to the next one
+GUARD = """while read -r pid && [ "$pid" != ended ]; do pids="$pids $pid"; done
+[ "$pid" = ended ] || { kill -CONT $pids; kill $pids; sleep 10; kill -KILL $pids; } 2>/dev/null"""
 EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
 
 
@@ -48,6 +50,9 @@ class Cluster:
         self.coordinators: dict[str, subprocess.Popen[bytes]] = {}
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.addresses: dict[str, str] = {}
+        self._guard = subprocess.Popen(
+            ["bash", "-c", GUARD], stdin=subprocess.PIPE, start_new_session=True, bufsize=0
+        )
 
     def __enter__(self) -> Cluster:
         return self
@@ -75,6 +80,14 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._tell_guard("ended")
+        self._guard.wait()
+
+    def _tell_guard(self, word: object) -> None:
+        """A process of its own, which ends what was started when this one dies without closing."""
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.write(f"{word}\n".encode())
 
     # -------------------------------------------------------------- starting and killing
 
@@ -94,6 +107,7 @@ class Cluster:
             command, stdout=subprocess.PIPE, stderr=log, env=self._environment(), start_new_session=True
         )
         self.coordinators[name] = process
+        self._tell_guard(process.pid)
         assert process.stdout is not None
         told = b""
         while not told.rstrip().endswith(b"}"):
@@ -114,6 +128,7 @@ class Cluster:
         self.agents[node] = subprocess.Popen(
             command, stdout=log, stderr=log, env=self._environment(), start_new_session=True
         )
+        self._tell_guard(self.agents[node].pid)
 
     def kill_coordinator(self, name: str = "first") -> None:
         self.coordinators[name].kill()
