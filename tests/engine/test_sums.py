@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.engine import grids, kernels
+from everstep.engine import grids, kernels, sum_units
+from everstep.engine import sums as gradient_sums
 from everstep.engine.model import Slot
 from everstep.engine.sum_parts import owned, peaks_of, virtual_chunks
 from everstep.engine.sums import GradientSums
@@ -310,3 +311,18 @@ def test_chunks_do_not_depend_on_who_lives_and_are_all_owned_once() -> None:
             if len(members):
                 shared = [chunk for owner in members for chunk in owned(chunks, list(members), owner)]
                 assert shared == chunks
+
+
+@pytest.mark.parametrize("kind", ["strict", "strict32"])
+@pytest.mark.parametrize(("group", "block"), [(1, 7), (40, 16), (1 << 18, 5)])
+def test_how_many_contributions_are_added_at_once_does_not_show(
+    monkeypatch: pytest.MonkeyPatch, kind: str, group: int, block: int
+) -> None:
+    contributions = drawn(random.Random(f"{kind} {group}"))
+    whole = added(sums(kind, False), contributions)
+    monkeypatch.setattr(gradient_sums, "_GROUP", group)
+    monkeypatch.setitem(sum_units._BLOCK, "cpu", block)
+    pieces = added(sums(kind, False), contributions)
+    assert pieces.peaks == whole.peaks
+    assert same_bits(reduced([pieces]), reduced([whole]))
+    assert torch.equal(pieces.flat, whole.flat)

@@ -42,7 +42,8 @@ from everstep.engine.stage_evaluation import StageEvaluation
 from everstep.engine.stage_layers import build_layers
 from everstep.engine.stage_loss import StageLoss
 from everstep.engine.stash import Stash
-from everstep.engine.sums import Accumulate, Empty, GradientSums
+from everstep.engine.sum_units import Accumulate
+from everstep.engine.sums import Empty, GradientSums
 from everstep.engine.tied_halves import TiedHalves
 from everstep.errors import InternalError
 

@@ -5,14 +5,12 @@
     strict     8 bytes   exact sums on a grid (see `grids`); the same bits in any order, always
     strict32   4 bytes   the same with 31 bits: coarser, half the memory and half the bytes of a reduce
 
-A strict sum is a whole number of units. On a GPU it is kept as an integer. On a CPU `strict` keeps it as the
-difference of an fp64 from an offset of 1.5 x 2^52 units: there an addition rounds to whole units by itself,
-in one pass over memory instead of four. An fp64 rounds ties to even, which would depend on the sum so far; so
-a contribution is first made larger by 2^-52 of itself, and what was a tie is rounded away from zero.
+How a strict sum is kept is in `sum_units`.
 
 Whether a contribution must be promoted is known when its largest element is. On a CPU that is before it is
-added. A GPU is not waited for: its contribution is added at once, and taken back if the peak, read when the
-next microbatch is added, says so. Integers allow it: what was added is subtracted, whatever it was.
+added; contributions are added in groups, because for most tensors the calls would cost more than the sums. A
+GPU is not waited for: its contribution is added at once, and taken back if the peak, read when the next
+microbatch is added, says so. Integers allow it: what was added is subtracted, whatever it was.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,52 +28,14 @@ from everstep.engine import grids, kernels
 from everstep.engine.device_sums import DeviceSums
 from everstep.engine.model import Slot
 from everstep.engine.sum_parts import SumPart
+from everstep.engine.sum_units import Accumulate, Addition, units_of
 from everstep.schedule.footprint import CHUNK
 
-Accumulate = Literal["strict", "strict32", "fp64", "fp32"]
 Product = Callable[[], Tensor]  # makes a contribution; the same bits whenever it is called
 Empty = Callable[..., Tensor]  # (shape, dtype=) -> a tensor
 
-_BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements converted at once: in a cache; in a little memory
-_LARGER = 1 + 2.0**-52
-_OFFSET = 1.5 * 2.0**52
-
-
-class _Units(NamedTuple):
-    """How a strict sum is kept: its type, what an empty one holds, how a contribution gets in."""
-
-    dtype: torch.dtype
-    offset: float  # in units
-    add: Callable[[Tensor, Tensor, int, int], None]  # sum, contribution, exponent of the unit, +1 or -1
-
-
-def _add_to_doubles(total: Tensor, contribution: Tensor, unit: int, sign: int) -> None:
-    for block in _blocks(total, 8):
-        total[block].add_(contribution[block], alpha=sign * _LARGER)
-
-
-def _add_to_integers(total: Tensor, contribution: Tensor, unit: int, sign: int) -> None:
-    wide = torch.float64 if total.dtype == torch.int64 else torch.float32
-    for block in _blocks(total):
-        units = torch.mul(contribution[block].to(wide), 2.0**-unit).round_().to(total.dtype)
-        total[block].add_(units, alpha=sign)
-
-
-def _blocks(tensor: Tensor, times: int = 1) -> list[slice]:
-    size = times * _BLOCK[tensor.device.type]
-    return [slice(start, start + size) for start in range(0, tensor.numel(), size)]
-
-
-_DOUBLES = _Units(torch.float64, _OFFSET, _add_to_doubles)
-_LONGS = _Units(torch.int64, 0.0, _add_to_integers)
-_INTEGERS = _Units(torch.int32, 0.0, _add_to_integers)
 _PLAIN = {"fp32": torch.float32, "fp64": torch.float64}
-
-
-def _units(kind: Accumulate, *, late: bool) -> _Units | None:
-    if kind == "strict":
-        return _LONGS if late else _DOUBLES  # what is taken back must be an integer
-    return _INTEGERS if kind == "strict32" else None
+_GROUP = 1 << 18  # elements of contributions that are held until they are added: they are in a cache
 
 
 class _Late(NamedTuple):
@@ -107,13 +67,14 @@ class GradientSums:
         self._empty = empty or partial(torch.empty, device=device)
         self.slots, self.size, self.kind, self.device = tuple(slots.values()), size, kind, device
         self._is_late = device.type != "cpu" if late is None else late
-        self._units = _units(kind, late=self._is_late)
+        self._units = units_of(kind, late=self._is_late)
         self.grid = grids.grid("strict32" if kind == "strict32" else "strict", contributions)
         dtype = self._units.dtype if self._units else _PLAIN[kind]
         self.flat = self._empty((size,), dtype=dtype)
         has_kernels = self._is_late and self._units is not None and kernels.usable(device, dtype)
         self._device_sums = DeviceSums(self.slots, size, device) if has_kernels else None
         self.flat.zero_()
+        self._views = self._cut()
         self.step: int | None = None
         self.begin(None, (grids.NO_LIMIT,) * len(self.slots))
 
@@ -134,18 +95,22 @@ class GradientSums:
         """Empty sums for a step. `leave_buffer`: a peer still reads the old one."""
         if leave_buffer:
             self.flat = self._empty((self.size,), dtype=self.flat.dtype).zero_()
+            self._views = self._cut()
         self.step, self.limits = step, list(limits)
         self.peaks = [grids.NO_PEAK] * len(self.slots)
         self._promoted: dict[tuple[int, int], Tensor] = {}
         self._late: _Late | None = None
         self._adding: list[tuple[int, Product, Tensor | None]] = []
+        self._group: list[tuple[int, Tensor]] = []
+        self._group_size = 0
         if self._device_sums is not None:
             self._device_sums.begin([self._unit(index, 0) for index in range(len(self.slots))])
             return
-        self.flat.zero_()
-        if self._units is not None and self._units.offset and self.slots:
-            views = [self._view(index) for index in range(len(self.slots))]
-            torch._foreach_add_(views, [self._offset(index, 0) for index in range(len(self.slots))])
+        if self._units is None or not self._units.offset:
+            self.flat.zero_()
+            return
+        for index, view in enumerate(self._views):  # what lies between them stays zero
+            view.fill_(self._offset(index, 0))
 
     def restart(self, *, leave_buffer: bool = False) -> None:
         """Throw the sums of this step away."""
@@ -162,8 +127,30 @@ class GradientSums:
         if self._is_late:
             self._adding.append((index, product, self._add_late(index, contribution)))
             return
-        peak = grids.exponent(max(float(contribution.max()), -float(contribution.min())))
-        self._place(index, peak, contribution)
+        self._group.append((index, contribution))
+        self._group_size += contribution.numel()
+        if self._group_size >= _GROUP:
+            self._add_group()
+
+    def _add_group(self) -> None:
+        """On a CPU: the contributions that are held."""
+        group, self._group, self._group_size = self._group, [], 0
+        if not group or self._units is None:
+            return
+        largest = [contribution.max() for _, contribution in group]
+        smallest = [contribution.min() for _, contribution in group]
+        found = torch.stack([*largest, *smallest]).tolist()
+        fitting = []
+        for (index, contribution), high, low in zip(
+            group, found[: len(group)], found[len(group) :], strict=True
+        ):
+            peak = grids.exponent(max(high, -low))
+            if self._fits(index, peak):
+                self.peaks[index] = max(self.peaks[index], peak)
+                fitting.append(Addition(self._views[index], contribution, self._unit(index, 0)))
+            else:
+                self._place(index, peak, contribution)
+        self._units.add(fitting, 1)
 
     def _add_late(self, index: int, contribution: Tensor) -> Tensor | None:
         """To the sum of level 0, whatever it is; its peak, on the device, where no kernel keeps it."""
@@ -171,7 +158,7 @@ class GradientSums:
         if self._device_sums is not None:
             self._device_sums.add(self.flat, index, contribution)
             return None
-        self._units.add(self._view(index), contribution, self._unit(index, 0), 1)
+        self._units.add([Addition(self._views[index], contribution, self._unit(index, 0))], 1)
         largest: Tensor = torch.linalg.vector_norm(contribution, math.inf, dtype=torch.float32)
         return largest.reshape(1)
 
@@ -180,7 +167,7 @@ class GradientSums:
         if self._device_sums is not None:
             self._device_sums.subtract(self.flat, index, contribution)
         else:
-            self._units.add(self._view(index), contribution, self._unit(index, 0), -1)
+            self._units.add([Addition(self._views[index], contribution, self._unit(index, 0))], -1)
 
     def added(self) -> None:
         """All contributions of a microbatch are in. On a GPU, now those of the one before are checked."""
@@ -196,6 +183,7 @@ class GradientSums:
 
     def settle(self) -> None:
         """From now on the sums are what they should be, also on a GPU."""
+        self._add_group()
         late, self._late = self._late, None
         if late is None:
             return
@@ -220,13 +208,13 @@ class GradientSums:
         if peak == grids.NOT_FINITE:
             return
         level = self.grid.level(self.limits[index], peak)
-        total = self._view(index)
+        total = self._views[index]
         if level:
             if (index, level) not in self._promoted:
                 empty = self._empty((total.numel(),), dtype=total.dtype)
                 self._promoted[index, level] = empty.fill_(self._offset(index, level))
             total = self._promoted[index, level]
-        self._units.add(total, contribution, self._unit(index, level), 1)
+        self._units.add([Addition(total, contribution, self._unit(index, level))], 1)
 
     # -------------------------------------------------------------- the reduce
 
@@ -317,11 +305,11 @@ class GradientSums:
                 total, pieces, start, torch._foreach_mul_, lambda i, level: 2.0 ** self._unit(i, level)
             )
             return total
-        total = torch.zeros_like(sums[0])
-        for one in sums:
-            value = one.clone()
-            self._each(value, pieces, start, torch._foreach_sub_, self._offset)
-            total.add_(value)
+        total = sums[0].clone()
+        self._each(total, pieces, start, torch._foreach_sub_, self._offset)
+        for one in sums[1:]:  # two offsets in one number would take a bit of its grid
+            total.add_(one)
+            self._each(total, pieces, start, torch._foreach_sub_, self._offset)
         return total
 
     @staticmethod
@@ -347,9 +335,8 @@ class GradientSums:
         self.means(whole, [whole], [self.part(whole)], 1.0, values)
         return values
 
-    def _view(self, index: int) -> Tensor:
-        slot = self.slots[index]
-        return self.flat[slot.offset : slot.offset + slot.size]
+    def _cut(self) -> list[Tensor]:
+        return [self.flat[slot.offset : slot.offset + slot.size] for slot in self.slots]
 
     def _unit(self, index: int, level: int) -> int:
         return self.grid.unit(self.limits[index], level)
