@@ -186,7 +186,7 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _children(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for given in asked:
-        environment = {**os.environ, "MIMALLOC_PURGE_DELAY": "0"}
+        environment = {**os.environ, "MIMALLOC_PURGE_DELAY": "0", "MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
         done = subprocess.run(
             [sys.executable, __file__, "--child", json.dumps(given)],
             capture_output=True,

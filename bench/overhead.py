@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from everstep.engine.presets import flops_per_token, shape
+from everstep.node.fork_server import ALLOCATOR
 
 BASELINE = Path(__file__).with_name("baseline.py")
-ALLOCATOR = {"MIMALLOC_PURGE_DELAY": "-1"}  # what Everstep sets for its workers (everstep.node.fork_server)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

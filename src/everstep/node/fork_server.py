@@ -32,9 +32,14 @@ ANSWER_S = 20.0  # to fork
 # torch's optimizers import torch._dynamo in their first step: 2 s, better spent once, before the forks.
 _ALWAYS = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker", "torch._dynamo")
 
-# Some builds of torch allocate with mimalloc, which gives free memory back after 10 ms; the next op faults it
-# in again: 8 % of a step on two cores. A worker needs the same memory a moment later, so it keeps it.
-_ALLOCATOR = {"MIMALLOC_PURGE_DELAY": "-1"}
+# A worker needs the memory it frees a moment later, so it keeps it. Giving it back and faulting it in again
+# took 8 % of a step with mimalloc, which aarch64 builds of torch use, and 15 % with glibc, which others do.
+# glibc by itself gives back the top of its heap, and whatever it has mapped for large tensors.
+ALLOCATOR = {
+    "MIMALLOC_PURGE_DELAY": "-1",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the most that every glibc takes
+}
 
 
 class ForkedProcess(NamedTuple):
@@ -66,7 +71,7 @@ class ForkServer:
     def start(self) -> ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "everstep.node.fork_server", str(theirs.fileno()), *self._preload]
-        env = {**_ALLOCATOR, **os.environ, "OMP_NUM_THREADS": str(self._threads)}
+        env = {**ALLOCATOR, **os.environ, "OMP_NUM_THREADS": str(self._threads)}
         env.pop("EVERSTEP_TOKEN", None)  # user code must not be able to submit jobs
         self._process = subprocess.Popen(
             command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
