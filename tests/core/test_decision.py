@@ -188,3 +188,24 @@ def test_after_the_loss_of_one_slot_of_a_node_fewer_shards_are_weighed_and_taken
     kept = decided(lost_one(least_shards=2, most_shards=2))[-1]
     assert all(shape.shards == 2 for shape in kept.wishes.values()), "its memory may not suffice for one"
     assert kept.workers["t"] == 3, "two of the three slots left on the node are one worker"
+
+
+def test_a_slot_that_is_too_few_for_a_worker_counts_for_workers_of_fewer_shards() -> None:
+    """Two workers of two shards. A node comes back with one slot of two: three slots are one worker and a
+    slot of no use, or three workers of one shard.
+    """
+    cluster = FakeCluster(nodes={"a": 2, "b": 2}, planned=True, memory_port=7)
+    more = {"least_shards": 1, "most_shards": 2, **ANY_STAGES}
+    cluster.submit(shape=Shape(2, 1, 3, shards=2), steps=400, **more)
+    for _ in range(5):
+        cluster.wait(1.0)
+        cluster.seal()
+    cluster.silence("a")
+    cluster.wait(3.0)
+    cluster.join("a", slots=1, boot="2")
+    assert str(decided(cluster)[-1].wishes["t"]) == "3x1"
+    for _ in range(15):
+        cluster.wait(1.0)
+        cluster.seal()
+    assert str(cluster.coordinator.tasks["t"].shape) == "3x1"
+    assert workers(cluster, "t") == 3

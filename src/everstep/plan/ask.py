@@ -206,12 +206,12 @@ def _places(task: RunningTask, unit: int, numbers: dict[str, int]) -> tuple[Slot
 
 def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: int, unit: int) -> TaskSpec:
     """`slots`: of all nodes, those under repair too, counted as `unit` says."""
-    each, may_change = task.shape.shards // unit, _may_change(task)
+    may_change = _may_change(task)
     stages = range(max(1, task.request.least_stages), task.request.most_stages + 1) if may_change else None
     learn(task.shape, known, task.speeds.slow)
     offers = tuple(
         replace(offer, slots=offer.shape.shards // unit)
-        for offer in offered(task.shape, stages, slots // each, known, task.speeds.slow, _shards(task))
+        for offer in offered(task.shape, stages, slots * unit, known, task.speeds.slow, _shards(task))
     )
     best = [max(offer.at(w) for offer in offers) for w in range(len(offers[0].throughput))]
     seats = {worker for worker, seat in task.seats.items() if not seat.leaving}

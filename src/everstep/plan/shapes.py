@@ -34,12 +34,13 @@ DIGITS = 2  # significant ones of a measured time: noise must not make another q
 def offered(
     shape: Shape,
     stages: range | None,
-    most_workers: int,
+    slots: int,
     known: TaskMeasurements,
     slow: Mapping[Worker, float],
     shards: Sequence[int] = (),
 ) -> tuple[Offer, ...]:
-    """`stages`: how many it may be cut into, beside as many as it is cut into now; None: no other shape.
+    """`slots`: of all nodes.
+    `stages`: how many it may be cut into, beside as many as it is cut into now; None: no other shape.
     `shards`: how many a worker may have, beside as many as now. Ops take longer as there are fewer, by as
     much: what shards pay for their collectives is not known here.
     """
@@ -51,10 +52,9 @@ def offered(
         work /= 1.0 + known.spread()
         found += [
             _offer(other, _recut(base, other, stages), work, off, known.off_by)
-            for other in _others(shape, stages, most_workers)
+            for other in _others(shape, stages, slots // shape.shards)
         ]
         for count in (count for count in shards if count != shape.shards):
-            slots = most_workers * shape.shards
             cuts = [shape, *_others(shape, stages, slots // count)]
             found += [
                 _offer(

@@ -1,0 +1,141 @@
+"""How much of the reduce runs while some stage still computes the backward of the same step?
+
+    python bench/reduce_overlap.py                                gpt-1m, 2 replicas x 1, 2 and 4 stages
+    python bench/reduce_overlap.py --device cuda --preset gpt-350m --shapes 2x2 --transport nccl --json
+
+Read from the rings that workers write anyway. A stage's reduce lasts from the first part that one of its
+workers sends to the last chunk of the sum that one of them receives; the backward of a step lasts until the
+last worker of the task sends its first part. What of the former lies before the end of the latter is hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # where nothing can be installed
+
+from everstep.core.words.worker_messages import ParcelKind
+from everstep.diagnose.record import Log
+from everstep.diagnose.ring import KINDS, read_ring
+from everstep.engine.job import Job
+from everstep.launch.local.run import LocalTask
+from everstep.node.fork_server import ForkServer
+
+WHAT = {what: number for number, what in enumerate(ParcelKind)}
+SEND, RECV = KINDS.index("send"), KINDS.index("recv")
+
+
+def moments(log: Log, kind: int, what: ParcelKind, step: int) -> list[int]:
+    """When the parcels of this kind were sent or received."""
+    chosen = (log.kind == kind) & (log.seq >> 24 == step) & ((log.seq >> 16) & 0xFF == WHAT[what])
+    return [int(at) for at in log.ended_ns[chosen]]
+
+
+def hidden(logs: dict[int, list[Log]], step: int) -> list[tuple[float, float]] | None:
+    """By stage: seconds of its reduce, and those of them that are hidden."""
+    first = {
+        stage: [min(moments(log, SEND, ParcelKind.PART, step), default=0) for log in of_stage]
+        for stage, of_stage in logs.items()
+    }
+    last = {
+        stage: [max(moments(log, RECV, ParcelKind.SUM, step), default=0) for log in of_stage]
+        for stage, of_stage in logs.items()
+    }
+    if not all(all(row) for table in (first, last) for row in table.values()):
+        return None  # not all of the step is in every ring
+    backward_ends = max(max(row) for row in first.values())
+    found = []
+    for stage in sorted(logs):
+        begins, ends = min(first[stage]), max(last[stage])
+        found.append(((ends - begins) / 1e9, max(0, min(ends, backward_ends) - begins) / 1e9))
+    return found
+
+
+def measure(server: ForkServer, given: argparse.Namespace, shape: str) -> dict[str, Any]:
+    replicas, stages = map(int, shape.split("x"))
+    job = Job.from_dict(
+        {
+            "model": {"preset": given.preset},
+            "data": {"kind": "synthetic", "rows": given.rows},
+            "steps": given.steps,
+            "replicas": replicas,
+            "stages": stages,
+            "microbatches": given.microbatches,
+            "precision": "bf16" if given.device == "cuda" else "fp32",
+            "accumulate": given.accumulate,
+            "device": given.device,
+            "transport": given.transport,
+        }
+    )
+    rings: dict[str, bytes] = {}
+    step_s: list[float] = []
+    began = time.monotonic()
+
+    def watch(kind: str, what: Any) -> None:
+        if kind == "step":
+            step_s.append(what.seconds)
+            if what.step == given.steps - 1:
+                for worker, process in task.processes.items():
+                    path = process.beacon.path
+                    rings[str(worker)] = path.with_name(f"{path.name}.ring").read_bytes()
+        elif kind == "tick" and time.monotonic() - began > given.limit:
+            raise RuntimeError(f"{len(step_s)} steps in {given.limit:.0f} s")
+
+    task = LocalTask(job, fork_server=server, watch=watch)
+    outcome = task.run()
+    if outcome.failure is not None:
+        raise RuntimeError(outcome.failure)
+    logs: dict[int, list[Log]] = {}
+    for worker, content in rings.items():
+        logs.setdefault(int(worker.split(":")[1]), []).append(read_ring(worker, content).log)
+    rows = [row for step in range(4, given.steps - 2) if (row := hidden(logs, step)) is not None]
+    by_stage = [
+        {
+            "reduce_ms": round(1e3 * statistics.median(row[stage][0] for row in rows), 1),
+            "hidden": round(statistics.median(row[stage][1] / row[stage][0] for row in rows), 3),
+        }
+        for stage in range(stages)
+    ]
+    return {
+        "shape": shape,
+        "steps": len(rows),
+        "step_ms": round(1e3 * statistics.median(step_s[3:]), 1),
+        "by_stage": by_stage,
+    }
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--preset", default="gpt-1m")
+    parser.add_argument("--shapes", default="2x1,2x2,2x4")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=4, help="that each replica brings to a step")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--accumulate", default="strict")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds, of each run")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    server = ForkServer().start()
+    rows = []
+    try:
+        for shape in given.shapes.split(","):
+            rows.append(measure(server, given, shape))
+            print(json.dumps(rows[-1]), file=sys.stderr if given.json else sys.stdout, flush=True)
+    finally:
+        server.close()
+    if given.json:
+        print(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
