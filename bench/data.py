@@ -159,7 +159,8 @@ def run(job: Job, server: ForkServer, faults: Faults | None) -> LocalTask:
         if kind == "step" and faults is not None:
             faults.step(task, what.step)
 
-    task = LocalTask(job, fork_server=server, watch=watch, slots=6, patience=Patience(restarts_per_node=999))
+    patience = Patience(restarts_per_node=999, restarts_per_place=999)
+    task = LocalTask(job, fork_server=server, watch=watch, slots=6, patience=patience)
     task.run()
     return task
 

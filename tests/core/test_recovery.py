@@ -158,10 +158,27 @@ def test_a_stage_whose_restarts_are_used_up_fails_the_task_while_another_stage_l
     task.exit(W01)
     (failed,) = task.report(W00)
     assert failed == act.FailTask(
-        because="stage 1 has no worker left and its restarts are used up (0 per place); "
+        because="stage 1 has no worker left and its restarts are used up (0 in a row per place); "
         "the last one: killed by SIGKILL"
     )
     assert isinstance(task.recovery.phase, Over)
+
+
+def test_a_place_whose_process_worked_for_long_has_its_restarts_again() -> None:
+    """A run of weeks lost a place for good at its fourth death, however far apart they were."""
+    task = Task()
+    places, enough = task.recovery._places, task.recovery.policy.forgiven_after_steps
+    places.restarts[W01] = places.restarts[W11] = 4
+    places.states[W01] = Member(4, 30)
+    places.states[W11] = Absent(0, "killed by SIGKILL")
+    places.forgive(30 + enough - 1)
+    assert places.restarts[W01] == 4
+    places.forgive(30 + enough)
+    assert (places.restarts[W01], places.restarts[W11]) == (1, 4)  # who is not there has shown nothing
+    places.states[W01] = Absent(0, "killed by SIGKILL")
+    (start,) = places.start_due(60)
+    assert isinstance(start, act.StartWorker)
+    assert start.worker == W01
 
 
 def test_an_invalid_update_reported_while_everyone_goes_back_to_a_kept_state_changes_nothing() -> None:

@@ -35,7 +35,7 @@ class Places:
     states: dict[Worker, PlaceState]
     granted: frozenset[Worker]  # the places that have a slot; only these are started
     incarnations: dict[Worker, int]
-    restarts: dict[Worker, int]  # on the machine it has now
+    restarts: dict[Worker, int]  # on the machine it has now, none of which has helped for long
     transfers: int = 0  # how many copies of a state were ordered
 
     @classmethod
@@ -91,7 +91,7 @@ class Places:
             if len(absent) == len(places):
                 return (
                     f"stage {stage} has no worker left and its restarts are used up "
-                    f"({self.policy.max_restarts} per place); the last one: {absent[0].because}"
+                    f"({self.policy.max_restarts} in a row per place); the last one: {absent[0].because}"
                 )
         return None
 
@@ -160,6 +160,12 @@ class Places:
             elif not self._is_fed(place):
                 self.to(worker, Started(place.incarnation))
         return members
+
+    def forgive(self, recorded: int) -> None:
+        """A place whose process has worked for long enough may be filled again as often as a new one."""
+        for worker, place in self.states.items():
+            if isinstance(place, Member) and recorded - place.since >= self.policy.forgiven_after_steps:
+                self.restarts[worker] = min(1, self.restarts[worker])
 
     def promote_entered(self, recorded: int) -> None:
         """An entering joiner whose part is in a recorded sum is a member."""

@@ -363,6 +363,7 @@ class Recovery:
         if records:
             if isinstance(self.phase, Running):
                 self._places.promote_entered(self.recorded)
+            self._places.forgive(self.recorded)
             actions += self._places.start_due(self.recorded) + self._let_in_late_joiners()
         if book.is_full:
             self._phases.to(Over("the last step is sealed"))

@@ -185,4 +185,5 @@ class RecoveryPolicy:
     """When a place is filled again, and how often."""
 
     rejoin_after_steps: int = 0
-    max_restarts: int = 3  # per place
+    max_restarts: int = 3  # per place, in a row
+    forgiven_after_steps: int = 20  # a process that took part in so many is no sign of a crash loop
