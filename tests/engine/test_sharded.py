@@ -74,8 +74,9 @@ def test_a_new_holder_goes_on_with_the_owner_s_bits(name: str) -> None:
     owner.begin(range(CHUNKS))
     other.begin([])
     owner.apply(1, means(owner, 1), 1.0)
-    tensors, facts = owner.fill_of(3)
-    owner.apply(2, means(owner, 2), 0.5)  # what is on its way is a copy
+    live, facts = owner.fill_of(3)
+    tensors = [tensor.clone() for tensor in live]  # as they travel
+    owner.apply(2, means(owner, 2), 0.5)
     other.take_fill(3, tensors, facts)
     other.apply(2, means(other, 2, [3]), 0.5)
     assert torch.equal(other.held[3].masters, owner.held[3].masters)

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import StateTransfer
+from everstep.core.words.worker_messages import Parcel, ParcelKind, StateTransfer
 from everstep.core.worker.joining import Joiner
 from everstep.core.worker.mailbox import Mailbox
 from everstep.engine import frames
+from everstep.engine.fills import ArrivingFills
 from everstep.engine.links import Address, Links
 from everstep.engine.transfers import ArrivingState, StateSender
+from everstep.errors import PeerError
 
 TOKEN = b"t" * 32
 NAMES = ("model/w", "adam/m", "adam/v")
@@ -201,3 +203,103 @@ def test_pieces_go_to_their_place_and_others_are_kept() -> None:
         target.links.stop()
     assert found[1]["model/w"].data_ptr() == home.data_ptr()
     assert all(torch.equal(found[1][name], tensor) for name, tensor in live.items())
+
+
+def chunk_state(chunk: int, mib: int) -> tuple[Tensor, ...]:
+    large = [torch.arange(mib * MIB // 12, dtype=torch.float32) + 100 * chunk + index for index in range(3)]
+    return (*large, torch.tensor(float(chunk)))
+
+
+def fill(chunk: int, step: int = 5) -> Parcel:
+    return Parcel(ParcelKind.FILL, 0, step, 0, None, 0, 0, chunk)
+
+
+def collecting(target: Process, delivered: "queue.SimpleQueue[frames.Incoming]") -> ArrivingFills:
+    """In the links' thread, as on a worker."""
+    arriving = ArrivingFills(torch.device("cpu"), delivered.put)
+    other = target.links._deliver
+    target.links._deliver = lambda frame: None if arriving.take(frame) else other(frame)
+    return arriving
+
+
+def test_chunks_for_a_slow_holder_take_bounded_memory_and_are_those_of_one_step() -> None:
+    """Three chunks of 24 MiB to a holder that reads slowly: every one of them was copied and queued as a
+    whole, 72 MiB at once. And the update changes them as soon as it may.
+    """
+    source, holder = Process("a"), SlowJoiner(frame_s=0.002)
+    delivered: queue.SimpleQueue[frames.Incoming] = queue.SimpleQueue()
+    collecting(holder, delivered)
+    slowly = holder.links._deliver
+    holder.links._deliver = lambda frame: (time.sleep(0.001), slowly(frame))[1]
+    try:
+        live = {chunk: chunk_state(chunk, 24) for chunk in range(3)}
+        wanted = {chunk: [tensor.clone() for tensor in tensors] for chunk, tensors in live.items()}
+        sender = StateSender(source.links, window=WINDOW, rest=REST, piece=PIECE)
+        for chunk, tensors in live.items():
+            sender.begin_fill(holder.links.address, fill(chunk), {"value": None, "n": chunk}, tensors)
+        sender.settle()
+        for tensors in live.values():
+            for tensor in tensors:
+                tensor.fill_(-1.0)  # the next update
+        found = [delivered.get(timeout=60) for _ in range(3)]
+    finally:
+        source.links.stop()
+        holder.links.stop()
+    assert WINDOW // 2 < sender.peak_bytes <= WINDOW + REST + 4 * PIECE
+    for frame in found:
+        assert frame.parcel is not None
+        assert frame.facts == {"value": None, "n": frame.parcel.owner}
+        assert all(map(torch.equal, frame.tensors, wanted[frame.parcel.owner]))
+    assert sorted(frame.parcel.owner for frame in found if frame.parcel is not None) == [0, 1, 2]
+
+
+def test_a_chunk_whose_pieces_were_lost_is_whole_once_it_was_sent_again() -> None:
+    source, holder = Process("a"), Process("holder")
+    delivered: queue.SimpleQueue[frames.Incoming] = queue.SimpleQueue()
+    arriving = ArrivingFills(torch.device("cpu"), delivered.put)
+    try:
+        tensors = chunk_state(1, 3)
+        sender = StateSender(source.links, piece=PIECE)
+        sender.begin_fill(holder.links.address, fill(1), None, tensors)
+        sender.settle()
+        got = [holder.events.get(timeout=20)]
+        while got[-1].tensor is not None:
+            got.append(holder.events.get(timeout=20))
+    finally:
+        source.links.stop()
+        holder.links.stop()
+    assert all(arriving.take(frame) for frame in (*got[:2], *got[3:]))
+    assert delivered.empty()
+    assert all(arriving.take(frame) for frame in got)
+    assert all(map(torch.equal, delivered.get_nowait().tensors, tensors))
+    assert all(arriving.take(frame) for frame in got[:-1])  # once more, and too late: nothing comes of it
+    assert delivered.empty()
+
+
+def test_pieces_of_a_chunk_that_do_not_fit_are_refused_and_those_of_an_older_state_are_dropped() -> None:
+    delivered: queue.SimpleQueue[frames.Incoming] = queue.SimpleQueue()
+    arriving = ArrivingFills(torch.device("cpu"), delivered.put)
+
+    def piece(parcel: Parcel, facts: object, *tensors: Tensor) -> frames.Incoming:
+        return frames.Incoming.whole(parcel, facts, tensors)
+
+    good = {"name": "0", "shape": [4], "at": 0}
+    assert arriving.take(piece(fill(1), good, torch.ones(4)))
+    assert arriving.take(piece(fill(1, step=4), {"pieces": 1, "facts": None}))
+    assert delivered.empty()
+    for bad in (
+        {**good, "at": 2},
+        {**good, "at": -1},
+        {**good, "shape": [-4]},
+        {**good, "shape": [1 << 50]},
+        {**good, "shape": [8], "at": 4},
+        {"shape": [4], "at": 0},
+        {**good, "shape": None},
+        None,
+    ):
+        with pytest.raises(PeerError):
+            arriving.take(piece(fill(1), bad, torch.ones(4)))
+    with pytest.raises(PeerError):
+        arriving.take(piece(fill(1), good, torch.ones(4, dtype=torch.int32)))
+    assert arriving.take(piece(fill(1), {"pieces": 1, "facts": 7}))
+    assert torch.equal(delivered.get_nowait().tensors[0], torch.ones(4))

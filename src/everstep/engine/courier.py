@@ -10,7 +10,8 @@ same in all of them, so nothing above knows which it was.
 
 Who may write to what is in shared memory: no process, until the step is sealed (`step_tensors`). A peer has
 read all it needs of a step by then, for it says so (HELD, NEWS) only after its own device has finished. What
-must outlive that (a feed to a joiner, a whole state) is copied to the host and belongs to the queue.
+must outlive that (a feed to a joiner, a whole state, that of a chunk) is copied to the host and belongs to
+the queue; states go there piece by piece (`transfers`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from everstep.engine import device as devices
 from everstep.engine import frames, nccl
 from everstep.engine.arena import Arena, CudaMemory, Location, Mappings, SharedFiles, SharedMemory
 from everstep.engine.completions import Completions
+from everstep.engine.fills import ArrivingFills
 from everstep.engine.lanes import Lane, Lanes, LaneState
 from everstep.engine.links import Address, Links
 from everstep.engine.pipe_wire import PipeWire
@@ -39,8 +41,7 @@ from everstep.errors import PeerError, UserError
 
 _AT = "in memory"  # the fact that says where tensors are
 MOST_LANES_AHEAD = 16  # peers to which lanes are opened before they are used
-# Read by its receiver when the sender is steps ahead.
-_LASTING = frozenset({ParcelKind.FEED, ParcelKind.FILL})
+_LASTING = frozenset({ParcelKind.FEED})  # read by its receiver when the sender is steps ahead
 
 
 def identity_of(device: torch.device, transport: str) -> Identity:
@@ -76,6 +77,7 @@ class Courier:
     arena: Arena | None = None
     mappings: Mappings | None = None
     lanes: Lanes | None = None
+    fills: ArrivingFills | None = None
     waits: bool = False  # for a lane that is being opened; else tcp carries messages meanwhile
     carriers: dict[Address, Carrier] = field(default_factory=dict)  # what carried tensors to it last
     _ahead: set[Address] = field(default_factory=set)  # peers to which lanes are to be opened
@@ -107,6 +109,7 @@ class Courier:
             None if memory is None else Arena(memory),
             None if memory is None else Mappings(memory),
             lanes,
+            ArrivingFills(device, deliver),
             waits,
         )
 
@@ -155,7 +158,11 @@ class Courier:
             self.completions.after_now(do)
 
     def takes(self, frame: frames.Incoming) -> bool:
-        """In the links' thread. True: its tensors are on their way by a lane, which delivers it later."""
+        """In the links' thread. True: its tensors are on their way by a lane, which delivers it later, or
+        others of its pieces are.
+        """
+        if self.fills is not None and self.fills.take(frame):
+            return True
         return self.lanes is not None and self.lanes.take(frame)
 
     def prepare(self, peers: set[Address]) -> None:

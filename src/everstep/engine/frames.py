@@ -75,6 +75,13 @@ class Incoming:
         self._want = memoryview(self._head)
         self._part = 0  # 0 head, 1 shapes and facts, 2 and on: the tensors
 
+    @staticmethod
+    def whole(parcel: Parcel, facts: Any, tensors: tuple[Tensor, ...]) -> Incoming:
+        """A message that came in pieces, as if it had come as one."""
+        made = Incoming(None)
+        made.kind, made.parcel, made.facts, made.tensors = parcel.what, parcel, facts, tensors
+        return made
+
     @property
     def want(self) -> memoryview:
         """Where the next bytes go. Empty: the frame is whole."""

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from everstep.engine import device as devices
 from everstep.engine.model import Slot
 from everstep.engine.optimizer import Named, OptimizerFactory, Rate, adamw, is_elementwise, plain_groups
 from everstep.engine.stage import Stage
@@ -186,21 +185,25 @@ class ShardedUpdater:
     # -------------------------------------------------------------- to another holder
 
     def fill_of(self, chunk: int) -> tuple[tuple[Tensor, ...], list[Any]]:
-        """A chunk's state, to be queued: tensors, and in JSON's terms what each is."""
+        """A chunk's state: live tensors, and in JSON's terms what each is."""
         held = self.held[chunk]
-        tensors, facts = [devices.for_queue(held.masters)], []
+        tensors, facts = [held.masters], []
         if held.average is not None:
-            tensors.append(devices.for_queue(held.average))
+            tensors.append(held.average)
         for index, key, value in held.states():
             if isinstance(value, Tensor):
-                tensors.append(devices.for_queue(value))
+                tensors.append(value)
                 facts.append([index, key, None])
             else:
                 facts.append([index, key, value])
         return tuple(tensors), facts
 
     def take_fill(self, chunk: int, tensors: Sequence[Tensor], facts: Sequence[Any]) -> None:
-        masters = tensors[0].to(self.stage.device, copy=True)
+        """The tensors are this worker's from now on."""
+        for tensor in tensors:
+            if tensor.is_cuda:  # they were made on another stream
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        masters = tensors[0].to(self.stage.device)
         held = self._hold(chunk, masters)
         rest = iter(tensors[1:])
         if held.average is not None:
@@ -208,7 +211,7 @@ class ShardedUpdater:
         for index, key, value in facts:
             p = held.named[index][1]
             state = held.optimizer.state.setdefault(p, {})
-            state[key] = self._placed(held, p, next(rest)) if value is None else value
+            state[key] = self._placed(held, p, next(rest), copy=False) if value is None else value
         self.weights_of(chunk).copy_(masters)
 
     # -------------------------------------------------------------- checkpoints
@@ -291,12 +294,12 @@ class ShardedUpdater:
                 if not mine:
                     held.optimizer.state.pop(p, None)
 
-    def _placed(self, held: HeldChunk, p: nn.Parameter, value: Tensor) -> Tensor:
+    def _placed(self, held: HeldChunk, p: nn.Parameter, value: Tensor, *, copy: bool = True) -> Tensor:
         """Counters live on the CPU, unless the optimizer reads them in a kernel of its own."""
         group = next(g for g in held.optimizer.param_groups if any(p is q for q in g["params"]))
         in_kernel = group.get("fused") or group.get("capturable")
         device = p.device if value.ndim or in_kernel else torch.device("cpu")
-        return value.detach().to(device, copy=True)
+        return value.detach().to(device, copy=copy)
 
     def _load_limits(self, state: Mapping[str, Tensor], step: int) -> None:
         grids = {full.removeprefix("extra/grid/"): value for full, value in state.items()}

@@ -1,4 +1,5 @@
-"""A state on its way from a member to a joiner, in pieces, and a last frame that counts them.
+"""A state on its way from a member to a joiner, in pieces, and a last frame that counts them. The state of a
+chunk on its way to a new holder travels in the same way (`fills` collects it).
 
 Training goes on meanwhile, and host memory stays bounded. A state changes only in an update. Until then a
 thread copies piece after piece to the host and queues it, never more than WINDOW bytes at a time:
@@ -6,9 +7,10 @@ thread copies piece after piece to the host and queues it, never more than WINDO
     update of 7 │ F B W … of step 8: pieces of the state after 7, as fast as the link takes them │ update of 8
                                                              settle(): what is left is copied now ┘
 
-If more than REST bytes are left before the update, the update waits until it is that little. So a transfer
-has at most WINDOW + REST + PIECE bytes in host memory, whatever the size of the state. A joiner that takes
-nothing for STUCK_S is cut off: to the rest of the worker its link broke, and it is sent a newer state.
+If more than REST bytes are left before the update, the update waits until it is that little. So transfers
+have at most WINDOW + PIECE bytes per receiver and REST together in host memory, whatever the size of a state.
+A receiver that takes nothing for STUCK_S is cut off: to the rest of the worker its link broke, and it is sent
+a newer state.
 
 Every frame names its transfer. Which transfer counts is decided in `core.worker.joining`; here its frames are
 collected, and those of no other one. A piece goes straight to its place, where the joiner can name one.
@@ -18,13 +20,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from everstep.core.words.worker_messages import StateTransfer
+from everstep.core.words.worker_messages import Parcel, StateTransfer
 from everstep.core.worker.joining import FrameUse
 from everstep.engine import device as devices
 from everstep.engine import frames
@@ -46,10 +48,27 @@ def cut_up(state: Mapping[str, Tensor], piece_bytes: int) -> Iterator[tuple[dict
 
 
 class _Outgoing:
-    """One transfer. Its thread reads live tensors until `copied` is set."""
+    """One transfer. Its thread reads live tensors until `copied` is set. `head`: what every frame says of it,
+    `tail`: what the last one says besides.
+    """
 
-    def __init__(self, to: Address, transfer: StateTransfer, state: Mapping[str, Tensor]) -> None:
-        self.to, self.transfer, self.state = to, transfer, state
+    def __init__(
+        self,
+        to: Address,
+        kind: str,
+        parcel: Parcel | None,
+        state: Mapping[str, Tensor],
+        head: Mapping[str, Any],
+        tail: Mapping[str, Any],
+    ) -> None:
+        self.to, self.kind, self.parcel, self.state, self.head, self.tail = (
+            to,
+            kind,
+            parcel,
+            state,
+            head,
+            tail,
+        )
         self.left = sum(tensor.nbytes for tensor in state.values())
         self.hurry = threading.Event()
         self.cancelled = threading.Event()
@@ -62,7 +81,7 @@ class _Outgoing:
 
 
 class StateSender:
-    """A member's states on their way to joiners."""
+    """A member's states on their way to joiners, and those of chunks on their way to new holders."""
 
     def __init__(
         self,
@@ -75,30 +94,41 @@ class StateSender:
     ) -> None:
         self._links, self._window, self._rest, self._piece = links, window, rest, piece
         self._stuck_s = stuck_s
-        self._going: dict[Address, _Outgoing] = {}
-        self.peak_bytes = 0  # the most that was queued for one joiner
+        self._going: dict[tuple[Address, int | None], _Outgoing] = {}  # by receiver and chunk
+        self.peak_bytes = 0  # the most that was queued for one receiver
 
     def begin(self, to: Address, transfer: StateTransfer, state: Mapping[str, Tensor]) -> None:
         """`state`: live tensors. They must not change before `settle` has returned."""
-        self._cancel(to)
-        going = self._going[to] = _Outgoing(to, transfer, state)
+        self._begin((to, None), _Outgoing(to, frames.STATE, None, state, {"transfer": list(transfer)}, {}))
+
+    def begin_fill(self, to: Address, parcel: Parcel, facts: Any, tensors: Sequence[Tensor]) -> None:
+        """The same for the state of chunk `parcel.owner`."""
+        state = {str(index): tensor for index, tensor in enumerate(tensors)}
+        going = _Outgoing(to, parcel.what, parcel, state, {}, {"facts": facts})
+        self._begin((to, parcel.owner), going)
+
+    def _begin(self, key: tuple[Address, int | None], going: _Outgoing) -> None:
+        self._cancel(key)
+        self._going[key] = going
         threading.Thread(target=self._run, args=(going,), name="state", daemon=True).start()
 
     def settle(self, fed: Iterable[Address] = (), waiting: Callable[[], None] = lambda: None) -> None:
-        """Until every live tensor is copied, and the queue of no joiner is longer than it may be. `fed`: who
-        gets every step besides. `waiting` is called if it takes a while.
+        """Until every live tensor is copied, and the queue of no receiver is longer than it may be. `fed`:
+        who gets every step besides. `waiting` is called if it takes a while.
         """
         still = set(fed)
-        for to, going in list(self._going.items()):
+        for going in self._going.values():
             going.hurry.set()
+        for key, going in list(self._going.items()):
+            to, chunk = key
             if not self._drained(going, waiting):
-                self._cancel(to)
+                self._cancel(key)
                 self._links.move(to)
-            elif to not in still:
-                del self._going[to]
+            elif chunk is not None or to not in still:
+                del self._going[key]
 
     def _drained(self, going: _Outgoing, waiting: Callable[[], None]) -> bool:
-        """False: the joiner took nothing for too long."""
+        """False: the receiver took nothing for too long."""
         if going.copied.wait(_LOOK_S) and self._links.queued(going.to) <= self._window + self._rest:
             return True
         waiting()
@@ -116,8 +146,8 @@ class StateSender:
                 return False
         return True
 
-    def _cancel(self, to: Address) -> None:
-        going = self._going.pop(to, None)
+    def _cancel(self, key: tuple[Address, int | None]) -> None:
+        going = self._going.pop(key, None)
         if going is not None:
             going.cancelled.set()
             going.copied.wait()
@@ -133,13 +163,12 @@ class StateSender:
                 if going.cancelled.is_set():
                     return
                 copy = host.copy(piece)
-                told = {"transfer": list(going.transfer), **facts}
-                self._links.send(going.to, frames.STATE, None, told, copy)
+                self._links.send(going.to, going.kind, going.parcel, {**going.head, **facts}, copy)
                 going.left -= piece.nbytes
                 self.peak_bytes = max(self.peak_bytes, self._links.queued(going.to))
                 count += 1
-            whole = {"transfer": list(going.transfer), "pieces": count}
-            self._links.send(going.to, frames.STATE, None, whole)
+            whole = {**going.head, "pieces": count, **going.tail}
+            self._links.send(going.to, going.kind, going.parcel, whole)
         finally:
             going.state = {}
             going.copied.set()
@@ -148,7 +177,7 @@ class StateSender:
         while not going.cancelled.is_set():
             if self._links.queued(going.to) <= self._window:
                 return
-            if going.hurry.is_set() and going.left <= self._rest:
+            if going.hurry.is_set() and sum(one.left for one in list(self._going.values())) <= self._rest:
                 return
             time.sleep(_LOOK_S)
 

@@ -274,6 +274,10 @@ class WorkItems:
         state = self.updater.weights(step) if self.sharded is not None else self.updater.state(step)
         self._sender.begin(target, task.transfer, state)
 
+    def send_fill(self, to: Address, parcel: msg.Parcel, facts: Any, tensors: tuple[Tensor, ...]) -> None:
+        """The state of a chunk, to a new holder: live tensors, in pieces until the next update."""
+        self._sender.begin_fill(to, parcel, facts, tensors)
+
     def _fed(self) -> list[Address]:
         """The joiners that this worker feeds."""
         joiners = [Worker(replica, self.me.stage) for replica in self.state.feeder.feeds]

@@ -283,6 +283,9 @@ class WorkerLoop:
 
     def _post(self, address: Address, command: msg.Send, facts: Any, tensors: tuple[Tensor, ...]) -> None:
         parcel = command.parcel
+        if parcel.what is ParcelKind.FILL:
+            self.work.send_fill(address, parcel, facts, tensors)
+            return
         lag_s = self.signs.lag_s(parcel.step, command.stage)
         if lag_s:  # the timer's own copy: nobody has borrowed it yet
             copies = tuple(devices.to_host(tensor).clone() for tensor in tensors)

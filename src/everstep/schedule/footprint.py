@@ -32,12 +32,13 @@ WEIGHTS = {"fp32": 4.0, "bf16": 2.0}
 MASTERS = REDUCED = PRODUCT = 4.0
 ADAM = 8.0
 HOLDERS = 2  # of each chunk of a sharded optimizer state
-ON_THE_HOST = ("state for a joiner", "states being saved")  # whatever the device
+# Whatever the device.
+ON_THE_HOST = ("state for a joiner", "states being saved", "chunks for new holders")
 SAVED_COPIES = 2  # in host memory: one being written, one that waits (`checkpoint.saver`)
 BUCKET = 16 << 20  # parameters that are updated at once where a step needs scratch
 CHUNK = 4 << 20  # elements of the reduce that are summed at once
-# Bytes of a state on its way to a joiner, in host memory: queued while a step is computed; left for the
-# moment before an update; copied at once (`engine.transfers`).
+# Bytes of a state on its way to a joiner or a new holder, in host memory: queued for each while a step is
+# computed; left for the moment before an update; copied at once (`engine.transfers`).
 SNAPSHOT_WINDOW, SNAPSHOT_REST, SNAPSHOT_PIECE = 256 << 20, 1 << 30, 8 << 20
 USABLE = 0.92  # of a device's memory: the rest is the driver's, the libraries' and the allocator's
 
@@ -162,6 +163,9 @@ def _on_the_host(stage: StageFigures, settings: Settings) -> list[Item]:
     found = []
     if settings.replicas > 1:
         found.append(Item(ON_THE_HOST[0], When.ALWAYS, 0.0, min(sent, most)))
+    if settings.replicas > HOLDERS and settings.sharded:
+        most = (settings.replicas - 1) * (SNAPSHOT_WINDOW + SNAPSHOT_PIECE) + SNAPSHOT_REST
+        found.append(Item(ON_THE_HOST[2], When.ALWAYS, 0.0, min(share(settings) * state, most)))
     if settings.saved:
         found.append(Item(ON_THE_HOST[1], When.ALWAYS, 0.0, SAVED_COPIES * settings.saved * state))
     return found
