@@ -57,8 +57,10 @@ def child(given: dict[str, Any]) -> dict[str, Any]:
     from everstep.engine.program import Program
     from everstep.schedule import footprint
     from harness.one_worker import OneWorker
+    from harness.quick_weights import quick_weights
 
     torch.set_num_threads(1)
+    quick_weights()
     job = job_of(given)
     cuda = job.device != "cpu"
     warm = replace(job, model=replace(job.model, preset="gpt-tiny", options={}), stages=1, microbatches=1)

@@ -23,6 +23,7 @@ import torch
 
 from bench.memory import job_of
 from everstep.engine import device as devices
+from harness.quick_weights import quick_weights
 
 BASE = {
     "preset": "gpt-1b",
@@ -40,24 +41,6 @@ BASE = {
     "accumulate": "strict32",
 }
 LEAST = 8 << 20  # bytes of a line that is shown
-
-
-def quick_weights() -> None:
-    """Memory does not depend on the first weights, and drawing them takes longer than the steps."""
-    table = torch.randn((1 << 20) + 7)  # odd: no two rows of a tensor are alike
-
-    def normal(tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, **_: object) -> torch.Tensor:
-        with torch.no_grad():
-            if tensor.is_meta:
-                return tensor
-            flat = tensor.reshape(-1)
-            for start in range(0, flat.numel(), table.numel()):
-                piece = flat[start : start + table.numel()]
-                torch.mul(table[: piece.numel()], std, out=piece)
-        return tensor
-
-    torch.nn.init.normal_ = normal
-    torch.nn.init.kaiming_uniform_ = lambda tensor, *_, **__: tensor  # type: ignore[assignment]
 
 
 def pools() -> dict[str, list[int]]:

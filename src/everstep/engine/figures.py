@@ -36,6 +36,7 @@ class LayerFigures:
     output: float  # what it gives to the next layer
     graded: float  # of it, what a gradient comes back for
     largest_held: float = 0.0  # of `held_forward`, the largest tensor
+    tied: int = 0  # of its parameters, those that are one tensor with others
 
 
 def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) -> Settings:
@@ -84,6 +85,8 @@ def stage_figures(layers: list[LayerFigures], part: range, *, recompute: bool) -
     back = layers[part.start - 1].graded if part.start else 0.0
     whole = max(layer.held_forward for layer in here)
     gradient = max(layer.largest_held for layer in here)  # of one tensor, such as the logits
+    tied = sum(layer.tied for layer in here)
+    both = tied == sum(layer.tied for layer in layers)  # halves of a pair; else the other one is sent
     return StageFigures(
         parameters=sum(layer.parameters for layer in here),
         largest=max(layer.largest for layer in here),
@@ -91,14 +94,18 @@ def stage_figures(layers: list[LayerFigures], part: range, *, recompute: bool) -
         held_weight=sum(layer.held_weight for layer in here),
         inside=max(whole * (1.0 if recompute else 0.5), gradient),  # gradients: half of what a layer saved
         sent=(0.0 if last else here[-1].output) + back,
+        joined=tied // 2 if both else 3 * tied,
     )
 
 
 def _static(model: Model, name: str) -> LayerFigures:
     index = model.names.index(name)
-    sizes = [slot.size for slot in slots(model, range(index, index + 1)).values()]
+    own = slots(model, range(index, index + 1))
+    sizes = [slot.size for slot in own.values()]
+    tied = {name for pair in model.tied for name in pair}
     return LayerFigures(
         parameters=sum(sizes),
+        tied=sum(slot.size for name, slot in own.items() if name in tied),
         largest=max(sizes, default=0),
         held_forward=0.0,
         held_weight=0.0,
@@ -141,6 +148,7 @@ def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype, *, on_gpu
             LayerFigures(
                 parameters=static.parameters,
                 largest=static.largest,
+                tied=static.tied,
                 held_forward=_bytes(held),
                 held_weight=_bytes(later),
                 kept_input=_bytes(given),

@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from everstep.core.words.shape import CHUNKS_PER_REPLICA
+
 SUMS = {"strict": 8.0, "strict32": 4.0, "fp64": 8.0, "fp32": 4.0}  # bytes per parameter
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0}
 MASTERS = REDUCED = PRODUCT = 4.0
@@ -72,6 +74,7 @@ class StageFigures:
     held_weight: float = 0.0  # from I to W
     inside: float = 0.0  # bytes that come and go inside an op
     sent: float = 0.0  # boundary tensors that one microbatch leaves in the outbox
+    joined: int = 0  # parameters of tied tensors, as often as the reduce has them besides
 
     @property
     def held(self) -> float:
@@ -116,10 +119,12 @@ def share(settings: Settings) -> float:
 def scratch(stage: StageFigures, settings: Settings) -> float:
     """The most that the reduce or the update needs besides: a chunk of sums, a bucket of parameters."""
     bucket = min(stage.parameters, max(BUCKET, stage.largest) if settings.elementwise else stage.parameters)
+    if settings.sharded:
+        bucket = stage.parameters // (CHUNKS_PER_REPLICA * settings.replicas)
     clipped = 4.0 * bucket if settings.clip else 0.0
     preview = (MASTERS + settings.optimizer) * bucket if settings.eager else 0.0
     chunk = 16.0 * min(stage.parameters, CHUNK)
-    return max(clipped, preview, chunk)
+    return max(clipped, preview, chunk) + REDUCED * stage.joined
 
 
 def received(stage: StageFigures, settings: Settings) -> float:
