@@ -30,8 +30,12 @@ def counted(stage: Stage, part: slice) -> list[slice]:
 
 def squares_of(stage: Stage, parts: Sequence[Sequence[Tensor]]) -> tuple[float, ...]:
     """The sum of squares of each part, in fp64, over all shards. In pieces: each is converted as a whole."""
-    pieces = [[piece for one in some for piece in one.reshape(-1).split(CHUNK)] for some in parts]
+    pieces = [[piece for one in some for piece in _pieces(one.reshape(-1))] for some in parts]
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for some in pieces for piece in some]
     squares = iter(torch.stack(norms).square().tolist() if norms else ())
     found = tuple(sum((next(squares) for _ in some), 0.0) for some in pieces)
     return found if stage.shards is None else summed(stage.shards, found, stage.device)
+
+
+def _pieces(flat: Tensor) -> list[Tensor]:
+    return [flat[at : at + CHUNK] for at in range(0, flat.numel(), CHUNK)]
