@@ -32,6 +32,9 @@ class RunAgain:
 
         return [tensor.detach() for tensor in first], replay
 
+    def memory(self) -> tuple[int, int]:
+        return 1000, 300
+
 
 def pipeline(count: int, *, recorded: bool, at_once: int = 9, late: bool = False, **shape) -> list[Stage]:
     made = stages(gpt(**SMALL, **shape), count, DATA)
@@ -82,7 +85,12 @@ def test_recorded_ops_have_the_bits_of_eager_ones(
     recorded = pipeline(count, recorded=True, at_once=at_once)
     assert_equal(pipeline(count, recorded=False), recorded, run)
     under_way = 4 if run is run_step else 1
-    assert RunAgain.made == 2 * count * min(at_once, under_way + 1)  # one that W may have to read again
+    each = min(at_once, under_way + 1)  # one that W may have to read again
+    assert RunAgain.made == 2 * count * each
+    for stage in recorded:
+        assert stage.recordings is not None
+        assert (stage.recordings.whole_bytes, stage.recordings.idle_bytes) == (1000 * each, 300 * each)
+        assert stage.stash_bytes() == 1000 * each
 
 
 @pytest.mark.parametrize("at_once", [9, 1])

@@ -64,6 +64,15 @@ def memory_here(job: Job) -> Memory:
     return Memory(worker=footprint.USABLE * total / math.ceil(workers / torch.cuda.device_count()))
 
 
+def allocated(stage: Stage) -> tuple[int, int]:
+    """Bytes on a worker's GPU, now and at most since the peak was last reset. What CUDA graphs use between
+    replays is not part of torch's count.
+    """
+    idle = 0 if stage.recordings is None else stage.recordings.idle_bytes
+    now = torch.cuda.memory_allocated(stage.device)
+    return now + idle, torch.cuda.max_memory_allocated(stage.device) + idle
+
+
 def room(job: Job, stage: Stage, shared: int = 0) -> float | None:
     """Bytes that a running worker has for stashes; None: it is not known, or does not matter. `shared`: what
     it has on the device besides torch's own.
@@ -71,7 +80,7 @@ def room(job: Job, stage: Stage, shared: int = 0) -> float | None:
     if stage.device.type == "cuda":
         total = torch.cuda.get_device_properties(stage.device).total_memory
         limit = footprint.USABLE * total if job.memory_gib is None else job.memory_gib * GIB
-        used = torch.cuda.memory_allocated(stage.device) - stage.stash_bytes() + shared
+        used = allocated(stage)[0] - stage.stash_bytes() + shared
         used += stage.held_bytes[1] if stage.sums.is_strict else 0  # of contributions that are being checked
         return max(0.0, limit - used)
     if job.memory_gib is None:

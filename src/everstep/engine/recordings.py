@@ -47,6 +47,12 @@ class OpRecorder(Protocol):
         """
         ...
 
+    def memory(self) -> tuple[int, int]:
+        """Bytes that its recordings keep, and of these what does not count as allocated: what they write and
+        read only between replays.
+        """
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class RecordedOps:
@@ -102,6 +108,8 @@ class Recordings:
     late: RecordedOps | None = None  # W has read its tensors, and may have to read them again
     of: tuple[int, ...] = ()  # of the gradients that came back last
     first_step: int | None = None  # nothing is recorded in it: its update allocates the optimizer's states
+    whole_bytes: int = 0  # memory of all recordings
+    idle_bytes: int = 0  # of it, what does not count as allocated
     _key: object = None
     _seen: int = 0
     _failures: int = 0
@@ -131,16 +139,17 @@ class Recordings:
         weights_at = tuple(parameter.data_ptr() for parameter in self.parameters)
         if weights_at != self._weights_at:
             self._made, self.late, self._weights_at = [], None, weights_at
+            self.whole_bytes = self.idle_bytes = 0
         found = self._free(busy) or (self._recorded(tensors, tree) if may_record else None)
         if found is None and self.late is not None and self.late not in busy:
             self.settle()
             found, self.late = self.late, None
         return None if found is None else (found, tensors)
 
-    def held_bytes(self, of: Callable[[list[Tensor]], int]) -> int:
-        """Memory of the tensors that recordings keep for W. `of`: counts the memory behind some."""
-        queued = (entry for ops in self._made for entry in ops.queue)
-        return of([tensor for entry in queued for tensor in entry if isinstance(tensor, Tensor)])
+    @property
+    def bytes_each(self) -> int:
+        """Of one recording; 0: there is none."""
+        return self.whole_bytes // len(self._made) if self._made else 0
 
     def drew(self) -> None:
         """A layer draws random numbers, from a seed that changes: that cannot be recorded."""
@@ -154,8 +163,9 @@ class Recordings:
             self._is_full, self.is_off = True, not self._made
             return None
         gc.collect()  # what is left of eager graphs belongs to another stream
+        recorder = self.recorder()
         try:
-            self._made.append(self._record(tensors, tree))
+            self._made.append(self._record(recorder, tensors, tree))
         except Exception as error:
             self._failures += 1
             self.is_off = self._failures >= ATTEMPTS
@@ -163,10 +173,11 @@ class Recordings:
             self.queue.clear()
             self._clean()
             return None
+        whole, idle = recorder.memory()
+        self.whole_bytes, self.idle_bytes = self.whole_bytes + whole, self.idle_bytes + idle
         return self._made[-1]
 
-    def _record(self, tensors: list[Tensor], tree: Any) -> RecordedOps:
-        recorder = self.recorder()
+    def _record(self, recorder: OpRecorder, tensors: list[Tensor], tree: Any) -> RecordedOps:
         given = [torch.empty_like(t).requires_grad_(t.requires_grad) for t in tensors]
         for here, there in zip(given, tensors, strict=True):
             here.detach().copy_(there.detach())
@@ -259,6 +270,14 @@ class CudaRecorder:
             graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return results, graph.replay
+
+    def memory(self) -> tuple[int, int]:
+        """A pool stays as large as it was while its graphs were recorded, for they use the same addresses."""
+        pool = tuple(self._pool)
+        every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        segments = [segment for segment in every if tuple(segment["segment_pool_id"]) == pool]
+        whole = sum(segment["total_size"] for segment in segments)
+        return whole, whole - sum(segment["allocated_size"] for segment in segments)
 
 
 def has_room(device: torch.device, nbytes: int) -> bool:

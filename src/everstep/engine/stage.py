@@ -347,15 +347,16 @@ class Stage:
         """Memory held for microbatches under way: exact after I, after F as measured on the first forward.
         With recordings, what they keep for the next ones.
         """
-        total = 0 if self.recordings is None else self.recordings.held_bytes(self._held.of)
+        total = 0 if self.recordings is None else self.recordings.whole_bytes
         for stash in (stash for stash in self._stashes.values() if stash.recorded is None):
             total += max(self._held.forward, 0) if stash.open else self._held.of(stash.for_weights())
         return total
 
     @property
     def held_bytes(self) -> tuple[int, int]:
-        """What a microbatch held from F to I and from I to W, when it was first measured."""
-        return max(self._held.forward, 0), max(self._held.weight, 0)
+        """What a microbatch held from F to I and from I to W, when it was first measured, or recorded."""
+        least = 0 if self.recordings is None else self.recordings.bytes_each
+        return max(self._held.forward, least), max(self._held.weight, least)
 
     # How.
 

@@ -21,6 +21,7 @@ from everstep.core.worker.joining import WorkerLife
 from everstep.engine import device as devices
 from everstep.engine.boundary import Boundary, Gradients
 from everstep.engine.courier import Courier
+from everstep.engine.fitting import allocated
 from everstep.engine.links import Address
 from everstep.engine.loading import Loader
 from everstep.engine.op_times import Began, OpTimes
@@ -348,8 +349,7 @@ class WorkItems:
         told = {HELD_FORWARD: float(forward), HELD_WEIGHT: float(weight)}
         shared, device = self.courier.shared_bytes, self.stage.device
         if device.type == "cuda":
-            told[ALLOCATED] = float(torch.cuda.memory_allocated(device) + shared)
-            told[PEAK] = float(torch.cuda.max_memory_allocated(device) + shared)
+            told[ALLOCATED], told[PEAK] = (float(each + shared) for each in allocated(self.stage))
             torch.cuda.reset_peak_memory_stats(device)
         room = self.ports.room(self.stage, shared)
         return told if room is None else told | {ROOM: room}
