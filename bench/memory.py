@@ -6,8 +6,8 @@
     python bench/memory.py --json
 
 Each row is one worker alone in a fresh process (`harness.one_worker`), with the ops of its real schedule. On
-a GPU the bytes are torch's own count (`memory_allocated`, `max_memory_allocated`); on a CPU they are the
-process's resident memory, less what it had before the worker was built.
+a GPU the bytes are torch's own count (`memory_allocated`, `max_memory_allocated`) and what CUDA graphs keep
+for themselves; on a CPU they are the process's resident memory, less what it had before the worker was built.
 
 `--sharing`: real runs of one stage instead, with and without sharded states, whose workers share one GPU.
 Each tells what it has there (torch's own count, and its slabs of shared memory).
@@ -49,10 +49,11 @@ def job_of(given: dict[str, Any]) -> Any:
 
 
 def child(given: dict[str, Any]) -> dict[str, Any]:
-    """In a fresh process: build, train three steps, compare."""
+    """In a fresh process: build, train four steps, compare."""
     import torch
 
     from everstep.engine.figures import layer_figures, settings_of, stage_figures
+    from everstep.engine.fitting import allocated
     from everstep.engine.model import partition
     from everstep.engine.program import Program
     from everstep.schedule import footprint
@@ -70,13 +71,13 @@ def child(given: dict[str, Any]) -> dict[str, Any]:
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    for step in range(1, 4):
-        if cuda and step == 3:
+    for step in range(1, 5):
+        if cuda and step == 4:  # all that will be recorded is recorded
             torch.cuda.reset_peak_memory_stats()
         worker.step(step, eager=given["eager"])
     if cuda:
         torch.cuda.synchronize()
-        stays, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        stays, peak = allocated(worker.stage)
     else:
         stays, peak = _resident() - before, _most_resident() - before
     program = Program.of(job)
@@ -92,7 +93,7 @@ def child(given: dict[str, Any]) -> dict[str, Any]:
         "parameters": worker.stage.size,
         "model_per_parameter": kept,
         "measured_per_parameter": (stays - boundaries) / worker.stage.size,
-        "model_peak": footprint.total(items),
+        "model_peak": footprint.with_recordings(items),
         "measured_peak": peak,
         "reserved_peak": torch.cuda.max_memory_reserved() if cuda else 0,
         "peak_stash": worker.peak_stash,
@@ -136,7 +137,7 @@ def shared_gpu(given: dict[str, Any]) -> dict[str, Any]:
         "parameters": figures.parameters,
         "model_per_parameter": sum(footprint.per_parameter(settings).values()),
         "measured_per_parameter": max(r.times.get(ALLOCATED, 0.0) for r in late) / figures.parameters,
-        "model_peak": footprint.total(items),
+        "model_peak": footprint.with_recordings(items),
         "measured_peak": max(r.times.get(PEAK, 0.0) for r in late),
         "step_s": sorted(steps)[len(steps) // 2],
         "peaks": {f"{r.worker} {r.step}": r.times.get(PEAK, 0.0) for r in told},

@@ -116,7 +116,7 @@ def case(given: dict[str, Any], *, steps: int, history: bool) -> dict[str, Any]:
         "measured_held": worker.stage.held_bytes,
         "peak_stash": worker.peak_stash,
         "model": {item.name: item.device for item in items if item.device},
-        "model_peak": footprint.total(items),
+        "model_peak": footprint.with_recordings(items),
         "promoted": promoted,
         "steps": rows,
         "at_peak": at_peak,
@@ -154,7 +154,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("cases", nargs="*", default=["{}"])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--limit", type=float, default=60.0, help="no case begins after so many seconds")
     parser.add_argument("--drawn", action="store_true", help="first weights as in a real run: slower")
     parser.add_argument("--history", action="store_true", help="by line of code, in the last step")

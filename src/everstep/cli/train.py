@@ -80,12 +80,14 @@ def train_command(
     from everstep.launch.local.callbacks import checked as checked_callbacks
     from everstep.launch.local.data import prepare
     from everstep.launch.local.pace import workload_of
+    from everstep.launch.local.resuming import refuse_another_model
 
     faults = api.parse_kills(kill or (), job)
     data = data_of(job)
     prepare(job, data)
     told = checked_callbacks(callbacks_of(job))
     checked = preflight(job, data=data)
+    refuse_another_model(job, checked.model)
     render.note(f"{describe(job)}, {checked.parameters / 1e6:.2f} M parameters")
     for sentence in checked.notes:
         render.note(sentence)

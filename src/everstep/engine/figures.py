@@ -52,9 +52,14 @@ def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) 
         elementwise=elementwise,
         replicas=job.replicas,
         checked_late=job.device.startswith("cuda") and job.accumulate in ("strict", "strict32"),
+        recorded=job.device.startswith("cuda") and job.shards == 1 and _records(job),
         through_host=job.device.startswith("cuda") and job.transport == "tcp",
         in_place=job.device.startswith("cuda") and job.transport == "auto" and torch.cuda.device_count() == 1,
     )
+
+
+def _records(job: Job) -> bool:
+    return job.graphs == "always" or (job.graphs == "auto" and not job.recompute)
 
 
 def _saved(job: Job) -> float:

@@ -49,6 +49,7 @@ from everstep.launch.local.pace import workload_of
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.plain_lines import PlainLines
 from everstep.launch.local.report import document
+from everstep.launch.local.resuming import refuse_another_model
 from everstep.launch.local.run import LocalTask, Watcher
 from everstep.node.fork_server import ForkServer
 
@@ -169,6 +170,7 @@ def train(
         if tested is not None:
             batch_of(job, of_job(tested, job))
         checked = preflight(job, model=found, data=dataset, optimizer=factory, schedule=schedule)
+        refuse_another_model(job, checked.model)
         for sentence in checked.notes:
             print(sentence, file=sys.stderr)
         with call.page(page) as shown, call.watch(job) as watch:

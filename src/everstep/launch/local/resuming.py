@@ -1,0 +1,45 @@
+"""Is the checkpoint that a run would resume from one of its model? Asked before a worker is started."""
+
+from __future__ import annotations
+
+import contextlib
+
+from everstep.checkpoint import folder
+from everstep.checkpoint.places import place_of
+from everstep.engine.job import Job
+from everstep.engine.model import Model, slots
+from everstep.errors import EverstepError, UserError
+
+
+def refuse_another_model(job: Job, model: Model) -> None:
+    """Names and shapes are compared, nothing is read of the tensors. A checkpoint that cannot be opened is
+    no matter of this check: what it means is said when the run starts.
+    """
+    if job.checkpoint is None or (found := _newest(job, job.checkpoint.folder)) is None:
+        return
+    step, there = found
+    tied = {name for pair in model.tied for name in pair}  # other formats keep one of a pair
+    for name, slot in slots(model, range(len(model.names))).items():
+        here, kept = tuple(slot.shape), there.get(f"model/{name}")
+        if kept != here and (kept is not None or name not in tied):
+            told = "is not in it" if kept is None else f"is {_shape(kept)} there"
+            raise UserError(
+                f"checkpoint.folder {job.checkpoint.folder!r} has a checkpoint of another model "
+                f"(step {step}): {name} {told} and is {_shape(here)} in this job; "
+                "use another folder, or the model that it was written with."
+            )
+
+
+def _newest(job: Job, where: str) -> tuple[int, dict[str, tuple[int, ...]]] | None:
+    """Its step, and the shapes of its tensors."""
+    root = folder.root_of(job.base, where)
+    with contextlib.suppress(OSError, EverstepError):
+        names = [name for _, name in place_of(root).complete()]
+        if names:
+            with contextlib.closing(folder.open_step(root, names[-1])) as found:
+                return found.step, {name: tuple(entry.shape) for name, entry in found.tensors.items()}
+    return None
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) if shape else "one element"

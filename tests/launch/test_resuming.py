@@ -1,0 +1,73 @@
+"""A checkpoint of another model is refused before a worker is started, in one sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from everstep.checkpoint import folder
+from everstep.cli import main
+from everstep.engine.job import CheckpointSpec, Job, ModelSpec
+from everstep.engine.model import drawn, every_parameter
+from everstep.engine.resolve import model_of
+from everstep.errors import UserError
+from everstep.launch.local.resuming import refuse_another_model
+from everstep.layout.box import Box
+
+TINY = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24}
+
+
+def job(tmp_path: Path, **model) -> Job:
+    spec = CheckpointSpec(folder="kept", interval=5)
+    return Job(model=ModelSpec(preset="gpt-tiny", options={**TINY, **model}), base=tmp_path, checkpoint=spec)
+
+
+def save(made: Job, step: int) -> None:
+    model = model_of(made)
+    slices = [
+        (f"model/{name}", tuple(p.shape), Box((0,) * p.ndim, tuple(p.shape)), p.detach())
+        for index, layer in enumerate(model.names)
+        for name, p in every_parameter(layer, drawn(model, index, 0)).items()
+    ]
+    part = folder.write_slices(made.base / "kept", step, "all", slices)
+    folder.commit(made.base / "kept", step, [part], {})
+
+
+def test_the_same_model_and_an_empty_folder_pass(tmp_path: Path) -> None:
+    one = job(tmp_path, depth=2)
+    refuse_another_model(one, model_of(one))
+    save(one, 5)
+    refuse_another_model(one, model_of(one))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"depth": 2, "width": 32}, "embed.tokens.weight is 32 x 16 there and is 32 x 32 in this job"),
+        ({"depth": 3}, "is not in it"),
+    ],
+)
+def test_another_model_is_refused_with_what_differs(tmp_path: Path, change, words: str) -> None:
+    save(job(tmp_path, depth=2), 5)
+    other = job(tmp_path, **change)
+    with pytest.raises(UserError, match="a checkpoint of another model \\(step 5\\)") as refused:
+        refuse_another_model(other, model_of(other))
+    assert words in str(refused.value)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_left_to_the_start_of_the_run(tmp_path: Path) -> None:
+    save(job(tmp_path, depth=2), 5)
+    (tmp_path / "kept" / "step-00000005" / "index.json").write_text("{")
+    other = job(tmp_path, depth=3)
+    refuse_another_model(other, model_of(other))
+
+
+def test_the_command_says_it_and_starts_nothing(tmp_path: Path, capsys) -> None:
+    save(job(tmp_path, depth=2), 5)
+    file = tmp_path / "job.toml"
+    file.write_text(
+        'replicas = 1\nstages = 1\nmicrobatches = 2\nsteps = 9\n[model]\npreset = "gpt-tiny"\nvocab = 32\n'
+        'width = 32\nheads = 2\nhidden = 24\ndepth = 2\n[data]\nkind = "synthetic"\n'
+        '[checkpoint]\nfolder = "kept"\ninterval = 5\n'
+    )
+    assert main.run(["train", str(file), "--no-web"]) == 2
+    assert "has a checkpoint of another model (step 5)" in " ".join(capsys.readouterr().err.split())
