@@ -2,6 +2,7 @@
 
     python bench/gpu/strict.py                               gpt-1b, bf16, 4 microbatches of 4 x 2048 tokens
     python bench/gpu/strict.py --preset gpt-350m --rows 8 --json
+    python bench/gpu/strict.py --options '{"depth": 3}' --rows 8 --turns 30    steps of all kinds in turn
     python bench/gpu/strict.py --device cpu --preset gpt-tiny --sequence 64
 
 One worker alone (`harness.one_worker`); times are medians, on a CPU of process time. "kernel" is the own
@@ -37,6 +38,7 @@ from everstep.engine.sum_parts import SumPart
 from everstep.engine.sums import GradientSums
 from everstep.schedule import footprint
 from harness.one_worker import OneWorker
+from harness.quick_weights import quick_weights
 
 GIB = 2.0**30
 
@@ -91,6 +93,34 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for row in rows:
         if "step_s" in row:
             row["against_fp32"] = row["step_s"] / rows[0]["step_s"] - 1
+    return rows
+
+
+def turns(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Workers of all kinds in one process, a step of each in turn: what disturbs one disturbs all."""
+    names = ["fp32", "strict", "strict32"]
+    workers = {name: OneWorker(job_of(args, name), 0) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for step in range(1, args.warmup + args.turns + 1):
+        for name in names[step % 3 :] + names[: step % 3]:
+            seconds = _timed(args, partial(workers[name].step, step))
+            if step > args.warmup:
+                times[name].append(seconds)
+    rows = []
+    for name in names:
+        ratios = [own / plain - 1 for own, plain in zip(times[name], times["fp32"], strict=True)]
+        middle = statistics.median(times[name])
+        rows.append(
+            {
+                "sums": name,
+                "step_s": middle,
+                "least_s": min(times[name]),
+                "most_s": max(times[name]),
+                "against_fp32": middle / statistics.median(times["fp32"]) - 1,
+                "least_against_fp32": min(times[name]) / min(times["fp32"]) - 1,
+                "median_of_ratios": statistics.median(ratios),
+            }
+        )
     return rows
 
 
@@ -197,12 +227,18 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=0, help="steps of each kind, in turn")
     parser.add_argument("--orders", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.device != "cpu":
         devices.exact(torch.device(args.device))
+    if args.turns:
+        quick_weights()
+        for row in turns(args):
+            print(json.dumps(row), flush=True)
+        return 0
     found = {"bits": bits(args), "rows": measure(args)}
     if args.json:
         print(json.dumps(found))

@@ -10,7 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from everstep.schedule.footprint import ON_THE_HOST
+from everstep.schedule.footprint import ON_THE_HOST, RECORDED
+
+MOST_STAGES = 4  # columns of the table
 
 
 def show_memory(file: Path, as_json: bool) -> None:
@@ -39,6 +41,7 @@ def show_memory(file: Path, as_json: bool) -> None:
                 "bytes_per_stash": one.figures.held,
                 "items": {item.name: {"device": item.device, "host": item.host} for item in one.items},
                 "total": one.total,
+                "with_recordings": one.with_recordings,
             }
             for one in found
         ],
@@ -57,22 +60,29 @@ def _show(document: dict[str, Any]) -> None:
         table.add_row(name, f"{each:g}")
     console.print(table)
     kept = list(document["per_parameter"])
-    others = [name for name in stages[0]["items"] if name not in (*kept, *ON_THE_HOST)]
-    table = Table("stage", "parameters", "from step to step", *others, "together", "held at once")
-    for one in stages:
-        items = one["items"]
-        table.add_row(
-            str(one["stage"]),
-            f"{one['parameters'] / 1e6:,.1f} M",
-            _size(sum(items[name]["device"] for name in kept)),
-            *(_both(items[name]) for name in others),
-            _size(one["total"]),
-            f"{one['stash_cap']} microbatches",
-        )
+    others = [name for name in stages[0]["items"] if name not in (*kept, *ON_THE_HOST, RECORDED)]
+    shown = _shown(stages)
+    table = Table("per worker", *(f"stage {one['stage']}" for one in shown))
+    table.add_row("parameters", *(f"{one['parameters'] / 1e6:,.1f} M" for one in shown))
+    from_step_to_step = [sum(one["items"][name]["device"] for name in kept) for one in shown]
+    table.add_row("from step to step", *map(_size, from_step_to_step))
+    for name in others:
+        table.add_row(name, *(_both(one["items"][name]) for one in shown))
+    table.add_row("at most together", *(_size(one["total"]) for one in shown))
+    table.add_row("microbatches held at once", *(str(one["stash_cap"]) for one in shown))
     console.print(table)
+    if len(shown) < len(stages):
+        console.print(f"the fullest {len(shown)} of {len(stages)} stages; --json prints all", soft_wrap=True)
     for name in [name for name in ON_THE_HOST if name in stages[0]["items"]]:
         most = max(one["items"][name]["host"] for one in stages)
         console.print(f"host memory besides, per worker: {name}, at most {_size(most)}", soft_wrap=True)
+    if any(one["items"][RECORDED]["device"] for one in stages):
+        most = max(one["with_recordings"] for one in stages)
+        console.print(
+            f"with CUDA graphs at most {_size(most)} per worker: they are recorded where memory is free "
+            '(graphs = "never" records none)',
+            soft_wrap=True,
+        )
     each = sum(document["per_parameter"].values())
     console.print(f"{each:g} bytes per parameter stay from step to step", soft_wrap=True)
     if document["worker_bytes"] is not None:
@@ -82,6 +92,11 @@ def _show(document: dict[str, Any]) -> None:
     else:
         console.print("how much memory a worker has is not known here; set memory_gib", soft_wrap=True)
     console.print("the job fits" if document["fits"] else "the job does not fit")
+
+
+def _shown(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    fullest = sorted(stages, key=lambda one: -one["total"])[:MOST_STAGES]
+    return sorted(fullest, key=lambda one: int(one["stage"]))
 
 
 def _both(item: dict[str, float]) -> str:

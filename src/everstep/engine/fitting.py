@@ -50,6 +50,11 @@ class StageFit:
     def total(self) -> float:
         return footprint.total(self.items)
 
+    @property
+    def with_recordings(self) -> float:
+        """Where there is room for CUDA graphs; a job needs none of them."""
+        return footprint.with_recordings(self.items)
+
 
 def memory_here(job: Job) -> Memory:
     """If all workers run on this machine: what the job allows, else what its devices have."""

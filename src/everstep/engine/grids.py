@@ -66,7 +66,7 @@ def grid(kind: StrictKind, contributions: int) -> SumGrid:
     bits = max(contributions - 1, 1).bit_length()
     if kind == "strict":
         return SumGrid(first=2, headroom=5, span=12, depth=50 - bits)
-    return SumGrid(first=-2, headroom=2, span=6, depth=30 - bits)
+    return SumGrid(first=2, headroom=2, span=6, depth=30 - bits)
 
 
 def exponent(peak: float) -> int:

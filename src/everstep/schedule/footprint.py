@@ -38,6 +38,7 @@ ADAM = 8.0
 HOLDERS = 2  # of each chunk of a sharded optimizer state
 # Whatever the device.
 ON_THE_HOST = ("state for a joiner", "states being saved", "chunks for new holders")
+RECORDED = "recorded ops"
 SAVED_COPIES = 2  # in host memory: one being written, one that waits (`checkpoint.saver`)
 BUCKET = 16 << 20  # parameters that are updated at once where a step needs scratch
 CHUNK = 4 << 20  # elements of the reduce that are summed at once
@@ -167,7 +168,7 @@ def items(stage: StageFigures, settings: Settings, *, stash: int, hosted: int) -
         Item("inside an op", When.OPS, max(later, stage.inside)),
         Item("arriving in the reduce", When.CLOSING, 0.0 if host else arriving, arriving if host else 0.0),
         Item("scratch of the update", When.CLOSING, scratch(stage, settings)),
-        Item("recorded ops", When.RECORDED, recordings * each),
+        Item(RECORDED, When.RECORDED, recordings * each),
         *_on_the_host(stage, settings),
     ]
 
