@@ -344,9 +344,7 @@ class Stage:
         return list(self._stashes)
 
     def stash_bytes(self) -> int:
-        """Memory held for microbatches under way: exact after I, after F as measured on the first forward.
-        With recordings, what they keep for the next ones.
-        """
+        """Of microbatches under way: exact after I, after F as first measured. Of recordings: all they keep."""
         total = 0 if self.recordings is None else self.recordings.whole_bytes
         for stash in (stash for stash in self._stashes.values() if stash.recorded is None):
             total += max(self._held.forward, 0) if stash.open else self._held.of(stash.for_weights())
