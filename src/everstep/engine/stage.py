@@ -344,7 +344,7 @@ class Stage:
         return list(self._stashes)
 
     def stash_bytes(self) -> int:
-        """Of microbatches under way: exact after I, after F as first measured. Of recordings: all they keep."""
+        """Of microbatches under way: exact after I, after F as first measured. Of recordings: all."""
         total = 0 if self.recordings is None else self.recordings.whole_bytes
         for stash in (stash for stash in self._stashes.values() if stash.recorded is None):
             total += max(self._held.forward, 0) if stash.open else self._held.of(stash.for_weights())
