@@ -40,6 +40,8 @@ from harness.real_storm import NODES, SLOTS, STRIKES, JobKind, Storm, small_disk
 MARK = "EVERSTEP_STORM_MARK"
 OWN_MOUNTS = "EVERSTEP_STORM_MOUNTS"
 SHARED = Path("/dev/shm")
+BEGAN = time.monotonic()
+END_S = 25.0  # to check everything and to end
 Say = Callable[[str], None]
 
 
@@ -180,8 +182,9 @@ def run(
         for node in NODES:
             cluster.start_agent(node, slots=SLOTS)
         cluster.nodes_up(len(NODES))
-        measured = measured_before(storm, say)
-        storm.rage(arguments.minutes * 60, arguments.every)
+        measured = measured_before(storm, arguments.measured, say)
+        seconds = storm_s(arguments)
+        storm.rage(seconds, arguments.every)
         say("calm: everything is undone, tasks finish ...")
         storm.calm()
         names = [name for name in storm.submitted if name not in storm.cancelled]
@@ -189,7 +192,7 @@ def run(
             (folder / f"stuck-{name}.txt").write_text(text)
         state = folder / "state-first"
         wrong = check_tasks(storm, clean, state)
-        done = steps_done(storm, state, arguments.minutes * 60)
+        done = steps_done(storm, state, seconds)
         incidents = cluster.incidents()
         settled = cluster.settled()
         cluster.kill_coordinator()
@@ -203,7 +206,7 @@ def run(
     if arguments.trace and measured:
         trace = {
             "seed": seed,
-            "seconds": arguments.minutes * 60,
+            "seconds": seconds,
             "steps": arguments.steps,
             "cores": len(os.sched_getaffinity(0)),
             "began_at": storm.began_at,
@@ -215,7 +218,7 @@ def run(
         (Path(arguments.trace) / f"storm-{seed}.json").write_text(json.dumps(trace))
     return {
         "seed": seed,
-        "minutes": arguments.minutes,
+        "minutes": round(seconds / 60, 2),
         "faults": sum(count for what, count in counts.items() if what in STRIKES),
         "counts": counts,
         "tasks": len(storm.submitted),
@@ -229,8 +232,19 @@ def run(
     }
 
 
-def measured_before(storm: Storm, say: Say) -> dict[str, dict[str, float]]:
+def storm_s(arguments: argparse.Namespace) -> float:
+    """How long faults last: shorter, where all must be over in time."""
+    seconds: float = arguments.minutes * 60
+    if arguments.total:
+        seconds = min(seconds, arguments.total - arguments.patience - END_S - (time.monotonic() - BEGAN))
+    return max(10.0, seconds)
+
+
+def measured_before(storm: Storm, other: Path | None, say: Say) -> dict[str, dict[str, float]]:
     """Without it there is a storm, but no forecast."""
+    if other is not None:
+        known: dict[str, dict[str, float]] = json.loads(other.read_text())["measured"]
+        return known
     try:
         found = storm.measure()
     except TimeoutError as error:
@@ -263,6 +277,9 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=3.0, help="mean seconds between two faults")
     parser.add_argument("--steps", type=int, default=60, help="of every task")
     parser.add_argument("--patience", type=float, default=240.0, help="seconds for the tasks to finish")
+    parser.add_argument(
+        "--total", type=float, default=0.0, help="seconds; cuts the minutes to be over by then"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folder with all logs")
     parser.add_argument("--clean", type=Path, help="a file that keeps the losses of the clean runs")
     parser.add_argument("--trace", default="", help="a folder for what happened when, for bench/forecast.py")

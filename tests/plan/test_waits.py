@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from everstep.core.cluster.task import WishedShape
+from everstep.core.cluster.wishes import WishedShape
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.shape import Shape
+from everstep.plan.expected import next_event_s
 from everstep.plan.measured import ENOUGH_STEPS
 from tests.core.fake_cluster import FakeCluster
 
@@ -51,12 +52,13 @@ def test_another_wish_that_is_as_good_does_not_start_the_wait_anew() -> None:
     assert task.next_shape is not None, "both halves count"
 
 
-def test_what_staying_has_cost_is_added_up_at_the_rate_of_its_time() -> None:
-    wish = WishedShape(Shape(3, 1, 4), 10.0, rate=2.0)
-    later = wish.followed_by(Shape(4, 1, 3), 13.0, rate=0.5)
-    assert (later.shape, later.since) == (Shape(4, 1, 3), 13.0)
-    assert later.missed_at(13.0) == pytest.approx(6.0)
-    assert later.missed_at(15.0) == pytest.approx(7.0)
+def test_what_staying_has_cost_is_added_up_while_the_wish_or_the_circumstances_are_the_same() -> None:
+    here, other = Shape(3, 1, 4), Shape(4, 1, 3)
+    wish = WishedShape(here, 10.0, rate=2.0, missed=1.0, circumstances="4 slots")
+    assert wish.missed_at(13.0, here, "4 slots") == pytest.approx(7.0)
+    assert wish.missed_at(13.0, here, "3 slots") == pytest.approx(7.0)
+    assert wish.missed_at(13.0, other, "4 slots") == pytest.approx(7.0)
+    assert wish.missed_at(13.0, other, "3 slots") == 0.0, "a node is lost: that is another matter"
 
 
 def test_a_task_whose_steps_are_not_measured_yet_keeps_its_shape_however_long_a_step_takes() -> None:
@@ -83,3 +85,37 @@ def test_once_enough_steps_are_measured_the_change_is_made() -> None:
     assert made_after is not None
     assert made_after >= ENOUGH_STEPS - 1
     assert task.shape == Shape(3, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("seen", "now", "expected"),
+    [
+        ([], 100.0, 1e6),
+        ([50.0], 100.0, 1024.0),  # 100 s x (ln 10,000 - 0.577)
+        ([50.0, 60.0, 70.0], 100.0, 64.0),
+        ([float(second) for second in range(0, 300, 3)], 300.0, 4.0),
+        ([float(second) for second in range(0, 300, 3)], 3600.0, 512.0),
+        ([50.0], 2e6, 1e6),
+    ],
+)
+def test_many_failures_outweigh_the_published_rate_and_calm_outweighs_them(
+    seen: list[float], now: float, expected: float
+) -> None:
+    assert next_event_s(1e6, seen, 0.0, now) == expected
+
+
+def test_where_failures_come_every_few_seconds_no_shape_is_changed() -> None:
+    """The same loss is worth a change where it is the only one."""
+    cluster = cluster_of(steps_before=8)
+    assert decided(cluster)[-1].wishes
+    cluster.join("d", 1, boot="2")
+    for number in range(3, 40):
+        cluster.wait(1.0)
+        cluster.actors = {key: actor for key, actor in cluster.actors.items() if actor.node != "d"}
+        cluster.hear(msg.NodeLeft(node="d"))
+        cluster.seal()
+        cluster.join("d", 1, boot=str(number))
+        cluster.seal()
+    cluster.hear(msg.NodeLeft(node="d"))
+    assert not decided(cluster)[-1].wishes
+    assert not decided(cluster)[-1].shapes

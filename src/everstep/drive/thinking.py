@@ -73,6 +73,9 @@ class Thinking:
 
     def handled(self, one: HandledEvent, machine: Coordinator) -> None:
         """Learn from what was handled, also from what is read from the journal."""
+        if isinstance(one.event, msg.AssignmentChosen) and one.event.version == machine.version:
+            for task_name, gain in one.event.gains.items():
+                self.measured.promised(task_name, gain)
         for action in one.actions:
             match action:
                 case msg.RecordRow():

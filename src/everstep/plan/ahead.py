@@ -9,6 +9,7 @@ question, and it is thought about on the spot.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -103,7 +104,9 @@ def _fill(nodes: Mapping[str, Node], tasks: Mapping[str, Task]) -> None:
 def _with_incidents(view: ClusterView, node: str) -> IncidentLog:
     """The loss of a node is an incident of every task that trains there."""
     hurt = [
-        SimpleNamespace(task=task.name, stops_training=True, resumed_at=None, planned_at=None)
+        SimpleNamespace(
+            task=task.name, stops_training=True, evidence_at=math.inf, resumed_at=None, planned_at=None
+        )
         for task in view.tasks.values()
         if task.state is TaskState.RUNNING and any(seat.node == node for seat in task.seats.values())
     ]

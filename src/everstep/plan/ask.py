@@ -24,12 +24,14 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.task import OVER, TaskState
 from everstep.core.cluster.task import Task as RunningTask
+from everstep.core.cluster.wishes import circumstances
 from everstep.core.words.cluster_messages import AssignmentChosen, ChosenShape, Patience
 from everstep.core.words.incidents import IncidentLog
 from everstep.core.words.shape import Shape
 from everstep.plan.answer import Decision, decide, explained
 from everstep.plan.cluster import DAY_S, FAILURES_PER_1000_NODE_DAYS, Assignment, Cluster, PlanNode, SlotPlace
 from everstep.plan.curve import from_table
+from everstep.plan.expected import next_event_s
 from everstep.plan.measured import Measurements, TaskMeasurements
 from everstep.plan.offers import ChangeTimes
 from everstep.plan.option import OptionKind
@@ -119,10 +121,11 @@ def question(view: ClusterView, now: float, measured: Measurements) -> PlanQuest
     if not tasks or not capacity:
         return None
     slots = sum(node.slots for node in nodes)
+    trust = measured.trust(now)
     numbers: dict[str, int] = {}  # with shards, the workers of a node are numbered as they come
     return PlanQuestion(
         nodes=nodes,
-        tasks=tuple(_spec(view, task, measured.of(task.name), slots, unit) for task in tasks),
+        tasks=tuple(_spec(view, task, measured.of(task.name), slots, unit, trust) for task in tasks),
         places=tuple((task.name, _places(task, unit, numbers)) for task in tasks if task.seats),
         shapes=tuple(
             (task.name, ParallelShape(task.shape.replicas, task.shape.stages, task.shape.shards))
@@ -178,15 +181,13 @@ def _node(view: ClusterView, node: Node, now: float, measured: Measurements, uni
 
 
 def _running_s(view: ClusterView, now: float) -> float:
-    """The expected time to the next event: one at the published rate of failures, and those seen here; a
-    node that was announced to leave ends it earlier.
-    """
+    """The expected time to the next event; a node that was announced to leave ends it earlier."""
     up = sum(node.reachable and node.admin is NodeAdmin.UP for node in view.nodes.values())
     usual_s = 1000 * DAY_S / (FAILURES_PER_1000_NODE_DAYS * max(1, up))
     began = min((task.submitted_at for task in view.tasks.values()), default=now)
     began = max(began, view.log.forgotten.since)  # what is counted below has happened since
-    seen = sum(incident.stops_training for incident in view.log.incidents)
-    expected_s = (usual_s + max(0.0, now - began)) / (1 + seen)
+    seen = {incident.evidence_at for incident in view.log.incidents if incident.stops_training}
+    expected_s = next_event_s(usual_s, sorted(seen), began, now)
     leaves = [n.leaves_at for n in view.nodes.values() if n.leaves_at is not None and n.admin is NodeAdmin.UP]
     return rounded(min([expected_s, *(max(1.0, at - now) for at in leaves)]))
 
@@ -204,14 +205,16 @@ def _places(task: RunningTask, unit: int, numbers: dict[str, int]) -> tuple[Slot
     return tuple(found)
 
 
-def _spec(view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: int, unit: int) -> TaskSpec:
+def _spec(
+    view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: int, unit: int, trust: float
+) -> TaskSpec:
     """`slots`: of all nodes, those under repair too, counted as `unit` says."""
     may_change = _may_change(task)
     stages = range(max(1, task.request.least_stages), task.request.most_stages + 1) if may_change else None
     learn(task.shape, known, task.speeds.slow)
     offers = tuple(
         replace(offer, slots=offer.shape.shards // unit)
-        for offer in offered(task.shape, stages, slots * unit, known, task.speeds.slow, _shards(task))
+        for offer in offered(task.shape, stages, slots * unit, known, task.speeds.slow, _shards(task), trust)
     )
     best = [max(offer.at(w) for offer in offers) for w in range(len(offers[0].throughput))]
     seats = {worker for worker, seat in task.seats.items() if not seat.leaving}
@@ -259,7 +262,8 @@ def _chosen(
     measured: Measurements,
     now: float,
 ) -> AssignmentChosen:
-    held = held_back(view.tasks, decision, measured, now)
+    unfinished = [task.name for task in view.tasks.values() if task.state not in OVER]
+    held = held_back(view.tasks, decision, measured, circumstances(view.nodes, unfinished), now)
     choices, because = held.carried_out.choices, explained(decision.period.cluster, held.carried_out)
     because += held.sentence()
     shapes = {

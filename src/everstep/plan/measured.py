@@ -20,6 +20,7 @@ CONFIDENCE = 0.9  # that what steps usually take lies between the shortest and t
 ENOUGH_STEPS = math.ceil(1 - math.log2(1 - CONFIDENCE))  # one of n is missed with 2 x 0.5 ** n
 DOUBT = 0.05  # spreads are rounded up to whole ones of these: a question is not another one for a little
 KEPT_ABSENCES = 16
+KEPT_PROMISES, PROMISE_S = 8, 3600.0  # changes of shape, and for how long they say something
 MOST_AWAY = 1000  # nodes
 Placed = tuple[int, int, int]  # replicas, stages, workers
 
@@ -35,6 +36,8 @@ class TaskMeasurements:
     last_at: float | None = None  # when its last step was recorded
     last: Placed | None = None
     is_moving: bool = False
+    promised: float | None = None  # the shape it takes, or has taken, should be so many times as fast
+    before_s: float | None = None  # a step's, before that
 
     def step_s(self, placed: Placed) -> float | None:
         known = self.steps.get(placed, ())
@@ -59,12 +62,16 @@ class TaskMeasurements:
 
 
 class Measurements:
-    """Of all tasks, and how long nodes that went away stayed away."""
+    """Of all tasks, how long nodes that went away stayed away, and whether changes of shape brought what was
+    expected of them. The last is a matter of the machines, not of the task: where cores are fewer than slots,
+    more workers are not faster, whatever the times of ops say.
+    """
 
     def __init__(self) -> None:
         self.tasks: dict[str, TaskMeasurements] = {}
         self.absences: deque[float] = deque(maxlen=KEPT_ABSENCES)
         self._away: dict[str, float] = {}
+        self._promises: deque[tuple[float, float]] = deque(maxlen=KEPT_PROMISES)  # when, which share was kept
 
     def of(self, task: str) -> TaskMeasurements:
         return self.tasks.setdefault(task, TaskMeasurements())
@@ -78,17 +85,35 @@ class Measurements:
             known.reshape_s, known.is_moving = max(0.0, seconds - usual), False
         elif seconds and known.last == placed:
             known.steps.setdefault(placed, deque(maxlen=KEPT_STEPS)).append(seconds)
+            self._compare(known, placed, at)
         known.last_at, known.last = at, placed
+
+    def _compare(self, known: TaskMeasurements, placed: Placed, at: float) -> None:
+        steps = known.steps[placed]
+        if known.promised and known.before_s and len(steps) >= ENOUGH_STEPS:
+            self._promises.append((at, known.before_s / median(steps) / known.promised))
+            known.promised = known.before_s = None
+
+    def promised(self, task: str, gain: float) -> None:
+        """The planner changes its shape, because it should then be so many times as fast."""
+        self.of(task).promised = gain
+
+    def trust(self, now: float) -> float:
+        """Which share of the speed that a change of shape promised was usually there; at most 1."""
+        kept = [share for at, share in self._promises if now - at <= PROMISE_S]
+        return min(1.0, DOUBT * math.ceil(median(kept) / DOUBT - 1e-9)) if kept else 1.0
 
     def reshaped(self, task: str) -> None:
         """It takes another shape; the next step that is recorded ends the change."""
         known = self.of(task)
+        known.before_s = known.step_s(known.last) if known.last is not None else None
         known.is_moving, known.instance = True, None
 
     def paused(self, task: str) -> None:
         """The time to its next step is not a step's."""
         known = self.of(task)
         known.last_at, known.last, known.is_moving = None, None, False
+        known.promised = known.before_s = None
 
     def ended(self, task: str) -> None:
         self.tasks.pop(task, None)

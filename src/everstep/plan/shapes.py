@@ -7,7 +7,8 @@ bound is off by as much as in the shape the task has now. Rejected: the seconds 
 as busy as they were then, and the difference to now would look like a reason to move.
 
 Another shape is taken to be slower by as much as steps of one shape differ from each other: what is smaller
-than the noise of the machine is no reason to move, and no reason to move back.
+than the noise of the machine is no reason to move, and no reason to move back. One that the task was never in
+is taken to bring the share of its promise that earlier changes of shape on these machines have kept.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ def offered(
     known: TaskMeasurements,
     slow: Mapping[Worker, float],
     shards: Sequence[int] = (),
+    trust: float = 1.0,
 ) -> tuple[Offer, ...]:
     """`slots`: of all nodes.
     `stages`: how many it may be cut into, beside as many as it is cut into now; None: no other shape.
     `shards`: how many a worker may have, beside as many as now. Ops take longer as there are fewer, by as
-    much: what shards pay for their collectives is not known here.
+    much: what shards pay for their collectives is not known here. `trust`: the share of what was expected of
+    changes of shape that was there afterwards; for shapes that this task was never measured in.
     """
     base = _base(shape, known, slow)
     work = _work(base) * shape.shards
@@ -50,17 +53,17 @@ def offered(
     found = [_offer(shape, base, work, off, known.off_by)]
     if stages is not None:
         work /= 1.0 + known.spread()
-        found += [
-            _offer(other, _recut(base, other, stages), work, off, known.off_by)
-            for other in _others(shape, stages, slots // shape.shards)
-        ]
+        tried = {(replicas, count) for replicas, count, _ in known.off_by}
+        for other in _others(shape, stages, slots // shape.shards):
+            believed = work if (other.replicas, other.stages) in tried else work * trust
+            found.append(_offer(other, _recut(base, other, stages), believed, off, known.off_by))
         for count in (count for count in shards if count != shape.shards):
             cuts = [shape, *_others(shape, stages, slots // count)]
             found += [
                 _offer(
                     cut.cut(cut.replicas, cut.stages, count),
                     _recut(base, cut, stages, shape.shards / count),
-                    work,
+                    work * trust,
                     off,
                     {},
                 )

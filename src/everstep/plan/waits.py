@@ -5,9 +5,10 @@ known. So it is made once staying has cost as much as the change would: whatever
 twice the least possible is lost, and no constant says when.
 
     wish      a change of shape is the best option of a task that trains
-    missed    what staying has cost since the first such wish, at the rate of its time; not since the newest:
-              two shapes that are equally good take turns with the noise of the machine
+    missed    what staying has cost since then (`core.cluster.wishes`)
     settled   enough steps of the task's own shape are measured: before that, a model is compared with a model
+
+What a change costs and what staying costs are the whole cluster's: a task may shrink for others.
 
 A task that cannot train as it is (a stage has no worker) waits for nothing.
 """
@@ -16,9 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from everstep.core.cluster.task import WishedShape
+from everstep.core.cluster.task import Task
 from everstep.core.words.shape import Shape
 from everstep.plan.answer import Decision
 from everstep.plan.measured import Measurements
@@ -26,14 +26,6 @@ from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.weigh import KINDS, with_only
 
 STAY = frozenset().union(*(kinds for kinds in KINDS if OptionKind.RESHAPE not in kinds)) - {OptionKind.STOP}
-
-
-class WishingTask(Protocol):
-    @property
-    def shape(self) -> Shape: ...
-
-    @property
-    def wish(self) -> WishedShape | None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,24 +52,34 @@ class HeldBack:
 
 
 def held_back(
-    tasks: Mapping[str, WishingTask], decision: Decision, measured: Measurements, now: float
+    tasks: Mapping[str, Task], decision: Decision, measured: Measurements, about: str, now: float
 ) -> HeldBack:
+    """`about`: the circumstances."""
     found = HeldBack(carried_out=decision)
     for name, choice in decision.choices.items():
         if choice.kind is not OptionKind.RESHAPE or not decision.situations[name].rerouted:
             continue
-        stay = with_only(found.carried_out, name, STAY)
+        moves, stay = found.carried_out, with_only(found.carried_out, name, STAY)
         if stay is None:
             continue
-        task, known = tasks[name], measured.of(name)
-        rate = decision.options[name].task.weight * (choice.throughput - stay.choices[name].throughput)
-        missed = 0.0 if task.wish is None else task.wish.missed_at(now)
-        wait_s = (choice.cost + choice.way_back - missed) / rate if rate > 0 else 0.0
-        wait_s = max(wait_s, known.settles_in_s(task.shape, choice.transition_s))
+        task, shape = tasks[name], in_cut(tasks[name].shape, choice)
+        rate = _earned(moves) - _earned(stay)
+        missed = 0.0 if task.wish is None else task.wish.missed_at(now, shape, about)
+        wait_s = (_paid(moves) - _paid(stay) - missed) / rate if rate > 0 else 0.0
+        wait_s = max(wait_s, measured.of(name).settles_in_s(task.shape, choice.transition_s))
         if wait_s > 0:
             found.carried_out, found.waits[name] = stay, wait_s
-            found.wishes[name], found.losses[name] = in_cut(task.shape, choice), max(0.0, rate)
+            found.wishes[name], found.losses[name] = shape, max(0.0, rate)
     return found
+
+
+def _earned(decision: Decision) -> float:
+    """Per second."""
+    return sum(decision.options[n].task.weight * c.throughput for n, c in decision.choices.items())
+
+
+def _paid(decision: Decision) -> float:
+    return sum(choice.cost + choice.way_back for choice in decision.choices.values())
 
 
 def in_cut(shape: Shape, choice: TaskOption) -> Shape:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from everstep.core.cluster.wishes import WishedShape
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Lived
 from everstep.core.words.actions import ComputePlan, StartWorker
@@ -201,26 +202,6 @@ class Speeds:
 
     slow: dict[Worker, float] = field(default_factory=dict)
     planned: dict[Worker, float] = field(default_factory=dict)  # what the last schedule was asked with
-
-
-@dataclass(frozen=True, slots=True)
-class WishedShape:
-    """A change of shape that pays if nothing else happens.
-
-    What staying costs adds up from when the first such change was wished for: which shape is the best may
-    vary with noise, or with what happens meanwhile.
-    """
-
-    shape: Shape
-    since: float
-    rate: float = 0.0  # what staying costs per second, since then
-    missed: float = 0.0  # what it had cost before
-
-    def missed_at(self, at: float) -> float:
-        return self.missed + self.rate * max(0.0, at - self.since)
-
-    def followed_by(self, shape: Shape, at: float, rate: float) -> WishedShape:
-        return WishedShape(shape, at, rate=rate, missed=self.missed_at(at))
 
 
 @dataclass(slots=True)

@@ -22,8 +22,9 @@ from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.staffing import Staffing
-from everstep.core.cluster.task import OVER, Bounds, Ending, NextShape, Task, TaskState, WishedShape
+from everstep.core.cluster.task import OVER, Bounds, Ending, NextShape, Task, TaskState
 from everstep.core.cluster.training import Training
+from everstep.core.cluster.wishes import WishedShape, circumstances
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.incidents import Incident
@@ -177,9 +178,10 @@ class Tasks:
         if wished is None:
             task.wish = None
         else:
-            rate = event.losses.get(task.name, 0.0)
-            before = task.wish or WishedShape(wished, now.at)
-            task.wish = before.followed_by(wished, now.at, rate)
+            unfinished = [t.name for t in self._roster.tasks.values() if t.state not in OVER]
+            about = circumstances(self._roster.nodes, unfinished)
+            missed = 0.0 if task.wish is None else task.wish.missed_at(now.at, wished, about)
+            task.wish = WishedShape(wished, now.at, event.losses.get(task.name, 0.0), missed, about)
         after = event.shapes.get(task.name)
         if after is not None and not task.bounds.is_shape_kept and task.next_shape is None:
             return self._reshape(task, NextShape(after.job, after.shape), now)
