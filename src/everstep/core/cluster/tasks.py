@@ -97,6 +97,8 @@ class Tasks:
     def unpause(self, task: Task) -> Actions:
         if task.after_stop is TaskState.PAUSED:
             task.after_stop = TaskState.WAITING
+        if task.ending is not None and task.ending.state is TaskState.PAUSED:  # its workers are still leaving
+            task.ending = replace(task.ending, state=TaskState.WAITING)
         if task.state is TaskState.PAUSED:
             task.enter(TaskState.WAITING, "it was paused and waits for slots")
             self._later.slots_changed(f"task {task.name} goes on")
