@@ -49,9 +49,7 @@ def forecast(storm: dict[str, Any], *, faults: bool = True) -> dict[str, int]:
             beside_s=storm["measured"][name]["beside_s"],
             begin_s=storm["measured"][name]["begin_s"],
             cold_s=storm["measured"][name].get("cold_s", storm["measured"][name]["begin_s"]),
-            crowded_s=storm["measured"][name].get("crowded_s", 0.0),
             again_s=storm["measured"][name].get("again_s", 0.0),
-            again_cold_s=storm["measured"][name].get("again_cold_s", 0.0),
         )
         for name, (weight, shape, copy_every) in KINDS.items()
     ]

@@ -207,10 +207,7 @@ class CoarseCluster:
 
     def cool(self, node: str) -> None:
         """Its fork server must start first."""
-        if all(kind.again_cold_s for kind in self.kinds.values()):
-            more_s = min(kind.again_cold_s - kind.again_s for kind in self.kinds.values())
-        else:
-            more_s = min(kind.cold_s - kind.begin_s for kind in self.kinds.values())
+        more_s = min(kind.cold_s - kind.begin_s for kind in self.kinds.values())
         self.nodes[node].warm_at_s = self.time() + max(0.0, more_s)
         self.after(max(0.0, more_s), self.steps.settle_all)
 

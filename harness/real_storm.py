@@ -27,7 +27,6 @@ NODES = ("a", "b", "c")
 SLOTS = 3
 DISK_BYTES = 48 << 20
 WARM_STEPS, BESIDE_STEPS = 20, 100
-AGAIN = ("again_s", "again_cold_s")
 Undo = Callable[[], None]
 
 
@@ -93,8 +92,7 @@ class Storm:
                 told = self.cluster.finished(f"calm-{kind.name}-{number}")
                 cold_s = found.get(kind.name, {"cold_s": _begin(told)})["cold_s"]
                 found[kind.name] = {"alone_s": _usual(told), "begin_s": _begin(told), "cold_s": cold_s}
-        for name, times in self._measure_starts().items():
-            found[name] |= times
+        again_s = self._measure_start()
         for kind in self.kinds.values():
             name = f"calm-{kind.name}-beside"
             checkpoint = {**kind.job["checkpoint"], "folder": str(self.disk / name)}
@@ -102,7 +100,7 @@ class Storm:
             self.cluster.submit(job, name, weight=kind.weight)
         for kind in self.kinds.values():
             name = f"calm-{kind.name}-beside"
-            found[kind.name]["beside_s"] = _usual(self.cluster.finished(name))
+            found[kind.name] |= {"beside_s": _usual(self.cluster.finished(name)), "again_s": again_s}
             shutil.rmtree(self.disk / name, ignore_errors=True)
         return found
 
@@ -111,10 +109,8 @@ class Storm:
             with contextlib.suppress(EverstepError):
                 self.cluster.client.post(f"/v1/tasks/{task['task']}/cancel")
 
-    def _measure_starts(self) -> dict[str, dict[str, float]]:
-        """While all kinds train: seconds until a killed worker takes part again, with its node's fork server
-        and with one that must start first; and by kind, seconds per step while that starts.
-        """
+    def _measure_start(self) -> float:
+        """While all kinds train: seconds until a killed worker takes part again."""
         names = {f"calm-{kind.name}-starts": kind for kind in self.kinds.values()}
         for name, kind in names.items():
             self.cluster.submit(kind.job | {"steps": 100_000, "checkpoint": None}, name, weight=kind.weight)
@@ -127,28 +123,16 @@ class Storm:
             )
         for name in names:
             self.cluster.all_members(name)
-        first = next(iter(names))
-        found: dict[str, dict[str, float]] = {kind.name: {} for kind in names.values()}
-        for word in AGAIN:
-            before = {name: self.cluster.task(name)["step"] for name in names}
-            took_s = self._restarted(first, cold=word == "again_cold_s")
-            for name, kind in names.items():
-                steps = self.cluster.task(name)["step"] - before[name]
-                found[kind.name] |= {
-                    word: took_s,
-                    "crowded_s": took_s / max(1, steps),
-                }  # the cold one's stays
+        took_s = self._restarted(next(iter(names)))
         for name in names:
             self.cluster.client.post(f"/v1/tasks/{name}/cancel")
             self.cluster.finished(name)
-        return found
+        return took_s
 
-    def _restarted(self, name: str, *, cold: bool) -> float:
+    def _restarted(self, name: str) -> float:
         row = self.cluster.until(lambda: next(iter(self.cluster.workers(name).values())), "a worker's pid")
-        pids = [*(self._fork_servers(row["node"]) if cold else ()), int(row["pid"])]
         epoch, before = self.cluster.task(name)["epoch"], time.monotonic()
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        os.kill(int(row["pid"]), signal.SIGKILL)
         self.cluster.until(lambda: self.cluster.task(name)["epoch"] > epoch, "the death is noticed")
         self.cluster.all_members(name)
         return time.monotonic() - before
