@@ -35,7 +35,8 @@ from typing import Any
 from everstep.engine.job import Job
 from everstep.launch.local.api import run_job
 from harness.cluster import Cluster, replayed, small_job
-from harness.real_storm import NODES, SLOTS, STRIKES, JobKind, Storm, small_disk
+from harness.real_storm import NODES, SLOTS, STRIKES, Storm, small_disk
+from harness.storm_measures import JobKind, StormMeasures
 
 MARK = "EVERSTEP_STORM_MARK"
 OWN_MOUNTS = "EVERSTEP_STORM_MOUNTS"
@@ -245,11 +246,12 @@ def measured_before(storm: Storm, other: Path | None, say: Say) -> dict[str, dic
     if other is not None:
         known: dict[str, dict[str, float]] = json.loads(other.read_text())["measured"]
         return known
+    measures = StormMeasures(storm.cluster, storm.kinds, storm.disk)
     try:
-        found = storm.measure()
+        found = measures.measure()
     except TimeoutError as error:
         say(f"nothing was measured before the storm: {str(error).splitlines()[0]}")
-        storm.end_measures()
+        measures.cancel()
         return {}
     say(f"without faults: {found}")
     return found

@@ -22,21 +22,12 @@ from typing import Any
 
 from everstep.errors import EverstepError
 from harness.cluster import Cluster, descendants
+from harness.storm_measures import JobKind
 
 NODES = ("a", "b", "c")
 SLOTS = 3
 DISK_BYTES = 48 << 20
-WARM_STEPS, BESIDE_STEPS = 20, 100
 Undo = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobKind:
-    """A job that is submitted again and again; its losses are those of one clean run."""
-
-    name: str
-    weight: float
-    job: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,65 +69,6 @@ class Storm:
 
     # -------------------------------------------------------------- the run
 
-    def measure(self) -> dict[str, dict[str, float]]:
-        """Before the storm, by kind of task: seconds per step alone and beside one of each other kind, and
-        seconds from submission to the first step's end, with fork servers that are up and with cold ones.
-        """
-        rounds = [(self.kinds.values(), 2), *(([kind], WARM_STEPS) for kind in self.kinds.values())]
-        found: dict[str, dict[str, float]] = {}
-        for number, (kinds, steps) in enumerate(rounds):  # in the first, fork servers come up
-            for kind in kinds:
-                job = kind.job | {"steps": steps, "checkpoint": None}
-                self.cluster.submit(job, f"calm-{kind.name}-{number}", weight=kind.weight)
-            for kind in kinds:
-                told = self.cluster.finished(f"calm-{kind.name}-{number}")
-                cold_s = found.get(kind.name, {"cold_s": _begin(told)})["cold_s"]
-                found[kind.name] = {"alone_s": _usual(told), "begin_s": _begin(told), "cold_s": cold_s}
-        again_s = self._measure_start()
-        for kind in self.kinds.values():
-            name = f"calm-{kind.name}-beside"
-            checkpoint = {**kind.job["checkpoint"], "folder": str(self.disk / name)}
-            job = kind.job | {"steps": BESIDE_STEPS, "checkpoint": checkpoint}
-            self.cluster.submit(job, name, weight=kind.weight)
-        for kind in self.kinds.values():
-            name = f"calm-{kind.name}-beside"
-            found[kind.name] |= {"beside_s": _usual(self.cluster.finished(name)), "again_s": again_s}
-            shutil.rmtree(self.disk / name, ignore_errors=True)
-        return found
-
-    def end_measures(self) -> None:
-        for task in self._alive():
-            with contextlib.suppress(EverstepError):
-                self.cluster.client.post(f"/v1/tasks/{task['task']}/cancel")
-
-    def _measure_start(self) -> float:
-        """While all kinds train: seconds until a killed worker takes part again."""
-        names = {f"calm-{kind.name}-starts": kind for kind in self.kinds.values()}
-        for name, kind in names.items():
-            self.cluster.submit(kind.job | {"steps": 100_000, "checkpoint": None}, name, weight=kind.weight)
-        for name, kind in names.items():  # an operator's shape: the planner changes nothing meanwhile
-            self.cluster.step_reached(2, name)
-            shape = {"replicas": kind.job["replicas"], "stages": kind.job["stages"]}
-            self.cluster.until(
-                lambda name=name, shape=shape: self.cluster.client.post(f"/v1/tasks/{name}/reshape", shape),
-                f"{name} takes the operator's shape",
-            )
-        for name in names:
-            self.cluster.all_members(name)
-        took_s = self._restarted(next(iter(names)))
-        for name in names:
-            self.cluster.client.post(f"/v1/tasks/{name}/cancel")
-            self.cluster.finished(name)
-        return took_s
-
-    def _restarted(self, name: str) -> float:
-        row = self.cluster.until(lambda: next(iter(self.cluster.workers(name).values())), "a worker's pid")
-        epoch, before = self.cluster.task(name)["epoch"], time.monotonic()
-        os.kill(int(row["pid"]), signal.SIGKILL)
-        self.cluster.until(lambda: self.cluster.task(name)["epoch"] > epoch, "the death is noticed")
-        self.cluster.all_members(name)
-        return time.monotonic() - before
-
     def rage(self, seconds: float, every_s: float) -> None:
         """Faults, and tasks for them, for so long."""
         self._began, self.began_at = time.monotonic(), time.time()
@@ -158,9 +90,7 @@ class Storm:
                     self.cluster.client.post(f"/v1/tasks/{task['task']}/unpause")
 
     def _strike(self) -> None:
-        names = [fault.name for fault in FAULTS]
-        (name,) = self.random.choices(names, weights=[fault.weight for fault in FAULTS])
-        fault = next(fault for fault in FAULTS if fault.name == name)
+        (fault,) = self.random.choices(FAULTS, weights=[fault.weight for fault in FAULTS])
         with contextlib.suppress(EverstepError, StopIteration, OSError, KeyError, IndexError):
             fault.do(self)
 
@@ -322,8 +252,8 @@ class Storm:
         self._taken.add("coordinator")
         self._note("kill coordinator")
         self.cluster.kill_coordinator()
-        start = lambda: self._start_coordinator()  # noqa: E731
-        self._later(self.random.uniform(0.0, 4.0), "start coordinator", start, "coordinator")
+        after_s = self.random.uniform(0.0, 4.0)
+        self._later(after_s, "start coordinator", self._start_coordinator, "coordinator")
 
     def stop_coordinator(self) -> None:
         if "coordinator" in self._taken:
@@ -378,8 +308,8 @@ class Storm:
         self._note("rotate the token")
         self.cluster.kill_coordinator()
         self.cluster.set_token(secrets.token_hex(8))
-        start = lambda: self._start_coordinator()  # noqa: E731
-        self._later(self.random.uniform(0.0, 2.0), "start coordinator", start, "coordinator")
+        after_s = self.random.uniform(0.0, 2.0)
+        self._later(after_s, "start coordinator", self._start_coordinator, "coordinator")
 
     def fill_disk(self) -> None:
         if "disk" in self._taken:
@@ -425,7 +355,7 @@ class Storm:
 @dataclass(frozen=True, slots=True)
 class FaultKind:
     name: str
-    weight: float
+    weight: float  # how often it is drawn
     do: Callable[[Storm], None]
 
 
@@ -455,16 +385,6 @@ STRIKES = {
     "rotate the token",
     "fill the disk of checkpoints",
 }
-
-
-def _usual(told: Any) -> float:
-    """The median step, without the first few."""
-    seconds = sorted(row["seconds"] for row in told["rows"][3:] or told["rows"])
-    return float(seconds[len(seconds) // 2])
-
-
-def _begin(told: Any) -> float:
-    return float(told["rows"][0]["at"] - told["submitted_at"])
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What a storm on real processes should have earned: the same faults, in virtual time.
 
 The coordinator and planner are the real ones; nodes and workers are coarse (`forecast_cluster`). The times
-are those that the storm has measured before its first fault (`harness.real_storm.Storm.measure`), and when a
+are those that the storm has measured before its first fault (`harness.storm_measures`), and when a
 killed coordinator or agent was up again is the trace's; everything that waits for something else follows from
 the decisions.
 """
