@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.engine.faults import parse_fault
-from everstep.engine.job import CheckpointSpec, Job, ModelSpec, OptimizerSpec
+from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 from harness.in_a_row import run_in_a_row
 
+SHORT = DataSpec(kind="synthetic", rows=1, sequence=16)  # where the time of a step does not matter
 TOLERANCE = 1e-6  # relative, for sums in fp32; all other sums have the same bits in any order
 
 
@@ -212,6 +213,8 @@ class Sweep:
         shard: bool = False,
         graphs: str = "never",
         clean: dict[str, Losses] | None = None,
+        data: DataSpec | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         """Healed runs take `transport` and `graphs`; clean ones are by tcp and eager, so that two ways of
         carrying and of launching are compared.
@@ -219,6 +222,7 @@ class Sweep:
         self.transport, self.shard, self.graphs = transport, shard, graphs
         self.job = Job(
             model=ModelSpec(preset=preset),
+            data=data or DataSpec(kind="synthetic"),
             steps=steps,
             microbatches=4,
             device=device,
@@ -228,12 +232,14 @@ class Sweep:
             shards=shards,
         )  # type: ignore[arg-type]
         self.limit_s = limit_s
-        self.fork_server = ForkServer().start()
+        self._shared = fork_server is not None
+        self.fork_server = fork_server or ForkServer().start()
         self.first_step_s = 0.0  # of the last run: until its first step was on record
         self.clean = {} if clean is None else clean
 
     def close(self) -> None:
-        self.fork_server.close()
+        if not self._shared:
+            self.fork_server.close()
 
     def try_point(self, point: Point) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:

@@ -2,12 +2,14 @@
 
 import fcntl
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from everstep.node.fork_server import ForkServer
 
 # Read when torch is loaded, and some CPU kernels heed nothing else. Two tests run at a time, and some fork: a
 # child has none of its parent's threads, and a kernel that has once computed with them waits for ever.
@@ -52,6 +54,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
             return (yield)
         finally:
             fcntl.flock(room, fcntl.LOCK_UN)  # not by closing: a child may have it too
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """One for all tests of this process that start workers: loading torch takes seconds."""
+    running = ForkServer(threads=1).start()
+    yield running
+    running.close()
 
 
 @pytest.fixture

@@ -144,7 +144,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "does not describe the tensors of part-0": lambda path: row(path, at=-8),
     "reaches outside it in index.json": lambda path: row(path, start=[1, 0]),
     # huge claims
-    "has not a hash for every chunk": lambda path: row(path, shape=[HUGE, HUGE], size=[HUGE, HUGE]),
+    "does not have a hash for every chunk": lambda path: row(path, shape=[HUGE, HUGE], size=[HUGE, HUGE]),
     "elements of tensor 'model/embed.weight' are in no file": lambda path: row(path, shape=[HUGE, 3]),
     "part-0.safetensors has": lambda path: part(path, bytes=HUGE),
     "part-0.safetensors cannot be read: its header claims": huge_header,
@@ -156,8 +156,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "part-0.safetensors is not a plain file": link,
     "is not a plain file": pipe,
     "index.json is not a plain file": pipe_for_index,
-    "index.json names '../step-00000010/part-0.safetensors', which is no file of this folder": lambda path: (
-        part(path, file="../step-00000010/part-0.safetensors")
+    "index.json names '../step-00000010/part-0.safetensors', which is not in this folder": lambda path: part(
+        path, file="../step-00000010/part-0.safetensors"
     ),
     "index.json names '/etc/passwd'": lambda path: part(path, file="/etc/passwd"),
     "index.json names '.safetensors'": lambda path: part(path, file=".safetensors"),

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from everstep.checkpoint.formats import dialects
 from everstep.checkpoint.formats.llama_config import config_of
 from everstep.cli import main
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec
-from everstep.launch.local import fork_servers
 from everstep.launch.local.api import run_job
 from everstep.launch.local.outcome import Outcome
 from everstep.node.fork_server import ForkServer
@@ -33,12 +31,6 @@ def job(folder: Path, replicas: int, stages: int) -> Job:
         stages=stages,
         microbatches=MICROBATCHES // replicas,
     )
-
-
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    with fork_servers.open_server(1) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

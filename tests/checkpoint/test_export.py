@@ -130,7 +130,10 @@ def test_what_cannot_be_exported_is_told(base: Path, tmp_path: Path) -> None:
             lambda: everstep.export(tmp_path / "odd", out, model=Model(layers=[nn.Identity])),
             "not one that everstep.hf gave",
         ),
-        (lambda: everstep.export(tmp_path / "odd", out, model=odd), "model.norm.extra is no parameter of a"),
+        (
+            lambda: everstep.export(tmp_path / "odd", out, model=odd),
+            "model.norm.extra is not a parameter of a",
+        ),
     ]
     for make, says in wrong:
         with pytest.raises(UserError) as caught:

@@ -13,19 +13,12 @@ import pytest
 from everstep.checkpoint.folder import complete_steps
 from everstep.core.cluster.checkpoints import NOT_SAVED
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec
-from everstep.launch.local import fork_servers
 from everstep.launch.local.api import result_of
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 
 DISK = 16 << 20
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    with fork_servers.open_server(1) as made:
-        yield made
 
 
 @pytest.fixture

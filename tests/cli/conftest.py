@@ -26,12 +26,6 @@ class Ran:
         return found
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    with fork_servers.open_server(1) as made:
-        yield made
-
-
 @pytest.fixture
 def everstep(
     fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -407,7 +407,7 @@ def test_a_paused_task_is_saved_first_gives_its_slots_back_and_goes_on() -> None
     assert any(isinstance(words, act.ResumeStep) and words.order.saves for words in resumed)
     task = cluster.coordinator.tasks["t"]
     assert task.state is TaskState.PAUSED
-    assert task.because.startswith("a person paused it")
+    assert task.because.startswith("an operator paused it")
     assert len(cluster.coordinator.roster.free()) == 4
     cluster.hear(msg.UnpauseRequested(task="t"))
     assert task.state is TaskState.RUNNING

@@ -322,7 +322,7 @@ def test_mistakes_are_one_sentence(folders: dict[str, Path], tmp_path: Path) -> 
         (lambda: hf(llama, train="*", freeze="*"), "train and freeze are both given"),
         (lambda: hf(llama, prepare=lambda model: model.nothing), "prepare raised AttributeError"),
         (lambda: hf(transformers.OPTConfig(layerdrop=0.1)), "layerdrop is above 0"),
-        (lambda: hf(transformers.T5Config()), "is no causal language model"),
+        (lambda: hf(transformers.T5Config()), "is not a causal language model"),
         (lambda: preflight(job(llama, intermediate_size=32)), "down_proj.weight has shape (32, 48) in"),
         (lambda: hf(llama, num_hidden_layers=5), "has no weights for model.layers.4."),
         (lambda: preflight(job(llama, max_position_embeddings=4)), "12 tokens, and the model takes 4"),

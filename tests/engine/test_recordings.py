@@ -14,7 +14,7 @@ from everstep.engine.stage import Stage
 from everstep.engine.sums import GradientSums
 
 DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
-SMALL = {"vocab": 64, "width": 32, "heads": 4, "hidden": 48, "depth": 3}
+SMALL = {"vocab": 64, "width": 16, "heads": 2, "hidden": 24, "depth": 2}
 RunStep = Callable[..., Tensor]
 
 

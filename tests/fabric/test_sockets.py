@@ -65,7 +65,7 @@ def test_a_port_that_carries_this_very_connection_is_left_out() -> None:
 
 def test_strangers_are_not_probed_and_foreign_sources_are_a_sentence() -> None:
     prober = Prober(topology=HOME, ports=free_ports(2))
-    with pytest.raises(UserError, match=r"192\.0\.2\.7 is no node's address in fabric home"):
+    with pytest.raises(UserError, match=r"192\.0\.2\.7 is not the address of a node in fabric home"):
         prober.learn(Tuple4(protocol="tcp", source="127.0.0.1", target="192.0.2.7", target_port=9), [20100])
     with pytest.raises(UserError, match=r"192\.0\.2\.1 is not an address of this machine"):
         prober.learn(Tuple4(protocol="tcp", source="192.0.2.1", target="127.0.0.1", target_port=9), [20100])

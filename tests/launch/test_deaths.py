@@ -3,7 +3,6 @@
 `bench/sweep.py` holds all points; these are one of each kind. Those of `ALSO` are run by `--slow`.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import pytest
 
 from everstep.core.words.ops import Worker
 from everstep.engine.job import CheckpointSpec, DataSpec, ModelSpec, OptimizerSpec
-from harness.sweep import TOLERANCE, Point, Sweep, compare, points, sharded
+from everstep.node.fork_server import ForkServer
+from harness.sweep import SHORT, TOLERANCE, Point, Sweep, compare, points, sharded
 
 CHOSEN = [
     "op stage=0,replica=0,step=3,op=F0",
@@ -39,10 +39,8 @@ ALSO = {
 
 
 @pytest.fixture(scope="module")
-def sweep() -> Iterator[Sweep]:
-    running = Sweep()
-    yield running
-    running.close()
+def sweep(fork_server: ForkServer) -> Sweep:
+    return Sweep(steps=5, data=SHORT, fork_server=fork_server)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +98,10 @@ def test_masks_side_losses_and_token_weights_keep_their_bits_through_deaths(swee
 def test_everything_killed_restarts_from_the_newest_checkpoint_that_is_whole(
     sweep: Sweep, tmp_path: Path
 ) -> None:
-    job = replace(sweep.job, replicas=2, stages=2, steps=9)
+    job = replace(sweep.job, replicas=2, stages=2, steps=7)
     clean = sweep.run(job, ())
     saving = replace(job, checkpoint=CheckpointSpec(folder=str(tmp_path), interval=2))
-    sweep.run(replace(saving, steps=9), (), until=7)
+    sweep.run(saving, (), until=5)
     damaged = max(tmp_path.glob("step-*"))
     part = next(damaged.glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1])
@@ -114,7 +112,7 @@ def test_everything_killed_restarts_from_the_newest_checkpoint_that_is_whole(
     assert len(again.refused_checkpoints) == 1
     assert part.name in again.refused_checkpoints[0]
     ours, theirs = again.by_step(), clean.by_step()
-    assert all(ours[step].loss == theirs[step].loss for step in range(again.resumed_from + 1, 10))
+    assert all(ours[step].loss == theirs[step].loss for step in range(again.resumed_from + 1, 8))
 
 
 def test_a_data_function_that_raises_ends_the_task_with_its_own_words(sweep: Sweep) -> None:

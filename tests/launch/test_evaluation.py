@@ -1,6 +1,5 @@
 """Real processes: evaluations of a run with deaths in them are those of a run without, to the bit."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,23 +37,16 @@ JOB = Job(
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[ForkServer]:
-    running = ForkServer(threads=1).start()
-    yield running
-    running.close()
+def clean(fork_server: ForkServer) -> Outcome:
+    return run_told(JOB, watch=lambda kind, what: None, fork_server=fork_server)
 
 
-@pytest.fixture(scope="module")
-def clean(nursery: ForkServer) -> Outcome:
-    return run_told(JOB, watch=lambda kind, what: None, fork_server=nursery)
-
-
-def test_the_loss_is_that_of_a_plain_loop_without_dropout(nursery: ForkServer, tmp_path: Path) -> None:
+def test_the_loss_is_that_of_a_plain_loop_without_dropout(fork_server: ForkServer, tmp_path: Path) -> None:
     """After one step of one worker: the weights are in its checkpoint."""
     job = replace(
         JOB, steps=1, replicas=1, stages=1, checkpoint=CheckpointSpec(folder=str(tmp_path / "c"), interval=9)
     )
-    outcome = run_told(job, watch=lambda kind, what: None, fork_server=nursery)
+    outcome = run_told(job, watch=lambda kind, what: None, fork_server=fork_server)
     made = model()
     layers = torch.nn.ModuleDict({str(name): build() for name, build in made.layers.items()}).eval()
     saved = open_step(tmp_path / "c", "step-00000001")
@@ -82,7 +74,7 @@ def test_evaluations_are_distributed_and_come_after_the_last_step_too(clean: Out
     assert clean.issued == clean.committed == 60
 
 
-def test_a_kill_in_an_evaluation_changes_nothing(nursery: ForkServer, clean: Outcome) -> None:
+def test_a_kill_in_an_evaluation_changes_nothing(fork_server: ForkServer, clean: Outcome) -> None:
     kills = (
         "stage=1,replica=0,step=5,op=F1",
         "stage=0,replica=1,step=9,op=F2",
@@ -96,7 +88,7 @@ def test_a_kill_in_an_evaluation_changes_nothing(nursery: ForkServer, clean: Out
     tasks: list[LocalTask] = []
     task = LocalTask(
         JOB,
-        fork_server=nursery,
+        fork_server=fork_server,
         faults=tuple(map(parse_fault, kills)),
         watch=watch,
         patience=Patience(restarts_per_node=99),
@@ -108,8 +100,8 @@ def test_a_kill_in_an_evaluation_changes_nothing(nursery: ForkServer, clean: Out
     assert outcome.all_losses() == clean.all_losses()
 
 
-def test_another_shape_evaluates_the_same(nursery: ForkServer, clean: Outcome) -> None:
-    outcome = run_told(JOB.reshaped(1, 3), watch=lambda kind, what: None, fork_server=nursery)
+def test_another_shape_evaluates_the_same(fork_server: ForkServer, clean: Outcome) -> None:
+    outcome = run_told(JOB.reshaped(1, 3), watch=lambda kind, what: None, fork_server=fork_server)
     assert outcome.evaluations == clean.evaluations
 
 
@@ -136,25 +128,27 @@ class Told:
 
 
 def test_callbacks_hear_of_everything_once_over_deaths_restores_and_starts(
-    nursery: ForkServer, clean: Outcome, tmp_path: Path
+    fork_server: ForkServer, clean: Outcome, tmp_path: Path
 ) -> None:
     """Both workers of stage 1 die in step 8: the run goes back to step 6. Then it is stopped, and resumed."""
     job = replace(JOB, checkpoint=CheckpointSpec(folder=str(tmp_path / "c"), interval=3, keep=9))
     first, second, third = Told(stop_after=8), Told(), Told()
     faults = tuple(parse_fault(f"stage=1,replica={replica},step=8,op=R") for replica in (0, 1))
-    outcome = run_told(job, [first], watch=lambda kind, what: None, fork_server=nursery, faults=faults)
+    outcome = run_told(job, [first], watch=lambda kind, what: None, fork_server=fork_server, faults=faults)
     assert outcome.failure is None
     reached = first.steps[-1]
     assert first.steps == list(range(1, reached + 1))
     assert first.checkpoints[-1] == reached  # a run that ends early is saved, too
     assert 8 <= reached < 10
     assert first.incidents >= 1
-    outcome = run_told(job, [second], watch=lambda kind, what: None, fork_server=nursery)
+    outcome = run_told(job, [second], watch=lambda kind, what: None, fork_server=fork_server)
     assert outcome.resumed_from == reached
     assert first.steps + second.steps == list(range(1, 11))
     assert first.evaluations + second.evaluations == [4, 8, 10]
     assert outcome.all_losses() == {row.step: row.loss for row in clean.rows}
     assert outcome.evaluations == clean.evaluations
-    outcome = run_told(job, [third], watch=lambda kind, what: None, fork_server=nursery)  # nothing is left
+    outcome = run_told(
+        job, [third], watch=lambda kind, what: None, fork_server=fork_server
+    )  # nothing is left
     assert third.steps == []
     assert outcome.all_losses()[10] == clean.rows[-1].loss

@@ -20,7 +20,7 @@ JOB = Job(
     model=ModelSpec(preset="gpt-tiny", options={"tied": True, "dropout": 0.1}),
     data=DataSpec(kind="synthetic", rows=1, sequence=16),
     optimizer=OptimizerSpec(lr=1e-3),
-    steps=12,
+    steps=10,
     replicas=2,
     stages=2,
     microbatches=6,

@@ -54,10 +54,8 @@ QUICK = {("odd sizes and frozen parts", "two at once")}
 
 
 @pytest.fixture(scope="module")
-def sweep() -> Iterator[Sweep]:
-    running = Sweep()
-    yield running
-    running.close()
+def sweep(fork_server: ForkServer) -> Sweep:
+    return Sweep(fork_server=fork_server)
 
 
 def cases() -> Iterator[Any]:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from everstep.core.words.ops import Worker
 from everstep.engine.job import CheckpointSpec, DataSpec, ModelSpec
 from everstep.engine.shards.marks import read_marks
 from everstep.launch.local.run import LocalTask
-from harness.sweep import Sweep, compare, points
+from everstep.node.fork_server import ForkServer
+from harness.sweep import SHORT, Sweep, compare, points
 
 CHOSEN = [
     "op stage=0,replica=0,step=3,op=F3",
@@ -27,10 +27,8 @@ CHOSEN = [
 
 
 @pytest.fixture(scope="module")
-def sweep() -> Iterator[Sweep]:
-    running = Sweep(shards=2)
-    yield running
-    running.close()
+def sweep(fork_server: ForkServer) -> Sweep:
+    return Sweep(steps=5, shards=2, data=SHORT, fork_server=fork_server)
 
 
 @pytest.mark.parametrize("start", CHOSEN)

@@ -93,7 +93,7 @@ def test_a_name_that_matches_none_or_two_is_named() -> None:
 
 WRONG = {
     "kind is 'fragments'; it is one of": 'match="a"\nkind="fragments"',
-    "is no regular expression": 'match="("\nkind="unique"',
+    "is not a regular expression": 'match="("\nkind="unique"',
     "is a fragment without dim": 'match="a"\nkind="fragment"',
     "has both sizes and parts": 'match="a"\nkind="fragment"\ndim=0\nsizes=[1]\nparts=[1]',
     "dim is for fragments only": 'match="a"\nkind="unique"\ndim=0',

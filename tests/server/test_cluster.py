@@ -8,13 +8,17 @@ from pathlib import Path
 
 from everstep.engine.job import Job
 from everstep.launch.local.api import run_job
+from everstep.node.fork_server import ForkServer
 from harness.cluster import Cluster, replayed, small_job
 
 STEPS = 40
 
 
-def test_training_survives_its_workers_its_coordinator_and_a_node(tmp_path: Path) -> None:
-    outcome = run_job(Job.from_dict(small_job(tmp_path, steps=STEPS)))
+def test_training_survives_its_workers_its_coordinator_and_a_node(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    one_worker = small_job(tmp_path, steps=STEPS, replicas=1, stages=1, microbatches=8)  # the same bits
+    outcome = run_job(Job.from_dict(one_worker), fork_server=fork_server)
     clean = {step: row.loss for step, row in outcome.by_step().items()}
     with Cluster(tmp_path) as cluster:
         cluster.start_coordinator()

@@ -161,14 +161,14 @@ def _filled(family: Family, made: Model, weights: dict[str, Tensor], seed: int) 
         _place(whole, name, module)
     if left:
         raise UserError(
-            f"the checkpoint has {next(iter(left))!r}, which the model has not; if it was trained with "
+            f"the checkpoint has {next(iter(left))!r}, which the model does not have; if it was trained with "
             "prepare, use everstep.export(checkpoint, folder, model=everstep.hf(..., prepare=...))."
         )
     _merge_adapters(whole)
     if own := sorted(set(whole.state_dict()) - set(family.bare.state_dict())):
         raise UserError(
-            f"{own[0]} is no parameter of a {type(whole).__name__} and cannot be merged into one; read the "
-            "weights with everstep.load."
+            f"{own[0]} is not a parameter of a {type(whole).__name__} and cannot be merged into one; read "
+            "the weights with everstep.load."
         )
     whole.tie_weights()
     return whole, len(weights), frozen

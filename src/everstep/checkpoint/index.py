@@ -177,7 +177,7 @@ def _trusted(data: bytes) -> dict[str, Any]:
     if outer.get("xxh3") != digest(text.encode("utf-8", "surrogatepass")):
         raise Refused("index.json fails its checksum")
     if version != VERSION:
-        raise Refused(f"index.json is of version {version!r}, which is no number")
+        raise Refused(f"index.json is of version {version!r}, which is not a number")
     shape = {"step": int, "meta": dict, "groups": list, "tied": dict, "parts": list}
     wrong = next((key for key, kind in shape.items() if not isinstance(index.get(key), kind)), None)
     if wrong is not None:
@@ -188,7 +188,7 @@ def _trusted(data: bytes) -> dict[str, Any]:
 def _file(part: Any, known: Mapping[str, int]) -> tuple[str, int]:
     file = part.get("file") if isinstance(part, dict) else None
     if not isinstance(file, str) or not PART_NAME.fullmatch(file):
-        raise Refused(f"index.json names {file!r}, which is no file of this folder")
+        raise Refused(f"index.json names {file!r}, which is not in this folder")
     if file in known:
         raise Refused(f"index.json names {file} twice")
     size, chunk = part.get("bytes"), part.get("chunk_bytes")
@@ -215,7 +215,7 @@ def _slice(row: Any, file: str, chunk_bytes: int) -> tuple[str, str, Shape, Slic
         raise Refused(f"a slice of tensor {name!r} reaches outside it in index.json")
     chunks = num_chunks(box.volume * ITEM_BYTES[dtype], chunk_bytes)
     if not isinstance(hashes, str) or len(hashes) != 16 * chunks or not _HASHES.fullmatch(hashes):
-        raise Refused(f"tensor {name!r} has not a hash for every chunk in index.json")
+        raise Refused(f"tensor {name!r} does not have a hash for every chunk in index.json")
     return name, dtype, shape, Slice(file, box, at, chunk_bytes, hashes)
 
 

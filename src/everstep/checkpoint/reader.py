@@ -292,7 +292,7 @@ def _check_part(file: RangeFile, name: str, size: int, described: dict[str, _Row
             if key != "__metadata__"
         }
     except (KeyError, TypeError, IndexError) as error:
-        raise Refused(f"{name} cannot be read: its header is no safetensors header") from error
+        raise Refused(f"{name} cannot be read: its header is not a safetensors header") from error
     if held != described:
         raise Refused(f"{name} holds other tensors than index.json says")
 
@@ -314,7 +314,7 @@ def read_header(file: RangeFile, name: str) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError) as error:
         raise Refused(f"{name} cannot be read: its header is not JSON") from error
     if not isinstance(header, dict):
-        raise Refused(f"{name} cannot be read: its header is no table")
+        raise Refused(f"{name} cannot be read: its header is not a table")
     return header, 8 + length
 
 

@@ -201,7 +201,7 @@ class SharedFiles:
     def open(self, handle: str, nbytes: int) -> int:
         pid, _, number = handle.partition(" ")
         if not pid.isdecimal() or not number.isdecimal():
-            raise PeerError("a peer named memory by something that is no handle")
+            raise PeerError("a peer named memory by something that is not a handle")
         try:
             with Path(f"/proc/{int(pid)}/fd/{int(number)}").open("r+b") as file:
                 if os.fstat(file.fileno()).st_size != nbytes:
@@ -251,7 +251,7 @@ class CudaMemory:
         pointer, named = ctypes.c_void_p(), _Handle()
         raw = bytes.fromhex(handle)
         if len(raw) != ctypes.sizeof(named):
-            raise PeerError("a peer named GPU memory by something that is no handle")
+            raise PeerError("a peer named GPU memory by something that is not a handle")
         ctypes.memmove(ctypes.byref(named), raw, len(raw))
         with torch.cuda.device(self._device):
             code = self._runtime.cudaIpcOpenMemHandle(ctypes.byref(pointer), named, ctypes.c_uint(1))

@@ -131,7 +131,7 @@ class NcclWire:
 
     def begin_open(self, name: bytes, *, sends: bool) -> None:
         if len(name) != NAME_BYTES:
-            raise PeerError("a peer named a communicator by something that is no name of NCCL's")
+            raise PeerError("a peer named a communicator by something that is not a name of NCCL's")
         torch.cuda.set_device(self._device)
         self._sends = sends
         self._stream = _own_stream(self._device)

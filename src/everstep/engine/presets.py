@@ -34,7 +34,7 @@ class GptShape:
                 raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 1.")
         if self.width % self.heads or self.width // self.heads % 2:
             raise UserError(
-                f"model.width {self.width} over {self.heads} heads is no even head size; "
+                f"model.width {self.width} over {self.heads} heads is not an even head size; "
                 "make width a multiple of 2 x heads."
             )
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):

@@ -57,7 +57,7 @@ class Pattern:
         try:
             re.compile(self.match)
         except re.error as error:
-            raise UserError(f"pattern {self.match!r} is no regular expression: {error}.") from None
+            raise UserError(f"pattern {self.match!r} is not a regular expression: {error}.") from None
         extras = [name for name in ("sizes", "parts", "pad_to", "experts") if getattr(self, name) is not None]
         if self.kind != "fragment" and (extras or self.dim is not None):
             raise UserError(f"pattern {self.match!r}: {[*extras, 'dim'][0]} is for fragments only.")

@@ -97,7 +97,7 @@ class MemoryServer:
         if not _TASK.fullmatch(task) or not self.store.knows(task, token):
             raise web.HTTPForbidden(text="this token opens nothing here")
         if not _PART.fullmatch(part) or not re.fullmatch(r"\d{1,18}", step):
-            raise web.HTTPBadRequest(text="this is no name of a part")
+            raise web.HTTPBadRequest(text="this is not a name of a part")
         return self.store.folder / task / step_name(int(step)) / part
 
     async def _get(self, request: web.Request) -> web.StreamResponse:

@@ -125,7 +125,7 @@ class Prober:
         known = {port.address for node in self.topology.nodes for port in node.ports}
         if target not in known:
             raise UserError(
-                f"{target} is no node's address in fabric {self.topology.name}: "
+                f"{target} is not the address of a node in fabric {self.topology.name}: "
                 "only addresses of the fabric file are probed."
             )
 

@@ -170,6 +170,6 @@ class WorkerLines:
                     self._happened(ProcessSpoke(sender, said))
         except PeerError as error:
             self.hang_up(sender)
-            self._happened(ProcessMisspoke(sender, f"said what is no report: {error}"))
+            self._happened(ProcessMisspoke(sender, f"said what is not a report: {error}"))
             return False
         return True

@@ -67,7 +67,7 @@ def _lose(world: PlanWorld, name: str, back_in_s: float | None) -> PlanWorld:
     node_name, colon, slot = name.partition(":")
     node = world.cluster.node(node_name)
     if node.lost:
-        raise UserError(f"node {node_name!r} is lost already; name one that lives.")
+        raise UserError(f"node {node_name!r} is lost already; name one that is up.")
     if not colon:
         return _with_node(world, replace(node, lost=True, back_in_s=back_in_s))
     if back_in_s is not None:

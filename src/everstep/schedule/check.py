@@ -51,7 +51,7 @@ def deadlocks(instance: Instance, schedule: Schedule) -> list[str]:
                 at[worker] += 1
                 moved = True
     return [
-        f"worker {w} waits for ever before {schedule.ops[w][i]}."
+        f"worker {w} waits forever before {schedule.ops[w][i]}."
         for w, i in at.items()
         if i < len(schedule.ops[w])
     ]

@@ -63,7 +63,7 @@ class ProcessSpoke:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMisspoke:
-    """It said what is no report: nothing it says can be relied on."""
+    """It said what is not a report: nothing it says can be relied on."""
 
     sender: Sender
     because: str

@@ -274,7 +274,7 @@ class Coordinator:
             case msg.UnpauseRequested():
                 return self._tasks.unpause(task)
             case msg.ResizeRequested():
-                return self._tasks.resize(task, event.workers, "a person resized it", now)
+                return self._tasks.resize(task, event.workers, "an operator resized it", now)
             case msg.ResizeReleased():
                 return self._tasks.release(task)
             case msg.ReshapeRequested():

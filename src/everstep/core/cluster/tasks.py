@@ -73,7 +73,7 @@ class Tasks:
         return []
 
     def cancel(self, task: Task, now: Moment) -> Actions:
-        return self.end(task, Ending(state=TaskState.CANCELLED, because="a person cancelled it"), now)
+        return self.end(task, Ending(state=TaskState.CANCELLED, because="an operator cancelled it"), now)
 
     def finish_early(self, task: Task, because: str, now: Moment) -> Actions:
         """After the step it is in, whose state is saved."""
@@ -88,7 +88,7 @@ class Tasks:
             return []
         if not task.request.has_checkpoints:
             return []  # the API has refused it
-        because, asked_again = "a person paused it", task.after_stop is TaskState.PAUSED
+        because, asked_again = "an operator paused it", task.after_stop is TaskState.PAUSED
         if asked_again or task.state is not TaskState.RUNNING or not task.has_every_stage:
             return self.end(task, Ending(state=TaskState.PAUSED, because=because, gently=True), now)
         task.after_stop, task.because = TaskState.PAUSED, f"{because}: its state is saved first"

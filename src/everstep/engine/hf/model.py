@@ -168,7 +168,7 @@ class Family:
                 model = auto.from_config(self.config, dtype=dtype)
         except (ValueError, KeyError) as error:
             raise UserError(
-                f"{type(self.config).__name__} is no causal language model: {in_short(error)}."
+                f"{type(self.config).__name__} is not a causal language model: {in_short(error)}."
             ) from None
         except Exception as error:  # transformers', about a config that lacks something
             kind = type(self.config).__name__

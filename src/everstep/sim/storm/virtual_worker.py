@@ -346,9 +346,6 @@ class VirtualWorker:
 
     # -------------------------------------------------------------- looking at it
 
-    def is_writing_its_last(self) -> bool:
-        return self.leaving and self.writing > 0
-
     def standing(self) -> str:
         """In words, for the report of a storm that does not end."""
         if self.leaving:
