@@ -214,6 +214,7 @@ class Sweep:
         graphs: str = "never",
         clean: dict[str, Losses] | None = None,
         data: DataSpec | None = None,
+        depth: int | None = None,
         fork_server: ForkServer | None = None,
     ) -> None:
         """Healed runs take `transport` and `graphs`; clean ones are by tcp and eager, so that two ways of
@@ -221,7 +222,7 @@ class Sweep:
         """
         self.transport, self.shard, self.graphs = transport, shard, graphs
         self.job = Job(
-            model=ModelSpec(preset=preset),
+            model=ModelSpec(preset=preset, options={} if depth is None else {"depth": depth}),
             data=data or DataSpec(kind="synthetic"),
             steps=steps,
             microbatches=4,

@@ -40,7 +40,7 @@ ALSO = {
 
 @pytest.fixture(scope="module")
 def sweep(fork_server: ForkServer) -> Sweep:
-    return Sweep(steps=5, data=SHORT, fork_server=fork_server)
+    return Sweep(steps=5, depth=2, data=SHORT, fork_server=fork_server)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, start: str) -> N
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model": ModelSpec(preset="gpt-tiny", options={"tied": True, "dropout": 0.1})},
+        {"model": ModelSpec(preset="gpt-tiny", options={"depth": 2, "tied": True, "dropout": 0.1})},
         {"recompute": True, "accumulate": "fp32"},
         pytest.param(
-            {"model": ModelSpec(preset="gpt-tiny", options={"tied": True}), "stages": 1},
+            {"model": ModelSpec(preset="gpt-tiny", options={"depth": 2, "tied": True}), "stages": 1},
             marks=pytest.mark.slow,
         ),
         {"accumulate": "strict32", "replicas": 3},

@@ -28,7 +28,7 @@ CHOSEN = [
 
 @pytest.fixture(scope="module")
 def sweep(fork_server: ForkServer) -> Sweep:
-    return Sweep(steps=5, shards=2, data=SHORT, fork_server=fork_server)
+    return Sweep(steps=5, shards=2, depth=2, data=SHORT, fork_server=fork_server)
 
 
 @pytest.mark.parametrize("start", CHOSEN)

@@ -9,10 +9,9 @@ import numpy as np
 
 from everstep.checkpoint import dtypes
 from everstep.checkpoint.dtypes import Array
-from everstep.checkpoint.parts import BLOCK_BYTES, Progress
+from everstep.checkpoint.parts import Progress
 from everstep.checkpoint.state import TrainingState
-from everstep.checkpoint.stored import Stored, num_bytes, read_range
-from everstep.layout.layout import ITEM_BYTES
+from everstep.checkpoint.stored import Stored, num_bytes, read_both
 
 
 def compare(a: TrainingState, b: TrainingState, progress: Progress = lambda count: None) -> dict[str, Any]:
@@ -50,15 +49,8 @@ def _difference(a: Stored, b: Stored, progress: Progress) -> dict[str, Any] | No
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         kinds = f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
         return {"because": f"it is {kinds}", "max_abs": None, "elements": None}
-    step = BLOCK_BYTES // ITEM_BYTES[a.dtype]
-    total = prod(a.shape)
     elements, largest = 0, 0.0
-    for start in range(0, total, step):
-        stop = min(total, start + step)
-        x: Array = np.empty(stop - start, dtypes.raw(a.dtype))
-        y = np.empty_like(x)
-        read_range(a, start, stop, x)
-        read_range(b, start, stop, y)
+    for x, y in read_both(a, b):
         progress(x.nbytes)
         unequal = int((x != y).sum())
         if unequal:
@@ -67,7 +59,7 @@ def _difference(a: Stored, b: Stored, progress: Progress) -> dict[str, Any] | No
             largest = max(largest, float(np.abs(gap).max()))
     if not elements:
         return None
-    sentence = f"{elements} of {total} elements differ, by {largest:.3g} at most"
+    sentence = f"{elements} of {prod(a.shape)} elements differ, by {largest:.3g} at most"
     return {"because": sentence, "max_abs": largest, "elements": elements}
 
 

@@ -20,10 +20,8 @@ from typing import Any
 import numpy as np
 
 from everstep.checkpoint import dtypes
-from everstep.checkpoint.dtypes import Array
-from everstep.checkpoint.stored import Held, Stored, num_bytes, read_all, read_range
+from everstep.checkpoint.stored import Held, Stored, num_bytes, read_all, read_both
 from everstep.checkpoint.values import Encoder, decode, is_stored
-from everstep.layout.layout import ITEM_BYTES
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,18 +117,8 @@ def value_of_key(name: str, stored: Stored) -> Any:
     return None if kind == "none" else _PYTHON[kind][0](number_of(stored))
 
 
-def equal(a: Stored, b: Stored, block_bytes: int = 4 << 20) -> bool:
+def equal(a: Stored, b: Stored) -> bool:
     """Are they the same bytes? Block by block."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    step = block_bytes // ITEM_BYTES[a.dtype]
-    total = num_bytes(a) // ITEM_BYTES[a.dtype]
-    for start in range(0, total, step):
-        stop = min(total, start + step)
-        x: Array = np.empty(stop - start, dtypes.raw(a.dtype))
-        y = np.empty_like(x)
-        read_range(a, start, stop, x)
-        read_range(b, start, stop, y)
-        if not np.array_equal(x, y):
-            return False
-    return True
+    return all(np.array_equal(x, y) for x, y in read_both(a, b))

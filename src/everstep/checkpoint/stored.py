@@ -54,6 +54,18 @@ def read_range(stored: Stored, start: int, stop: int, out: Array) -> None:
         at += box.volume
 
 
+def read_both(a: Stored, b: Stored, block_bytes: int = 4 << 20) -> Iterator[tuple[Array, Array]]:
+    """Two tensors of one type and shape, block by block, each as a flat array."""
+    step, total = block_bytes // ITEM_BYTES[a.dtype], prod(a.shape)
+    for start in range(0, total, step):
+        stop = min(total, start + step)
+        x: Array = np.empty(stop - start, dtypes.raw(a.dtype))
+        y = np.empty_like(x)
+        read_range(a, start, stop, x)
+        read_range(b, start, stop, y)
+        yield x, y
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     dtype: str

@@ -243,7 +243,7 @@ class Job:
         at_most("replicas * stages * microbatches", self.replicas * self.stages * self.microbatches, MOST_OPS)
 
     def refuse_contradictions(self) -> None:
-        """In a job that somebody gives: a later change of its shape may well leave such settings behind."""
+        """In a job that a user gives: a later change of its shape can leave such settings behind."""
         for least, most in (("min_stages", "stages"), ("min_shards", "shards")):
             if getattr(self, least) > getattr(self, most):
                 raise UserError(

@@ -132,6 +132,17 @@ def _alone(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach()
 
 
+def _queued(ctx: Any, grad: Tensor, *, across: bool) -> Tensor:
+    """Queue the weight gradient of a linear map, as far as it is needed; its weight."""
+    x, weight = ctx.saved_tensors
+    _, *needed, _ = ctx.needs_input_grad
+    if any(needed):
+        ours = [p if need else None for p, need in zip((ctx.weight, ctx.bias), needed, strict=True)]
+        ctx.queue.append(LinearGrad(weight=ours[0], bias=ours[1], input=_alone(x), grad=grad, across=across))
+    found: Tensor = weight
+    return found
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: Queue) -> Tensor:
@@ -142,12 +153,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         (grad,) = grads
-        x, weight = ctx.saved_tensors
-        need_x, *needed, _ = ctx.needs_input_grad
-        if any(needed):
-            ours = [p if need else None for p, need in zip((ctx.weight, ctx.bias), needed, strict=True)]
-            ctx.queue.append(LinearGrad(weight=ours[0], bias=ours[1], input=_alone(x), grad=grad))
-        return grad.matmul(weight) if need_x else None, None, None, None
+        weight = _queued(ctx, grad, across=False)
+        return grad.matmul(weight) if ctx.needs_input_grad[0] else None, None, None, None
 
 
 class _Conv1D(torch.autograd.Function):
@@ -160,14 +167,8 @@ class _Conv1D(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         (grad,) = grads
-        x, weight = ctx.saved_tensors
-        need_x, *needed, _ = ctx.needs_input_grad
-        if any(needed):
-            ours = [p if need else None for p, need in zip((ctx.weight, ctx.bias), needed, strict=True)]
-            ctx.queue.append(
-                LinearGrad(weight=ours[0], bias=ours[1], input=_alone(x), grad=grad, across=True)
-            )
-        return grad.matmul(weight.t()) if need_x else None, None, None, None
+        weight = _queued(ctx, grad, across=True)
+        return grad.matmul(weight.t()) if ctx.needs_input_grad[0] else None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
