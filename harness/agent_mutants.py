@@ -22,8 +22,9 @@ from everstep.core.cluster.nodes import Nodes
 from everstep.core.task.recovery import Recovery
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.events import StepSealed
+from everstep.core.words.links import PeerAddress
 from everstep.core.worker.control import WorkerControl
-from everstep.core.worker.mending import LinkMending, PeerAddress
+from everstep.core.worker.mending import LinkMending
 from everstep.drive.driver import Driver
 
 Patch = tuple[Any, str, Any]  # owner, name, the wrong function

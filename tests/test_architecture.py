@@ -45,6 +45,9 @@ IMPURE = {
 SHELLS = {"engine", "node", "server"}
 
 
+WINGS = {"words": 0, "worker": 1, "task": 1, "faults": 1, "agent": 2, "cluster": 2}  # floors of core
+
+
 def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -66,6 +69,9 @@ def test_imports_point_up_and_pure_packages_are_pure(package: str, path: Path) -
         parts = name.split(".")
         if parts[0] == "everstep" and len(parts) > 1 and parts[1] in FLOORS:
             assert FLOORS.index(parts[1]) <= FLOORS.index(package), f"{path.name} imports {name} from below"
+            if package == parts[1] == "core" and len(parts) > 2:
+                ours, theirs = path.parent.name, parts[2]
+                assert ours == theirs or WINGS[theirs] < WINGS[ours], f"{path.name} imports {name} from below"
             if package == "sim":
                 assert parts[1] not in SHELLS, f"{path.name}: sim drives pure code, not {name}"
         elif package in PURE and parts[0] != "everstep":

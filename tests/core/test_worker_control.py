@@ -8,9 +8,10 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.actions import CopyState, InterruptWorkers, ResumeStep
 from everstep.core.words.agent_messages import EndWorker, OrderTaken
+from everstep.core.words.links import LinkBroke, LinkOpened
 from everstep.core.words.ops import Worker, parse_op
 from everstep.core.words.worker_messages import Finished, Ledger, Members, Paused, Restore, Resume, Wait
-from everstep.core.worker.control import KeepLinks, LinkBroke, LinkOpened, SendReport, WorkerControl, raised
+from everstep.core.worker.control import KeepLinks, SendReport, WorkerControl, raised
 from everstep.core.worker.mending import LinkMending, MendLimits
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState

@@ -23,17 +23,10 @@ from everstep.core.words import worker_messages as msg
 from everstep.core.words.actions import InterruptWorkers
 from everstep.core.words.agent_messages import SAVING, PlantFaults, WorkerOrder
 from everstep.core.words.cluster_messages import NotifyWorker, TimePassed
+from everstep.core.words.links import LinkBroke, LinkOpened
 from everstep.core.words.ops import Worker
 from everstep.core.words.worker_messages import ParcelKind
-from everstep.core.worker.control import (
-    KeepLinks,
-    LinkBroke,
-    LinkOpened,
-    SendReport,
-    ShellAction,
-    WorkerAction,
-    WorkerControl,
-)
+from everstep.core.worker.control import KeepLinks, SendReport, ShellAction, WorkerAction, WorkerControl
 from everstep.core.worker.slices import SMALL
 from everstep.engine import device as devices
 from everstep.engine import frames, step_tensors

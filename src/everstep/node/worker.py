@@ -30,9 +30,10 @@ from everstep.core.words.cluster_messages import (
     StateFetched,
     TimesReported,
 )
+from everstep.core.words.links import LinkBroke, LinkOpened
 from everstep.core.words.ops import parse_worker
 from everstep.core.words.text import MOST_TRACEBACK, clipped
-from everstep.core.worker.control import LinkBroke, LinkOpened, WorkerControl, raised
+from everstep.core.worker.control import WorkerControl, raised
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
 from everstep.engine import nccl, regions

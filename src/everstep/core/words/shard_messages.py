@@ -21,8 +21,8 @@ from everstep.core.words.cluster_messages import (
     StateFetched,
     TimePassed,
 )
+from everstep.core.words.links import LinkBroke, LinkOpened
 from everstep.core.words.worker_messages import Parcel, StateTransfer
-from everstep.core.worker.control import LinkBroke, LinkOpened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

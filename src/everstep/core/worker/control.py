@@ -23,25 +23,11 @@ from everstep.core.words.cluster_messages import (
     TaskEvent,
     TimePassed,
 )
+from everstep.core.words.links import LinkBroke, LinkOpened, PeerAddress
 from everstep.core.words.ops import Worker
 from everstep.core.words.text import MOST_TRACEBACK, clipped
-from everstep.core.worker.mending import LinkMending, MendLimits, PeerAddress
+from everstep.core.worker.mending import LinkMending, MendLimits
 from everstep.core.worker.worker_state import WorkerState
-
-
-@dataclass(frozen=True, slots=True)
-class LinkBroke:
-    """A connection to or from this address broke."""
-
-    address: PeerAddress
-
-
-@dataclass(frozen=True, slots=True)
-class LinkOpened:
-    """The peer at this address has answered on a new connection."""
-
-    address: PeerAddress
-
 
 ControlEvent = NotifyWorker | EndWorker | LinkBroke | LinkOpened | TimePassed
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-PeerAddress = tuple[str, int]  # host, port
+from everstep.core.words.links import PeerAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from everstep.core.words import shard_messages as sh
 from everstep.core.words import worker_messages as msg
+from everstep.core.words.links import LinkBroke, LinkOpened
 from everstep.core.words.worker_messages import Parcel
-from everstep.core.worker.control import LinkBroke, LinkOpened
 from everstep.core.worker.slices import SMALL, SlicesInHand
 from everstep.engine import frames
 from everstep.engine.shards.leader import Contents

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep.core.words import worker_messages as msg
+from everstep.core.words.links import LinkBroke, LinkOpened, PeerAddress
 from everstep.core.words.ops import Worker
-from everstep.core.worker.control import LinkBroke, LinkOpened
-from everstep.core.worker.mending import PeerAddress
 from everstep.sim.storm.network import VirtualLink
 from everstep.sim.storm.scene import Scene
 from everstep.sim.storm.shard_group import StateArrived, VirtualFollower

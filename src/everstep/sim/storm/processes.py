@@ -15,16 +15,9 @@ from everstep.core.words import shard_messages as sh
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.agent_messages import SAVING, WorkerReport
 from everstep.core.words.cluster_messages import NotifyWorker, PartWritten, Sender, TaskEvent, TimePassed
+from everstep.core.words.links import LinkBroke, LinkOpened
 from everstep.core.words.ops import Kind, Worker
-from everstep.core.worker.control import (
-    KeepLinks,
-    LinkBroke,
-    LinkOpened,
-    SendReport,
-    ShellAction,
-    StateDirections,
-    WorkerAction,
-)
+from everstep.core.worker.control import KeepLinks, SendReport, ShellAction, StateDirections, WorkerAction
 from everstep.core.worker.worker_state import WorkerState
 from everstep.sim.storm.connections import Connections
 from everstep.sim.storm.scene import Scene

@@ -16,10 +16,10 @@ from everstep.core.words import shard_messages as sh
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.agent_messages import PlantFaults
 from everstep.core.words.cluster_messages import Sender
+from everstep.core.words.links import LinkBroke, LinkOpened, PeerAddress
 from everstep.core.words.ops import Worker
-from everstep.core.worker.control import KeepLinks, LinkBroke, LinkOpened, WorkerControl
+from everstep.core.worker.control import KeepLinks, WorkerControl
 from everstep.core.worker.joining import FrameUse
-from everstep.core.worker.mending import PeerAddress
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.slices import SMALL, SliceCount, SlicesInHand
 from everstep.core.worker.worker_state import WorkerState

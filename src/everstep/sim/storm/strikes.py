@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from everstep.core.words.links import PeerAddress
 from everstep.core.words.ops import Worker
-from everstep.core.worker.mending import PeerAddress
 from everstep.sim.storm.cluster_world import ClusterWorld
 from everstep.sim.storm.connections import ShardEnd, ends
 from everstep.sim.storm.faults import HERE, WHO_WORKERS, FaultKind, StormFault

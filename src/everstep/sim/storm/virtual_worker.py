@@ -16,11 +16,11 @@ from typing import Any
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.agent_messages import SAVING
 from everstep.core.words.cluster_messages import Sender
+from everstep.core.words.links import PeerAddress
 from everstep.core.words.ops import Kind
 from everstep.core.worker.buffers import Buffers
 from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.joining import FrameUse
-from everstep.core.worker.mending import PeerAddress
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState
 from everstep.sim.storm.checkers import Violation
