@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from trial import LENGTH, ROWS, layers, loss, optimizer
+from trial import LENGTH, ROWS, loss, optimizer
+from trial import layers as builds
 
 MICROBATCHES, CHECKPOINT_EVERY, STEPS = 8, 10, 1_000_000
 PAUSE_S = float(os.environ.get("RACE_PAUSE_S", "0"))  # per step, for a trial on a machine that is shared
@@ -33,6 +34,16 @@ MEET_S = 120.0  # of the rendezvous: workers of a new round import torch at thei
 def text() -> Tensor:
     topics = pydoc_data.topics.topics
     return torch.tensor(list("".join(topics[key] for key in sorted(topics)).encode("ascii", "replace")))
+
+
+def layers() -> list[Callable[[], nn.Module]]:
+    """Each with weights of its own seed, so that every system begins with the same ones."""
+    return [partial(_seeded, number, build) for number, build in enumerate(builds())]
+
+
+def _seeded(number: int, build: Callable[[], nn.Module]) -> nn.Module:
+    torch.default_generator.manual_seed(number)
+    return build()
 
 
 class Data:
@@ -66,7 +77,6 @@ class Training:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        torch.manual_seed(0)
         self.model = nn.Sequential(*(build() for build in layers()))
         self.optim, self.data = optimizer(list(self.model.named_parameters())), Data()
 
