@@ -98,10 +98,10 @@ class Scene:
     def task(self) -> Any:
         return self.client.get("/v1/tasks/job")
 
-    def start_agent(self, name: str) -> None:
+    def start_agent(self, name: str, slots: int = 2) -> None:
         machine = self.machines[name]
         through = ",".join(f"http://{c}:7077" for c in self.coordinators)
-        command = [*EVERSTEP, "agent", "--node", name, "--slots", "2", "--host", machine.address]
+        command = [*EVERSTEP, "agent", "--node", name, "--slots", str(slots), "--host", machine.address]
         token = {"EVERSTEP_TOKEN": TOKEN, **self.more.get(name, {})}
         machine.start([*command, "--coordinator", through], "agent.log", token)
 

@@ -12,11 +12,11 @@ import torch
 
 from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.engine.links import Links
+from everstep.engine.sockets import progress_of
 from everstep.errors import UserError
 from everstep.fabric.catalogue import Tuple4
 from everstep.fabric.topology import FabricNode, Port, Switch, Topology
 from everstep.node.probe import REACHED, Budget, Prober, probe
-from everstep.node.steer import progress_of
 
 HOME = Topology(
     name="home",

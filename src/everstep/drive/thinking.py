@@ -15,6 +15,7 @@ from everstep.core.cluster.task import Task
 from everstep.core.task.states import Member
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
+from everstep.diagnose.link_watch import LinkWatch
 from everstep.diagnose.watch import Watch
 from everstep.drive.ports import HandledEvent
 from everstep.plan.ahead import ReadyAnswers
@@ -32,6 +33,7 @@ class Thinking:
         self.measured = Measurements()
         self.ready = ReadyAnswers()
         self._watches: dict[str, Watch] = {}
+        self._links: dict[str, LinkWatch] = {}
 
     def scheduler(self, task: Task) -> TaskScheduler:
         if task.name not in self.schedulers:
@@ -39,11 +41,12 @@ class Thinking:
         return self.schedulers[task.name]
 
     def learn(self, task: Task, report: msg.TimesReported) -> Iterable[msg.ClusterEvent]:
-        """Op times of a worker; what they say about its speed."""
+        """Op times of a worker and rates of its links; what they say about its speed and theirs."""
         self.scheduler(task).learn(report)
         if task.name not in self._watches:
             self._watches[task.name] = Watch(task.name, task.speeds.slow)
-        return self._watches[task.name].reported(report)
+            self._links[task.name] = LinkWatch(task.name)
+        return [*self._watches[task.name].reported(report), *self._links[task.name].reported(report)]
 
     def answer(self, machine: Coordinator, action: msg.Think) -> msg.PlanAnswered | None:
         task = machine.tasks.get(action.task)
@@ -112,6 +115,7 @@ class Thinking:
     def forget(self, task: str) -> None:
         self.schedulers.pop(task, None)
         self._watches.pop(task, None)
+        self._links.pop(task, None)
 
 
 def _members(task: Task) -> int:

@@ -30,7 +30,7 @@ from torch import Tensor
 from everstep.core.words.worker_messages import Parcel
 from everstep.engine import frames
 from everstep.engine.handshake import Acceptor, Opener
-from everstep.engine.sockets import watch_path
+from everstep.engine.sockets import FlowProgress, progress_of, watch_path
 from everstep.errors import PeerError
 
 _DISCARD = struct.pack("ii", 1, 0)  # SO_LINGER: on, no time
@@ -163,6 +163,15 @@ class Links:
             return 0
         with link.lock:
             return sum(view.nbytes for view in link.queue)
+
+    def progress(self) -> dict[Address, FlowProgress]:
+        """What the kernel says of every connection that is open."""
+        found = {}
+        for to, link in list(self._out.items()):
+            if link.connected and not link.broken:
+                with contextlib.suppress(OSError):  # it was closed meanwhile
+                    found[to] = progress_of(link.socket)
+        return found
 
     def forget(self, keep: set[Address]) -> None:
         """Close the connections to everybody else."""

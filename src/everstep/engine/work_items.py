@@ -32,6 +32,7 @@ from everstep.engine.sharded_steps import ShardedSteps
 from everstep.engine.shards.collectives import summed
 from everstep.engine.shards.slices import sliced, together
 from everstep.engine.signs import WorkerSigns
+from everstep.engine.sockets import FlowProgress
 from everstep.engine.stage import Stage
 from everstep.engine.step_tensors import StepTensors
 from everstep.engine.transfers import StateSender
@@ -69,6 +70,7 @@ class WorkItems:
         self.state, self.me, self.rules = control.state, control.sender.worker, control.state.rules
         self.signs, self.times, self.loader = signs, times, loader
         self._data_waited_s = 0.0
+        self._sent_before: dict[Address, FlowProgress] = {}
         self._sender = StateSender(courier.links)
         self._build = build
         self.stage, made = build()
@@ -255,8 +257,9 @@ class WorkItems:
             told["times"] |= self._memory()
             name, worker, incarnation = self.control.sender
             carriers = self._carriers()
+            sent = self._sent()
             times = TimesReported(
-                task=name, worker=worker, incarnation=incarnation, carriers=carriers, **told
+                task=name, worker=worker, incarnation=incarnation, carriers=carriers, sent=sent, **told
             )
             self.ports.report(times)
         self.signs.maybe_die(task.step, "U", "after")
@@ -358,6 +361,17 @@ class WorkItems:
         """By peer: what carries tensors to it now."""
         book = {self.address(at): worker for worker, at in self.control.book.items()}
         return {str(book[to]): kind for to, kind in self.courier.carriers.items() if to in book}
+
+    def _sent(self) -> dict[str, tuple[int, float]]:
+        """By peer on another machine: bytes acknowledged and seconds under way, since the last call."""
+        book = {self.address(at): worker for worker, at in self.control.book.items()}
+        now, before, here = self.courier.links.progress(), self._sent_before, self.courier.links.address.host
+        self._sent_before = now
+        return {
+            str(book[to]): (seen.acked_bytes - before[to].acked_bytes, seen.busy_s - before[to].busy_s)
+            for to, seen in now.items()
+            if to in book and to.host != here and to in before and seen.acked_bytes >= before[to].acked_bytes
+        }
 
     def address(self, address: tuple[str, int]) -> Address:
         """Of the same shard of that worker: shards listen on neighbouring ports."""

@@ -12,15 +12,15 @@ different links for a moment they may choose one path both, which the next windo
 from __future__ import annotations
 
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from everstep.engine.links import Address, Links
+from everstep.engine.sockets import progress_of
 from everstep.errors import UserError
 from everstep.fabric.allocate import allocate
 from everstep.fabric.catalogue import Hops, Tuple4
@@ -32,23 +32,6 @@ from everstep.node.probe import Budget, Prober
 
 _PROBE_PACKETS = 1024  # of one connection
 _PROBE_S = 2.0
-
-
-class FlowProgress(NamedTuple):
-    """What the kernel knows of a sender: totals since its socket was opened."""
-
-    acked_bytes: int
-    busy_s: float  # had something to send, and the receiver had room for it
-    waiting: bool  # something is out and not acknowledged
-
-
-def progress_of(sock: socket.socket) -> FlowProgress:
-    """From struct tcp_info, whose front has not moved since Linux 4.10."""
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    (unacked,) = struct.unpack_from("=I", info, 24)
-    (acked,) = struct.unpack_from("=Q", info, 120)
-    busy_us, receiver_full_us = struct.unpack_from("=QQ", info, 168)
-    return FlowProgress(acked, (busy_us - receiver_full_us) / 1e6, unacked > 0)
 
 
 @dataclass(slots=True)

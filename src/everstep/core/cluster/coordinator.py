@@ -52,6 +52,8 @@ TaskRequest = (
     | msg.PlanAnswered
     | msg.SlownessFound
     | msg.SlownessEnded
+    | msg.SlowLinkFound
+    | msg.SlowLinkEnded
 )
 TaskReport = (
     msg.TaskEvent
@@ -283,6 +285,8 @@ class Coordinator:
                 return self._training.inform(task, event.event, now)
             case msg.SlownessFound() | msg.SlownessEnded():
                 return self._handle_pace(task, event, now)
+            case msg.SlowLinkFound() | msg.SlowLinkEnded():
+                return self._handle_link(task, event, now)
             case _:
                 assert_never(event)
 
@@ -313,6 +317,11 @@ class Coordinator:
             self._later.slots_changed(because)
             actions += self._training.inform(task, ev.ProfileChanged(because=because), now)
         return actions
+
+    def _handle_link(self, task: Task, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment) -> Actions:
+        both = {event.worker, event.peer} <= task.seats.keys()
+        running = task.state is TaskState.RUNNING
+        return self._slowness.link(task, event, now) if running and both else []
 
     # -------------------------------------------------------------- reports of nodes
 
@@ -355,9 +364,7 @@ class Coordinator:
             case msg.LinkMended():
                 return self._failures.mended(task, report, now)
             case msg.SlowLinkFound() | msg.SlowLinkEnded():
-                both = {report.worker, report.peer} <= task.seats.keys()
-                running = task.state is TaskState.RUNNING
-                return self._slowness.link(task, report, now) if running and both else []
+                return self._handle_link(task, report, now)
             case msg.TimesReported():
                 return []
             case _:

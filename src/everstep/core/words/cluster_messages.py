@@ -395,6 +395,8 @@ ClusterEvent = (
     | AssignmentChosen
     | SlownessFound
     | SlownessEnded
+    | SlowLinkFound
+    | SlowLinkEnded
     | PolicySet
     | TimePassed
 )

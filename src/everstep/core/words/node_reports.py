@@ -138,11 +138,16 @@ class TimesReported:
     seconds: float = 0.0  # since the last telling
     carriers: Mapping[str, str] = field(default_factory=dict)  # by peer: the transport of tensors to it
     shard_waits: tuple[float, ...] = ()  # seconds inside collectives of each of its shards
+    sent: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """By peer on another machine, since the last telling: bytes acknowledged, and for how many seconds some
+    were on their way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowLinkFound:
-    """Messages between these two take longer than elsewhere, or than before, as their rings say."""
+    """Messages between these two take longer than elsewhere, or than before: their rings say so, or, between
+    machines, the rate of what was acknowledged.
+    """
 
     task: str
     worker: Worker

@@ -1,0 +1,97 @@
+"""Links between machines, judged live from what peers acknowledge."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from everstep.core.words.cluster_messages import SlowLinkEnded, SlowLinkFound, TimesReported
+from everstep.core.words.ops import Worker
+from everstep.diagnose.link_watch import CALM_LOOKS, KNOWN, LOOKS, LinkWatch
+
+WORKERS = [Worker(replica, stage) for replica in range(2) for stage in range(2)]
+VICTIM = Worker(1, 1)
+Bandwidth = Callable[[Worker, Worker, int], float]  # of the usual, by link and step
+News = tuple[int, SlowLinkFound | SlowLinkEnded]
+
+
+def story(
+    bandwidth: Bandwidth, *, steps: int, noise: float = 0.2, watch: LinkWatch | None = None, seed: int = 1
+) -> list[News]:
+    """What is said, and after which step, of workers on four machines with cables of 12.5 MB/s."""
+    draw, found = random.Random(seed), []
+    watch = watch or LinkWatch("t")
+    for step in range(1, steps + 1):
+        for worker in WORKERS:
+            sent = {}
+            for peer in WORKERS:
+                if peer != worker:
+                    rate = 12.5e6 * bandwidth(worker, peer, step) * draw.uniform(1 - noise, 1 + noise)
+                    sent[str(peer)] = (1_000_000, 1e6 / rate)
+            report = TimesReported(task="t", worker=worker, incarnation=1, step=step, times={}, sent=sent)
+            found += [(step, news) for news in watch.reported(report)]
+    return found
+
+
+def links(news: Iterable[News]) -> set[tuple[Worker, Worker]]:
+    return {(said.worker, said.peer) for _, said in news if isinstance(said, SlowLinkFound)}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_links_that_scatter_are_not_slow(seed: int) -> None:
+    assert story(lambda sender, receiver, step: 1.0, steps=100, noise=0.4, seed=seed) == []
+
+
+def test_a_link_at_a_tenth_of_its_bandwidth_is_found_in_three_looks_and_ends_when_it_is_well() -> None:
+    slow = (Worker(0, 0), Worker(1, 0))
+
+    def bandwidth(sender: Worker, receiver: Worker, step: int) -> float:
+        return 0.1 if (sender, receiver) == slow and 20 <= step < 40 else 1.0
+
+    (at, found), (until, ended) = story(bandwidth, steps=60)
+    assert isinstance(found, SlowLinkFound)
+    assert (found.worker, found.peer) == slow
+    assert 20 < at <= 20 + LOOKS
+    assert "usually 12" in found.because
+    assert "the other 11 links" in found.ruled_out[0]
+    assert isinstance(ended, SlowLinkEnded)
+    assert until <= 40 + CALM_LOOKS
+
+
+def test_the_cable_of_a_machine_slows_its_row_and_its_column_and_no_other_link() -> None:
+    def bandwidth(sender: Worker, receiver: Worker, step: int) -> float:
+        return 0.1 if VICTIM in (sender, receiver) and step >= 20 else 1.0
+
+    found = story(bandwidth, steps=40)
+    others = [worker for worker in WORKERS if worker != VICTIM]
+    assert links(found) == {(VICTIM, w) for w in others} | {(w, VICTIM) for w in others}
+
+
+def test_a_machine_without_a_free_core_slows_all_links_and_accuses_none() -> None:
+    assert story(lambda sender, receiver, step: 0.1 if step >= 20 else 1.0, steps=60) == []
+
+
+def test_a_link_that_was_slow_from_the_beginning_is_found_beside_the_others() -> None:
+    slow = (Worker(0, 0), Worker(1, 0))
+    found = story(lambda a, b, step: 0.08 if (a, b) == slow else 1.0, steps=40)
+    assert links(found) == {slow}
+    assert "the other links have" in found[0][1].because
+
+
+def test_two_slow_moments_are_no_slow_link() -> None:
+    def bandwidth(sender: Worker, receiver: Worker, step: int) -> float:
+        return 0.1 if (sender, step) in {(VICTIM, 20), (VICTIM, 21)} else 1.0
+
+    assert story(bandwidth, steps=40) == []
+
+
+def test_a_new_process_has_new_links() -> None:
+    watch = LinkWatch("t")
+    slow = (Worker(0, 0), Worker(1, 0))
+    story(lambda a, b, step: 0.1 if (a, b) == slow and step > KNOWN + 3 else 1.0, steps=30, watch=watch)
+    again = TimesReported(task="t", worker=slow[0], incarnation=2, step=31, times={})
+    (ended,) = watch.reported(again)
+    assert isinstance(ended, SlowLinkEnded)
+    assert "started again" in ended.because
