@@ -24,41 +24,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from everstep.core.words.shape import Shape
-from harness.forecast_steps import ForecastKind
-from harness.real_storm import NODES
-from harness.storm_forecast import StormForecast
+from harness.storm_forecast import forecast, weighed
 
 NO_FAULTS = ("submit", "coordinator up", "agent up")
-KINDS = {
-    "heavy": (4.0, Shape(2, 2, 2), 3),
-    "middle": (2.0, Shape(2, 1, 2), 0),
-    "light": (1.0, Shape(1, 2, 4), 0),
-}
-
-
-def forecast(storm: dict[str, Any], *, faults: bool = True) -> dict[str, int]:
-    kinds = [
-        ForecastKind(
-            name=name,
-            weight=weight,
-            shape=shape,
-            steps=storm["steps"],
-            copy_every=copy_every,
-            alone_s=storm["measured"][name]["alone_s"],
-            beside_s=storm["measured"][name]["beside_s"],
-            begin_s=storm["measured"][name]["begin_s"],
-            cold_s=storm["measured"][name].get("cold_s", storm["measured"][name]["begin_s"]),
-            again_s=storm["measured"][name].get("again_s", 0.0),
-        )
-        for name, (weight, shape, copy_every) in KINDS.items()
-    ]
-    world = StormForecast(kinds, NODES)
-    return dict(world.run(storm["trace"] if faults else (), storm["seconds"]))
-
-
-def weighed(steps: dict[str, int]) -> float:
-    return sum(KINDS[name][0] * count for name, count in steps.items())
 
 
 def row(path: Path, factor: float) -> dict[str, Any]:

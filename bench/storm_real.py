@@ -35,7 +35,8 @@ from typing import Any
 from everstep.engine.job import Job
 from everstep.launch.local.api import run_job
 from harness.cluster import Cluster, replayed, small_job
-from harness.real_storm import NODES, SLOTS, STRIKES, Storm, small_disk
+from harness.real_storm import SLOTS, STRIKES, Storm, small_disk
+from harness.storm_forecast import NODES, forecast, weighed
 from harness.storm_measures import JobKind, StormMeasures
 
 MARK = "EVERSTEP_STORM_MARK"
@@ -204,19 +205,20 @@ def run(
     counts: dict[str, int] = {}
     for each in storm.happenings:
         counts[each.what] = counts.get(each.what, 0) + 1
-    if arguments.trace and measured:
-        trace = {
-            "seed": seed,
-            "seconds": seconds,
-            "steps": arguments.steps,
-            "cores": len(os.sched_getaffinity(0)),
-            "began_at": storm.began_at,
-            "measured": measured,
-            "done": done,
-            "trace": [each.document() for each in storm.happenings],
-        }
+    trace = {
+        "seed": seed,
+        "seconds": seconds,
+        "steps": arguments.steps,
+        "cores": len(os.sched_getaffinity(0)),
+        "began_at": storm.began_at,
+        "measured": measured,
+        "done": done,
+        "trace": [each.document() for each in storm.happenings],
+    }
+    if arguments.trace:
         Path(arguments.trace).mkdir(parents=True, exist_ok=True)
         (Path(arguments.trace) / f"storm-{seed}.json").write_text(json.dumps(trace))
+    expected = weighed(forecast(trace)) / seconds if measured else None
     return {
         "seed": seed,
         "minutes": round(seconds / 60, 2),
@@ -226,6 +228,8 @@ def run(
         "cancelled": len(storm.cancelled),
         "steps": sum(len(clean[kind]) for name, kind in storm.submitted.items() if name in names),
         "steps_in_time": done,
+        "waf": round(weighed(done) / seconds, 3),
+        "waf_expected": None if expected is None else round(expected, 3),
         "incidents": len(incidents),
         "journal": settled[0],
         "checks": {check: "holds" if not found else f"fails {len(found)}" for check, found in wrong.items()},

@@ -22,9 +22,9 @@ from typing import Any
 
 from everstep.errors import EverstepError
 from harness.cluster import Cluster, descendants
+from harness.storm_forecast import NODES
 from harness.storm_measures import JobKind
 
-NODES = ("a", "b", "c")
 SLOTS = 3
 DISK_BYTES = 48 << 20
 Undo = Callable[[], None]

@@ -14,9 +14,16 @@ from typing import Any
 from everstep.core.cluster.task import OVER
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import Worker, parse_worker
+from everstep.core.words.shape import Shape
 from harness.forecast_cluster import HANG_S, CoarseCluster
 from harness.forecast_steps import ForecastKind
 
+NODES = ("a", "b", "c")
+KINDS = {
+    "heavy": (4.0, Shape(2, 2, 2), 3),
+    "middle": (2.0, Shape(2, 1, 2), 0),
+    "light": (1.0, Shape(1, 2, 4), 0),
+}  # weight, shape, steps between two copies in memory
 AGENT_S, COORDINATOR_S = 1.5, 1.5  # until they are up, where the trace does not say
 LOOK_S = 0.1  # as often as the storm looks
 
@@ -120,3 +127,27 @@ class StormForecast:
 
 def _kind(task: str) -> str:
     return task.rpartition("-")[0]
+
+
+def forecast(storm: dict[str, Any], *, faults: bool = True) -> dict[str, int]:
+    kinds = [
+        ForecastKind(
+            name=name,
+            weight=weight,
+            shape=shape,
+            steps=storm["steps"],
+            copy_every=copy_every,
+            alone_s=storm["measured"][name]["alone_s"],
+            beside_s=storm["measured"][name]["beside_s"],
+            begin_s=storm["measured"][name]["begin_s"],
+            cold_s=storm["measured"][name].get("cold_s", storm["measured"][name]["begin_s"]),
+            again_s=storm["measured"][name].get("again_s", 0.0),
+        )
+        for name, (weight, shape, copy_every) in KINDS.items()
+    ]
+    world = StormForecast(kinds, NODES)
+    return dict(world.run(storm["trace"] if faults else (), storm["seconds"]))
+
+
+def weighed(steps: dict[str, int]) -> float:
+    return sum(KINDS[name][0] * count for name, count in steps.items())
