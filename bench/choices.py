@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -89,6 +90,7 @@ def follow(scene: Scene, window_s: float) -> dict[str, Any]:
         "waf": waf(scene, began, window_s),
         "plans": [{**plan, "at": plan["at"] - began} for plan in new],
         "steps": {name: steps(scene, name, began, window_s) for name in names(scene)},
+        "stopped_s": {name: stopped_s(scene, name, began, window_s) for name in names(scene)},
     }
 
 
@@ -101,11 +103,23 @@ def plans(scene: Scene) -> list[Any]:
     return found
 
 
-def steps(scene: Scene, name: str, began: float, seconds: float) -> float:
-    """How far it came: a step done again counts once; of the step under way the part that is over."""
+def step_rows(scene: Scene, name: str) -> list[tuple[float, int, float]]:
     path = scene.folder / "state-first" / "tasks" / f"{name}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    rows = [(row["at"], row["step"], row["seconds"]) for row in rows]
+    return [(row["at"], row["step"], row["seconds"]) for row in rows]
+
+
+def stopped_s(scene: Scene, name: str, began: float, seconds: float) -> list[float]:
+    """How long no step was recorded, where that was longer than three usual steps."""
+    at = [row[0] for row in step_rows(scene, name) if began - 5.0 <= row[0] <= began + seconds]
+    gaps = [later - sooner for sooner, later in pairwise(at)]
+    usual = sorted(gaps)[len(gaps) // 2] if gaps else 0.0
+    return [round(gap, 2) for gap in gaps if gap > 3 * usual]
+
+
+def steps(scene: Scene, name: str, began: float, seconds: float) -> float:
+    """How far it came: a step done again counts once; of the step under way the part that is over."""
+    rows = step_rows(scene, name)
 
     def reached(at: float) -> float:
         done = [row for row in rows if row[0] <= at]
@@ -172,6 +186,7 @@ def pair(at: ChoiceSituation, given: argparse.Namespace) -> dict[str, Any]:
             return {"situation": at.name, "error": second["error"]}
         firsts.append(first)
         seconds.append(second)
+    both = list(zip(firsts, seconds, strict=True))
     return {
         "situation": at.name,
         "story": at.story,
@@ -186,9 +201,11 @@ def pair(at: ChoiceSituation, given: argparse.Namespace) -> dict[str, Any]:
         "waf_before": firsts[0]["before"],
         "waf_chosen": fmean(first["waf"] for first in firsts),
         "waf_runner_up": fmean(second["waf"] for second in seconds),
-        "tries": [[first["waf"], second["waf"]] for first, second in zip(firsts, seconds, strict=True)],
-        "plans": [[first["plans"], second["plans"]] for first, second in zip(firsts, seconds, strict=True)],
-        "steps": [[first["steps"], second["steps"]] for first, second in zip(firsts, seconds, strict=True)],
+        "tries": [[first["waf"], second["waf"]] for first, second in both],
+        **{
+            key: [[first[key], second[key]] for first, second in both]
+            for key in ("plans", "stopped_s", "steps")
+        },
     }
 
 
