@@ -16,6 +16,7 @@ microbatch is added, says so. Integers allow it: what was added is subtracted, w
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -66,6 +67,7 @@ class GradientSums:
         """
         self._empty = empty or partial(torch.empty, device=device)
         self.slots, self.size, self.kind, self.device = tuple(slots.values()), size, kind, device
+        self._ends = [slot.offset + slot.size for slot in self.slots]
         self._is_late = device.type != "cpu" if late is None else late
         self._units = units_of(kind, late=self._is_late)
         self.grid = grids.grid("strict32" if kind == "strict32" else "strict", contributions)
@@ -336,7 +338,7 @@ class GradientSums:
         return values
 
     def _cut(self) -> list[Tensor]:
-        return [self.flat[slot.offset : slot.offset + slot.size] for slot in self.slots]
+        return [self.flat[slot.offset : end] for slot, end in zip(self.slots, self._ends, strict=True)]
 
     def _unit(self, index: int, level: int) -> int:
         return self.grid.unit(self.limits[index], level)
@@ -348,10 +350,12 @@ class GradientSums:
     def _pieces(self, where: slice) -> list[tuple[int, slice]]:
         """The slots in a stretch of the buffer, and what of them lies in it."""
         found = []
-        for index, slot in enumerate(self.slots):
-            start, stop = max(slot.offset, where.start), min(slot.offset + slot.size, where.stop)
+        for index in range(bisect_right(self._ends, where.start), len(self._ends)):
+            start, stop = max(self.slots[index].offset, where.start), min(self._ends[index], where.stop)
             if start < stop:
                 found.append((index, slice(start, stop)))
+            elif start >= where.stop:
+                break
         return found
 
 
