@@ -395,5 +395,4 @@ class Stage:
         return keys.key(self.seed, keys.DROPOUT, step, microbatch, layer)
 
     def _sum_of(self, parameter: Tensor) -> Tensor:
-        slot = self.sums.slots[self._index[parameter]]
-        return slot.of(self.sums.flat)
+        return self.sums.shaped[self._index[parameter]]

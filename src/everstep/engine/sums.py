@@ -76,7 +76,7 @@ class GradientSums:
         has_kernels = self._is_late and self._units is not None and kernels.usable(device, dtype)
         self._device_sums = DeviceSums(self.slots, size, device) if has_kernels else None
         self.flat.zero_()
-        self._views = self._cut()
+        self._cut()
         self.step: int | None = None
         self.begin(None, (grids.NO_LIMIT,) * len(self.slots))
 
@@ -97,8 +97,10 @@ class GradientSums:
         """Empty sums for a step. `leave_buffer`: a peer still reads the old one."""
         if leave_buffer:
             self.flat = self._empty((self.size,), dtype=self.flat.dtype).zero_()
-            self._views = self._cut()
+            self._cut()
         self.step, self.limits = step, list(limits)
+        self._known = [self.grid.known(limit) for limit in limits]
+        self._lowest = [self.grid.unit(limit, 0) for limit in limits]
         self.peaks = [grids.NO_PEAK] * len(self.slots)
         self._promoted: dict[tuple[int, int], Tensor] = {}
         self._late: _Late | None = None
@@ -202,7 +204,7 @@ class GradientSums:
             self._place(index, peak, contribution)
 
     def _fits(self, index: int, peak: int) -> bool:
-        return peak != grids.NOT_FINITE and self.grid.level(self.limits[index], peak) == 0
+        return peak <= self._known[index]  # else it is promoted, or not finite
 
     def _place(self, index: int, peak: int, contribution: Tensor) -> None:
         assert self._units is not None
@@ -337,11 +339,13 @@ class GradientSums:
         self.means(whole, [whole], [self.part(whole)], 1.0, values)
         return values
 
-    def _cut(self) -> list[Tensor]:
-        return [self.flat[slot.offset : end] for slot, end in zip(self.slots, self._ends, strict=True)]
+    def _cut(self) -> None:
+        """The sums of each tensor, in its shape and flat."""
+        self.shaped = [slot.of(self.flat) for slot in self.slots]
+        self._views = [view.view(-1) for view in self.shaped]
 
     def _unit(self, index: int, level: int) -> int:
-        return self.grid.unit(self.limits[index], level)
+        return self.grid.unit(self.limits[index], level) if level else self._lowest[index]
 
     def _offset(self, index: int, level: int) -> float:
         assert self._units is not None
@@ -360,9 +364,12 @@ class GradientSums:
 
 
 def _added(sums: Sequence[Tensor]) -> Tensor:
-    total = sums[0]
-    for one in sums[1:]:
-        total = total + one
+    """Not to be written to: of a single worker it is that worker's."""
+    if len(sums) == 1:
+        return sums[0]
+    total = sums[0] + sums[1]
+    for one in sums[2:]:
+        total.add_(one)
     return total
 
 
