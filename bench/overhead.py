@@ -5,9 +5,10 @@
     python bench/overhead.py --single --device cuda --preset gpt-1b --rows 8
 
 Contestants take turns in one run (A B C A B C ...), so that whatever else the machine does meets all of
-them; a ratio is made of neighbours, and the table gives its median and its range. Same model, data,
-optimizer (fused AdamW, fp32 masters), clip by global norm, microbatches, processes and threads; the losses
-agree. Warm-up steps do not count.
+them; a ratio is made of neighbours, and the table gives its median and its range. On a machine that others
+use too, look at the CPU time per step, of all processes of a run together, and its ratio instead. Same model,
+data, optimizer (fused AdamW, fp32 masters), clip by global norm, microbatches, processes and threads; the
+losses agree. Warm-up steps do not count.
 """
 
 from __future__ import annotations
@@ -187,8 +188,9 @@ def summary(trial: Trial, results: dict[str, list[Result]], reference: str) -> d
     """Medians; ratios of neighbours in time."""
     rows = []
     for name, own in results.items():
-        pairs = zip(own, results[reference], strict=True)
+        pairs = list(zip(own, results[reference], strict=True))
         ratios = [a.steps_per_s / b.steps_per_s for a, b in pairs]
+        cpu_ratio = statistics.median(a.cpu_s_per_step / b.cpu_s_per_step for a, b in pairs)
         speed = statistics.median(r.steps_per_s for r in own)
         rows.append(
             {
@@ -196,6 +198,7 @@ def summary(trial: Trial, results: dict[str, list[Result]], reference: str) -> d
                 "steps_per_s": speed,
                 "steps_per_s_all": [r.steps_per_s for r in own],
                 "cpu_ms_per_step": 1e3 * statistics.median(r.cpu_s_per_step for r in own),
+                "cpu_ratio": cpu_ratio,
                 "tflops": speed * trial.flops_per_step / 1e12,
                 "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
                 "last_loss": own[-1].losses[-1],
@@ -213,14 +216,16 @@ def table(found: dict[str, Any]) -> str:
         f"{trial['threads']} thread(s) a worker, {trial['device']}; "
         f"{found['turns']} turns of {trial['steps'] - trial['warmup']} steps"
     )
-    columns = f"{'steps/s':>9} {'ratio':>7} {'range':>15} {'CPU ms/step':>12} {'TFLOP/s':>9} {'loss':>9}"
+    cpu = f"{'CPU ms/step':>12} {'ratio':>6}"
+    columns = f"{'steps/s':>9} {'ratio':>7} {'range':>15} {cpu} {'TFLOP/s':>9} {'loss':>9}"
     lines = [head, f"{'':34} {columns}"]
     for row in found["contestants"]:
         ratio = row["ratio"]
         spread = f"{ratio['min']:.3f} - {ratio['max']:.3f}"
         lines.append(
             f"{row['name']:34} {row['steps_per_s']:9.3f} {ratio['median']:7.3f} {spread:>15} "
-            f"{row['cpu_ms_per_step']:12.1f} {row['tflops']:9.4f} {row['last_loss']:9.6f}"
+            f"{row['cpu_ms_per_step']:12.1f} {row['cpu_ratio']:6.3f} "
+            f"{row['tflops']:9.4f} {row['last_loss']:9.6f}"
         )
     return "\n".join(lines)
 
