@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 
@@ -18,15 +19,25 @@ def active_s(pid: int) -> float:
 
 def is_stopped(pid: int) -> bool:
     """Is it stopped, as by SIGSTOP?"""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
+    return _stat(pid)[:1] == [b"T"]
 
 
 def parent_of(pid: int) -> int:
     """0: there is no such process."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _stat(pid: int) -> list[bytes]:
+    """From its state on; empty: there is no such process. Asked many times per second, so without a file
+    object."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     except OSError:
-        return 0
+        return []
+    try:
+        return os.read(file, 4096).rpartition(b")")[2].split()
+    except ProcessLookupError:
+        return []
+    finally:
+        os.close(file)

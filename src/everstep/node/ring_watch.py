@@ -33,8 +33,11 @@ class RingWatch:
         self._reported: dict[Link, int] = {}  # looks since it was last seen
         self._next = 0.0
 
+    def is_due(self, now: float) -> bool:
+        return now >= self._next
+
     def look(self, rings: Mapping[Worker, Path], now: float) -> list[SlowLinkFound | SlowLinkEnded]:
-        if now < self._next:
+        if not self.is_due(now):
             return []
         self._next = now + LOOK_EVERY_S
         for gone in self._fed - rings.keys():

@@ -364,6 +364,8 @@ class WorkerProcesses:
             self.happened(glanced)
 
     def _look_into_rings(self, task: str, now: float) -> None:
+        if task in self._rings and not self._rings[task].is_due(now):
+            return
         there = {worker: p for (name, worker), p in self.processes.items() if name == task}
         if len(there) < 2:
             return
