@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from everstep.engine import grids, kernels, sum_units
 from everstep.engine import sums as gradient_sums
+from everstep.engine.device_sums import reciprocal
 from everstep.engine.model import Slot
 from everstep.engine.sum_parts import owned, peaks_of, virtual_chunks
 from everstep.engine.sums import GradientSums
@@ -326,3 +327,16 @@ def test_how_many_contributions_are_added_at_once_does_not_show(
     assert pieces.peaks == whole.peaks
     assert same_bits(reduced([pieces]), reduced([whole]))
     assert torch.equal(pieces.flat, whole.flat)
+
+
+@pytest.mark.parametrize("kind", ["strict", "strict32", "fp64", "fp32"])
+def test_where_nothing_counts_there_is_no_mean(kind: str) -> None:
+    """The step behind the last one only evaluates: on a GPU its sums ended the run."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made = GradientSums(SLOTS, SIZE, kind=kind, contributions=COUNT, device=device)
+    made.begin(1, LIMITS)
+    mean = torch.zeros(SIZE, device=device)
+    made.means(WHOLE, [WHOLE], [made.part(WHOLE)], 0.0, mean)
+    assert all(mean[slot.offset : slot.offset + slot.size].isnan().all() for slot in SLOTS.values())
+    assert math.isnan(reciprocal(0.0))
+    assert reciprocal(4.0) == 0.25

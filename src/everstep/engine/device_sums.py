@@ -6,6 +6,7 @@ has had none is emptied before anyone reads it.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
@@ -61,7 +62,7 @@ class DeviceSums:
         if self._tables is None:
             self._tables = self._make_tables()
         blocks = range(bisect_right(self._starts, stretch.start) - 1, bisect_left(self._starts, stretch.stop))
-        scales = torch.tensor([*self._units, 1.0 / weight], dtype=torch.float64)
+        scales = torch.tensor([*self._units, reciprocal(weight)], dtype=torch.float64)
         there = devices.to_device(scales, self._device)
         kernels.mean_of(out, parts, self._tables, there, blocks, stretch, origin)
 
@@ -83,3 +84,8 @@ class DeviceSums:
     def _view(self, flat: Tensor, index: int) -> Tensor:
         slot = self._slots[index]
         return flat[slot.offset : slot.offset + slot.size]
+
+
+def reciprocal(weight: float) -> float:
+    """NaN where nothing counts, as tensors divide: the update of such a step is skipped."""
+    return 1.0 / weight if weight else math.nan
