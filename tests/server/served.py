@@ -79,7 +79,7 @@ class WordyAgent:
     async def beat(self, done: int = 0) -> None:
         await self.line.send_str(json.dumps({"beat": 0, "done": done}))
 
-    async def until(self, kind: type, *, within_s: float = 60.0) -> Any:
+    async def until(self, kind: type, *, within_s: float = 300.0) -> Any:
         """The next order of this kind."""
         while True:
             message = await self.line.receive_json(timeout=within_s)
@@ -90,7 +90,7 @@ class WordyAgent:
                 if isinstance(order, kind):
                     return order
 
-    async def acknowledged(self, number: int, *, within_s: float = 60.0) -> None:
+    async def acknowledged(self, number: int, *, within_s: float = 300.0) -> None:
         while self.heard < number:
             message = await self.line.receive_json(timeout=within_s)
             self.heard = max(self.heard, message.get("heard", 0))
