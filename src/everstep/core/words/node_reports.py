@@ -177,7 +177,7 @@ class KernelSpoke:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveNoticed:
-    """The node has been told that it will be taken away: a spot notice."""
+    """The node has a notice that it will be taken away, as spot instances get."""
 
     leaves_in_s: float
     by: str
