@@ -12,6 +12,7 @@ from everstep.core.words.ops import Worker
 from everstep.diagnose.link_watch import CALM_LOOKS, KNOWN, LOOKS, LinkWatch
 
 WORKERS = [Worker(replica, stage) for replica in range(2) for stage in range(2)]
+PEERS = {str(worker): worker for worker in WORKERS}
 VICTIM = Worker(1, 1)
 Bandwidth = Callable[[Worker, Worker, int], float]  # of the usual, by link and step
 News = tuple[int, SlowLinkFound | SlowLinkEnded]
@@ -31,7 +32,7 @@ def story(
                     rate = 12.5e6 * bandwidth(worker, peer, step) * draw.uniform(1 - noise, 1 + noise)
                     sent[str(peer)] = (1_000_000, 1e6 / rate)
             report = TimesReported(task="t", worker=worker, incarnation=1, step=step, times={}, sent=sent)
-            found += [(step, news) for news in watch.reported(report)]
+            found += [(step, news) for news in watch.reported(report, PEERS)]
     return found
 
 
@@ -92,6 +93,15 @@ def test_a_new_process_has_new_links() -> None:
     slow = (Worker(0, 0), Worker(1, 0))
     story(lambda a, b, step: 0.1 if (a, b) == slow and step > KNOWN + 3 else 1.0, steps=30, watch=watch)
     again = TimesReported(task="t", worker=slow[0], incarnation=2, step=31, times={})
-    (ended,) = watch.reported(again)
+    (ended,) = watch.reported(again, PEERS)
     assert isinstance(ended, SlowLinkEnded)
     assert "started again" in ended.because
+
+
+def test_what_a_report_says_of_workers_that_are_not_of_the_task_is_not_kept() -> None:
+    watch = LinkWatch("t")
+    for number in range(1000):
+        sent = {f"{number}:7": (1 << 20, 1.0), "not a worker": (1, 1.0)}
+        report = TimesReported(task="t", worker=VICTIM, incarnation=1, step=1, times={}, sent=sent)
+        assert watch.reported(report, PEERS) == []
+    assert watch._rates == {}

@@ -20,11 +20,12 @@ be far below them for longer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
 from everstep.core.words.cluster_messages import SlowLinkEnded, SlowLinkFound, TimesReported
-from everstep.core.words.ops import Worker, parse_worker
+from everstep.core.words.ops import Worker
 
 WINDOW_S, WINDOW_BYTES = 0.05, 1 << 16  # a window ends when so much was on its way
 HOT, LOOKS = 0.4, 3
@@ -75,13 +76,18 @@ class LinkWatch:
     _rates: dict[Link, _Rate] = field(default_factory=dict)
     _incarnations: dict[Worker, int] = field(default_factory=dict)
 
-    def reported(self, report: TimesReported) -> list[SlowLinkFound | SlowLinkEnded]:
+    def reported(
+        self, report: TimesReported, peers: Mapping[str, Worker]
+    ) -> list[SlowLinkFound | SlowLinkEnded]:
+        """`peers`: the workers of the task by name; what a report says of others is not kept."""
         news: list[SlowLinkFound | SlowLinkEnded] = []
         if self._incarnations.setdefault(report.worker, report.incarnation) != report.incarnation:
             self._incarnations[report.worker] = report.incarnation
             news += self._forget(report.worker)
-        for peer, (sent_bytes, busy_s) in report.sent.items():
-            link = (report.worker, parse_worker(peer))
+        for name, (sent_bytes, busy_s) in report.sent.items():
+            if name not in peers:
+                continue
+            link = (report.worker, peers[name])
             rate = self._rates.setdefault(link, _Rate())
             rate.sent_bytes += sent_bytes
             rate.busy_s += busy_s

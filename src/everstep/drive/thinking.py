@@ -46,7 +46,8 @@ class Thinking:
         if task.name not in self._watches:
             self._watches[task.name] = Watch(task.name, task.speeds.slow)
             self._links[task.name] = LinkWatch(task.name)
-        return [*self._watches[task.name].reported(report), *self._links[task.name].reported(report)]
+        peers = {str(worker): worker for worker in task.seats}
+        return [*self._watches[task.name].reported(report), *self._links[task.name].reported(report, peers)]
 
     def answer(self, machine: Coordinator, action: msg.Think) -> msg.PlanAnswered | None:
         task = machine.tasks.get(action.task)
