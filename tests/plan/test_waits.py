@@ -119,3 +119,22 @@ def test_where_failures_come_every_few_seconds_no_shape_is_changed() -> None:
     cluster.hear(msg.NodeLeft(node="d"))
     assert not decided(cluster)[-1].wishes
     assert not decided(cluster)[-1].shapes
+
+
+@pytest.mark.parametrize("most_stages", [3, 4, 6, 8])
+def test_while_one_task_waits_for_its_shape_no_other_takes_one_instead(most_stages: int) -> None:
+    """Nine slots, and three tasks without a measured step. Where a change of one had to wait, the best plan
+    without it gave another one a shape, at once.
+    """
+    cluster = FakeCluster(nodes=dict.fromkeys("abc", 3), planned=True, memory_port=7)
+    kinds = (("heavy", Shape(2, 2, 2), 4.0), ("middle", Shape(2, 1, 2), 2.0), ("light", Shape(1, 2, 4), 1.0))
+    for name, shape, weight in kinds:
+        stages = {"least_stages": shape.stages, "most_stages": most_stages}
+        cluster.submit(name, shape, steps=200, weight=weight, **stages)
+    before = dict(decided(cluster)[-1].workers)
+    for _ in range(30):
+        cluster.wait(1.0)
+    assert not [chosen.shapes for chosen in decided(cluster) if chosen.shapes]
+    assert any(chosen.wishes for chosen in decided(cluster)), "else nothing was held back"
+    assert before == {"heavy": 4, "middle": 2, "light": 2}
+    assert decided(cluster)[-1].workers == before

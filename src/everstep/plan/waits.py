@@ -15,7 +15,7 @@ A task that cannot train as it is (a stage has no worker) waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from everstep.core.cluster.task import Task
@@ -56,21 +56,39 @@ def held_back(
 ) -> HeldBack:
     """`about`: the circumstances."""
     found = HeldBack(carried_out=decision)
-    for name, choice in decision.choices.items():
-        if choice.kind is not OptionKind.RESHAPE or not decision.situations[name].rerouted:
-            continue
-        moves, stay = found.carried_out, with_only(found.carried_out, name, STAY)
-        if stay is None:
+    moving = {name for name in decision.choices if _moves(decision, name)}
+    for name in sorted(moving):
+        choice = found.carried_out.choices[name]
+        if not _moves(found.carried_out, name) or (stay := _stay(found.carried_out, name, moving)) is None:
             continue
         task, shape = tasks[name], in_cut(tasks[name].shape, choice)
-        rate = _earned(moves) - _earned(stay)
+        rate = _earned(found.carried_out) - _earned(stay)
         missed = 0.0 if task.wish is None else task.wish.missed_at(now, shape, about)
-        wait_s = (_paid(moves) - _paid(stay) - missed) / rate if rate > 0 else 0.0
+        wait_s = (_paid(found.carried_out) - _paid(stay) - missed) / rate if rate > 0 else 0.0
         wait_s = max(wait_s, measured.of(name).settles_in_s(task.shape, choice.transition_s))
         if wait_s > 0:
             found.carried_out, found.waits[name] = stay, wait_s
             found.wishes[name], found.losses[name] = shape, max(0.0, rate)
     return found
+
+
+def _moves(decision: Decision, name: str) -> bool:
+    """It would take another shape, and trains as it is."""
+    is_reshape = decision.choices[name].kind is OptionKind.RESHAPE
+    return is_reshape and decision.situations[name].rerouted > 0
+
+
+def _stay(decision: Decision, name: str, moving: Set[str]) -> Decision | None:
+    """The best plan in which this task keeps its shape. No other one takes a shape in its place: that would
+    be a change for want of a better one, which is not waited for.
+    """
+    found = with_only(decision, name, STAY)
+    while found is not None:
+        others = [other for other in found.choices if other not in moving and _moves(found, other)]
+        if not others:
+            return found
+        found = with_only(found, others[0], STAY)
+    return None
 
 
 def _earned(decision: Decision) -> float:
