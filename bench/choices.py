@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from harness.choice_situations import BATCH, BLOCKS, REST_MS, SETTLED, SITUATIONS, ChoiceSituation, Scene
 from harness.cluster import Cluster
 
-TELL = 0.03  # of the WAF: what two runs of the same may differ by
+TELL = 0.05  # of the WAF: what two runs of the same may differ by
 STEP_WORK_S = BATCH * BLOCKS * 2 * REST_MS / 1e3  # seconds of one slot
 
 
@@ -261,7 +261,8 @@ def main() -> int:
         at = next(at for at in SITUATIONS if at.name == given.one)
         print(json.dumps(one(at, given.force, given.window)))
         return 0
-    wanted = [at for at in SITUATIONS if not given.only or at.name in given.only]
+    named = {at.name: at for at in SITUATIONS}
+    wanted = [named[name] for name in given.only] or list(SITUATIONS)
     rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(given.beside) as pool:
         for each in as_completed([pool.submit(pair, at, given) for at in wanted]):

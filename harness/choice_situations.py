@@ -19,7 +19,7 @@ from everstep.errors import EverstepError
 from harness.cluster import Cluster
 from harness.slow_workers import job_of
 
-BATCH, BLOCKS, REST_MS = 12, 12, 5.0  # a step is 12 microbatches x 12 blocks x 10 ms: 1.44 s of one slot
+BATCH, BLOCKS, REST_MS = 12, 12, 10.0  # a step is 12 microbatches x 12 blocks x 20 ms: 2.88 s of one slot
 STEPS = 100_000
 SETTLED = 8  # steps before the event: by then the planner has measured
 
@@ -66,7 +66,7 @@ class ChoiceSituation:
     event: Deed
     prepare: Deed = lambda scene: None
     later: tuple[tuple[float, Deed], ...] = ()  # seconds after the event
-    window_s: float = 55.0
+    window_s: float = 45.0
     asked: str = r"node \w+ is gone"  # how the planner's question for the event begins
 
 
@@ -217,7 +217,7 @@ SITUATIONS = (
         prepare=to_shape("t", 2, 2),
         event=lose_and_promise("d", 6000.0),
         asked=PROMISED,
-        window_s=80.0,
+        window_s=70.0,
     ),
     ChoiceSituation(
         name="heavy and light",
@@ -270,7 +270,7 @@ SITUATIONS = (
         prepare=to_shape("t", 2, 2),
         event=lose_and_promise("d", 30.0),
         asked=PROMISED,
-        window_s=80.0,
+        window_s=70.0,
         later=((30.0, comes_back("d")),),
     ),
     ChoiceSituation(
