@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from everstep.engine import attention
 from everstep.engine.boundary import Value, described
 from everstep.engine.model import Model, ModelAssembly
 from everstep.engine.presets import GptShape
@@ -115,13 +116,7 @@ class Attention(nn.Module):
         q = self.rotary(q.view(rows, length, -1, self.size))  # a shard has some of the heads
         k = self.rotary(self.k(x).view(rows, length, -1, self.size))
         v = self.v(x).view(rows, length, -1, self.size)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.kv_heads != self.heads,
-        )
+        y = attention.causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         out: Tensor = self.out(y.transpose(1, 2).reshape(rows, length, -1))
         return out
 
