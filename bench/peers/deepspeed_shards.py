@@ -129,7 +129,7 @@ def rank_main(folder: Path, rank: int, stage: int) -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             held[f"{name}/{key}"] = safe_get_full_optimizer_state(parameter, key).clone()
     if rank // TP == 0:
-        torch.save({"held": held, "loss": float(loss)}, folder / f"held-{mine}.pt")
+        torch.save({"held": held, "loss": loss.item()}, folder / f"held-{mine}.pt")
     dist.barrier()
     os._exit(0)
 
@@ -182,7 +182,7 @@ def compared(folder: Path) -> dict[str, Any]:
         parts = [one[key].reshape(first.shape) for one in held]
         logical = torch.cat(parts, SPLIT[name]) if name in SPLIT else first
         found = state.tensors.get(f"model/{name}" if kind == "weight" else f"optimizer/{name}/{kind}")
-        if found is None or not torch.equal(torch.from_numpy(read_all(found)).float(), logical):
+        if found is None or not torch.equal(torch.from_numpy(read_all(found).view("float32")), logical):
             differing.append(key)
     return {"tensors": len(held[0]), "differing": differing}
 

@@ -32,6 +32,7 @@ import time
 import venv
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,18 @@ def _nvrx(*interval_ms: str) -> Callable[[Path, list[str]], Commands]:
     return commands
 
 
+def _version_of_nvrx() -> str:
+    """The one that is installed here, or the one that would be."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("nvidia-resiliency-ext")
+    return (HERE / "requirements-nvrx.txt").read_text().rpartition("==")[2].strip()
+
+
+NVRX = f"NVRx {_version_of_nvrx()} in-process"
 SYSTEMS = {
     "everstep": System("Everstep", None, _everstep),
-    "nvrx": System("NVRx 0.4.1 in-process, defaults", "nvrx", _nvrx()),
-    "nvrx-100ms": System("NVRx 0.4.1 in-process, 100 ms", "nvrx", _nvrx("100")),
+    "nvrx": System(f"{NVRX}, defaults", "nvrx", _nvrx()),
+    "nvrx-100ms": System(f"{NVRX}, 100 ms", "nvrx", _nvrx("100")),
     "torchrun": System("torchrun --max-restarts 3", "torchrun", _torchrun),
 }
 
