@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,21 +28,54 @@ def test_on_a_cpu_attention_is_torchs_own(kv_heads: int) -> None:
     assert torch.equal(attention.causal(q, k, v), expected)
 
 
+def plain_grads(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    given = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    with torch.enable_grad():
+        return torch.autograd.grad(F.scaled_dot_product_attention(*given, is_causal=True), given, grad)
+
+
+@pytest.mark.parametrize("way", ["library", "own"])
+def test_every_gradient_reaches_its_tensor_whichever_kernel_makes_it(
+    way: Literal["library", "own"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True), torch.zeros(())
+
+    monkeypatch.setattr(attention, "_forward", forward)
+    monkeypatch.setattr(
+        attention, "query_grads", lambda q, k, v, out, grad, sums: plain_grads(q, k, v, grad)[0]
+    )
+    monkeypatch.setattr(
+        attention.attention_library,
+        "backward",
+        lambda *_: lambda q, k, v, out, grad, sums: plain_grads(q, k, v, grad),
+    )
+    q, k, v = (drawn(2, 4, 8, 16 + i)[..., :16].detach().requires_grad_() for i in range(3))
+    grad = drawn(2, 4, 8, 20)[..., :16]
+    found = torch.autograd.grad(attention._WAYS[way](q, k, v), (q, k, v), grad)
+    assert all(torch.allclose(a, b) for a, b in zip(found, plain_grads(q, k, v, grad), strict=True))
+
+
 @needs_gpu
+@pytest.mark.parametrize("way", ["library", "own"])
 @pytest.mark.parametrize("shape", [(8, 16, 1024, 64), (8, 16, 2048, 128)])
-def test_on_a_gpu_gradients_have_the_same_bits_every_time(shape: tuple[int, ...]) -> None:
+def test_on_a_gpu_gradients_have_the_same_bits_every_time(shape: tuple[int, ...], way: str) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU")
+    if way == "library":
+        pytest.importorskip("cudnn")
     torch.use_deterministic_algorithms(True)
     try:
         given = [drawn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
         q, k, v = (tensor.detach().requires_grad_() for tensor in given[:3])
-        out = attention.causal(q, k, v)
-        if torch.cuda.get_device_capability()[0] == 9:
-            assert attention.mixes(q.shape, q.dtype, q.device), "cuDNN's forward is twice as fast"
+        assert attention.exact_way(q.shape, q.dtype, q.device) != "torch", "which takes twice as long"
+        run = attention._WAYS[way]  # type: ignore[index]
+        out = run(q, k, v)
         first = torch.autograd.grad(out, (q, k, v), given[3], retain_graph=True)
         for _ in range(20):
             again = torch.autograd.grad(out, (q, k, v), given[3], retain_graph=True)
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-            assert torch.equal(attention.causal(q, k, v), out)
+            assert torch.equal(run(q, k, v), out)
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         theirs = torch.autograd.grad(expected, (q, k, v), given[3])
         for ours, other in zip((out, *first), (expected, *theirs), strict=True):
