@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ SHARED = Path("/dev/shm")
 BEGAN = time.monotonic()
 END_S = 25.0  # to check everything and to end
 Say = Callable[[str], None]
+CleanLosses = Callable[[], dict[str, dict[int, float]]]
 
 
 def kinds(folder: Path, steps: int) -> dict[str, JobKind]:
@@ -80,7 +82,9 @@ def all_clean_losses(steps: int, file: Path | None) -> dict[str, dict[int, float
             _say(f"clean run of {kind.name} ...")
             found[kind.name] = clean_losses(kind)
     if file is not None:
-        file.write_text(json.dumps({"steps": steps, "losses": found}))
+        unfinished_file = file.with_suffix(f".{os.getpid()}")
+        unfinished_file.write_text(json.dumps({"steps": steps, "losses": found}))
+        unfinished_file.replace(file)
     return found
 
 
@@ -166,7 +170,7 @@ def _command(pid: int) -> str:
 
 
 def run(
-    arguments: argparse.Namespace, seed: int, folder: Path, clean: dict[str, dict[int, float]], say: Say
+    arguments: argparse.Namespace, seed: int, folder: Path, clean_losses_of: CleanLosses, say: Say
 ) -> dict[str, Any]:
     jobs = kinds(folder, arguments.steps)
     before, temporary = shared_memory(), folder / "tmp"
@@ -193,6 +197,7 @@ def run(
         for name, text in unfinished(cluster, names, arguments.patience).items():
             (folder / f"stuck-{name}.txt").write_text(text)
         state = folder / "state-first"
+        clean = clean_losses_of()  # by now another process may have made them
         wrong = check_tasks(storm, clean, state)
         done = steps_done(storm, state, seconds)
         incidents = cluster.incidents()
@@ -292,9 +297,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     _take_own_mounts()
-    clean = all_clean_losses(arguments.steps, arguments.clean)
-    if not arguments.seed:
-        return 0
+    clean = partial(all_clean_losses, arguments.steps, arguments.clean)
+    if not arguments.seed or arguments.clean is None:
+        losses = clean()
+        clean = partial(dict, losses)
     reports = [storm(arguments, seed, clean) for seed in arguments.seed]
     if arguments.json:
         print(json.dumps(reports))
@@ -304,7 +310,7 @@ def main() -> int:
     return 1 if any(report["wrong"] for report in reports) else 0
 
 
-def storm(arguments: argparse.Namespace, seed: int, clean: dict[str, dict[int, float]]) -> dict[str, Any]:
+def storm(arguments: argparse.Namespace, seed: int, clean: CleanLosses) -> dict[str, Any]:
     os.environ[MARK] = f"{os.getpid()}-{time.time_ns()}"
     os.environ.pop("TMPDIR", None)
     folder = Path(tempfile.mkdtemp(prefix="storm-real-", dir="/tmp"))
