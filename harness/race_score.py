@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 WARM_STEPS = 5
@@ -22,7 +23,9 @@ class Score:
     healthy_step_s: float
     goodput: float  # useful steps at the healthy pace, as a part of the time
     lost_s: tuple[float, ...]  # of each fault
-    stalled_s: tuple[float, ...]  # of each fault: to the first useful step after it
+    stalled_s: tuple[
+        float, ...
+    ]  # of each fault: the longest time without a useful step, until the next fault
     last_loss: float
     useful_at: tuple[float, ...]  # when each useful step ended, since the first one
     losses: dict[int, float]  # by step; of a redone step the last
@@ -65,7 +68,7 @@ def score(
         max(end - at - pace * _between(useful_at, at, end), 0.0)
         for at, end in zip(faults_s, ends, strict=True)
     ]
-    stalled = [next((t for t in useful_at if t > at), seconds) - at for at in faults_s]
+    stalled = [_longest_gap(useful_at, at, end) for at, end in zip(faults_s, ends, strict=True)]
     return Score(
         useful_steps=frontier - before,
         redone_steps=redone,
@@ -101,3 +104,8 @@ def apart(losses: Mapping[int, float], clean: Mapping[int, float]) -> tuple[int,
 
 def _between(times: Sequence[float], begin: float, end: float) -> int:
     return sum(begin < at <= end for at in times)
+
+
+def _longest_gap(times: Sequence[float], begin: float, end: float) -> float:
+    marks = [begin, *(at for at in times if begin < at <= end), end]
+    return max(after - before for before, after in pairwise(marks))

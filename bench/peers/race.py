@@ -174,14 +174,15 @@ def _by_step(losses: dict[str, float]) -> dict[int, float]:
 def table(document: Result) -> str:
     rows = [
         f"{'':18} {'version':>10} {'useful':>6} {'redone':>6} {'goodput':>7} {'step ms':>7} {'lost s':>7}  "
-        f"{'seconds lost per fault':40} {'loss':>7}  against clean"
+        f"{'seconds lost per fault (without a step)':70} {'loss':>7}  against clean"
     ]
     for result in document["systems"].values():
         if "useful_steps" not in result:
             rows.append(f"{result['name']:18} {result['version']:>10} did not finish a step")
             continue
         kinds = [fault["kind"] for fault in result["faults"]]
-        lost = " ".join(f"{kind} {s:.1f}" for kind, s in zip(kinds, result["lost_s"], strict=True))
+        per_fault = zip(kinds, result["lost_s"], result["stalled_s"], strict=True)
+        lost = " ".join(f"{kind} {lost:.1f} ({still:.1f})" for kind, lost, still in per_fault)
         clean = result.get("clean")
         told = (
             f"{clean['apart']:.1e} at step {clean['step']}, at most {clean['most_apart']:.1e}"
@@ -191,7 +192,7 @@ def table(document: Result) -> str:
         rows.append(
             f"{result['name']:18} {result['version']:>10} {result['useful_steps']:6} "
             f"{result['redone_steps']:6} {result['goodput']:7.1%} {1e3 * result['healthy_step_s']:7.0f} "
-            f"{sum(result['lost_s']):7.1f}  {lost:40} {result['last_loss']:7.4f}  {told}"
+            f"{sum(result['lost_s']):7.1f}  {lost:70} {result['last_loss']:7.4f}  {told}"
         )
     return "\n".join(rows)
 
