@@ -80,7 +80,7 @@ def _moves(decision: Decision, name: str) -> bool:
 
 def _stay(decision: Decision, name: str, moving: Set[str]) -> Decision | None:
     """The best plan in which this task keeps its shape. No other one takes a shape in its place: that would
-    be a change for want of a better one, which is not waited for.
+    be a second-best change, which has no wait of its own.
     """
     found = with_only(decision, name, STAY)
     while found is not None:

@@ -4,11 +4,9 @@
     agent    ──► FromNode(number, report)                          ├─► Coordinator ─► Dispatch(number, order)
     clock    ──► NodeFellSilent, TimePassed                        ┘              └─► Think, TaskEnded …
 
-Both directions between a node and the coordinator are numbered, from 1 for each life of the agent (`boot`).
-A number that was received before is ignored, and after a reconnection each side says up to which number it
-has received: so a crash or a cut between journal and wire neither loses nor doubles anything. Reports of
-agents are in `node_reports`, orders to them in `node_orders`, decisions in `cluster_actions`; all of them are
-exported here.
+Both directions of a node's line are numbered, from 1 for each life of the agent (`boot`). What was received
+before is ignored; after a reconnection each side says how far it is, so nothing is lost or doubled. Reports
+are in `node_reports`, orders in `node_orders`, decisions in `cluster_actions`; all are exported here.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Checkers:
         self.num_sums = 0
         self._everyone = tuple(m for m, _ in truth.whole_sum)
         self.undone: set[int] = set()  # epochs that began with an eager update undone
-        self._joined: dict[Worker, int] = {}  # the epoch of each one's first order to go on
+        self._joined: dict[Worker, int] = {}  # the epoch of each one's first order to resume
         self.resumed_in_epoch = 0  # the last epoch in which a worker is known to have run an op
         total = rules.total_microbatches
         self.most_payloads = 8 * total + 8 * rules.replicas + 8 * rules.stages + 16
