@@ -3,9 +3,10 @@
     python bench/reduce_overlap.py                                gpt-1m, 2 replicas x 1, 2 and 4 stages
     python bench/reduce_overlap.py --device cuda --preset gpt-350m --shapes 2x2 --transport nccl --json
 
-Read from the rings that workers write anyway. A stage's reduce lasts from the first part that one of its
-workers sends to the last chunk of the sum that one of them receives; the backward of a step lasts until the
-last worker of the task sends its first part. What of the former lies before the end of the latter is hidden.
+Read from the rings that workers write anyway. A stage's reduce lasts from the moment the last of its workers
+sends its first part to the last chunk of the sum that one of them receives; the backward of a step lasts
+until the last worker of the task sends its first part. What of the former lies before the end of the latter
+is hidden.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def hidden(logs: dict[int, list[Log]], step: int) -> list[tuple[float, float]] |
     backward_ends = max(max(row) for row in first.values())
     found = []
     for stage in sorted(logs):
-        begins, ends = min(first[stage]), max(last[stage])
+        begins, ends = max(first[stage]), max(last[stage])
         found.append(((ends - begins) / 1e9, max(0, min(ends, backward_ends) - begins) / 1e9))
     return found
 
