@@ -11,6 +11,7 @@ from everstep.engine.data import Synthetic
 from everstep.engine.gpt import gpt
 from everstep.engine.model import Model
 from everstep.engine.optimizer import Named, Updater, adamw, buckets
+from everstep.engine.shards import counted
 from everstep.engine.stage import Stage
 from everstep.errors import UserError
 
@@ -227,3 +228,25 @@ def test_a_state_of_another_model_is_refused_by_name() -> None:
     del state["model/head.norm.weight"]
     with pytest.raises(UserError, match=r"no tensor model/head.norm.weight"):
         updater.load(state)
+
+
+def test_the_norm_of_a_tied_model_converts_no_tensor_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`vector_norm` with a dtype makes a copy first: of a tied table and of all layers between, 8 bytes per
+    element. The number is the same.
+    """
+    stage = stages(gpt(**SMALL, tied=True), 1, DATA)[0]
+    updater = Updater(stage)
+    flat = torch.zeros(stage.size)  # between tensors there is padding
+    for slot in stage.slots.values():
+        slot.of(flat).normal_(generator=torch.Generator().manual_seed(slot.offset))
+    norm, converted = torch.linalg.vector_norm, []
+    monkeypatch.setattr(counted, "CHUNK", 500)
+    monkeypatch.setattr(
+        torch.linalg, "vector_norm", lambda x, **more: converted.append(x.numel()) or norm(x, **more)
+    )
+    found = updater.sum_of_squares(flat)
+    assert max(converted) == 500
+    joined = {name: slot.of(flat).double() for name, slot in stage.slots.items()}
+    second = joined.pop(stage.model.tied[0][1])
+    joined[stage.model.tied[0][0]] += second
+    assert found == pytest.approx(sum(float(one.square().sum()) for one in joined.values()), rel=1e-6)
