@@ -33,10 +33,19 @@ GIB = 2.0**30
 
 def job_of(given: dict[str, Any]) -> Any:
     from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
+    from harness.quick_weights import quick_job
 
+    model = ModelSpec(preset=given["preset"], options=given.get("options", {}))
+    data = DataSpec(kind="synthetic", rows=given["rows"], sequence=given["sequence"])
+    if "shard" in given:  # real workers, each with the first weights of its own
+        tables = quick_job(given["preset"], given.get("options", {}), given["rows"], given["sequence"])
+        model, data = (
+            made(build=tables[name].pop("build"), options=tables[name])
+            for made, name in ((ModelSpec, "model"), (DataSpec, "data"))
+        )
     return Job(
-        model=ModelSpec(preset=given["preset"], options=given.get("options", {})),
-        data=DataSpec(kind="synthetic", rows=given["rows"], sequence=given["sequence"]),
+        model=model,
+        data=data,
         optimizer=OptimizerSpec(stagger="auto" if given["eager"] else "never", clip=1e-6),
         precision=given["precision"],
         accumulate=given["accumulate"],

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from everstep.engine.data import Synthetic
+from everstep.engine.gpt import gpt
+from everstep.engine.model import Model
+from everstep.engine.presets import MODELS
 
 
 def quick_weights() -> None:
@@ -21,3 +28,28 @@ def quick_weights() -> None:
 
     torch.nn.init.normal_ = normal
     torch.nn.init.kaiming_uniform_ = lambda tensor, *_, **__: tensor  # type: ignore[assignment]
+
+
+def quick_gpt(name: str, **changes: Any) -> Model:
+    """For a job: `model.build`."""
+    quick_weights()
+    return gpt(name, **changes)
+
+
+def quick_tokens(vocab: int, lines: int, length: int) -> Synthetic:
+    """For a job: `data.build`."""
+    return Synthetic(vocab=vocab, rows=lines, sequence=length)
+
+
+def quick_job(preset: str, options: dict[str, Any], rows: int, sequence: int) -> dict[str, Any]:
+    """The tables `model` and `data` of a job."""
+    vocab = options.get("vocab", MODELS[preset].shape.vocab)
+    return {
+        "model": {"build": "harness.quick_weights:quick_gpt", "name": preset, **options},
+        "data": {
+            "build": "harness.quick_weights:quick_tokens",
+            "vocab": vocab,
+            "lines": rows,
+            "length": sequence,
+        },
+    }

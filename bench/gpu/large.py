@@ -15,23 +15,27 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # where nothing can be installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where nothing can be installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from everstep.engine.faults import parse_fault
 from everstep.engine.job import Job
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 from everstep.schedule.profile import PEAK
+from harness.quick_weights import quick_job
 
 GIB = 2.0**30
 
 
 def job_of(args: argparse.Namespace) -> Job:
     replicas, stages = map(int, args.shape.split("x"))
+    options = json.loads(args.options)
     return Job.from_dict(
         {
-            "model": {"preset": args.preset, **json.loads(args.options)},
+            "model": {"preset": args.preset, **options},
             "data": {"kind": "synthetic", "rows": 1, "sequence": args.sequence},
+            **(quick_job(args.preset, options, 1, args.sequence) if args.quick else {}),
             "steps": args.steps,
             "replicas": replicas,
             "stages": stages,
@@ -51,6 +55,7 @@ def run(server: ForkServer, job: Job, kill: str) -> dict[str, Any]:
     def watch(kind: str, what: Any) -> None:
         if kind == "times":
             peaks[str(what.worker)] = max(peaks.get(str(what.worker), 0.0), what.times.get(PEAK, 0.0) / GIB)
+            print(f"worker {what.worker} peak {peaks[str(what.worker)]:.2f} GiB", file=sys.stderr, flush=True)
         elif kind == "step":
             print(f"step {what.step} loss {what.loss:.6f} {what.seconds:.2f} s", file=sys.stderr, flush=True)
 
@@ -76,6 +81,7 @@ def main() -> int:
     parser.add_argument("--preset", default="gpt-3b")
     parser.add_argument("--options", default="{}", help="of the model, as JSON")
     parser.add_argument("--shape", default="2x2")
+    parser.add_argument("--quick", action="store_true", help="first weights that need no time")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--accumulate", default="strict32")
     parser.add_argument("--sequence", type=int, default=512)

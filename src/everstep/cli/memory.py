@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def _show(document: dict[str, Any]) -> None:
         most = max(one["items"][name]["host"] for one in stages)
         console.print(f"host memory besides, per worker: {name}, at most {_size(most)}", soft_wrap=True)
     if any(one["items"][RECORDED]["device"] for one in stages):
-        most = max(one["with_recordings"] for one in stages)
+        most = min(max(one["with_recordings"] for one in stages), document["worker_bytes"] or math.inf)
         console.print(
             f"with CUDA graphs at most {_size(most)} per worker: they are recorded where memory is free "
             '(graphs = "never" records none)',
