@@ -76,8 +76,9 @@ def run_in_a_row(
     job: Job, points: list[tuple[str, ...]], server: ForkServer, *, rest_s: float, limit_s: float
 ) -> tuple[DeathsInARow, Outcome]:
     """`rest_s`: so long takes the data of each microbatch, or hundreds of steps pass until a rejoin."""
-    options = {"preset": job.model.preset, "rows": job.data.rows, "rest_s": rest_s}
-    slow = DataSpec(build="harness.slow_data:SlowSynthetic", rows=job.data.rows, options=options)
+    data = job.data
+    options = {"preset": job.model.preset, "rows": data.rows, "rest_s": rest_s, "sequence": data.sequence}
+    slow = DataSpec(build="harness.slow_data:SlowSynthetic", rows=data.rows, options=options)
     watch = DeathsInARow(points, limit_s)
     slowed = replace(job, steps=1_000_000, data=slow, base=str(ROOT))
     outcome = LocalTask(slowed, fork_server=server, watch=watch, patience=EAGER, tick_s=0.01).run()

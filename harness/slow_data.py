@@ -15,9 +15,9 @@ class SlowSynthetic:
 
     in_a_thread = True
 
-    def __init__(self, preset: str, rows: int, rest_s: float) -> None:
+    def __init__(self, preset: str, rows: int, rest_s: float, sequence: int | None = None) -> None:
         form = shape(preset)
-        self._data = Synthetic(vocab=form.vocab, sequence=form.context, rows=rows)
+        self._data = Synthetic(vocab=form.vocab, sequence=sequence or form.context, rows=rows)
         self._rest_s = rest_s
 
     def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:

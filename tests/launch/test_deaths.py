@@ -158,13 +158,12 @@ SHARDED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
-def test_with_sharded_states_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, name: str) -> None:
+def test_with_sharded_states_a_death_leaves_the_losses_of_a_clean_run(
+    fork_server: ForkServer, name: str
+) -> None:
+    """With steps so long that an owner and its guard die before a new guard is filled."""
     point = next(p for p in sharded() if p.name == name)
-    sweep.shard, sweep.transport = True, "tcp"
-    try:
-        result = sweep.try_point(point)
-    finally:
-        sweep.shard = False
+    result = Sweep(shard=True, transport="tcp", fork_server=fork_server).try_point(point)
     assert result["ok"], result
     assert result["max_relative_loss_difference"] == 0.0
     assert result["restored"] == ("owner and guard" in name)
