@@ -291,6 +291,7 @@ def main() -> int:
     parser.add_argument(
         "--total", type=float, default=0.0, help="seconds; cuts the minutes to be over by then"
     )
+    parser.add_argument("--measured", type=Path, help="a trace of another storm: its times hold here too")
     parser.add_argument("--keep", action="store_true", help="keep the folder with all logs")
     parser.add_argument("--clean", type=Path, help="a file that keeps the losses of the clean runs")
     parser.add_argument("--trace", default="", help="a folder for what happened when, for bench/forecast.py")
