@@ -1,20 +1,18 @@
-"""What the kernel says about a process."""
+"""What the kernel says about a process. Asked many times per second, so without paths and file objects."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from pathlib import Path
 
 
 def active_s(pid: int) -> float:
     """For how long its threads have run or waited for a CPU, since they were made."""
-    total = 0
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError):
-            ran, waited, _ = path.read_text().split()
-            total += int(ran) + int(waited)
-    return total / 1e9
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return 0.0
+    counted = [_read(f"/proc/{pid}/task/{thread}/schedstat").split() for thread in threads]
+    return sum(int(ran) + int(waited) for ran, waited, _ in filter(None, counted)) / 1e9
 
 
 def is_stopped(pid: int) -> bool:
@@ -29,15 +27,19 @@ def parent_of(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """From its state on; empty: there is no such process. Asked many times per second, so without a file
-    object."""
+    """From its state on; empty: there is no such process."""
+    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+
+
+def _read(path: str) -> bytes:
+    """A small file; empty: it is not there, or not any more."""
     try:
-        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+        file = os.open(path, os.O_RDONLY)
     except OSError:
-        return []
+        return b""
     try:
-        return os.read(file, 4096).rpartition(b")")[2].split()
-    except ProcessLookupError:
-        return []
+        return os.read(file, 4096)
+    except OSError:
+        return b""
     finally:
         os.close(file)
