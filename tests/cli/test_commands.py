@@ -140,13 +140,13 @@ def test_ctrl_c_leaves_no_process(job_file: Path) -> None:
     ) as process:
         assert process.stderr is not None
         log = job_file.parent / "log" / "steps.jsonl"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
         children = _family(process.pid)
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=120) == 130
     assert "stopped" in said.splitlines()[-1]
     assert "Traceback" not in said
     assert len(children) == 5, "a fork server and four workers"
