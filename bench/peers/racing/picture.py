@@ -63,12 +63,12 @@ def strip(result: dict[str, Any], top: float, scale: float, seconds: float, top_
     right = LEFT + seconds * scale
     path.append(f"L{right:.1f} {base:.0f}Z")
     kind = "ours" if result["name"] == "Everstep" else "theirs"
-    lost = sum(result["lost_s"])
+    redone = result["redone_steps"]
     return [
         f'<text x="{LEFT - 8}" y="{top + 20}" class="name end">{escape(result["name"])}</text>',
         f'<text x="{LEFT - 8}" y="{top + 35}" class="small end">{escape(result["version"])}</text>',
         f'<path d="{"".join(path)}" class="{kind}"/>',
         f'<line x1="{LEFT}" x2="{right:.1f}" y1="{base}" y2="{base}" class="base"/>',
         f'<text x="{right + 8:.1f}" y="{top + 20}" class="name">{result["useful_steps"]} steps</text>',
-        f'<text x="{right + 8:.1f}" y="{top + 35}" class="small">{lost:.0f} s lost</text>',
+        f'<text x="{right + 8:.1f}" y="{top + 35}" class="small">{redone} redone</text>',
     ]
