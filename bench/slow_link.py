@@ -3,9 +3,9 @@
     python -m bench.slow_link                     one try
     python -m bench.slow_link --tries 3 --json
 
-Four machines of one slot each on one host (`harness/machines.py`; needs root), a task of 2 x 2 workers, every
-cable with 12.5 MB/s. At a step the cable of one machine, both directions, gets 10 % of that, and later all of
-it again. What the coordinator says meanwhile (`diagnose.link_watch`), and what a step takes.
+Three machines of one slot each on one host (`harness/machines.py`; needs root), a task of 3 x 1 workers,
+every cable with 12.5 MB/s. At a step the cable of one machine, both directions, gets 10 % of that, and later
+all of it again. What the coordinator says meanwhile (`diagnose.link_watch`), and what a step takes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from bench.machines import WHOLE_RATE, Scene
 from harness.cluster import small_job
 from harness.machines import Machines, absent, inside
 
-NODES = ("n1", "n2", "n3", "n4")
+NODES = ("n1", "n2", "n3")
 VICTIM, PART = "n2", 0.1
-BEFORE, DURING, AFTER = 20, 15, 15  # steps
+BEFORE, DURING, AFTER = 15, 10, 10  # steps
 
 
 def attempt(folder: Path, seed: int) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def attempt(folder: Path, seed: int) -> dict[str, Any]:
             scene.start_agent(name, slots=1)
         joined = lambda: len(scene.client.get("/v1/status")["nodes"]) == len(NODES)  # noqa: E731
         scene.until(joined, "all agents joined")
-        job = small_job(machines.shared, steps=10_000, microbatches=2)
+        job = small_job(machines.shared, steps=10_000, replicas=3, stages=1, microbatches=1)
         scene.client.post("/v1/tasks", {"name": "job", "job": job})
         marks = [_step(scene, BEFORE)]
         at = time.time()

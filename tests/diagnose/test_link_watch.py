@@ -19,15 +19,21 @@ News = tuple[int, SlowLinkFound | SlowLinkEnded]
 
 
 def story(
-    bandwidth: Bandwidth, *, steps: int, noise: float = 0.2, watch: LinkWatch | None = None, seed: int = 1
+    bandwidth: Bandwidth,
+    *,
+    steps: int,
+    noise: float = 0.2,
+    watch: LinkWatch | None = None,
+    seed: int = 1,
+    workers: list[Worker] = WORKERS,
 ) -> list[News]:
     """What is said, and after which step, of workers on four machines with cables of 12.5 MB/s."""
     draw, found = random.Random(seed), []
     watch = watch or LinkWatch("t")
     for step in range(1, steps + 1):
-        for worker in WORKERS:
+        for worker in workers:
             sent = {}
-            for peer in WORKERS:
+            for peer in workers:
                 if peer != worker:
                     rate = 12.5e6 * bandwidth(worker, peer, step) * draw.uniform(1 - noise, 1 + noise)
                     sent[str(peer)] = (1_000_000, 1e6 / rate)
@@ -68,6 +74,17 @@ def test_the_cable_of_a_machine_slows_its_row_and_its_column_and_no_other_link()
     found = story(bandwidth, steps=40)
     others = [worker for worker in WORKERS if worker != VICTIM]
     assert links(found) == {(VICTIM, w) for w in others} | {(w, VICTIM) for w in others}
+
+
+def test_one_bad_cable_of_three_machines_is_found_though_most_links_are_slow() -> None:
+    three = WORKERS[1:]
+
+    def bandwidth(sender: Worker, receiver: Worker, step: int) -> float:
+        return 0.1 if VICTIM in (sender, receiver) and step >= 20 else 1.0
+
+    found = links(story(bandwidth, steps=30, workers=three))
+    assert len(found) == 4
+    assert all(VICTIM in link for link in found)
 
 
 def test_a_machine_without_a_free_core_slows_all_links_and_accuses_none() -> None:

@@ -11,9 +11,10 @@ at one end, and a cable with little bandwidth, with loss or with delay shows in 
          1:0   0.9    1.0   .   0.2
          1:1   0.1    0.1  0.1   .         both                its cable (here that of 1:1's machine)
 
-A cell is a rate in parts of what is usual for the link, over the median of the other cells at that time: a
-machine without a free core slows all of them. Hot is less than `HOT`, `LOOKS` windows on end; calm again is
-more than `CALM`, for `CALM_LOOKS`. What is usual is learned while a link is calm, and needs `KNOWN` windows.
+A cell is a rate in parts of what is usual for the link, over the upper quartile of the other cells: a machine
+without a free core slows all of them, and one bad cable of three machines slows four links of six. Hot is
+less than `HOT`, `LOOKS` windows on end; calm again is more than `CALM`, for `CALM_LOOKS`. What
+is usual is learned while a link is calm, and needs `KNOWN` windows.
 A link that was slow before anybody looked has no past: it is compared with the rates of the others, and must
 be far below them for longer.
 """
@@ -106,7 +107,7 @@ class LinkWatch:
             other for at, other in self._rates.items() if at != link and other.rate and not other.is_slow
         ]
         parts = [part for other in others if (part := other.part()) is not None]
-        all_slower = min(1.0, median(parts)) if parts else 1.0
+        all_slower = min(1.0, sorted(parts)[3 * len(parts) // 4]) if parts else 1.0
         part = rate.part()
         low = part is not None and part < HOT * all_slower
         rate.hot = rate.hot + 1 if low else 0
