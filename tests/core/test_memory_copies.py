@@ -192,6 +192,25 @@ def test_readers_of_a_state_are_spread_over_its_holders() -> None:
             assert part["on"] == address.node
 
 
+def test_a_copy_is_not_read_from_a_silent_node_while_another_has_it() -> None:
+    """A drained node was switched off. Until it was given up, its copies were asked for, in vain; the task
+    began again at step 1 though another node had them too.
+    """
+    cluster = four_nodes()
+    task = cluster.coordinator.tasks["t"]
+    cluster.copy_to_memory(1)
+    kept, nodes = task.copies.states[1], cluster.coordinator.nodes
+    silent = sorted(kept.copies[0])[-1]
+    cluster.silence(silent)
+    assert nodes[silent].state == "silent"
+    for worker in task.seats:
+        assert {address.node for address, _ in copies_for(nodes, kept, worker, "nowhere")}.isdisjoint(
+            {silent}
+        )
+    kept.copies[0] = {silent: kept.copies[0][silent]}
+    assert copies_for(nodes, kept, Worker(0, 0), "nowhere")[0][0].node == silent, "there is no other"
+
+
 def test_a_snapshot_keeps_what_is_in_memory_and_what_is_to_come() -> None:
     cluster = four_nodes()
     cluster.copy_to_memory(1)

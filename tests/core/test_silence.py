@@ -10,12 +10,14 @@ from tests.core.fake_cluster import FakeCluster
 PATIENCE = msg.Patience()
 
 
-def dies_with_its_node() -> FakeCluster:
+def dies_with_its_node(*, copies: str = "") -> FakeCluster:
     """Everything on node d is killed. Its agent still reports that its worker died, the coordinator orders
-    another one there, and nothing is heard any more.
+    another one there, and nothing is heard any more. `copies`: of the states in memory, "here" or "away".
     """
-    cluster = FakeCluster(nodes={"a": 3, "d": 1, "e": 1})
-    cluster.submit(shape=Shape(1, 4, 2), steps=40, has_checkpoints=True)
+    cluster = FakeCluster(nodes={"a": 3, "d": 1, "e": 1}, memory_port=7 if copies else 0)
+    cluster.submit(shape=Shape(1, 4, 2), steps=40, has_checkpoints=not copies)
+    if copies:
+        cluster.copy_to_memory(1, away=copies == "away")
     cluster.seal()
     task = cluster.coordinator.tasks["t"]
     worker = next(w for w, seat in task.seats.items() if seat.node == "d")
@@ -37,6 +39,22 @@ def test_a_node_whose_restarted_worker_its_whole_task_waits_for_is_not_waited_fo
     assert node.state == "gone", node.because
     assert "to start" in node.because
     assert "e" in {seat.node for seat in cluster.coordinator.tasks["t"].seats.values()}
+
+
+def test_a_node_with_the_only_copy_of_a_state_is_waited_for() -> None:
+    """After 3 s of silence it was given up, and a task without checkpoints began again at step 1."""
+    cluster = dies_with_its_node(copies="here")
+    assert cluster.coordinator.tasks["t"].copies.newest == 1
+    cluster.wait(PATIENCE.start_silence_s + 0.1)
+    assert cluster.coordinator.nodes["d"].state != "gone"
+    cluster.wait(PATIENCE.lonely_silence_s)
+    assert cluster.coordinator.nodes["d"].state == "gone"
+
+
+def test_a_node_whose_copies_are_elsewhere_too_is_not_waited_for() -> None:
+    cluster = dies_with_its_node(copies="away")
+    cluster.wait(PATIENCE.start_silence_s + 0.1)
+    assert cluster.coordinator.nodes["d"].state == "gone"
 
 
 def test_a_node_that_is_back_in_time_keeps_its_worker() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.core.cluster.node import Node
-from everstep.core.cluster.node_states import NodeState
+from everstep.core.cluster.node_states import NodeLiveness, NodeState
 from everstep.core.cluster.task import KeptState, Task
 from everstep.core.words.cluster_messages import MemoryAddress
 from everstep.core.words.ops import Worker
@@ -64,10 +64,14 @@ def needed_from(nodes: Mapping[str, Node], task: Task) -> int:
 def copies_for(
     nodes: Mapping[str, Node], kept: KeptState, worker: Worker, own: str
 ) -> tuple[tuple[MemoryAddress, Any], ...]:
-    """Of every stage one copy: that of the worker's own node, or the readers are spread over the holders."""
+    """Of every stage one copy: that of the worker's own node, or the readers are spread over the holders. A
+    silent node may be dead: it is asked only if no other holder is heard.
+    """
     chosen = []
     for stage in range(kept.stages):
-        holders = sorted(kept.copies[stage])
-        node = own if own in holders else holders[(worker.replica + worker.stage) % len(holders)]
+        everyone = sorted(kept.copies[stage])
+        heard = [name for name in everyone if nodes[name].liveness is NodeLiveness.HEARD]
+        holders = heard or everyone
+        node = own if own in everyone else holders[(worker.replica + worker.stage) % len(holders)]
         chosen.append((nodes[node].memory, kept.copies[stage][node]))
     return tuple(chosen)

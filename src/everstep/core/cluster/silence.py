@@ -6,7 +6,7 @@ for it; whatever an operator or a remedy wants with it meanwhile (`node_states`)
 
 A node that dies with its workers may still report that they died: then new ones are ordered from it, and no
 one of them is a member that a peer could miss. A task that does nothing until one of them has started waits
-for it about as long as a start elsewhere takes.
+for it about as long as a start elsewhere takes; longer, if the only copy of its newest state is there.
 
 A peer that waits says for which parcel. If the usual sender of that parcel is on a node that is heard and
 does not wait itself, the peer waits for that one, and is no witness against the silent node: on a crowded
@@ -94,6 +94,8 @@ def _start_awaited(roster: Roster, node: str) -> str:
     for task, worker in roster.on_node(node):
         if task.recovery is None or not isinstance(task.recovery.phase, Assembling):
             continue
+        if _has_the_only_copy(roster, task, node):
+            continue
         places = task.recovery.places
         others = (
             other
@@ -105,6 +107,17 @@ def _start_awaited(roster: Roster, node: str) -> str:
         ):
             return f"{worker} of {task.name}"
     return ""
+
+
+def _has_the_only_copy(roster: Roster, task: Task, node: str) -> bool:
+    """Would steps be lost with this node? Its memory may have what neither a disk nor another node has."""
+    newest = task.copies.newest
+    if newest is None or newest <= task.checkpoints.newest:
+        return False
+    return any(
+        node in holders and not any(other != node and roster.is_heard(other) for other in holders)
+        for holders in task.copies.states[newest].copies.values()
+    )
 
 
 def _others_speak_for(roster: Roster, node: str) -> bool:
