@@ -120,7 +120,7 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
             "model.dropuot is not a key of gpt-tiny; did you mean 'dropout'? Its keys: context,",
         ),
         (f'{MODEL}width = "64"', "model.width is '64'; it must be a whole number"),
-        (f"{MODEL}heads = 7", "no even head size"),
+        (f"{MODEL}heads = 7", "not an even head size"),
         (f"replicsa = 2\n{MODEL}", "replicsa is not a key of a job; did you mean 'replicas'?"),
         (f"stages = 2.0\n{MODEL}", "stages is 2.0; it must be a whole number"),
         (f"stages = true\n{MODEL}", "stages is True; it must be a whole number"),

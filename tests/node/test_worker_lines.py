@@ -102,7 +102,7 @@ def test_a_second_caller_does_not_take_a_process_s_place(agent: Agent) -> None:
 def test_a_process_that_says_what_is_no_report_is_told_of(agent: Agent) -> None:
     agent.called_by(pack(HELLO), b"\x02\x00\x00\x00[]")
     assert isinstance(agent.events[-1], ProcessMisspoke)
-    assert "no report" in agent.events[-1].because
+    assert "not a report" in agent.events[-1].because
 
 
 def test_orders_that_a_process_never_reads_are_bounded(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

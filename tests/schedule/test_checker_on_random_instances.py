@@ -168,4 +168,4 @@ def test_a_dry_run_names_who_waits_for_ever() -> None:
     last = ops[Worker(0, 2)]
     last.insert(0, last.pop(1))  # its backward before its forward
     found = deadlocks(small(), Schedule({w: tuple(x) for w, x in ops.items()}))
-    assert any("0:2 waits for ever" in line for line in found)
+    assert any("0:2 waits forever" in line for line in found)
