@@ -33,8 +33,8 @@ ANSWER_S = 20.0  # to fork
 _ALWAYS = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker", "torch._dynamo")
 
 # A worker needs the memory it frees a moment later, so it keeps it. Giving it back and faulting it in again
-# took 8 % of a step with mimalloc, which aarch64 builds of torch use, and 15 % with glibc, which others do.
-# glibc by itself gives back the top of its heap, and whatever it has mapped for large tensors.
+# took 8 % of a step with mimalloc, which aarch64 builds of torch use. Others use glibc, which by itself gives
+# back the top of its heap, and whatever it has mapped for large tensors; the kernel took 15 % of a step.
 ALLOCATOR = {
     "MIMALLOC_PURGE_DELAY": "-1",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
