@@ -97,10 +97,10 @@ class Checkers:
         epoch = resume.epoch
         if resume.rewind is not None:
             self.undone.add(epoch)
-        for worker, walker in others:
-            if not walker.paused and not walker.joining and walker.epoch != epoch:
+        for worker, other in others:
+            if not other.paused and not other.joining and other.epoch != epoch:
                 raise Violation(
-                    f"one epoch: {me} goes on in epoch {epoch} while {worker} works in {walker.epoch}"
+                    f"one epoch: {me} goes on in epoch {epoch} while {worker} works in {other.epoch}"
                 )
 
     def kept(self, worker: Worker, num_payloads: int, num_stashes: int) -> None:
@@ -125,13 +125,14 @@ class Checkers:
             raise Violation(f"journal: replay gives another state\n  was {before}\n  is  {after}")
 
     def at_the_end(
-        self, recovery: Recovery, walkers: Mapping[Worker, tuple[WorkerState, VirtualState]]
+        self, recovery: Recovery, workers: Mapping[Worker, tuple[WorkerState, VirtualState]]
     ) -> None:
         steps = self.rules.steps
         if self.recorded != steps:
             raise Violation(f"in order: the task ends with step {self.recorded} on record, not {steps}")
-        for worker, (walker, state) in walkers.items():
-            if not walker.joining and walker.now.step == steps + 1 and state != self.truth.states[steps]:
+        for worker, (worker_state, state) in workers.items():
+            at_the_end = not worker_state.joining and worker_state.now.step == steps + 1
+            if at_the_end and state != self.truth.states[steps]:
                 raise Violation(f"the right state: {worker} ends with another state")
         for incident in recovery.incidents:
             if incident.resumed_at is None and self.resumed_in_epoch == recovery.epoch:

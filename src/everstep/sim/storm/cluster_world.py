@@ -60,7 +60,7 @@ class ClusterWorld:
             VirtualAgent(n, spec.workers_per_node * spec.shards, self, self.scene, self.processes)
             for n in range(count)
         ]
-        self.bodies: dict[Worker, VirtualWorker] = {}  # the newest process of each worker
+        self.workers: dict[Worker, VirtualWorker] = {}  # the newest process of each worker
         ports = ClusterPorts(self, self, self)
         self.lines = Lines(self)
         self._shown = 0  # the number of the last event that is on the record
@@ -110,9 +110,9 @@ class ClusterWorld:
 
     def wake_all(self) -> None:
         for agent in self.nodes:
-            for body in list(agent.bodies.values()):
-                if body.asleep:
-                    agent.wake(body)
+            for process in list(agent.workers.values()):
+                if process.asleep:
+                    agent.wake(process)
 
     def is_quiet(self) -> bool:
         """No process lives, none waits to be started, and no slot is lost."""
@@ -122,7 +122,7 @@ class ClusterWorld:
         up = [agent for agent in self.nodes if agent.up]
         waiting = [order for agent in up for order in agent.state.processes.waiting.values()]
         return ", ".join(
-            [f"{body.me} lives on n{body.node}" for body in self.processes.living.values()]
+            [f"{process.me} lives on n{process.node}" for process in self.processes.living.values()]
             + [f"{order.worker} waits" for order in waiting]
             + [incident.what for incident in self.coordinator.log.open_ones()]
         )
@@ -172,8 +172,8 @@ class ClusterWorld:
         """A worker that ended because one of its shards did: the report names the shard."""
         match event.report:
             case msg.TaskEvent(event=ev.WorkerExited(worker=worker, incarnation=incarnation, reason=reason)):
-                body = self.bodies.get(worker)
-                lost = 0 if body is None or body.incarnation != incarnation else body.lost_shard
+                process = self.workers.get(worker)
+                lost = 0 if process is None or process.incarnation != incarnation else process.lost_shard
                 if lost and f"shard {lost}" not in reason:
                     raise Violation(f"one incident: {worker} lost shard {lost}; its agent says {reason!r}")
 
@@ -235,16 +235,16 @@ class ClusterWorld:
         if self.head.up and agent.name in self.coordinator.nodes:
             self.coordinator.acknowledged(agent.name, agent.state.done)
 
-    def started(self, agent: VirtualAgent, body: VirtualWorker) -> None:
-        other = self.bodies.get(body.me)
+    def started(self, agent: VirtualAgent, process: VirtualWorker) -> None:
+        other = self.workers.get(process.me)
         if other is not None and other.alive:
-            older, newer = sorted((other, body), key=lambda one: one.incarnation)
+            older, newer = sorted((other, process), key=lambda one: one.incarnation)
             self._check_given_up(older)
-            self.bodies[body.me] = newer
+            self.workers[process.me] = newer
         else:
-            self.bodies[body.me] = body
-        text = f"{body.me} is up, incarnation {body.incarnation}, on {agent.name}"
-        self.scene.note("start", body.me, text)
+            self.workers[process.me] = process
+        text = f"{process.me} is up, incarnation {process.incarnation}, on {agent.name}"
+        self.scene.note("start", process.me, text)
         if agent.lemon:
             agent.lemon -= 1
             self.scene.soon(20_000, self.lose_node, agent.number, 10_000)
@@ -265,66 +265,64 @@ class ClusterWorld:
 
     # -------------------------------------------------------------- around the processes
 
-    def report(self, body: VirtualWorker, report: WorkerReport) -> None:
+    def report(self, process: VirtualWorker, report: WorkerReport) -> None:
         if isinstance(report, msg.LinkMended):
-            self._check_mended(body, report)
-        self.nodes[body.node].happens(ProcessSpoke(body.sender, report))
+            self._check_mended(process, report)
+        self.nodes[process.node].happens(ProcessSpoke(process.sender, report))
 
-    def _check_mended(self, body: VirtualWorker, report: msg.LinkMended) -> None:
+    def _check_mended(self, process: VirtualWorker, report: msg.LinkMended) -> None:
         """The peer may be dead by now; but it has answered since the link broke last."""
-        if body.control.book[report.peer] not in body.answered:
-            raise Violation(
-                f"honest reports: {body.me} says its link to {report.peer} works again; nothing has answered"
-            )
+        if process.control.book[report.peer] not in process.answered:
+            raise Violation(f"honest reports: {process.me}'s link to {report.peer} mended without an answer")
 
-    def left(self, body: VirtualWorker) -> None:
+    def left(self, process: VirtualWorker) -> None:
         """In good order: with nothing in hand, and after the last step with the right state."""
-        state = body.walker
-        if not (body.control.over or state.joining or state.paused):
+        state = process.worker_state
+        if not (process.control.over or state.joining or state.paused):
             if not isinstance(state.next(), Finished):
-                raise Violation(f"nothing left undone: {body.me} leaves in step {state.now.step}")
+                raise Violation(f"nothing left undone: {process.me} leaves in step {state.now.step}")
             if state.now.step == self.spec.rules.steps + 1:
-                self.scene.checkers.state_saved(body.me, self.spec.rules.steps, body.state)
-        self.processes.drop(body)
-        self.nodes[body.node].died(body, "exited with code 0")
+                self.scene.checkers.state_saved(process.me, self.spec.rules.steps, process.state)
+        self.processes.drop(process)
+        self.nodes[process.node].died(process, "exited with code 0")
 
-    def saved(self, body: VirtualWorker, task: SaveCheckpoint, state: VirtualState) -> None:
+    def saved(self, process: VirtualWorker, task: SaveCheckpoint, state: VirtualState) -> None:
         share = (task.index, task.count)
-        self.scene.disk.sync(task.state_step, body.me.stage, state, share, task.chunks)
-        self.report(body, part_written(body, task, share=share))
+        self.scene.disk.sync(task.state_step, process.me.stage, state, share, task.chunks)
+        self.report(process, part_written(process, task, share=share))
 
     def shelved(
-        self, body: VirtualWorker, task: StoreCopy, state: VirtualState, directions: StateDirections
+        self, process: VirtualWorker, task: StoreCopy, state: VirtualState, directions: StateDirections
     ) -> None:
         if task.leaving and not directions.copy_at_end:
             return
-        own = self.nodes[body.node].name
-        self._keep(body, own, task, state)
+        own = self.nodes[process.node].name
+        self._keep(process, own, task, state)
         stays = task.leaving and not directions.copy_away
         if directions.copy_to is not None and directions.copy_to.node != own and not stays:
             self.scene.soon(
-                self.spec.weather.hop_us * 4, self._keep, body, directions.copy_to.node, task, state
+                self.spec.weather.hop_us * 4, self._keep, process, directions.copy_to.node, task, state
             )
 
-    def _keep(self, body: VirtualWorker, node: str, task: StoreCopy, state: VirtualState) -> None:
-        if body.alive and self._agent(node).up:
-            self.scene.shelf.put(node, task.state_step, body.me.stage, state)
-            self.report(body, part_written(body, task, memory_of=node))
+    def _keep(self, process: VirtualWorker, node: str, task: StoreCopy, state: VirtualState) -> None:
+        if process.alive and self._agent(node).up:
+            self.scene.shelf.put(node, task.state_step, process.me.stage, state)
+            self.report(process, part_written(process, task, memory_of=node))
 
     def slowness(self, node: int) -> int:
         return self.nodes[node].slowness
 
     def members(self, me: VirtualWorker) -> Iterator[tuple[Worker, WorkerState]]:
         if self._is_believed(me):
-            for worker, body in self.bodies.items():
-                if body is not me and body.alive and self._is_believed(body):
-                    yield worker, body.walker
+            for worker, process in self.workers.items():
+                if process is not me and process.alive and self._is_believed(process):
+                    yield worker, process.worker_state
 
-    def _is_believed(self, body: VirtualWorker) -> bool:
+    def _is_believed(self, process: VirtualWorker) -> bool:
         """By the coordinator; one that was given up may live on behind a cut line."""
-        seat = self.coordinator.tasks[TASK].seats.get(body.me)
+        seat = self.coordinator.tasks[TASK].seats.get(process.me)
         own = None if seat is None else (seat.node, seat.incarnation)
-        return own == (self.nodes[body.node].name, body.incarnation)
+        return own == (self.nodes[process.node].name, process.incarnation)
 
     def _move(self) -> None:
         """Another shape is asked for, which happens to be the same: everything but the arithmetic of it."""
@@ -340,33 +338,34 @@ class ClusterWorld:
     # -------------------------------------------------------------- what goes wrong
 
     def kill(self, worker: Worker, reason: str, *, raised: bool = False) -> None:
-        body = self.bodies[worker]
-        agent = self.nodes[body.node]
+        process = self.workers[worker]
+        agent = self.nodes[process.node]
         agent.struck = True
         if raised:
-            where = f"{worker} {body.incarnation}"
-            event = ev.WorkerRaised(worker=worker, incarnation=body.incarnation, error="planted", where=where)
-            self.report(body, msg.TaskEvent(task=TASK, event=event))
-        agent.kill(body, reason)
+            number = process.incarnation
+            where = f"{worker} {number}"
+            event = ev.WorkerRaised(worker=worker, incarnation=number, error="planted", where=where)
+            self.report(process, msg.TaskEvent(task=TASK, event=event))
+        agent.kill(process, reason)
 
     def hang(self, worker: Worker, *, asleep: bool) -> None:
         """It stands still; `asleep`: in the kernel, where SIGKILL does not reach it either."""
-        body = self.bodies[worker]
-        self.nodes[body.node].struck = True
-        body.hung = not asleep
-        body.asleep = asleep
+        process = self.workers[worker]
+        self.nodes[process.node].struck = True
+        process.hung = not asleep
+        process.asleep = asleep
 
     def kill_shard(self, worker: Worker, target: int) -> None:
         """One of a worker's processes, not the first."""
-        body = self.bodies[worker]
-        agent = self.nodes[body.node]
-        if body.group is None or agent.frozen:
+        process = self.workers[worker]
+        agent = self.nodes[process.node]
+        if process.group is None or agent.frozen:
             return
         agent.struck = True
-        follower = body.group.followers[target % len(body.group.followers)]
+        follower = process.group.followers[target % len(process.group.followers)]
         self.scene.note("shard", worker, f"shard {follower.index} of {worker} is killed")
         self.processes.connections.end_follower(follower)
-        self.scene.soon(LOCAL_US, agent.end_shard, body, follower.index)
+        self.scene.soon(LOCAL_US, agent.end_shard, process, follower.index)
 
     def lose_node(self, number: int, span_us: int) -> None:
         agent = self.nodes[number]

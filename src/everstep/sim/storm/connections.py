@@ -42,22 +42,22 @@ class Connections:
         self.partitions: list[Callable[[ShardEnd, VirtualWorker, VirtualLink], None]] = []
         self.dark: set[PeerAddress] = set()  # of processes whose machines lost power
 
-    def end(self, body: VirtualWorker, *, silently: bool) -> None:
+    def end(self, process: VirtualWorker, *, silently: bool) -> None:
         """It is gone. Its peers notice, at once or, where a whole machine went, when nothing answers."""
-        del self.living[body.address]
+        del self.living[process.address]
         if silently:
-            self.dark.add(body.address)
-        for end in ends(body):
+            self.dark.add(process.address)
+        for end in ends(process):
             for link in end.links.values():
                 self.network.lose_tail(link)
-        if body.group is not None:
-            body.group.close()
+        if process.group is not None:
+            process.group.close()
         for other in [end for one in self.living.values() for end in ends(one)]:
-            link_ = other.links.pop(body.address, None)
+            link_ = other.links.pop(process.address, None)
             if link_ is not None:
                 link_.close()
                 notice = UNANSWERED_US if silently else self.weather.spread(self.scene.spec.weather.hop_us)
-                self.agenda.after(notice, self._broken, other, body.address)
+                self.agenda.after(notice, self._broken, other, process.address)
 
     def end_follower(self, end: VirtualFollower) -> None:
         """One shard dies; what the others make of it is theirs to decide."""
@@ -67,14 +67,14 @@ class Connections:
 
     # -------------------------------------------------------------- what is sent
 
-    def send(self, body: VirtualWorker, command: msg.Send) -> None:
-        address = body.control.book.get(Worker(command.replica, command.stage))
+    def send(self, process: VirtualWorker, command: msg.Send) -> None:
+        address = process.control.book.get(Worker(command.replica, command.stage))
         if address is None:
             return
-        item = (command.parcel, command.value, body.outgoing(command.parcel))
-        link = body.links.get(address) or self._connect(body, address)
+        item = (command.parcel, command.value, process.outgoing(command.parcel))
+        link = process.links.get(address) or self._connect(process, address)
         if link is not None:
-            self.network.send(link, item, self._hop(body.node, link.node))
+            self.network.send(link, item, self._hop(process.node, link.node))
 
     def send_slice(self, end: VirtualFollower, command: msg.Send) -> None:
         """A follower's slice: its name and its facts."""
@@ -87,9 +87,9 @@ class Connections:
     def send_state_slice(self, end: VirtualFollower, task: msg.Snapshot) -> None:
         self.send_state(end, task, VirtualState(0, 0))
 
-    def send_state(self, body: ShardEnd, task: msg.Snapshot, state: VirtualState) -> None:
-        address = body.control.book.get(Worker(task.joiner, body.me.stage))
-        link = None if address is None else body.links.get(address) or self._connect(body, address)
+    def send_state(self, process: ShardEnd, task: msg.Snapshot, state: VirtualState) -> None:
+        address = process.control.book.get(Worker(task.joiner, process.me.stage))
+        link = None if address is None else process.links.get(address) or self._connect(process, address)
         if link is not None:
             takes = self.scene.spec.weather.copy_us or 4 * self.scene.spec.weather.hop_us
             for name, value in state._asdict().items():
@@ -97,20 +97,20 @@ class Connections:
 
     # -------------------------------------------------------------- opened, broken
 
-    def _connect(self, body: ShardEnd, address: PeerAddress) -> VirtualLink | None:
+    def _connect(self, process: ShardEnd, address: PeerAddress) -> VirtualLink | None:
         living = self.living.get(address)
-        there = None if living is None else same_shard(living, body)
-        until = self.cuts.get((body.address, address), 0)
+        there = None if living is None else same_shard(living, process)
+        until = self.cuts.get((process.address, address), 0)
         if living is None or there is None or self.agenda.now_us < until:
             silent = address in self.dark  # a machine without power refuses nothing
             delay = UNANSWERED_US if silent else self.weather.spread(self.scene.spec.weather.hop_us)
-            self.agenda.after(delay, self._broken, body, address)
+            self.agenda.after(delay, self._broken, process, address)
             return None
         link = VirtualLink(lambda item: self._arrive(there, item), there.node)
-        body.links[address] = link
+        process.links[address] = link
         for hold in self.partitions:
-            hold(body, living, link)
-        self.network.send(link, (_OPENED, body, address), self._hop(body.node, there.node))
+            hold(process, living, link)
+        self.network.send(link, (_OPENED, process, address), self._hop(process.node, there.node))
         return link
 
     def _arrive(self, there: ShardEnd, item: tuple[Any, Any, Any]) -> None:
@@ -127,43 +127,45 @@ class Connections:
         else:
             self.take(end, item)
 
-    def _broken(self, body: ShardEnd, address: PeerAddress) -> None:
-        if body.alive:
-            self._give(body, LinkBroke(address))
+    def _broken(self, process: ShardEnd, address: PeerAddress) -> None:
+        if process.alive:
+            self._give(process, LinkBroke(address))
 
-    def break_link(self, body: ShardEnd, address: PeerAddress, span_us: int) -> None:
+    def break_link(self, process: ShardEnd, address: PeerAddress, span_us: int) -> None:
         """It breaks now, and for a while no other one can be opened."""
-        link = body.links.pop(address)
+        link = process.links.pop(address)
         self.network.lose_tail(link)
-        self.cuts[body.address, address] = self.agenda.now_us + span_us
-        self.agenda.after(self.weather.spread(self.scene.spec.weather.hop_us), self._broken, body, address)
+        self.cuts[process.address, address] = self.agenda.now_us + span_us
+        self.agenda.after(self.weather.spread(self.scene.spec.weather.hop_us), self._broken, process, address)
 
-    def swallow(self, body: ShardEnd, address: PeerAddress) -> None:
+    def swallow(self, process: ShardEnd, address: PeerAddress) -> None:
         """Nothing arrives on this connection any more, and nothing comes back that would say so."""
-        link = body.links[address]
+        link = process.links[address]
         link.close()
         if link_gives_up(link):
-            self.agenda.after(UNANSWERED_US, self._give_up, body, address, link)
+            self.agenda.after(UNANSWERED_US, self._give_up, process, address, link)
 
-    def _give_up(self, body: ShardEnd, address: PeerAddress, link: VirtualLink) -> None:
-        if body.alive and body.links.get(address) is link:
-            del body.links[address]
-            self._give(body, LinkBroke(address))
+    def _give_up(self, process: ShardEnd, address: PeerAddress, link: VirtualLink) -> None:
+        if process.alive and process.links.get(address) is link:
+            del process.links[address]
+            self._give(process, LinkBroke(address))
 
     def _hop(self, one: int, other: int) -> int:
         return self.scene.spec.weather.hop_us * max(self._slowness(one), self._slowness(other))
 
 
-def ends(body: VirtualWorker) -> tuple[ShardEnd, ...]:
+def ends(process: VirtualWorker) -> tuple[ShardEnd, ...]:
     """Whatever of a worker has connections: its shards."""
-    return (body,) if body.group is None else (body, *(f for f in body.group.followers if f.is_up))
+    return (
+        (process,) if process.group is None else (process, *(f for f in process.group.followers if f.is_up))
+    )
 
 
-def same_shard(body: VirtualWorker, end: ShardEnd) -> ShardEnd | None:
+def same_shard(process: VirtualWorker, end: ShardEnd) -> ShardEnd | None:
     """The shard of this worker that another one's shard talks to."""
-    if not isinstance(end, VirtualFollower) or body.group is None:
-        return body
-    found = body.group.followers[end.index - 1]
+    if not isinstance(end, VirtualFollower) or process.group is None:
+        return process
+    found = process.group.followers[end.index - 1]
     return found if found.is_up else None
 
 

@@ -32,15 +32,15 @@ _TIME_PASSED = TimePassed()
 class Surroundings(Protocol):
     """What processes need of the world around them."""
 
-    def report(self, body: VirtualWorker, report: WorkerReport) -> None: ...
+    def report(self, process: VirtualWorker, report: WorkerReport) -> None: ...
 
-    def left(self, body: VirtualWorker) -> None:
+    def left(self, process: VirtualWorker) -> None:
         """It has ended by itself, in good order."""
 
-    def saved(self, body: VirtualWorker, task: msg.SaveCheckpoint, state: VirtualState) -> None: ...
+    def saved(self, process: VirtualWorker, task: msg.SaveCheckpoint, state: VirtualState) -> None: ...
 
     def shelved(
-        self, body: VirtualWorker, task: msg.StoreCopy, state: VirtualState, directions: StateDirections
+        self, process: VirtualWorker, task: msg.StoreCopy, state: VirtualState, directions: StateDirections
     ) -> None: ...
 
     def slowness(self, node: int) -> int: ...
@@ -62,7 +62,7 @@ class Processes:
     def start(self, sender: Sender, node: int) -> VirtualWorker:
         self._ports += 1
         address = (f"n{node}", self._ports)
-        body = self.living[address] = VirtualWorker(
+        process = self.living[address] = VirtualWorker(
             sender,
             self.spec.rules,
             node=node,
@@ -70,226 +70,226 @@ class Processes:
             scene=self.scene,
         )
         if self.spec.shards > 1:
-            body.group = VirtualGroup(body, self.spec.rules, self.spec.shards, self.connections)
-        body.moved_us = self.agenda.now_us
-        return body
+            process.group = VirtualGroup(process, self.spec.rules, self.spec.shards, self.connections)
+        process.moved_us = self.agenda.now_us
+        return process
 
-    def wake_up(self, body: VirtualWorker) -> None:
+    def wake_up(self, process: VirtualWorker) -> None:
         """It was asleep in the kernel."""
-        body.asleep = False
-        if body.alive and body.task is None:
-            self._turn(body)
-        elif body.alive:
-            self._done(body)
+        process.asleep = False
+        if process.alive and process.task is None:
+            self._turn(process)
+        elif process.alive:
+            self._done(process)
 
-    def drop(self, body: VirtualWorker, *, silently: bool = False) -> None:
+    def drop(self, process: VirtualWorker, *, silently: bool = False) -> None:
         """It is gone. Its peers notice, at once or, where a whole machine went, when nobody answers."""
-        body.alive = False
-        body.inbox.clear()
-        self.connections.end(body, silently=silently)
+        process.alive = False
+        process.inbox.clear()
+        self.connections.end(process, silently=silently)
 
     # -------------------------------------------------------------- its loop
 
-    def take(self, body: VirtualWorker, item: Any) -> None:
-        body.inbox.append(item)
-        if body.task is None and body.alive and not body.woken:
+    def take(self, process: VirtualWorker, item: Any) -> None:
+        process.inbox.append(item)
+        if process.task is None and process.alive and not process.woken:
             wake_us = self.spec.weather.wake_us
             if wake_us:
-                body.woken = True
-                self.agenda.after(self.weather.spread(wake_us), self._wake, body)
+                process.woken = True
+                self.agenda.after(self.weather.spread(wake_us), self._wake, process)
             else:
-                self._turn(body)
+                self._turn(process)
 
-    def _wake(self, body: VirtualWorker) -> None:
-        body.woken = False
-        if body.task is None and body.alive:
-            self._turn(body)
+    def _wake(self, process: VirtualWorker) -> None:
+        process.woken = False
+        if process.task is None and process.alive:
+            self._turn(process)
 
-    def _turn(self, body: VirtualWorker) -> None:
+    def _turn(self, process: VirtualWorker) -> None:
         """The whole inbox, then one task."""
-        if body.hung or body.asleep or body.leaving:
+        if process.hung or process.asleep or process.leaving:
             return
-        while body.inbox:
-            self._obey(body, body.inbox.popleft())
-        control, agenda = body.control, self.agenda
-        if body.group is not None:
-            body.group.looks_for_work()
+        while process.inbox:
+            self._obey(process, process.inbox.popleft())
+        control, agenda = process.control, self.agenda
+        if process.group is not None:
+            process.group.looks_for_work()
         task = control.next()
-        if body.group is not None:
-            body.group.found(task)
-        self._carry_out(body, control.take_actions())
+        if process.group is not None:
+            process.group.found(task)
+        self._carry_out(process, control.take_actions())
         if control.may_leave(task):
-            self._leave(body)
+            self._leave(process)
             return
         kind = type(task)
-        if body.group is not None and kind in IDLE:
-            body.group.turned()
+        if process.group is not None and kind in IDLE:
+            process.group.turned()
         if kind is msg.Wait:
-            body.show(agenda.now_us, agenda.done, busy=False, doing=task.missing)  # type: ignore[union-attr]
+            process.show(agenda.now_us, agenda.done, busy=False, doing=task.missing)  # type: ignore[union-attr]
             return
         if kind is msg.Paused or kind is msg.Finished:
-            body.show(agenda.now_us, agenda.done, busy=False, doing=kind.__name__)
+            process.show(agenda.now_us, agenda.done, busy=False, doing=kind.__name__)
             return
-        body.task, body.began_us = task, agenda.now_us
+        process.task, process.began_us = task, agenda.now_us
         if kind is not msg.Snapshot:  # as the engine's beacon: who waits while a peer copies still waits
-            body.show(agenda.now_us, agenda.done, busy=True, doing=_shown(task, body.me.stage))
-        agenda.after(self._time_of(body, task), self._done, body)
+            process.show(agenda.now_us, agenda.done, busy=True, doing=_shown(task, process.me.stage))
+        agenda.after(self._time_of(process, task), self._done, process)
 
-    def _done(self, body: VirtualWorker) -> None:
-        task = body.task
-        if not body.alive or body.hung or body.asleep or task is None:
+    def _done(self, process: VirtualWorker) -> None:
+        task = process.task
+        if not process.alive or process.hung or process.asleep or task is None:
             return
-        self.scene.mix(4, body.me)
+        self.scene.mix(4, process.me)
         if self.trace.lines is not None:
-            self.trace.tell(self.agenda.now_us, f"{body.me} {short(task)}")
-        answer = body.do(task)
-        body.task = None
+            self.trace.tell(self.agenda.now_us, f"{process.me} {short(task)}")
+        answer = process.do(task)
+        process.task = None
         kind = type(task)
         if kind is not msg.Compute:
             if kind is msg.Snapshot:
-                self.connections.send_state(body, task, answer)  # type: ignore[arg-type]
+                self.connections.send_state(process, task, answer)  # type: ignore[arg-type]
             elif kind is msg.SaveCheckpoint or kind is msg.StoreCopy:
-                body.writing += 1
-                given = (body, task, body.state, body.control.directions)
+                process.writing += 1
+                given = (process, task, process.state, process.control.directions)
                 self.scene.soon(self.spec.weather.save_us, self._written, *given)
             trigger = _TRIGGER_OF.get(kind)
             if trigger is not None:
-                self.scene.trigger(trigger, body.me)
-                if not body.alive:
+                self.scene.trigger(trigger, process.me)
+                if not process.alive:
                     return
-        if body.group is not None:
-            body.group.finished(answer, body.began_us / 1e6)
-        body.control.finished(task, answer, began=body.began_us / 1e6)
-        self._carry_out(body, body.control.take_actions())
-        if body.group is not None:
-            body.group.turned()
-        self._turn(body)
+        if process.group is not None:
+            process.group.finished(answer, process.began_us / 1e6)
+        process.control.finished(task, answer, began=process.began_us / 1e6)
+        self._carry_out(process, process.control.take_actions())
+        if process.group is not None:
+            process.group.turned()
+        self._turn(process)
 
     def _written(
-        self, body: VirtualWorker, task: Any, state: VirtualState, directions: StateDirections
+        self, process: VirtualWorker, task: Any, state: VirtualState, directions: StateDirections
     ) -> None:
         """Beside its loop: it also goes on while the loop hangs."""
-        body.writing -= 1
-        if not body.alive:
+        process.writing -= 1
+        if not process.alive:
             return
         if type(task) is msg.SaveCheckpoint:
-            self.world.saved(body, task, state)
+            self.world.saved(process, task, state)
         else:
-            self.world.shelved(body, task, state, directions)
-        if body.leaving and not body.writing:
-            self.world.left(body)
+            self.world.shelved(process, task, state, directions)
+        if process.leaving and not process.writing:
+            self.world.left(process)
 
-    def _leave(self, body: VirtualWorker) -> None:
+    def _leave(self, process: VirtualWorker) -> None:
         """As the engine's process: what its saver has in hand is written first."""
-        body.leaving = True
-        body.show(self.agenda.now_us, self.agenda.done, busy=True, doing=SAVING)
-        if not body.writing:
-            self.world.left(body)
+        process.leaving = True
+        process.show(self.agenda.now_us, self.agenda.done, busy=True, doing=SAVING)
+        if not process.writing:
+            self.world.left(process)
 
-    def _obey(self, body: VirtualWorker, item: Any) -> None:
-        control, state = body.control, body.walker
+    def _obey(self, process: VirtualWorker, item: Any) -> None:
+        control, state = process.control, process.worker_state
         if type(item) is tuple:
-            if body.group is None:
+            if process.group is None:
                 parcel, facts, payload = item
                 if state.arrived(parcel, facts):
-                    body.payloads[parcel] = payload
-            elif (whole := body.group.arrived(item)) is not None:
-                self._accept(body, *whole)
+                    process.payloads[parcel] = payload
+            elif (whole := process.group.arrived(item)) is not None:
+                self._accept(process, *whole)
             return
-        self.scene.mix(5, body.me)
+        self.scene.mix(5, process.me)
         if self.trace.lines is not None:
-            self.trace.tell(self.agenda.now_us, f"{body.me} hears {item}")
+            self.trace.tell(self.agenda.now_us, f"{process.me} hears {item}")
         if type(item) is StateArrived:
-            body.take_state(*item)
+            process.take_state(*item)
         elif type(item) is FollowerSaid:
-            self._hear_follower(body, item)
+            self._hear_follower(process, item)
         else:
-            if body.group is not None:
-                body.group.takes(item, self.agenda.now_us / 1e6)
+            if process.group is not None:
+                process.group.takes(item, self.agenda.now_us / 1e6)
             if type(item) is LinkOpened:
-                body.answered.add(item.address)
+                process.answered.add(item.address)
             elif type(item) is LinkBroke:
-                body.answered.discard(item.address)
+                process.answered.discard(item.address)
             actions = control.handle(item, self.agenda.now_us / 1e6)
             if type(item) is NotifyWorker:
-                self._notified(body, item)
-            self._carry_out(body, actions)
-            self._set_alarm(body)
-        self._carry_out(body, control.take_actions())
+                self._notified(process, item)
+            self._carry_out(process, actions)
+            self._set_alarm(process)
+        self._carry_out(process, control.take_actions())
 
-    def _accept(self, body: VirtualWorker, parcel: msg.Parcel, facts: Any, payload: Any) -> None:
+    def _accept(self, process: VirtualWorker, parcel: msg.Parcel, facts: Any, payload: Any) -> None:
         """A parcel is here, on every shard."""
-        wanted = body.walker.arrived(parcel, facts)
+        wanted = process.worker_state.arrived(parcel, facts)
         if wanted:
-            body.payloads[parcel] = payload
-        assert body.group is not None
-        body.group.decided(parcel, facts, wanted=wanted)
+            process.payloads[parcel] = payload
+        assert process.group is not None
+        process.group.decided(parcel, facts, wanted=wanted)
 
-    def _hear_follower(self, body: VirtualWorker, item: FollowerSaid) -> None:
-        assert body.group is not None
-        slices = body.group.slices
+    def _hear_follower(self, process: VirtualWorker, item: FollowerSaid) -> None:
+        assert process.group is not None
+        slices = process.group.slices
         match item.message:
             case sh.ParcelIsHere(parcel=parcel):
                 if slices.others(item.shard, parcel):
-                    self._accept(body, *slices.take(parcel))
+                    self._accept(process, *slices.take(parcel))
             case sh.StateIsHere(transfer=transfer):
-                if slices.others_state(item.shard, transfer) and body.walker.may_load(transfer):
-                    body.load_state(transfer, slices.take_state(transfer))
+                if slices.others_state(item.shard, transfer) and process.worker_state.may_load(transfer):
+                    process.load_state(transfer, slices.take_state(transfer))
             case sh.ShardLink(event=event):
-                self._obey(body, event)
+                self._obey(process, event)
 
-    def _notified(self, body: VirtualWorker, order: NotifyWorker) -> None:
+    def _notified(self, process: VirtualWorker, order: NotifyWorker) -> None:
         match order.words:
             case act.InterruptWorkers():
-                self.scene.trigger("interrupt", body.me)
+                self.scene.trigger("interrupt", process.me)
             case act.ResumeStep(order=resume):
-                self.checkers.ordered(body.me, resume)
-                if body.walker.epoch == resume.epoch and not body.walker.joining:
-                    self.checkers.resumed(body.me, resume, self.world.members(body))
-                self.scene.trigger("resume", body.me)
+                self.checkers.ordered(process.me, resume)
+                if process.worker_state.epoch == resume.epoch and not process.worker_state.joining:
+                    self.checkers.resumed(process.me, resume, self.world.members(process))
+                self.scene.trigger("resume", process.me)
 
-    def _set_alarm(self, body: VirtualWorker) -> None:
-        due = body.control.due_at()
+    def _set_alarm(self, process: VirtualWorker) -> None:
+        due = process.control.due_at()
         if due is not None:
             at_us = max(self.agenda.now_us + 1, int(due * 1e6) + 1)
-            if body.alarm_us is None or at_us < body.alarm_us:
-                body.alarm_us = at_us
-                self.agenda.at(at_us, self._alarm, body, at_us)
+            if process.alarm_us is None or at_us < process.alarm_us:
+                process.alarm_us = at_us
+                self.agenda.at(at_us, self._alarm, process, at_us)
 
-    def _alarm(self, body: VirtualWorker, at_us: int) -> None:
-        if body.alive and body.alarm_us == at_us:
-            body.alarm_us = None
-            self.take(body, _TIME_PASSED)
+    def _alarm(self, process: VirtualWorker, at_us: int) -> None:
+        if process.alive and process.alarm_us == at_us:
+            process.alarm_us = None
+            self.take(process, _TIME_PASSED)
 
     # -------------------------------------------------------------- what it does besides
 
-    def _carry_out(self, body: VirtualWorker, actions: Iterable[ShellAction | WorkerAction]) -> None:
+    def _carry_out(self, process: VirtualWorker, actions: Iterable[ShellAction | WorkerAction]) -> None:
         for action in actions:
             kind = type(action)
             if kind is msg.Send:
-                self.connections.send(body, action)  # type: ignore[arg-type]
+                self.connections.send(process, action)  # type: ignore[arg-type]
             elif kind is SendReport:
                 report = action.report  # type: ignore[union-attr]
-                self.world.report(body, report)
+                self.world.report(process, report)
                 if type(report) is TaskEvent:
                     trigger = _TRIGGER_OF.get(type(report.event))
                     if trigger is not None:
-                        self.scene.trigger(trigger, body.me)
+                        self.scene.trigger(trigger, process.me)
             elif kind is KeepLinks:
-                for address in [a for a in body.links if a not in action.addresses]:  # type: ignore[union-attr]
-                    body.links.pop(address).close()
+                for address in [a for a in process.links if a not in action.addresses]:  # type: ignore[union-attr]
+                    process.links.pop(address).close()
             else:
-                CARRY_OUT[kind](body, action)
+                CARRY_OUT[kind](process, action)
 
     # -------------------------------------------------------------- how long things take
 
-    def _time_of(self, body: VirtualWorker, task: msg.WorkItem) -> int:
+    def _time_of(self, process: VirtualWorker, task: msg.WorkItem) -> int:
         measured = self.spec.weather.op_times_us
         if measured is not None:
             kind = task.op.kind if type(task) is msg.Compute else _KIND_OF.get(type(task))
-            return measured.get(kind, 1) * self.slow.get(body.me, 1) if kind is not None else 1
+            return measured.get(kind, 1) * self.slow.get(process.me, 1) if kind is not None else 1
         share = _SHARE_OF_AN_OP[task.op.kind] if type(task) is msg.Compute else 0.1
-        typical = int(self.spec.weather.op_us * share) * self.slow.get(body.me, 1)
+        typical = int(self.spec.weather.op_us * share) * self.slow.get(process.me, 1)
         return self.weather.spread(typical)
 
 
@@ -322,15 +322,15 @@ _TRIGGER_OF: dict[type, str] = {
 
 
 def part_written(
-    body: VirtualWorker,
+    process: VirtualWorker,
     task: msg.SaveCheckpoint | msg.StoreCopy,
     *,
     memory_of: str | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> PartWritten:
-    stage = body.me.stage
+    stage = process.me.stage
     return PartWritten(
-        task=body.sender.task,
+        task=process.sender.task,
         step=task.state_step,
         stage=stage,
         attempt=task.attempt,

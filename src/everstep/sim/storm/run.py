@@ -88,15 +88,15 @@ def _run(world: World | ClusterWorld, strikes: Strikes) -> None:
         if not step():
             may_lose = any(fault.what in LOSING for fault in strikes.struck)
             if scene.num_stalls == (MOST_STALLS if may_lose else 0):
-                raise Violation(f"liveness: nothing is left to happen; {_standing(world)}")
+                raise Violation(f"liveness: nothing is left to happen; {_summary(world)}")
             world.stall()
         if agenda.now_us > end_at or agenda.done > MOST_EVENTS:
-            raise Violation(
-                f"liveness: no end {agenda.now_us / 1e3:g} ms after the start; {_standing(world)}"
-            )
+            raise Violation(f"liveness: no end {agenda.now_us / 1e3:g} ms after the start; {_summary(world)}")
     if scene.outcome != "finished":
         raise Violation(f"liveness: the task {scene.outcome}")
-    states = {w: (body.walker, body.state) for w, body in world.bodies.items() if body.alive}
+    states = {
+        w: (process.worker_state, process.state) for w, process in world.workers.items() if process.alive
+    }
     scene.checkers.at_the_end(world.recovery, states)
     if isinstance(world, ClusterWorld):
         _let_all_leave(world)
@@ -119,6 +119,6 @@ def _let_all_leave(world: ClusterWorld) -> None:
             raise Violation(f"nothing left behind: {world.left_behind()}")
 
 
-def _standing(world: World | ClusterWorld) -> str:
-    workers = ", ".join(f"{w} {body.standing()}" for w, body in world.bodies.items() if body.alive)
+def _summary(world: World | ClusterWorld) -> str:
+    workers = ", ".join(f"{w} {process.summary()}" for w, process in world.workers.items() if process.alive)
     return f"{world.recovery.phase}; {workers}"

@@ -53,7 +53,7 @@ class Leading(Protocol):
     node: int
     address: PeerAddress
     alive: bool
-    walker: WorkerState
+    worker_state: WorkerState
     checkers: Checkers
 
 
@@ -62,7 +62,7 @@ class SliceSender(Protocol):
 
     network: Network
 
-    def take(self, body: Any, item: Any) -> None: ...
+    def take(self, process: Any, item: Any) -> None: ...
 
     def send_slice(self, end: VirtualFollower, command: msg.Send) -> None: ...
 
@@ -82,8 +82,8 @@ class FoundItem:
 class VirtualGroup:
     """As the leader sees it."""
 
-    def __init__(self, body: Leading, rules: TaskRules, count: int, around: SliceSender) -> None:
-        self.body, self.network, self.around = body, around.network, around
+    def __init__(self, leader: Leading, rules: TaskRules, count: int, around: SliceSender) -> None:
+        self.leader, self.network, self.around = leader, around.network, around
         self.slices = SliceCount(count)
         self.followers = [VirtualFollower(self, rules, index) for index in range(1, count)]
         self.looks: dict[int, FoundItem] = {}
@@ -107,11 +107,11 @@ class VirtualGroup:
 
     def turned(self) -> None:
         """Its look, and the work item if there was one, are over."""
-        state, most = self.body.walker, self.body.checkers.most_payloads
+        state, most = self.leader.worker_state, self.leader.checkers.most_payloads
         self.slices.forget_before(state.now.step - 1, state.mail.order.attempt)
         if len(self.slices) > most or any(len(follower.slices) > most for follower in self.followers):
             raise Violation(
-                f"no leak: the shards of {self.body.me} keep {len(self.slices)} slices of parcels"
+                f"no leak: the shards of {self.leader.me} keep {len(self.slices)} slices of parcels"
             )
 
     def found(self, task: msg.WorkItem) -> None:
@@ -149,11 +149,11 @@ class VirtualFollower:
     """A shard that follows."""
 
     def __init__(self, group: VirtualGroup, rules: TaskRules, index: int) -> None:
-        body = group.body
-        state = WorkerState(body.me, rules, incarnation=body.incarnation)
-        self.control = WorkerControl(body.sender, state, MENDING)
-        self.group, self.body, self.index = group, body, index
-        self.me, self.node, self.address = body.me, body.node, body.address
+        leader = group.leader
+        state = WorkerState(leader.me, rules, incarnation=leader.incarnation)
+        self.control = WorkerControl(leader.sender, state, MENDING)
+        self.group, self.leader, self.index = group, leader, index
+        self.me, self.node, self.address = leader.me, leader.node, leader.address
         self.slices = SlicesInHand()
         self.links: dict[PeerAddress, VirtualLink] = {}
         self.inbox: deque[Any] = deque()
@@ -167,7 +167,7 @@ class VirtualFollower:
 
     @property
     def alive(self) -> bool:
-        return self.is_up and self.body.alive
+        return self.is_up and self.leader.alive
 
     def end(self) -> None:
         self.is_up = False
@@ -222,7 +222,7 @@ class VirtualFollower:
         self._carry_out(self.control.take_actions())
         if task != look.task:
             raise Violation(
-                f"lockstep: shard {self.index} of {self.body.me} finds {task}, its leader {look.task}"
+                f"lockstep: shard {self.index} of {self.leader.me} finds {task}, its leader {look.task}"
             )
         if not isinstance(task, IDLE) and not self.control.may_leave(task):
             self.running = look
@@ -245,11 +245,11 @@ class VirtualFollower:
     def _receive(self, parcel: msg.Parcel, value: Any) -> None:
         found = self.slices.take(parcel)
         if found is None and parcel.what not in SMALL:
-            raise Violation(f"lockstep: shard {self.index} of {self.body.me} has no slice of {parcel}")
+            raise Violation(f"lockstep: shard {self.index} of {self.leader.me} has no slice of {parcel}")
         facts = value if found is None else found[0]
         if not self.control.state.arrived(parcel, facts):
             raise Violation(
-                f"lockstep: {parcel} counts for {self.body.me} and not for its shard {self.index}"
+                f"lockstep: {parcel} counts for {self.leader.me} and not for its shard {self.index}"
             )
         self._carry_out(self.control.take_actions())
 
@@ -267,7 +267,7 @@ class VirtualFollower:
         self.group.network.send(self.up, message, LOCAL_US)
 
     def _heard(self, message: sh.FromShard) -> None:
-        self.group.around.take(self.body, FollowerSaid(self.index, message))
+        self.group.around.take(self.leader, FollowerSaid(self.index, message))
 
     def _carry_out(self, actions: Any) -> None:
         for action in actions:

@@ -60,13 +60,13 @@ class Strikes:
             self._strike_node(fault, fault.target % len(self.world.nodes))
 
     def _worker(self, target: int, here: Worker | None) -> Worker | None:
-        living = sorted(worker for worker, body in self.world.bodies.items() if body.alive)
+        living = sorted(worker for worker, process in self.world.workers.items() if process.alive)
         if target == HERE:
             return here if here in living else None
         return living[target % len(living)] if living else None
 
     def _strike_worker(self, fault: StormFault, worker: Worker) -> None:
-        world, body = self.world, self.world.bodies[worker]
+        world, process = self.world, self.world.workers[worker]
         match fault.what:
             case FaultKind.KILL:
                 world.kill(worker, "killed")
@@ -87,7 +87,7 @@ class Strikes:
             case FaultKind.SLEEP:
                 world.hang(worker, asleep=True)
             case _:
-                self._break_one(body, fault)
+                self._break_one(process, fault)
 
     def _strike_node(self, fault: StormFault, number: int) -> None:
         world = self.world
@@ -134,9 +134,9 @@ class Strikes:
     def _end_lag(self, number: int) -> None:
         self.world.nodes[number].slowness = 1
 
-    def _break_one(self, body: VirtualWorker, fault: StormFault) -> None:
+    def _break_one(self, process: VirtualWorker, fault: StormFault) -> None:
         """One of its connections breaks, or swallows what is sent on it."""
-        links = [(address, end) for end in ends(body) for address in sorted(end.links)]
+        links = [(address, end) for end in ends(process) for address in sorted(end.links)]
         if not links:
             return
         address, end = links[fault.target % len(links)]
@@ -152,17 +152,17 @@ class Strikes:
         held: list[tuple[ShardEnd, PeerAddress, VirtualLink]] = []
         one_way = fault.what is FaultKind.ONE_WAY
 
-        def hold(body: ShardEnd, there: VirtualWorker, link: VirtualLink) -> None:
-            into = link.node == number and body.node != number
-            out_of = body.node == number and link.node != number
+        def hold(process: ShardEnd, there: VirtualWorker, link: VirtualLink) -> None:
+            into = link.node == number and process.node != number
+            out_of = process.node == number and link.node != number
             if into or (out_of and not one_way):
                 network.hold(link)
-                held.append((body, there.address, link))
+                held.append((process, there.address, link))
 
-        for body in [end for one in self.processes.living.values() for end in ends(one)]:
-            for address, link in body.links.items():
+        for process in [end for one in self.processes.living.values() for end in ends(one)]:
+            for address, link in process.links.items():
                 if address in self.processes.living:
-                    hold(body, self.processes.living[address], link)
+                    hold(process, self.processes.living[address], link)
         self._suspect(*range(len(self.world.nodes)))
         self.processes.connections.partitions.append(hold)
         self.scene.agenda.after(fault.span_us, self._reunite, hold, held, fault.span_us > BREAKS_AFTER_US)
@@ -171,9 +171,9 @@ class Strikes:
         self, hold: object, held: list[tuple[ShardEnd, PeerAddress, VirtualLink]], broken: bool
     ) -> None:
         self.processes.connections.partitions.remove(hold)  # type: ignore[arg-type]
-        for body, address, link in held:
-            if broken and body.alive and body.links.get(address) is link:
-                self.processes.connections.break_link(body, address, 0)
+        for process, address, link in held:
+            if broken and process.alive and process.links.get(address) is link:
+                self.processes.connections.break_link(process, address, 0)
             self.scene.network.release(link)
 
     def _suspect(self, *numbers: int) -> None:

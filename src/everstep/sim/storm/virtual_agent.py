@@ -62,7 +62,7 @@ class AgentWorld(Protocol):
 
     def acknowledged(self, agent: VirtualAgent) -> None: ...
 
-    def started(self, agent: VirtualAgent, body: VirtualWorker) -> None: ...
+    def started(self, agent: VirtualAgent, process: VirtualWorker) -> None: ...
 
 
 class VirtualLine:
@@ -106,7 +106,7 @@ class VirtualAgent:
         self.state = AgentState(detector=LIMITS, limits=AGENT_LIMITS)
         self.newest_term = 0  # of the coordinators heard
         self.line: VirtualLine | None = None
-        self.bodies: dict[Sender, VirtualWorker] = {}
+        self.workers: dict[Sender, VirtualWorker] = {}
         self._backlog: list[AgentEvent] = []
         self._alarm_us: int | None = None
         self.has_server = True
@@ -123,9 +123,9 @@ class VirtualAgent:
 
     def lose_power(self) -> None:
         self.up = False
-        for body in list(self.bodies.values()):
-            if body.alive:
-                self._bury(body, "its node lost power", silently=True)
+        for process in list(self.workers.values()):
+            if process.alive:
+                self._bury(process, "its node lost power", silently=True)
         if self.line is not None:
             self.line.close()
 
@@ -247,11 +247,11 @@ class VirtualAgent:
                 self._check_server(action)
                 self.scene.soon(self.scene.spec.weather.start_us, self._made, action, self.boot)
             case ag.Kill(sender=sender):
-                self.kill(self.bodies[sender], "killed by SIGKILL")
+                self.kill(self.workers[sender], "killed by SIGKILL")
             case ag.PassOn(sender=sender, order=order):
-                body = self.bodies.get(sender)
-                if body is not None and body.alive:
-                    self.processes.take(body, order)
+                process = self.workers.get(sender)
+                if process is not None and process.alive:
+                    self.processes.take(process, order)
             case ag.UseMemory(order=msg.DropCopies(before=before)):
                 self.scene.shelf.drop(self.name, before)
             case ag.WorkOnDisk(order=asked):
@@ -288,11 +288,13 @@ class VirtualAgent:
 
     def _check_slot(self, order: msg.StartProcess) -> None:
         """Whoever held the slot is gone, and its memory is free."""
-        for body in self.bodies.values():
-            if body.slots & slots_of(order) or body.me == order.worker:
-                state = "lives" if body.alive else "holds its memory"
+        for process in self.workers.values():
+            if process.slots & slots_of(order) or process.me == order.worker:
+                state = "lives" if process.alive else "holds its memory"
                 where = f"{self.name}:{order.slot}"
-                raise Violation(f"one owner: {order.worker} starts in {where}, where {body.me} still {state}")
+                raise Violation(
+                    f"one owner: {order.worker} starts in {where}, where {process.me} still {state}"
+                )
 
     def _check_server(self, action: ag.Spawn) -> None:
         if action.fresh_server:
@@ -310,82 +312,84 @@ class VirtualAgent:
             failed = ag.SpawnFailed(sender, "the fork server was killed by SIGKILL", server_died=True)
             self.happens(failed)
             return
-        body = self.bodies[sender] = self.processes.start(sender, self.number)
-        body.slots = slots_of(order)
+        process = self.workers[sender] = self.processes.start(sender, self.number)
+        process.slots = slots_of(order)
         self.happens(ag.ProcessSpawned(sender))
-        if not body.alive:
+        if not process.alive:
             return  # it was given up meanwhile
-        self.world.started(self, body)
+        self.world.started(self, process)
         self.happens(ag.ProcessGreeted(sender))
         times = msg.TimesReported(
             task=order.task, worker=order.worker, incarnation=order.incarnation, times=TIMES_S
         )
         self.happens(ag.ProcessSpoke(sender, times))
-        self.happens(ag.ProcessSpoke(sender, body.control.started(body.address).report))
+        self.happens(ag.ProcessSpoke(sender, process.control.started(process.address).report))
         self.scene.trigger("start", order.worker)
 
-    def kill(self, body: VirtualWorker, reason: str) -> None:
+    def kill(self, process: VirtualWorker, reason: str) -> None:
         """SIGKILL; a process that sleeps in the kernel dies when it wakes."""
-        if body.asleep:
-            body.doomed = True
-        elif body.alive:
-            self._bury(body, reason)
-            self.died(body, reason)
+        if process.asleep:
+            process.doomed = True
+        elif process.alive:
+            self._bury(process, reason)
+            self.died(process, reason)
 
-    def end_shard(self, body: VirtualWorker, shard: int) -> None:
+    def end_shard(self, process: VirtualWorker, shard: int) -> None:
         """The first shard notices, says so, and ends: a worker is all of its shards or none."""
-        if body.alive and not body.leaving:
+        if process.alive and not process.leaving:
             ended = ShardEnded(
-                task=body.sender.task,
-                worker=body.me,
-                incarnation=body.incarnation,
+                task=process.sender.task,
+                worker=process.me,
+                incarnation=process.incarnation,
                 shard=shard,
                 how="killed by SIGKILL",
             )
-            self.happens(ag.ProcessSpoke(body.sender, ended))
-            body.lost_shard = 0 if body.asleep else shard
-            self.kill(body, "killed by SIGKILL")
+            self.happens(ag.ProcessSpoke(process.sender, ended))
+            process.lost_shard = 0 if process.asleep else shard
+            self.kill(process, "killed by SIGKILL")
 
-    def died(self, body: VirtualWorker, reason: str) -> None:
+    def died(self, process: VirtualWorker, reason: str) -> None:
         """It is dead; its agent notices, and later there is nothing left of it."""
         delay = self.scene.weather.spread(self.scene.spec.weather.exit_us)
-        noticed = ag.ProcessDied(body.sender, reason)
+        noticed = ag.ProcessDied(process.sender, reason)
         self.scene.agenda.after(delay, self.happens, noticed, self.boot)
         cleared = delay + self.scene.weather.spread(self.scene.spec.weather.clear_us)
-        self.scene.agenda.after(cleared, self._gone, body, self.boot)
+        self.scene.agenda.after(cleared, self._gone, process, self.boot)
 
-    def _gone(self, body: VirtualWorker, boot: int) -> None:
+    def _gone(self, process: VirtualWorker, boot: int) -> None:
         if boot == self.boot:
-            self.bodies.pop(body.sender, None)
-            self.happens(ag.ProcessGone(body.sender))
+            self.workers.pop(process.sender, None)
+            self.happens(ag.ProcessGone(process.sender))
 
-    def _bury(self, body: VirtualWorker, reason: str, *, silently: bool = False) -> None:
+    def _bury(self, process: VirtualWorker, reason: str, *, silently: bool = False) -> None:
         self.scene.num_deaths += 1
-        self.scene.note("death", body.me, f"KILL {body.me} on {self.name} ({reason}) in {short(body.task)}")
-        self.processes.drop(body, silently=silently)
+        self.scene.note(
+            "death", process.me, f"KILL {process.me} on {self.name} ({reason}) in {short(process.task)}"
+        )
+        self.processes.drop(process, silently=silently)
 
-    def wake(self, body: VirtualWorker) -> None:
-        if body.alive and body.doomed:
-            body.asleep = False
-            self.kill(body, "killed by SIGKILL")
-        elif body.alive:
-            self.processes.wake_up(body)
+    def wake(self, process: VirtualWorker) -> None:
+        if process.alive and process.doomed:
+            process.asleep = False
+            self.kill(process, "killed by SIGKILL")
+        elif process.alive:
+            self.processes.wake_up(process)
 
     def look(self, boot: int) -> None:
         """A glance at its workers, a few times in an op's patience."""
         if not self.up or boot != self.boot:
             return
         now_us = self.scene.agenda.now_us
-        for body in list(self.bodies.values()):
-            if body.alive:
+        for process in list(self.workers.values()):
+            if process.alive:
                 glance = Glance(
-                    moment=body.moment,
-                    step=body.walker.now.step,
-                    busy=body.busy,
-                    doing=body.doing,
-                    age_s=(now_us - body.moved_us) / 1e6,
+                    moment=process.moment,
+                    step=process.worker_state.now.step,
+                    busy=process.busy,
+                    doing=process.doing,
+                    age_s=(now_us - process.moved_us) / 1e6,
                 )
-                self.happens(ag.Glanced(body.sender, glance))
+                self.happens(ag.Glanced(process.sender, glance))
         self.scene.agenda.after(LOOK_US, self.look, boot)
 
 

@@ -47,7 +47,7 @@ class VirtualWorker:
     ) -> None:
         state = WorkerState(sender.worker, rules, incarnation=sender.incarnation)
         self.control = WorkerControl(sender, state, MENDING)
-        self.walker = self.control.state
+        self.worker_state = self.control.state
         self.sender, self.me, self.incarnation = sender, sender.worker, sender.incarnation
         self.node, self.address = node, address
         self.truth, self.checkers, self.disk, self.shelf = (
@@ -124,9 +124,9 @@ class VirtualWorker:
         weights = {
             microbatch: weight(task.step, microbatch) for microbatch, _ in self._gradients(task.step).value
         }
-        if self.me.stage != self.walker.rules.stages - 1:
+        if self.me.stage != self.worker_state.rules.stages - 1:
             return (), weights
-        return [(op.microbatch, 1.0) for op in self.walker.now.done if op.kind is Kind.F], weights
+        return [(op.microbatch, 1.0) for op in self.worker_state.now.done if op.kind is Kind.F], weights
 
     def _sum_chunk(self, task: msg.SumChunk) -> tuple[float]:
         self.checkers.divisor(self.me, task.step, task.weight)
@@ -144,7 +144,7 @@ class VirtualWorker:
     def _assemble(self, task: msg.AssembleSum) -> None:
         if self.chunks.count:
             shares = [self.payloads[chunk] for chunk in task.chunks]
-            self.chunks.assemble(task.step, shares, self.walker.chunks.held(task.step))
+            self.chunks.assemble(task.step, shares, self.worker_state.chunks.held(task.step))
             return
         mine = self._sum(task.step)
         for chunk in task.chunks:
@@ -251,7 +251,7 @@ class VirtualWorker:
         self.state = self.working = state
         self._begin_gradients()
         if self.chunks.count:
-            self.chunks.load(state, self.walker.chunks.held(task.state_step + 1))
+            self.chunks.load(state, self.worker_state.chunks.held(task.state_step + 1))
         return True
 
     def _shelve(self, task: msg.StoreCopy) -> None:
@@ -265,7 +265,7 @@ class VirtualWorker:
 
     def take_state(self, transfer: msg.StateTransfer, name: str, value: int) -> None:
         """One frame of two, so that a state could be made of two transfers' halves."""
-        use = self.walker.take_state(transfer)
+        use = self.worker_state.take_state(transfer)
         if use is FrameUse.DROP:
             return
         if use is FrameUse.BEGIN:
@@ -284,7 +284,7 @@ class VirtualWorker:
         self.state = self.working = state
         self._begin_gradients()
         self.chunks.follow(self.state)
-        self.walker.state_arrived(transfer)
+        self.worker_state.state_arrived(transfer)
         if self.group is not None:
             self.group.loaded(transfer)
 
@@ -300,7 +300,7 @@ class VirtualWorker:
             case msg.ParcelKind.WEIGHTS | msg.ParcelKind.FILL:
                 return self.chunks.weights_of(parcel)
             case msg.ParcelKind.SUM if self.chunks.count:
-                holders = self.walker.chunks.holders(parcel.step)
+                holders = self.worker_state.chunks.holders(parcel.step)
                 return self.chunks.sums_for(parcel.step, holders, parcel.owner)
             case msg.ParcelKind.FEED if self.chunks.count:
                 self._agree(parcel.step)
@@ -346,11 +346,11 @@ class VirtualWorker:
 
     # -------------------------------------------------------------- looking at it
 
-    def standing(self) -> str:
+    def summary(self) -> str:
         """In words, for the report of a storm that does not end."""
         if self.leaving:
             return SAVING
-        return f"{self.walker.next()}{' paused' if self.walker.paused else ''}"
+        return f"{self.worker_state.next()}{' paused' if self.worker_state.paused else ''}"
 
 
 def what_arrives(payload: Any) -> Any:
@@ -383,6 +383,6 @@ CARRY_OUT: dict[type, Callable[[VirtualWorker, Any], None]] = {
     msg.ReleaseGradients: VirtualWorker.release_gradients,
     msg.DropStashes: VirtualWorker.drop_stashes,
     msg.ReleaseSum: VirtualWorker.release_sum,
-    msg.ReleaseChunks: lambda body, command: body.chunks.release(command.chunks),
+    msg.ReleaseChunks: lambda process, command: process.chunks.release(command.chunks),
     msg.DiscardWork: VirtualWorker.discard,
 }

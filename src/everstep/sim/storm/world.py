@@ -62,7 +62,7 @@ class World:
             time_passed=None,
             orders_are_kept=False,
         )
-        self.bodies: dict[Worker, VirtualWorker] = {}
+        self.workers: dict[Worker, VirtualWorker] = {}
         self.zombies: list[VirtualWorker] = []  # alive, and given up by the coordinator
         self.orders: dict[Worker, VirtualLink] = {}
         self.reports: dict[Sender, VirtualLink] = {}
@@ -117,14 +117,14 @@ class World:
         if node.starting.get(worker) != incarnation:
             return
         del node.starting[worker]
-        body = self.processes.start(Sender(TASK, worker, incarnation), node.number)
-        self.reports[body.sender] = VirtualLink(self._heard_report)
-        self.bodies[worker] = body
-        self.orders[worker] = VirtualLink(lambda order: self.processes.take(body, order))
+        process = self.processes.start(Sender(TASK, worker, incarnation), node.number)
+        self.reports[process.sender] = VirtualLink(self._heard_report)
+        self.workers[worker] = process
+        self.orders[worker] = VirtualLink(lambda order: self.processes.take(process, order))
         if not node.heard:
-            self._muffle(node, body)
+            self._muffle(node, process)
         self.scene.note("start", worker, f"{worker} is up, incarnation {incarnation}, on node {node.number}")
-        self.report(body, body.control.started(body.address).report)
+        self.report(process, process.control.started(process.address).report)
         self.scene.trigger("start", worker)
         if node.lemon:
             node.lemon -= 1
@@ -157,7 +157,7 @@ class World:
     def _order(self, worker: Worker, words: Any) -> None:
         link = self.orders.get(worker)
         if link is not None:
-            book = tuple((w, *body.address) for w, body in self.bodies.items())
+            book = tuple((w, *process.address) for w, process in self.workers.items())
             order = NotifyWorker(task=TASK, worker=worker, words=words, book=book)
             self.scene.network.send(link, order, self._delay(worker))
 
@@ -181,20 +181,20 @@ class World:
 
     # -------------------------------------------------------------- around the processes
 
-    def report(self, body: VirtualWorker, report: WorkerReport) -> None:
+    def report(self, process: VirtualWorker, report: WorkerReport) -> None:
         if isinstance(report, TaskEvent):
-            self.scene.network.send(self.reports[body.sender], report.event, self._delay(body.me))
+            self.scene.network.send(self.reports[process.sender], report.event, self._delay(process.me))
 
-    def left(self, body: VirtualWorker) -> None:
+    def left(self, process: VirtualWorker) -> None:
         raise AssertionError("nobody is asked to leave here")
 
-    def saved(self, body: VirtualWorker, task: msg.SaveCheckpoint, state: VirtualState) -> None:
+    def saved(self, process: VirtualWorker, task: msg.SaveCheckpoint, state: VirtualState) -> None:
         share = (task.index, task.count)
-        self.scene.disk.sync(task.state_step, body.me.stage, state, share, task.chunks)
+        self.scene.disk.sync(task.state_step, process.me.stage, state, share, task.chunks)
         self._commit()
 
     def shelved(
-        self, body: VirtualWorker, task: msg.StoreCopy, state: VirtualState, directions: StateDirections
+        self, process: VirtualWorker, task: msg.StoreCopy, state: VirtualState, directions: StateDirections
     ) -> None:
         """Here are no nodes that could keep anything."""
 
@@ -202,7 +202,7 @@ class World:
         return self.nodes[node].slowness
 
     def members(self, me: VirtualWorker) -> Iterator[tuple[Worker, WorkerState]]:
-        return ((w, body.walker) for w, body in self.bodies.items() if body is not me)
+        return ((w, process.worker_state) for w, process in self.workers.items() if process is not me)
 
     # -------------------------------------------------------------- processes and nodes die
 
@@ -215,26 +215,27 @@ class World:
 
     def kill(self, worker: Worker, reason: str, *, raised: bool = False) -> None:
         """The process is gone; its agent lives and reports it."""
-        body = self.bodies.get(worker)
-        if body is None:
+        process = self.workers.get(worker)
+        if process is None:
             return
-        self._bury(body, reason)
+        self._bury(process, reason)
         if raised:
-            where = f"{worker} {body.incarnation}"
-            event = ev.WorkerRaised(worker=worker, incarnation=body.incarnation, error="planted", where=where)
-            self.report(body, TaskEvent(task=TASK, event=event))
-        exited = TaskEvent(task=TASK, event=_exit(worker, body.incarnation, reason))
-        self.scene.soon(self.spec.weather.exit_us, self.report, body, exited)
+            number = process.incarnation
+            where = f"{worker} {number}"
+            event = ev.WorkerRaised(worker=worker, incarnation=number, error="planted", where=where)
+            self.report(process, TaskEvent(task=TASK, event=event))
+        exited = TaskEvent(task=TASK, event=_exit(worker, process.incarnation, reason))
+        self.scene.soon(self.spec.weather.exit_us, self.report, process, exited)
 
     def hang(self, worker: Worker, *, asleep: bool) -> None:
         """It stands still until its agent kills it."""
-        body = self.bodies[worker]
-        body.hung = True
-        self.scene.agenda.after(self.spec.weather.overdue_us, self._end_hang, body)
+        process = self.workers[worker]
+        process.hung = True
+        self.scene.agenda.after(self.spec.weather.overdue_us, self._end_hang, process)
 
-    def _end_hang(self, body: VirtualWorker) -> None:
-        if self.bodies.get(body.me) is body:
-            self.kill(body.me, "an op was overdue")
+    def _end_hang(self, process: VirtualWorker) -> None:
+        if self.workers.get(process.me) is process:
+            self.kill(process.me, "an op was overdue")
 
     def lose_node(self, number: int, span_us: int) -> None:
         """Power is gone: its processes, those being started, and the agent that would have reported it."""
@@ -244,9 +245,9 @@ class World:
         node.up = False
         text = f"node {number} loses power for {span_us / 1e3:g} ms"
         self.scene.note("node", Worker(number, 0), text)
-        for body in [b for b in self.bodies.values() if b.node == number]:
-            self._bury(body, "its node lost power", silently=True)
-            node.lost.append((body.me, body.incarnation))
+        for process in [p for p in self.workers.values() if p.node == number]:
+            self._bury(process, "its node lost power", silently=True)
+            node.lost.append((process.me, process.incarnation))
         for zombie in [z for z in self.zombies if z.node == number]:
             self._end_zombie(zombie, silently=True)
         node.lost += node.starting.items()
@@ -279,16 +280,16 @@ class World:
         node.heard = False
         text = f"node {number} is not heard for {span_us / 1e3:g} ms"
         self.scene.note("mute", Worker(number, 0), text)
-        for body in self.bodies.values():
-            if body.node == number:
-                self._muffle(node, body)
+        for process in self.workers.values():
+            if process.node == number:
+                self._muffle(node, process)
         silence = self.scene.weather.spread(self.spec.weather.silence_us)
         if silence < span_us:
             self.scene.agenda.after(silence, self._give_up_on, node)
         self.scene.agenda.after(span_us, self._heard_again, node)
 
-    def _muffle(self, node: VirtualNode, body: VirtualWorker) -> None:
-        for link in (self.reports[body.sender], self.orders[body.me]):
+    def _muffle(self, node: VirtualNode, process: VirtualWorker) -> None:
+        for link in (self.reports[process.sender], self.orders[process.me]):
             self.scene.network.hold(link)
             node.muffled.append(link)
 
@@ -296,12 +297,12 @@ class World:
         """Its workers live on as zombies: cut off from the coordinator, not from each other."""
         if node.heard or not node.up:
             return
-        for body in [b for b in self.bodies.values() if b.node == node.number]:
-            del self.bodies[body.me]
-            self.orders.pop(body.me).close()
-            self.reports[body.sender].close()
-            self.zombies.append(body)
-            self.hear(_exit(body.me, body.incarnation, f"node {node.number} fell silent"))
+        for process in [p for p in self.workers.values() if p.node == node.number]:
+            del self.workers[process.me]
+            self.orders.pop(process.me).close()
+            self.reports[process.sender].close()
+            self.zombies.append(process)
+            self.hear(_exit(process.me, process.incarnation, f"node {node.number} fell silent"))
         for worker, incarnation in node.starting.items():
             self.hear(_exit(worker, incarnation, f"node {node.number} fell silent"))
         node.starting.clear()
@@ -320,13 +321,13 @@ class World:
         self.zombies.remove(zombie)
         self.processes.drop(zombie, silently=silently)
 
-    def _bury(self, body: VirtualWorker, reason: str, *, silently: bool = False) -> None:
+    def _bury(self, process: VirtualWorker, reason: str, *, silently: bool = False) -> None:
         self.scene.num_deaths += 1
-        self.scene.note("death", body.me, f"KILL {body.me} ({reason}) in {short(body.task)}")
-        del self.bodies[body.me]
-        self.orders.pop(body.me).close()
-        self.scene.network.lose_tail(self.reports[body.sender])
-        self.processes.drop(body, silently=silently)
+        self.scene.note("death", process.me, f"KILL {process.me} ({reason}) in {short(process.task)}")
+        del self.workers[process.me]
+        self.orders.pop(process.me).close()
+        self.scene.network.lose_tail(self.reports[process.sender])
+        self.processes.drop(process, silently=silently)
 
 
 def _exit(worker: Worker, incarnation: int, reason: str) -> ev.WorkerExited:
