@@ -61,14 +61,12 @@ class _Outgoing:
         head: Mapping[str, Any],
         tail: Mapping[str, Any],
     ) -> None:
-        self.to, self.kind, self.parcel, self.state, self.head, self.tail = (
-            to,
-            kind,
-            parcel,
-            state,
-            head,
-            tail,
-        )
+        self.to = to
+        self.kind = kind
+        self.parcel = parcel
+        self.state = state
+        self.head = head
+        self.tail = tail
         self.left = sum(tensor.nbytes for tensor in state.values())
         self.hurry = threading.Event()
         self.cancelled = threading.Event()
