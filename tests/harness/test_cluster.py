@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 SCRIPT = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from harness.cluster import Cluster
 cluster = Cluster(Path(sys.argv[1]))
@@ -17,7 +17,7 @@ cluster.start_coordinator()
 cluster.start_agent("a", slots=1)
 cluster.nodes_up(1)
 print(cluster.coordinators["first"].pid, cluster.agents["a"].pid, flush=True)
-time.sleep(600)
+signal.pause()
 """
 
 
