@@ -207,16 +207,22 @@ def test_a_node_that_dies_while_ledgers_are_gathered_is_given_up_though_its_peer
     assert cluster.coordinator.tasks["t"].recovery.recorded == 2
 
 
-def test_a_silent_node_is_not_given_up_because_a_peer_waits_for_another_one() -> None:
-    """On a crowded machine an agent was late with its heartbeats while a slow cable elsewhere let workers
-    wait: the wrong node was given up.
-    """
+def third_node_silent_and_a_peer_waiting_for_the_second() -> tuple[FakeCluster, dict[str, Worker]]:
+    """Nodes a, b and c of one worker each; also the worker on each of them."""
     cluster = FakeCluster(nodes={"a": 1, "b": 1, "c": 1})
     cluster.submit(shape=Shape(3, 1, 2))
     cluster.seal()
     on = {node_of(cluster, Worker(replica, 0)): Worker(replica, 0) for replica in range(3)}
     cluster.silence("c")
     cluster.overdue(on["a"], busy=False, doing=f"P[2 stage 0 {on['b'].replica}.0]", elapsed_s=2.0)
+    return cluster, on
+
+
+def test_a_silent_node_is_not_given_up_because_a_peer_waits_for_another_one() -> None:
+    """On a crowded machine an agent was late with its heartbeats while a slow cable elsewhere let workers
+    wait: the wrong node was given up.
+    """
+    cluster, on = third_node_silent_and_a_peer_waiting_for_the_second()
     assert cluster.coordinator.nodes["c"].state is NodeState.SILENT, "it waits for the worker on b"
     cluster.overdue(on["b"], busy=False, doing=f"P[2 stage 0 {on['c'].replica}.0]", elapsed_s=2.0)
     assert cluster.coordinator.nodes["c"].state is NodeState.GONE, "b waits for it, and a for b"
@@ -224,12 +230,7 @@ def test_a_silent_node_is_not_given_up_because_a_peer_waits_for_another_one() ->
 
 def test_a_silent_node_is_given_up_after_a_while_whoever_the_waiting_peers_name() -> None:
     """Work may have been re-routed, and then another worker sends."""
-    cluster = FakeCluster(nodes={"a": 1, "b": 1, "c": 1})
-    cluster.submit(shape=Shape(3, 1, 2))
-    cluster.seal()
-    on = {node_of(cluster, Worker(replica, 0)): Worker(replica, 0) for replica in range(3)}
-    cluster.silence("c")
-    cluster.overdue(on["a"], busy=False, doing=f"P[2 stage 0 {on['b'].replica}.0]", elapsed_s=2.0)
+    cluster, _ = third_node_silent_and_a_peer_waiting_for_the_second()
     cluster.wait(9.0)
     assert cluster.coordinator.nodes["c"].state is NodeState.SILENT
     cluster.wait(1.1)

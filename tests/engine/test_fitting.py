@@ -23,6 +23,7 @@ from everstep.schedule.footprint import Settings, StageFigures, per_parameter
 
 DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
 SMALL = {"vocab": 64, "width": 32, "heads": 4, "hidden": 48, "depth": 4}
+ON_A_GPU = Settings(accumulate="strict32", checked_late=True)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
@@ -197,18 +198,17 @@ def test_the_command_shows_what_fits(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "the job fits" in shown
 
 
+def gpt_1b(parameters: int, **gib: float) -> StageFigures:
+    """A stage of it; its largest tensor is the embedding."""
+    return StageFigures(parameters=parameters, largest=65_536_000, **{k: v * GIB for k, v in gib.items()})
+
+
 def test_cuda_graphs_are_counted_and_no_job_is_refused_for_them() -> None:
     """Measured on an H200, gpt-1b of 3 layers, 4 microbatches of 8 x 2048 tokens, strict32: 10.72 GiB for
     each of three recordings, 38.35 GiB in all; without graphs 23.70 GiB.
     """
-    figures = StageFigures(
-        parameters=285_227_008,
-        largest=65_536_000,
-        held_forward=5.647 * GIB,
-        held_weight=4.149 * GIB,
-        inside=1.953 * GIB,
-    )
-    settings = Settings(accumulate="strict32", checked_late=True, recorded=True)
+    figures = gpt_1b(285_227_008, held_forward=5.647, held_weight=4.149, inside=1.953)
+    settings = replace(ON_A_GPU, recorded=True)
     items = footprint.items(figures, settings, stash=2, hosted=4)
     recorded = next(item for item in items if item.name == footprint.RECORDED)
     assert recorded.device / GIB == pytest.approx(3 * 10.72, rel=0.02)
@@ -223,17 +223,9 @@ def test_peak_memory_grows_with_stages_not_with_microbatches(microbatches: int, 
     """Measured on an H200, stage 0 of 4, gpt-1b of 8 layers, 4 x 512 tokens. From 8 microbatches on only the
     boundary tensors of a step are more.
     """
-    figures = StageFigures(
-        parameters=168_304_640,
-        largest=65_536_000,
-        held_forward=0.298 * GIB,
-        held_weight=0.262 * GIB,
-        inside=0.074 * GIB,
-        sent=0.008 * GIB,
-    )
-    settings = Settings(accumulate="strict32", checked_late=True)
+    figures = gpt_1b(168_304_640, held_forward=0.298, held_weight=0.262, inside=0.074, sent=0.008)
     stash = min(microbatches, footprint.stash_cap(4))
-    items = footprint.items(figures, settings, stash=stash, hosted=microbatches)
+    items = footprint.items(figures, ON_A_GPU, stash=stash, hosted=microbatches)
     assert footprint.total(items) / GIB == pytest.approx(gib, rel=0.05)
 
 
