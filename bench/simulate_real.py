@@ -2,8 +2,8 @@
 
 A short run with three kills of its own measures how long things take on this machine (ops, the start of a
 process, the copy of a state, the notice of a death). Then come the storm and its prediction: the virtual
-world runs the real recovery, worker states and schedules with those times, and nothing left to chance. What is
-compared is the time that the kills have cost, over the whole run.
+world runs the real recovery, worker states and schedules with those times, and nothing is left to chance.
+What is compared is the time that the kills have cost, over the whole run.
 
 Workers have a core each (2 replicas x 1 stage by default): the world knows nothing of workers that wait for a
 core.
