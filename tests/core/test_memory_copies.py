@@ -9,7 +9,7 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
-from everstep.plan.ask import AGREE_S, PACE, TRANSITION_S, transition_s
+from everstep.plan.change_times import PACE, copying_s
 from tests.core.fake_cluster import FakeCluster
 
 
@@ -226,7 +226,7 @@ def test_a_snapshot_keeps_what_is_in_memory_and_what_is_to_come() -> None:
 def test_what_a_change_costs_follows_from_the_bytes_that_move_and_the_pace_of_the_last_move() -> None:
     cluster = four_nodes()
     task = cluster.coordinator.tasks["t"]
-    assert transition_s(task) == TRANSITION_S
+    assert copying_s(task) is None
     for stage, size in enumerate((10**9, 3 * 10**9)):
         worker = Worker(0, stage)
         part = {"file": "x", "bytes": size}
@@ -235,10 +235,10 @@ def test_what_a_change_costs_follows_from_the_bytes_that_move_and_the_pace_of_th
             "t", worker, msg.PartWritten(task="t", step=1, stage=stage, attempt=1, part=part, memory_of=node)
         )
     cluster.seal()
-    assert transition_s(task) == AGREE_S + 3 * 10**9 / PACE
+    assert copying_s(task) == 3 * 10**9 / PACE
     for worker in (Worker(0, 0), Worker(0, 1)):
         moved = msg.StateFetched(
             task="t", worker=worker, step=1, bytes_here=0, bytes_elsewhere=10**9, seconds=1.0
         )
         cluster.report("t", worker, moved)
-    assert transition_s(task) == AGREE_S + 3.0
+    assert copying_s(task) == 3.0

@@ -20,6 +20,7 @@ from everstep.diagnose.watch import Watch
 from everstep.drive.ports import HandledEvent
 from everstep.plan.ahead import ReadyAnswers
 from everstep.plan.ask import choose
+from everstep.plan.change_times import copying_s
 from everstep.plan.measured import Measurements
 from everstep.schedule.modes import training_mode
 from everstep.schedule.task_scheduler import TaskScheduler
@@ -86,7 +87,8 @@ class Thinking:
                     if (task := machine.tasks.get(action.task)) is not None:
                         self.measured.stepped(task.name, task.shape, _members(task), one.at)
                 case msg.TaskReshaped():
-                    self.measured.reshaped(action.task)
+                    known = machine.tasks.get(action.task)
+                    self.measured.reshaped(action.task, None if known is None else copying_s(known))
                     self.forget(action.task)
                 case msg.TaskEnded(state=state):
                     self.measured.paused(action.task) if state == "paused" else self.measured.ended(

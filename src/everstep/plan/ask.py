@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any, Protocol
 
 from everstep.core.cluster.node import Node
@@ -29,24 +28,17 @@ from everstep.core.words.cluster_messages import AssignmentChosen, ChosenShape, 
 from everstep.core.words.incidents import IncidentLog
 from everstep.core.words.shape import Shape
 from everstep.plan.answer import Decision, decide, explained
+from everstep.plan.change_times import change_times
 from everstep.plan.cluster import DAY_S, FAILURES_PER_1000_NODE_DAYS, Assignment, Cluster, PlanNode, SlotPlace
 from everstep.plan.curve import from_table
 from everstep.plan.expected import next_event_s
-from everstep.plan.measured import Measurements, TaskMeasurements
-from everstep.plan.offers import ChangeTimes
+from everstep.plan.measured import Measurements
 from everstep.plan.option import OptionKind
 from everstep.plan.shape import ParallelShape
 from everstep.plan.shapes import learn, offered, rounded, throughput_now, throughput_of
 from everstep.plan.task import TaskSpec
 from everstep.plan.waits import held_back, in_cut
 from everstep.plan.weigh import weigh
-
-TRANSITION_S = 2.0  # of a task of whose state nothing is known yet
-AGREE_S = 0.2  # to stop between two ops, report ledgers and resume
-START_S = 3.0  # for other processes to start and build the model
-RESTORE_S = 10.0  # for a state from disk, beside the work since then
-PACE = 500e6  # bytes/s at which a worker takes over a state, until a move has been measured
-HEALS = 5  # the last ones count
 
 
 class ClusterView(Protocol):
@@ -125,7 +117,7 @@ def question(view: ClusterView, now: float, measured: Measurements) -> PlanQuest
     numbers: dict[str, int] = {}  # with shards, the workers of a node are numbered as they come
     return PlanQuestion(
         nodes=nodes,
-        tasks=tuple(_spec(view, task, measured.of(task.name), slots, unit, trust) for task in tasks),
+        tasks=tuple(_spec(view, task, measured, slots, unit, trust) for task in tasks),
         places=tuple((task.name, _places(task, unit, numbers)) for task in tasks if task.seats),
         shapes=tuple(
             (task.name, ParallelShape(task.shape.replicas, task.shape.stages, task.shape.shards))
@@ -206,9 +198,10 @@ def _places(task: RunningTask, unit: int, numbers: dict[str, int]) -> tuple[Slot
 
 
 def _spec(
-    view: ClusterView, task: RunningTask, known: TaskMeasurements, slots: int, unit: int, trust: float
+    view: ClusterView, task: RunningTask, measured: Measurements, slots: int, unit: int, trust: float
 ) -> TaskSpec:
     """`slots`: of all nodes, those under repair too, counted as `unit` says."""
+    known = measured.of(task.name)
     may_change = _may_change(task)
     stages = range(max(1, task.request.least_stages), task.request.most_stages + 1) if may_change else None
     learn(task.shape, known, task.speeds.slow)
@@ -226,31 +219,8 @@ def _spec(
         max_workers=task.bounds.workers,
         must_run=True,
         offers=offers,
-        times=_times(view, task, known),
+        times=change_times(task, view.tasks.values(), view.log, measured),
         throughput_now=throughput_now(task.shape, dead, known, task.speeds.slow) if seats else 0.0,
-    )
-
-
-def _times(view: ClusterView, task: RunningTask, known: TaskMeasurements) -> ChangeTimes:
-    heals = [
-        incident.resumed_at - incident.planned_at
-        for incident in view.log.incidents
-        if incident.task == task.name
-        and incident.stops_training
-        and incident.resumed_at is not None
-        and incident.planned_at is not None
-    ][-HEALS:]
-    agree_s = rounded(max(median(heals), 1e-3)) if heals else AGREE_S
-    copy_s = rounded(transition_s(task) - AGREE_S)
-    reshape_s = known.reshape_s if known.reshape_s else AGREE_S + START_S + copy_s
-    kept = max(task.checkpoints.newest, task.copies.newest or 0)
-    redone = 1 << max(0, task.next_step - 1 - kept).bit_length()  # coarse: it changes with every step
-    step_s = known.step_s(known.last) if known.last is not None else None
-    return ChangeTimes(
-        agree_s=agree_s,
-        copy_s=copy_s,
-        reshape_s=rounded(reshape_s),
-        restore_s=rounded(RESTORE_S + redone * (step_s or 0.0)),
     )
 
 
@@ -301,21 +271,3 @@ def in_shape(job: Any, shape: Shape) -> Any:
 def worth(task: RunningTask, workers: int) -> float:
     """What so many workers bring to the sum the planner maximises, in one worker's work."""
     return task.weight * throughput_of(task.shape, workers)
-
-
-def transition_s(task: RunningTask) -> float:
-    """D_transition from real bytes: a worker that comes fetches a stage's state at the last move's pace.
-
-    How large the states are is known from the copies in memory, which are files with a size.
-    """
-    kept = task.copies.states.get(task.copies.newest or 0)
-    if kept is None:
-        return TRANSITION_S
-    parts = [part for copies in kept.copies.values() for part in copies.values()]
-    largest = max(int(part.get("bytes", 0)) for part in parts)
-    pace = PACE
-    if fetched := task.copies.fetched:
-        moved = fetched[max(fetched)]
-        readers = max(1, kept.stages)  # at the least
-        pace = max(1.0, (moved.bytes_here + moved.bytes_elsewhere) / readers / max(moved.seconds, 1e-3))
-    return AGREE_S + largest / pace

@@ -22,6 +22,7 @@ DOUBT = 0.05  # spreads are rounded up to whole ones of these: a question is not
 KEPT_ABSENCES = 16
 KEPT_PROMISES, PROMISE_S = 8, 3600.0  # changes of shape, and for how long they say something
 MOST_AWAY = 1000  # nodes
+KEPT_CHANGES = 8  # of shape, of all tasks
 Placed = tuple[int, int, int]  # replicas, stages, workers
 
 
@@ -36,6 +37,7 @@ class TaskMeasurements:
     last_at: float | None = None  # when its last step was recorded
     last: Placed | None = None
     is_moving: bool = False
+    copying_s: float | None = None  # of the change of shape under way, as its bytes say
     promised: float | None = None  # the shape it takes, or has taken, should be so many times as fast
     before_s: float | None = None  # a step's, before that
 
@@ -61,6 +63,14 @@ class TaskMeasurements:
         return step_s * max(0, ENOUGH_STEPS - len(known))
 
 
+@dataclass(frozen=True, slots=True)
+class ChangeOfShape:
+    """Of some task."""
+
+    seconds: float
+    copying_s: float | None  # of these, as its bytes say; None: they are not known
+
+
 class Measurements:
     """Of all tasks, how long nodes that went away stayed away, and whether changes of shape brought what was
     expected of them. The last is a matter of the machines, not of the task: where cores are fewer than slots,
@@ -70,6 +80,7 @@ class Measurements:
     def __init__(self) -> None:
         self.tasks: dict[str, TaskMeasurements] = {}
         self.absences: deque[float] = deque(maxlen=KEPT_ABSENCES)
+        self.changes: deque[ChangeOfShape] = deque(maxlen=KEPT_CHANGES)  # also of tasks that are over
         self._away: dict[str, float] = {}
         self._promises: deque[tuple[float, float]] = deque(maxlen=KEPT_PROMISES)  # when, which share was kept
 
@@ -81,8 +92,10 @@ class Measurements:
         known, placed = self.of(task), (shape.replicas, shape.stages, workers)
         seconds = None if known.last_at is None else max(0.0, at - known.last_at)
         if known.is_moving and seconds is not None:
-            usual = known.step_s(placed) or 0.0
+            expected = (known.before_s or 0.0) / (known.promised or 1.0)  # of the step that it holds
+            usual = known.step_s(placed) or expected
             known.reshape_s, known.is_moving = max(0.0, seconds - usual), False
+            self.changes.append(ChangeOfShape(known.reshape_s, known.copying_s))
         elif seconds and known.last == placed:
             known.steps.setdefault(placed, deque(maxlen=KEPT_STEPS)).append(seconds)
             self._compare(known, placed, at)
@@ -103,9 +116,20 @@ class Measurements:
         kept = [share for at, share in self._promises if now - at <= PROMISE_S]
         return min(1.0, DOUBT * math.ceil(median(kept) / DOUBT - 1e-9)) if kept else 1.0
 
-    def reshaped(self, task: str) -> None:
-        """It takes another shape; the next step that is recorded ends the change."""
+    def usual_reshape_s(self, copying_s: float | None) -> float | None:
+        """What changes of shape have taken on these machines, with so much copying; None: there was none."""
+        if not self.changes:
+            return None
+        if copying_s is None:
+            return median(change.seconds for change in self.changes)
+        return copying_s + median(max(0.0, c.seconds - (c.copying_s or 0.0)) for c in self.changes)
+
+    def reshaped(self, task: str, copying_s: float | None = None) -> None:
+        """It takes another shape; the next step that is recorded ends the change. `copying_s`: of it, as its
+        bytes say.
+        """
         known = self.of(task)
+        known.copying_s = copying_s
         known.before_s = known.step_s(known.last) if known.last is not None else None
         known.is_moving, known.instance = True, None
 

@@ -2,7 +2,7 @@
 
 A running Everstep task needs one worker per stage; any other place may be empty, and its peers do its work.
 So an option is a shape and a number of workers, and there are four prices, of this task, measured where it
-has made such a change before:
+has made such a change before, or another task has:
 
     agree     fewer workers in the same shape: a new epoch
     copy      more workers: each copies a stage's state while training continues
@@ -13,6 +13,7 @@ has made such a change before:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from everstep.plan.shape import ParallelShape
 
@@ -29,6 +30,14 @@ class Offer:
         return self.throughput[min(workers, len(self.throughput) - 1)]
 
 
+class TimeSource(StrEnum):
+    """Where the time of a change of shape is from."""
+
+    OWN = "as its last one took"
+    OTHERS = "as those of other tasks took"
+    MODEL = "an estimate, as no task has made one"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeTimes:
     """Seconds that changes of a task take."""
@@ -37,6 +46,7 @@ class ChangeTimes:
     copy_s: float
     reshape_s: float
     restore_s: float
+    reshape_from: TimeSource = TimeSource.MODEL
 
     def fill_s(self, gain: float) -> float:
         """`gain`: what the new workers add, as a fraction of today's throughput. It is missed meanwhile."""

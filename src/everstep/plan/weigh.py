@@ -72,8 +72,18 @@ def _weighed(best: Decision, other: Decision, name: str) -> WeighedOption:
         pays=option.cost + option.way_back,
         behind=behind,
         chosen=chosen,
-        because=_why_best(best, name) if chosen else _why_not(best, other, name),
+        because=(_why_best(best, name) if chosen else _why_not(best, other, name)) + _timed(other, name),
     )
+
+
+def _timed(decision: Decision, name: str) -> str:
+    """Where the time of a change of shape is from, of a task that trains meanwhile."""
+    task = decision.options[name].task
+    if decision.choices[name].kind is not OptionKind.RESHAPE or not task.offers:
+        return ""
+    if decision.situations[name].rerouted <= 0:
+        return ""
+    return f" (change of shape: {span(task.times.reshape_s)}, {task.times.reshape_from})"
 
 
 def best_worth(decision: Decision) -> float:
