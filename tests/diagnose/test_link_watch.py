@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable
 
@@ -9,7 +10,7 @@ import pytest
 
 from everstep.core.words.cluster_messages import SlowLinkEnded, SlowLinkFound, TimesReported
 from everstep.core.words.ops import Worker
-from everstep.diagnose.link_watch import CALM_LOOKS, KNOWN, LOOKS, LinkWatch
+from everstep.diagnose.link_watch import CALM_LOOKS, COMPARED, KNOWN, LOOKS, LinkWatch
 
 WORKERS = [Worker(replica, stage) for replica in range(2) for stage in range(2)]
 PEERS = {str(worker): worker for worker in WORKERS}
@@ -122,3 +123,124 @@ def test_what_a_report_says_of_workers_that_are_not_of_the_task_is_not_kept() ->
         report = TimesReported(task="t", worker=VICTIM, incarnation=1, step=1, times={}, sent=sent)
         assert watch.reported(report, PEERS) == []
     assert watch._rates == {}
+
+
+SENT, BUSY_S = 1_000_000, 0.08
+Sent = Callable[[Worker, Worker, int], tuple[int, float]]
+FIRST = (Worker(0, 0), Worker(1, 0))
+
+
+def heard(
+    sent: Sent, *, steps: int, workers: list[Worker] = WORKERS, watch: LinkWatch | None = None
+) -> list[News]:
+    """As a story, of exactly these bytes and seconds."""
+    watch, found = watch or LinkWatch("t"), []
+    for step in range(1, steps + 1):
+        for worker in workers:
+            to = {str(peer): sent(worker, peer, step) for peer in workers if peer != worker}
+            report = TimesReported(task="t", worker=worker, incarnation=1, step=step, times={}, sent=to)
+            found += [(step, news) for news in watch.reported(report, PEERS)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        (SENT, 0.0),
+        (50 * SENT, 0.0),
+        (SENT, -5.0),
+        (SENT, -0.01),
+        (SENT, math.nan),
+        (SENT, math.inf),
+        (SENT, -math.inf),
+        (0, 0.0),
+        (-1000 * SENT, 1.0),
+        (10**400, 1.0),
+        (50 * SENT, BUSY_S),  # a burst
+    ],
+    ids=lambda odd: f"{odd[0]:.0e} bytes in {odd[1]} s" if odd[0] < 1 << 60 else "10**400 bytes",
+)
+@pytest.mark.parametrize("often", [1, 20])
+def test_what_cannot_be_true_and_bursts_neither_crash_nor_blame_and_a_slow_link_is_still_found(
+    odd: tuple[int, float], often: int
+) -> None:
+    def sent(sender: Worker, receiver: Worker, step: int) -> tuple[int, float]:
+        if (sender, receiver) == FIRST and 7 <= step < 7 + often:
+            return odd
+        return SENT, BUSY_S * (10 if (sender, receiver) == FIRST and step > 70 else 1)
+
+    found = heard(sent, steps=80)
+    assert [step > 70 for step, _ in found] == [True]
+    assert links(found) == {FIRST}
+
+
+@pytest.mark.parametrize("slower", [2.0, 10.0, 1000.0])
+def test_a_single_link_is_not_blamed_for_its_machine(slower: float) -> None:
+    watch, (sender, receiver) = LinkWatch("t"), FIRST
+    for step in range(1, 200):
+        sent = {str(receiver): (SENT, BUSY_S * (slower if step > 20 else 1))}
+        report = TimesReported(task="t", worker=sender, incarnation=1, step=step, times={}, sent=sent)
+        assert watch.reported(report, PEERS) == []
+
+
+@pytest.mark.parametrize("small", [SENT, SENT // 20, SENT // 200])
+@pytest.mark.parametrize("begin", [3, 20, 300])
+@pytest.mark.parametrize("workers", [list(FIRST), WORKERS])
+def test_if_all_links_get_slow_none_is_blamed_though_some_carry_little(
+    small: int, begin: int, workers: list[Worker]
+) -> None:
+    """Rates of links that carry little are known late: they are of a time when all was well."""
+
+    def sent(sender: Worker, receiver: Worker, step: int) -> tuple[int, float]:
+        size = SENT if (sender, receiver) == FIRST else small
+        return size, BUSY_S * size / SENT * (10 if step >= begin else 1)
+
+    assert heard(sent, steps=450, workers=workers) == []
+
+
+def test_of_two_machines_the_direction_that_alone_is_slow_is_found() -> None:
+    def sent(sender: Worker, receiver: Worker, step: int) -> tuple[int, float]:
+        return SENT, BUSY_S * (10 if (sender, receiver) == FIRST and step >= 20 else 1)
+
+    assert links(heard(sent, steps=30, workers=list(FIRST))) == {FIRST}
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_links_that_alternate_are_not_blamed(together: bool) -> None:
+    def sent(sender: Worker, receiver: Worker, step: int) -> tuple[int, float]:
+        phase = 0 if together else sender.replica + 2 * sender.stage + receiver.replica
+        return SENT, BUSY_S * (10 if (step + phase) // (LOOKS - 1) % 2 else 1)
+
+    assert heard(sent, steps=200) == []
+
+
+def test_rates_of_a_heavy_tail_hardly_ever_make_a_slow_link() -> None:
+    """One window of ten has less than 0.4 of the median rate: by chance alone there are three in a row."""
+    draw, found = random.Random(1), 0
+    for _ in range(5):
+        news = heard(lambda a, b, step: (SENT, BUSY_S * math.exp(draw.gauss(0, 0.7))), steps=300)
+        found += len(links(news))
+    assert found <= 3  # of 18,000 windows
+
+
+def test_a_link_that_carries_little_is_found_by_its_own_past() -> None:
+    def sent(sender: Worker, receiver: Worker, step: int) -> tuple[int, float]:
+        size = SENT // 20 if (sender, receiver) == FIRST else SENT
+        return size, BUSY_S * size / SENT * (10 if (sender, receiver) == FIRST and step >= 200 else 1)
+
+    assert links(heard(sent, steps=260)) == {FIRST}
+
+
+def test_of_a_large_task_a_link_is_compared_with_few_and_a_slow_one_is_found() -> None:
+    """With all 4,000 links of 1,000 workers the coordinator needed seconds for the reports of one step."""
+    many = [Worker(replica, 0) for replica in range(40)]
+    peers, watch, found = {str(worker): worker for worker in many}, LinkWatch("t"), []
+    for step in range(1, 30):
+        for worker in many:
+            slow = 10 if worker == many[7] and step > 20 else 1
+            to = {str(peer): (SENT, BUSY_S * slow) for peer in many if peer != worker}
+            report = TimesReported(task="t", worker=worker, incarnation=1, step=step, times={}, sent=to)
+            found += [(step, news) for news in watch.reported(report, peers)]
+    assert links(found) == {(many[7], peer) for peer in many if peer != many[7]}
+    rates = watch._rates.values()
+    assert max(len(watch._others(rate)) for rate in list(rates)[:50]) <= COMPARED

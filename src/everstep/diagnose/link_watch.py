@@ -13,26 +13,33 @@ at one end, and a cable with little bandwidth, with loss or with delay shows in 
 
 A cell is a rate in parts of what is usual for the link, over the upper quartile of the other cells: a machine
 without a free core slows all of them, and one bad cable of three machines slows four links of six. Hot is
-less than `HOT`, `LOOKS` windows on end; calm again is more than `CALM`, for `CALM_LOOKS`. What
-is usual is learned while a link is calm, and needs `KNOWN` windows.
+less than `HOT`, and less than the lowest of its recent rates, for `LOOKS` windows in a row; calm again
+is more than `CALM`, for `CALM_LOOKS`. What is usual is the median of calm windows, at least `KNOWN`: one
+burst changes nothing, and a link that often has slow windows needs slower ones to be found.
+It is compared with what others (at most `COMPARED`) carried since its first slow window: their last rates
+can be of a time when all was well. So a single link is never found slow: it may be its machine.
 A link that was slow before anybody looked has no past: it is compared with the rates of the others, and must
 be far below them for longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 from everstep.core.words.cluster_messages import SlowLinkEnded, SlowLinkFound, TimesReported
 from everstep.core.words.ops import Worker
 
 WINDOW_S, WINDOW_BYTES = 0.05, 1 << 16  # a window ends when so much was on its way
-HOT, LOOKS = 0.4, 3
+MOST_BYTES, MOST_S = 1 << 60, 1e6  # no report can be right that says more
+HOT, NOISE, LOOKS = 0.4, 0.8, 3  # of the usual rate, of the lowest calm one, windows in a row
 CALM, CALM_LOOKS = 0.7, 5
-KNOWN, SMOOTH = 5, 16
+KNOWN, PAST = 5, 32
 BESIDE, BESIDE_LOOKS, BESIDE_LINKS = 0.15, 10, 3  # without a past: of the others' median rate
+COMPARED = 32
 SHOWN = 4
 Link = tuple[Worker, Worker]
 
@@ -41,32 +48,72 @@ Link = tuple[Worker, Worker]
 class _Rate:
     """What is known of one direction of one link."""
 
-    sent_bytes: int = 0  # in the window that is open
-    busy_s: float = 0.0
+    total_bytes: int = 0
+    total_s: float = 0.0
+    open_bytes: int = 0  # totals when the present window began
+    open_s: float = 0.0
     rate: float = 0.0  # bytes/s of the last window
+    past: deque[float] = field(default_factory=lambda: deque(maxlen=PAST))  # rates of calm windows
     usual: float = 0.0
-    windows: int = 0  # calm ones
-    hot: int = 0  # on end
-    behind: int = 0  # on end: far below the others' rates
+    hot: _HotWindows | None = None
     calm: int = 0
     is_slow: bool = False
     had: float = 0.0  # bytes/s that it should have had, when it was found slow
 
-    def close(self) -> bool:
+    def add(self, sent_bytes: int, busy_s: float) -> bool:
         """True: a window has ended."""
-        if self.busy_s < WINDOW_S or self.sent_bytes < WINDOW_BYTES:
+        if not (0 <= sent_bytes <= MOST_BYTES and 0 <= busy_s <= MOST_S):  # also not a number
             return False
-        self.rate = self.sent_bytes / self.busy_s
-        self.sent_bytes, self.busy_s = 0, 0.0
+        self.total_bytes += sent_bytes
+        self.total_s += busy_s
+        if (rate := self.since(self.open_bytes, self.open_s)) is None:
+            return False
+        self.rate, self.open_bytes, self.open_s = rate, self.total_bytes, self.total_s
         return True
 
-    def part(self) -> float | None:
-        """Of what is usual; None: that is not known."""
-        return self.rate / self.usual if self.windows >= KNOWN else None
+    def since(self, total_bytes: int, total_s: float) -> float | None:
+        """Bytes/s since it had carried so much; None: too little for a window."""
+        sent_bytes, busy_s = self.total_bytes - total_bytes, self.total_s - total_s
+        return sent_bytes / busy_s if busy_s >= WINDOW_S and sent_bytes >= WINDOW_BYTES else None
+
+    @property
+    def is_known(self) -> bool:
+        return len(self.past) >= KNOWN
+
+    def now(self) -> _Other:
+        return _Other(self, self.total_bytes, self.total_s, self.usual if self.is_known else 0.0)
+
+    def limit(self) -> float:
+        """Below it the link is slow, unless all are."""
+        return min(HOT * self.usual, NOISE * min(self.past))
 
     def learn(self) -> None:
-        self.windows = min(self.windows + 1, SMOOTH)
-        self.usual += (self.rate - self.usual) / self.windows
+        """A calm window. Hot ones before it were too few in a row: this link varies as much."""
+        self.past.extend([*(self.hot.rates if self.hot else ()), self.rate])
+        self.usual, self.hot = median(self.past), None
+
+
+class _Other(NamedTuple):
+    """Another link, at one moment."""
+
+    link: _Rate
+    sent: int
+    busy_s: float
+    usual: float  # 0: not known
+
+
+@dataclass(slots=True)
+class _HotWindows:
+    """Slow windows of one link in a row, and what other links had carried when they began."""
+
+    others: Sequence[_Other]
+    looks: int = 0
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=LOOKS))
+
+    def beside(self) -> list[tuple[float, float]]:
+        """Rates since then of other links that are not slow, each with its usual one."""
+        rates = [(other.link.since(other.sent, other.busy_s), other) for other in self.others]
+        return [(rate, other.usual) for rate, other in rates if rate is not None and not other.link.is_slow]
 
 
 @dataclass(slots=True)
@@ -90,9 +137,7 @@ class LinkWatch:
                 continue
             link = (report.worker, peers[name])
             rate = self._rates.setdefault(link, _Rate())
-            rate.sent_bytes += sent_bytes
-            rate.busy_s += busy_s
-            if rate.close():
+            if rate.add(sent_bytes, busy_s):
                 news += self._judge(link, rate)
         return news
 
@@ -103,36 +148,62 @@ class LinkWatch:
         return [self._ended(link, f"worker {worker} was started again") for link in slow]
 
     def _judge(self, link: Link, rate: _Rate) -> list[SlowLinkFound | SlowLinkEnded]:
-        others = [
-            other for at, other in self._rates.items() if at != link and other.rate and not other.is_slow
-        ]
-        parts = [part for other in others if (part := other.part()) is not None]
-        all_slower = min(1.0, sorted(parts)[3 * len(parts) // 4]) if parts else 1.0
-        part = rate.part()
-        low = part is not None and part < HOT * all_slower
-        rate.hot = rate.hot + 1 if low else 0
-        far = len(others) >= BESIDE_LINKS and rate.rate < BESIDE * median(other.rate for other in others)
-        rate.behind = rate.behind + 1 if far else 0
         if rate.is_slow:
-            return self._is_over(link, rate, all_slower)
-        if rate.hot >= LOOKS or rate.behind >= BESIDE_LOOKS:
-            rate.is_slow, rate.calm = True, 0
-            rate.had = rate.usual if low else median(other.rate for other in others)
-            return [self._found(link, rate, low=low)]
-        if not low and not far:
+            return self._is_over(link, rate)
+        if not (rate.rate < rate.limit() if rate.is_known else self._is_far(rate)):
             rate.learn()
-        return []
+            return []
+        if rate.hot is None:
+            rate.hot = _HotWindows([other.now() for other in self._others(rate)])
+        rate.hot.looks += 1
+        rate.hot.rates.append(rate.rate)
+        beside = rate.hot.beside()
+        return self._against_its_past(link, rate, beside) if rate.is_known else self._far(link, rate, beside)
 
-    def _is_over(self, link: Link, rate: _Rate, all_slower: float) -> list[SlowLinkFound | SlowLinkEnded]:
+    def _against_its_past(
+        self, link: Link, rate: _Rate, beside: Sequence[tuple[float, float]]
+    ) -> list[SlowLinkFound | SlowLinkEnded]:
+        all_slower = _all_slower(beside)
+        if all_slower is None or rate.hot is None:
+            return []
+        if rate.rate >= rate.limit() * all_slower:
+            rate.hot = None  # not learned either: such times pass
+            return []
+        return [self._found(link, rate, rate.usual, "usually")] if rate.hot.looks >= LOOKS else []
+
+    def _far(
+        self, link: Link, rate: _Rate, beside: Sequence[tuple[float, float]]
+    ) -> list[SlowLinkFound | SlowLinkEnded]:
+        if rate.hot is None or rate.hot.looks < BESIDE_LOOKS or len(beside) < BESIDE_LINKS:
+            return []
+        theirs = median(their_rate for their_rate, _ in beside)
+        if rate.rate >= BESIDE * theirs:
+            rate.hot = None
+            return []
+        return [self._found(link, rate, theirs, "the other links have")]
+
+    def _is_far(self, rate: _Rate) -> bool:
+        rates = [other.rate for other in self._others(rate)]
+        return len(rates) >= BESIDE_LINKS and rate.rate < BESIDE * median(rates)
+
+    def _others(self, rate: _Rate) -> list[_Rate]:
+        """Of a large task only some: these are looked at for every slow window."""
+        rates = list(self._rates.values())
+        some = rates[:: 1 + len(rates) // COMPARED]
+        return [other for other in some if other is not rate and other.rate and not other.is_slow]
+
+    def _is_over(self, link: Link, rate: _Rate) -> list[SlowLinkFound | SlowLinkEnded]:
+        all_slower = _all_slower([(other.rate, other.now().usual) for other in self._others(rate)]) or 1.0
         rate.calm = rate.calm + 1 if rate.rate > CALM * all_slower * rate.had else 0
         if rate.calm < CALM_LOOKS:
             return []
-        rate.is_slow, rate.hot, rate.behind = False, 0, 0
+        rate.is_slow, rate.hot = False, None
         return [self._ended(link, f"{_bytes(rate.rate)} again")]
 
-    def _found(self, link: Link, rate: _Rate, *, low: bool) -> SlowLinkFound:
+    def _found(self, link: Link, rate: _Rate, had: float, than: str) -> SlowLinkFound:
+        rate.is_slow, rate.calm, rate.had = True, 0, had
         sender, receiver = link
-        than = f"usually {_bytes(rate.had)}" if low else f"the other links have {_bytes(rate.had)}"
+        than = f"{than} {_bytes(had)}"
         also = sorted(at for at, other in self._rates.items() if at != link and (other.is_slow or other.hot))
         well = sorted(at for at, other in self._rates.items() if at != link and other.rate and at not in also)
         return SlowLinkFound(
@@ -154,6 +225,12 @@ class LinkWatch:
     def _ended(self, link: Link, because: str) -> SlowLinkEnded:
         sentence = f"the link from worker {link[0]} to worker {link[1]}: {because}"
         return SlowLinkEnded(task=self.task, worker=link[0], peer=link[1], because=sentence)
+
+
+def _all_slower(rates: Sequence[tuple[float, float]]) -> float | None:
+    """The upper quartile of these rates, in parts of the usual ones, at most 1; None: none is known."""
+    parts = sorted(rate / usual for rate, usual in rates if usual)
+    return min(1.0, parts[3 * len(parts) // 4]) if parts else None
 
 
 def _named(links: list[Link]) -> str:
