@@ -201,7 +201,7 @@ def test_a_start_that_goes_on_with_other_settings_says_so(
         history.begin(resumed_from)
         history.close()
     said = capsys.readouterr().err
-    assert said == "goes on with other settings than before: seed 0 -> 5, rows of data 10 -> 31\n"
+    assert said == "resumes with other settings than before: seed 0 -> 5, rows of data 10 -> 31\n"
 
 
 CHANGED = ((0, 1, 10), (5, 2, 31))  # seed, stages (which change nothing that is learnt), rows

@@ -12,7 +12,7 @@ from everstep.core.words.cluster_messages import Patience
 from everstep.core.words.ops import Worker
 from everstep.engine.faults import parse_fault
 from everstep.engine.job import CheckpointSpec, DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
-from everstep.launch.local.api import run_told
+from everstep.launch.local.api import run_with_callbacks
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
@@ -38,7 +38,7 @@ JOB = Job(
 
 @pytest.fixture(scope="module")
 def clean(fork_server: ForkServer) -> Outcome:
-    return run_told(JOB, watch=lambda kind, what: None, fork_server=fork_server)
+    return run_with_callbacks(JOB, watch=lambda kind, what: None, fork_server=fork_server)
 
 
 def test_the_loss_is_that_of_a_plain_loop_without_dropout(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_the_loss_is_that_of_a_plain_loop_without_dropout(fork_server: ForkServe
     job = replace(
         JOB, steps=1, replicas=1, stages=1, checkpoint=CheckpointSpec(folder=str(tmp_path / "c"), interval=9)
     )
-    outcome = run_told(job, watch=lambda kind, what: None, fork_server=fork_server)
+    outcome = run_with_callbacks(job, watch=lambda kind, what: None, fork_server=fork_server)
     made = model()
     layers = torch.nn.ModuleDict({str(name): build() for name, build in made.layers.items()}).eval()
     saved = open_step(tmp_path / "c", "step-00000001")
@@ -101,7 +101,7 @@ def test_a_kill_in_an_evaluation_changes_nothing(fork_server: ForkServer, clean:
 
 
 def test_another_shape_evaluates_the_same(fork_server: ForkServer, clean: Outcome) -> None:
-    outcome = run_told(JOB.reshaped(1, 3), watch=lambda kind, what: None, fork_server=fork_server)
+    outcome = run_with_callbacks(JOB.reshaped(1, 3), watch=lambda kind, what: None, fork_server=fork_server)
     assert outcome.evaluations == clean.evaluations
 
 
@@ -134,20 +134,22 @@ def test_callbacks_hear_of_everything_once_over_deaths_restores_and_starts(
     job = replace(JOB, checkpoint=CheckpointSpec(folder=str(tmp_path / "c"), interval=3, keep=9))
     first, second, third = Told(stop_after=8), Told(), Told()
     faults = tuple(parse_fault(f"stage=1,replica={replica},step=8,op=R") for replica in (0, 1))
-    outcome = run_told(job, [first], watch=lambda kind, what: None, fork_server=fork_server, faults=faults)
+    outcome = run_with_callbacks(
+        job, [first], watch=lambda kind, what: None, fork_server=fork_server, faults=faults
+    )
     assert outcome.failure is None
     reached = first.steps[-1]
     assert first.steps == list(range(1, reached + 1))
     assert first.checkpoints[-1] == reached  # a run that ends early is saved, too
     assert 8 <= reached < 10
     assert first.incidents >= 1
-    outcome = run_told(job, [second], watch=lambda kind, what: None, fork_server=fork_server)
+    outcome = run_with_callbacks(job, [second], watch=lambda kind, what: None, fork_server=fork_server)
     assert outcome.resumed_from == reached
     assert first.steps + second.steps == list(range(1, 11))
     assert first.evaluations + second.evaluations == [4, 8, 10]
     assert outcome.all_losses() == {row.step: row.loss for row in clean.rows}
     assert outcome.evaluations == clean.evaluations
-    outcome = run_told(
+    outcome = run_with_callbacks(
         job, [third], watch=lambda kind, what: None, fork_server=fork_server
     )  # nothing is left
     assert third.steps == []

@@ -128,7 +128,7 @@ def test_what_is_not_supported_is_said_in_one_sentence(
     module: Any, arguments: Any, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "launch", api.LocalLaunch(script=[__file__]))
-    monkeypatch.setattr(api, "run_told", lambda *args, **more: pytest.fail("workers were started"))
+    monkeypatch.setattr(api, "run_with_callbacks", lambda *args, **more: pytest.fail("workers were started"))
     loader = DataLoader(torch.randn(64, 4), batch_size=4)
     with pytest.raises(UserError) as told:
         everstep.fit(module, loader, **{"steps": 2, "page": False, **arguments})

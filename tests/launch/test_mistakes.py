@@ -122,7 +122,7 @@ def test_a_mistake_is_one_sentence_with_its_fix(
     given: dict[str, Any], fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "launch", api.LocalLaunch(script=[__file__]))
-    monkeypatch.setattr(api, "run_told", lambda *args, **more: pytest.fail("workers were started"))
+    monkeypatch.setattr(api, "run_with_callbacks", lambda *args, **more: pytest.fail("workers were started"))
     right = {
         "model": [linear, linear],
         "data": batch,

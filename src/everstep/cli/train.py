@@ -85,7 +85,7 @@ def train_command(
     faults = api.parse_kills(kill or (), job)
     data = data_of(job)
     prepare(job, data)
-    told = checked_callbacks(callbacks_of(job))
+    callbacks = checked_callbacks(callbacks_of(job))
     checked = preflight(job, data=data)
     refuse_another_model(job, checked.model)
     render.note(f"{describe(job)}, {checked.parameters / 1e6:.2f} M parameters")
@@ -97,7 +97,9 @@ def train_command(
         scalars(tensorboard, watch) as watch_all,
     ):
         watch_all("workload", workload_of(job, checked.model, checked.batch))
-        outcome = api.run_told(job, told, rate=checked.rate, faults=faults, watch=watch_all, page=page)
+        outcome = api.run_with_callbacks(
+            job, callbacks, rate=checked.rate, faults=faults, watch=watch_all, page=page
+        )
     document = report.document(outcome, steps=job.steps)
     if as_json:
         render.emit(document)

@@ -95,8 +95,8 @@ class StepRows:
 
 def metric_names(job: Mapping[str, Any]) -> tuple[str, ...]:
     """What an evaluation finds, by the words of a job."""
-    told = (job.get("evaluation") or {}).get("metrics") or ()
-    return ("loss", *(str(name).rpartition(":")[2] for name in told))
+    metrics = (job.get("evaluation") or {}).get("metrics") or ()
+    return ("loss", *(str(name).rpartition(":")[2] for name in metrics))
 
 
 def means(names: Iterable[str], lines: Iterable[tuple[float, ...]]) -> dict[str, float]:

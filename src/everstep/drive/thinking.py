@@ -123,7 +123,7 @@ class Thinking:
 
 def _members(task: Task) -> int:
     places = task.recovery.places if task.recovery is not None else {}
-    return sum(isinstance(standing, Member) for standing in places.values())
+    return sum(isinstance(place, Member) for place in places.values())
 
 
 def mode_of(job: Any) -> str:

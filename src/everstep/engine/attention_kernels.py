@@ -1,8 +1,8 @@
 """The gradient of causal attention's queries, in one order: a kernel of our own, in Triton.
 
-Each block of queries goes through the keys before it, and adds up its gradient in registers: nobody else adds
-to it, so the bits are the same every time. Scores and the gradients of their softmax are computed anew from
-what the forward pass has left, as flash attention does.
+Each block of queries goes through the keys before it, and adds up its gradient in registers. No other
+block adds to it, so the bits are the same every time. Scores and the gradients of their softmax are
+computed anew from what the forward pass has left, as flash attention does.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def _serve(data: Dataset, line: Connection) -> NoReturn:
             step, microbatch = pickle.loads(line.recv_bytes())
             try:
                 answer: Any = (True, data.batch(step, microbatch))
-            except BaseException as error:  # the user's code: told to the worker, which raises it
+            except BaseException as error:  # the user's code: passed to the worker, which raises it
                 kind, text = type(error).__name__, str(error)
                 said = text if isinstance(error, UserError) else f"data raised {kind}: {text}"
                 answer = (False, (kind, said, traceback.format_exc(limit=50)))

@@ -1,6 +1,6 @@
 """How a worker carries out its work items: with its stage's layers, its optimizer and its tensors.
 
-What is next is decided elsewhere (`core.worker`), and who is told of it as well (`worker_loop`).
+What is next is decided elsewhere (`core.worker`), and so is who hears of it (`worker_loop`).
 """
 
 from __future__ import annotations
@@ -253,13 +253,13 @@ class WorkItems:
         if self.loader is not None:
             waited_s, self._data_waited_s = self.loader.waited_s - self._data_waited_s, self.loader.waited_s
             self.times.stopwatch.waited_for_data(waited_s)
-        if (told := self.times.stopwatch.step(task.step)) is not None:
-            told["times"] |= self._memory()
+        if (measured := self.times.stopwatch.step(task.step)) is not None:
+            measured["times"] |= self._memory()
             name, worker, incarnation = self.control.sender
             carriers = self._carriers()
             sent = self._sent()
             times = TimesReported(
-                task=name, worker=worker, incarnation=incarnation, carriers=carriers, sent=sent, **told
+                task=name, worker=worker, incarnation=incarnation, carriers=carriers, sent=sent, **measured
             )
             self.ports.report(times)
         self.signs.maybe_die(task.step, "U", "after")
@@ -349,13 +349,13 @@ class WorkItems:
     def _memory(self) -> dict[str, float]:
         """What a stash takes and how much there is for stashes, in bytes, for the scheduler."""
         forward, weight = self.stage.held_bytes
-        told = {HELD_FORWARD: float(forward), HELD_WEIGHT: float(weight)}
+        held = {HELD_FORWARD: float(forward), HELD_WEIGHT: float(weight)}
         shared, device = self.courier.shared_bytes, self.stage.device
         if device.type == "cuda":
-            told[ALLOCATED], told[PEAK] = (float(each + shared) for each in allocated(self.stage))
+            held[ALLOCATED], held[PEAK] = (float(each + shared) for each in allocated(self.stage))
             torch.cuda.reset_peak_memory_stats(device)
         room = self.ports.room(self.stage, shared)
-        return told if room is None else told | {ROOM: room}
+        return held if room is None else held | {ROOM: room}
 
     def _carriers(self) -> dict[str, str]:
         """By peer: what carries tensors to it now."""

@@ -92,7 +92,7 @@ class WorkerLoop:
     # -------------------------------------------------------------- the loop
 
     def run(self) -> None:
-        """Until told to leave."""
+        """Until it is asked to leave."""
         while True:
             while not self.inbox.empty():
                 self._take(self.inbox.get())
@@ -280,7 +280,7 @@ class WorkerLoop:
             self.work.send_fill(address, parcel, facts, tensors)
             return
         lag_s = self.signs.lag_s(parcel.step, command.stage)
-        if lag_s:  # the timer's own copy: nobody has borrowed it yet
+        if lag_s:  # the timer's own copy: not borrowed yet
             copies = tuple(devices.to_host(tensor).clone() for tensor in tensors)
             late = threading.Timer(lag_s, self.links.send, (address, parcel.what, parcel, facts, *copies))
             late.daemon = True

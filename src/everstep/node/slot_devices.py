@@ -52,10 +52,10 @@ def found() -> tuple[SlotDevice, ...]:
     asked = [command, "--query-gpu=uuid,pci.bus_id,mig.mode.current", "--format=csv,noheader"]
     try:
         listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=30, check=True)
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
-    rows = [row for line in told.stdout.splitlines() if len(row := line.split(", ")) == 3]
+    rows = [row for line in answer.stdout.splitlines() if len(row := line.split(", ")) == 3]
     cut = {uuid for uuid, _, mode in rows if mode.strip() == "Enabled"}
     return parsed(listed.stdout, {uuid: bus for uuid, bus, _ in rows}, cut)
 

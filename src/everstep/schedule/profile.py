@@ -26,11 +26,11 @@ from everstep.schedule.stash import StashRoom
 WORK = (Kind.F, Kind.I, Kind.W)
 DRIFT = 0.3  # a stage's share of the work has changed if it is off by this much
 _OLD, _NEW = 0.7, 0.3  # how own times are smoothed
-HELD_FORWARD, HELD_WEIGHT, ROOM = "held.F", "held.W", "room"  # bytes, told with the times
+HELD_FORWARD, HELD_WEIGHT, ROOM = "held.F", "held.W", "room"  # bytes, reported with the times
 ALLOCATED, PEAK = (
     "memory",
     "memory.peak",
-)  # likewise: on its GPU now, and the most since it last told
+)  # likewise: on its GPU now, and the most since the last report
 
 
 class Profile:
@@ -98,7 +98,7 @@ class Profile:
         return self._with_speeds(self._slow)
 
     def measured(self, slow: Mapping[Worker, float]) -> Instance | None:
-        """The same, for whoever only compares; None: a stage has not told its times."""
+        """The same, for whoever only compares; None: a stage has not reported its times."""
         return None if self._shares() is None else self._with_speeds(slow)
 
     def _with_speeds(self, slow: Mapping[Worker, float]) -> Instance:

@@ -101,15 +101,15 @@ def _if_lost(machine: Coordinator, name: str, what: str) -> dict[str, Any]:
         task.name: replace(task, seats={w: s for w, s in task.seats.items() if s.node != name})
         for task in machine.tasks.values()
     }
-    told = _asked(machine, nodes, tasks, what)
+    outlook = _asked(machine, nodes, tasks, what)
     left = sum(node.slots for node in nodes.values() if node.state is NodeState.UP)
     stopped = [task for task in _running(machine) if task.shape.stages > left]
     for task in stopped:  # the planner speaks of those it can place
-        told["then"] = [row for row in told["then"] if row["task"] != task.name]
-        told["then"].append({"task": task.name, "before": len(task.seats), "after": 0})
+        outlook["then"] = [row for row in outlook["then"] if row["task"] != task.name]
+        outlook["then"].append({"task": task.name, "before": len(task.seats), "after": 0})
     if stopped:
-        told["because"] = "; ".join(_stops(task, left) for task in stopped)
-    return told
+        outlook["because"] = "; ".join(_stops(task, left) for task in stopped)
+    return outlook
 
 
 def _running(machine: Coordinator) -> list[Task]:

@@ -65,7 +65,7 @@ class Incidents:
     def clear(
         self, incident: Incident, source: str, what: str, now: Moment, fact: Fact | None = None
     ) -> None:
-        """Evidence that rules somebody or something out."""
+        """Evidence that rules a worker, node or link out."""
         text = f"ruled out: {what}"
         evidence = Evidence(at=now.at, source=source, text=text, event=now.event, clears=what, fact=fact)
         incident.add(evidence)

@@ -2,7 +2,7 @@
 
 Lightning itself is not imported: whatever has `LightningModule` among its base classes is one, be it of
 `lightning` or of `pytorch_lightning`. A hook that changes what a step computes is refused; of one that only
-looks on, the user is told that it is not called.
+looks on, a note says that it is not called.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ class LightningProgram:
 
 
 def parts_from(card: Mapping[str, Any]) -> ModuleParts | None:
-    told = card["parts"]
-    return None if told is None else ModuleParts(**{key: tuple(names) for key, names in told.items()})
+    parts = card["parts"]
+    return None if parts is None else ModuleParts(**{key: tuple(names) for key, names in parts.items()})
 
 
 def write_values(module: nn.Module, path: Path) -> None:

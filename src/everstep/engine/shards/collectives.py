@@ -38,7 +38,7 @@ class Collectives(Protocol):
 
 
 class GroupCollectives:
-    """Over a process group that is nobody else's: torch's global group stays free for the user's code.
+    """Over a process group of its own: torch's global group stays free for the user's code.
 
     `entered` is called before each one and `left` after it, so that a shard that stays behind can be named.
     """

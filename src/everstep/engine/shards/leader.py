@@ -1,4 +1,4 @@
-"""The leader's side of a worker's shards: what is here on all of them, and what they are told."""
+"""The leader's side of a worker's shards: what is here on all of them, and what is sent to them."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def train(
         here.train(Program(job, found, of_job(given, job), build, there, rate))
         raise SystemExit(0)
     call = _this_launch()
-    told = callbacks_module.checked(callbacks)
+    callbacks = callbacks_module.checked(callbacks)
     if steps is not None and "epochs" in settings:
         raise UserError("steps and epochs are both given; give one of them.")
     count = USUAL_STEPS if steps is None else steps
@@ -175,9 +175,9 @@ def train(
             print(sentence, file=sys.stderr)
         with call.page(page) as shown, call.watch(job) as watch:
             watch("workload", workload_of(job, checked.model, checked.batch))
-            outcome = run_told(
+            outcome = run_with_callbacks(
                 job,
-                told,
+                callbacks,
                 rate=checked.rate,
                 rows=getattr(getattr(dataset, "order", None), "size", None),
                 watch=watch,
@@ -240,7 +240,7 @@ def _modules(job: Job) -> tuple[str, ...]:
     return job.modules() or (*((ours, *sorted(models)) if ours in sys.modules else ()), *lightning)
 
 
-def run_told(
+def run_with_callbacks(
     job: Job,
     callbacks: Sequence[Any] = (),
     *,
@@ -252,14 +252,14 @@ def run_told(
     """`run_job` with callbacks, and with the losses of earlier starts. `rate`: the rate of a step."""
     history = History.of(job)
     history.settings = settings_of(job, rows)
-    told = callbacks_module.CallbackWatcher(job, callbacks, history, watch, rate)
+    watcher = callbacks_module.CallbackWatcher(job, callbacks, history, watch, rate)
     try:
-        outcome = run_job(job, watch=told, **more)
+        outcome = run_job(job, watch=watcher, **more)
     except BaseException:
-        told.end(None)
+        watcher.end(None)
         raise
     history.add_earlier(outcome)
-    told.end(None if outcome.failure is not None else result_of(outcome, job))
+    watcher.end(None if outcome.failure is not None else result_of(outcome, job))
     return outcome
 
 

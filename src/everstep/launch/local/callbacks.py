@@ -1,7 +1,7 @@
-"""Callbacks: a user's own code, told of every step, evaluation, checkpoint and incident, each exactly once.
+"""Callbacks: user code, called for every step, evaluation, checkpoint and incident, each exactly once.
 
 They run in the launcher, between two turns of the run: never in a worker, and no fault of a worker reaches
-them. A step that is done again after a restore is told once; so is one that an earlier start had told of.
+them. A step that is done again after a restore is reported once, also over several starts.
 What a callback raises ends that callback and not the run; `sys.exit` and Ctrl-C in it end the run, in good
 order.
 """
@@ -27,7 +27,7 @@ METHODS = ("on_start", "on_step", "on_eval", "on_checkpoint", "on_incident", "on
 
 
 class StepFunction:
-    """A function as a callback: it is told of steps."""
+    """A function as a callback: it is called for steps."""
 
     def __init__(self, function: Callable[[dict[str, Any]], Any]) -> None:
         self.on_step = function
@@ -111,8 +111,8 @@ class CallbackWatcher:
 
     def _row(self, row: StepRow) -> dict[str, Any]:
         document = row.document()
-        told = {name: document[name] for name in ("step", "loss", "grad_norm", "seconds")}
-        return told | {"lr": self._rate(row.step)}
+        facts = {name: document[name] for name in ("step", "loss", "grad_norm", "seconds")}
+        return facts | {"lr": self._rate(row.step)}
 
     def _tell(self, method: str, *what: Any) -> None:
         for callback in list(self._callbacks):

@@ -60,7 +60,7 @@ class DataWaits:
     def __init__(self) -> None:
         self._said: dict[Worker, float] = {}
 
-    def told(self, worker: Worker, waits_s: float, step_s: float) -> str | None:
+    def warning(self, worker: Worker, waits_s: float, step_s: float) -> str | None:
         if waits_s < max(LEAST_S, SHARE * step_s) or waits_s < 2 * self._said.get(worker, 0.0):
             return None
         self._said[worker] = waits_s

@@ -1,9 +1,9 @@
 """Steps and evaluations of every start of a run, in one file beside its checkpoints.
 
 A run that starts again after step s continues this file behind step s. Rows of later steps, which an earlier
-start had reached without saving them, are done again, and have the same numbers: whoever was told of them is
-not told a second time. The file also has the settings that decide what is learnt, so that a start which
-goes on with other ones says so.
+start had reached without saving them, are done again, and have the same numbers; callbacks are not called
+for them again. The file also has the settings that decide what is learnt, so that a start which
+resumes with other ones says so.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class History:
             self.evaluations.clear()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        if resumed_from > 0 and (told := changes(self._earlier, self.settings)):
-            print(f"goes on with other settings than before: {told}", file=sys.stderr)
+        if resumed_from > 0 and (changed := changes(self._earlier, self.settings)):
+            print(f"resumes with other settings than before: {changed}", file=sys.stderr)
         if self._earlier != self.settings:
             self._write({"kind": "settings", "settings": self.settings})
 
     def step(self, row: Row) -> bool:
-        """False: an earlier start, or an earlier attempt, has told of this step."""
+        """False: an earlier start, or an earlier attempt, has reported this step."""
         is_new = row["step"] not in self.steps
         self.steps[row["step"]] = row
         if is_new:

@@ -71,9 +71,9 @@ def fit(
     owner = datamodule if datamodule is not None else module
     if here is None and hasattr(owner, "prepare_data"):
         owner.prepare_data()
-    for told in (datamodule, module):
-        if told is not None:
-            told.setup("fit")
+    for part in (datamodule, module):
+        if part is not None:
+            part.setup("fit")
     module.configure_model()
     data = _data(train_dataloaders, "train_dataloader", datamodule, module)
     tested = _data(val_dataloaders, "val_dataloader", datamodule, module, wanted=False)

@@ -22,10 +22,10 @@ def refuse_another_model(job: Job, model: Model) -> None:
     for name, slot in slots(model, range(len(model.names))).items():
         here, kept = tuple(slot.shape), there.get(f"model/{name}")
         if kept != here and (kept is not None or name not in tied):
-            told = "is not in it" if kept is None else f"is {_shape(kept)} there"
+            found_there = "is not in it" if kept is None else f"is {_shape(kept)} there"
             raise UserError(
                 f"checkpoint.folder {job.checkpoint.folder!r} has a checkpoint of another model "
-                f"(step {step}): {name} {told} and is {_shape(here)} in this job; "
+                f"(step {step}): {name} {found_there} and is {_shape(here)} in this job; "
                 "use another folder, or the model that it was written with."
             )
 

@@ -328,9 +328,9 @@ class LocalTask:
     def _look_at_data(self, report: msg.TimesReported) -> None:
         rows = self.outcome.steps.rows
         step_s = rows[-1].seconds if rows else 0.0
-        told = self._data_waits.told(report.worker, report.times.get("data", 0.0), step_s)
-        if told is not None and rows:
-            self.watch("data", told)
+        warning = self._data_waits.warning(report.worker, report.times.get("data", 0.0), step_s)
+        if warning is not None and rows:
+            self.watch("data", warning)
 
     def _tell_watcher(self, action: msg.Dispatch) -> None:
         match action.order:

@@ -306,7 +306,7 @@ class ClusterWorld:
 
     def _keep(self, process: VirtualWorker, node: str, task: StoreCopy, state: VirtualState) -> None:
         if process.alive and self._agent(node).up:
-            self.scene.shelf.put(node, task.state_step, process.me.stage, state)
+            self.scene.memory.put(node, task.state_step, process.me.stage, state)
             self.report(process, part_written(process, task, memory_of=node))
 
     def slowness(self, node: int) -> int:
@@ -375,7 +375,7 @@ class ClusterWorld:
         text = f"{agent.name} loses power for {span_us / 1e3:g} ms"
         self.scene.note("node", Worker(number, 0), text)
         agent.lose_power()
-        self.scene.shelf.drop(agent.name)
+        self.scene.memory.drop(agent.name)
         self.lines.watch_silence(agent, span_us)
         self.scene.agenda.after(span_us, self._power_returns, agent)
 

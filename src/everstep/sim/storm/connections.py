@@ -19,7 +19,7 @@ from everstep.sim.storm.shard_group import StateArrived, VirtualFollower
 from everstep.sim.storm.truth import VirtualState
 from everstep.sim.storm.virtual_worker import VirtualWorker, what_arrives
 
-UNANSWERED_US = 20_000  # bytes that nobody has acknowledged for so long: the connection is given up
+UNANSWERED_US = 20_000  # bytes unacknowledged for so long: the connection is given up
 _OPENED = object()
 ShardEnd = VirtualWorker | VirtualFollower
 

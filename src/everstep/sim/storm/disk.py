@@ -34,7 +34,7 @@ class JournalDisk(Generic[T]):
         return lost
 
 
-class ShelfMemory:
+class NodeMemory:
     """What nodes keep in memory: gone with their power."""
 
     def __init__(self) -> None:

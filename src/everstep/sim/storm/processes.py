@@ -83,7 +83,7 @@ class Processes:
             self._done(process)
 
     def drop(self, process: VirtualWorker, *, silently: bool = False) -> None:
-        """It is gone. Its peers notice, at once or, where a whole machine went, when nobody answers."""
+        """It is gone. Its peers notice, at once or, where a whole machine went, when nothing answers."""
         process.alive = False
         process.inbox.clear()
         self.connections.end(process, silently=silently)

@@ -11,7 +11,7 @@ from everstep.schedule.cache import PlanCache
 from everstep.sim.agenda import Agenda
 from everstep.sim.draw import Draw, Steady
 from everstep.sim.storm.checkers import Checkers
-from everstep.sim.storm.disk import CheckpointDisk, ShelfMemory
+from everstep.sim.storm.disk import CheckpointDisk, NodeMemory
 from everstep.sim.storm.network import Network
 from everstep.sim.storm.spec import Spec
 from everstep.sim.storm.trace import StormTrace
@@ -30,7 +30,7 @@ class Scene:
         self.truth = Truth(spec.seed, rules)
         self.checkers = Checkers(self.truth, rules, calm=not spec.faults and not spec.moves)
         self.disk = CheckpointDisk(rules.stages)
-        self.shelf = ShelfMemory()
+        self.memory = NodeMemory()
         self.plans = _plans(rules.replicas, rules.stages, rules.microbatches)
         self.outcome: str | None = None
         self.num_deaths = 0

@@ -115,7 +115,7 @@ class VirtualGroup:
             )
 
     def found(self, task: msg.WorkItem) -> None:
-        """By the leader, in the look it has just told the others of."""
+        """By the leader, in the look it has just announced."""
         self.num_looks += 1
         self.looks[self.num_looks] = FoundItem(task, done=isinstance(task, IDLE))
         for number in [n for n in self.looks if all(f.looked >= n for f in self.followers)]:

@@ -18,7 +18,7 @@ from everstep.sim.storm.faults import HERE, OF_CLUSTERS, TRIGGERS, WHO_WORKERS, 
 
 StormKind = Literal["", "cluster", "moves", "sharded", "sharded-cluster", "sharded-moves", "groups"]
 OP_US = 1_000  # a typical op; all else is in proportion to it
-FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # nobody can wait for their end
+FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # no end that anything could wait for
 FOR_GOOD_US = 3_600_000_000
 OF_TASKS = tuple(kind for kind in FaultKind if kind not in OF_CLUSTERS and kind is not FaultKind.SHARD)
 

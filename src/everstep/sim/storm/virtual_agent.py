@@ -253,7 +253,7 @@ class VirtualAgent:
                 if process is not None and process.alive:
                     self.processes.take(process, order)
             case ag.UseMemory(order=msg.DropCopies(before=before)):
-                self.scene.shelf.drop(self.name, before)
+                self.scene.memory.drop(self.name, before)
             case ag.WorkOnDisk(order=asked):
                 self.scene.soon(self.scene.spec.weather.sync_us, self._work_on_disk, asked, self.boot)
             case LeaveLine():

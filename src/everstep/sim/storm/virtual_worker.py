@@ -50,11 +50,11 @@ class VirtualWorker:
         self.worker_state = self.control.state
         self.sender, self.me, self.incarnation = sender, sender.worker, sender.incarnation
         self.node, self.address = node, address
-        self.truth, self.checkers, self.disk, self.shelf = (
+        self.truth, self.checkers, self.disk, self.memory = (
             scene.truth,
             scene.checkers,
             scene.disk,
-            scene.shelf,
+            scene.memory,
         )
         self.state = VirtualState(0, 0)  # what the optimizer has
         self.working = self.state  # what the layers compute with: ahead of it after an eager update
@@ -240,8 +240,8 @@ class VirtualWorker:
     def _restore(self, task: msg.Restore) -> bool:
         kept = self.control.directions.copies
         if kept:
-            shelf = kept[self.me.stage][0]
-            state = self.shelf.get(shelf.node, task.state_step, self.me.stage)
+            copy = kept[self.me.stage][0]
+            state = self.memory.get(copy.node, task.state_step, self.me.stage)
             if state is None:
                 return False
         else:

@@ -186,7 +186,7 @@ class World:
             self.scene.network.send(self.reports[process.sender], report.event, self._delay(process.me))
 
     def left(self, process: VirtualWorker) -> None:
-        raise AssertionError("nobody is asked to leave here")
+        raise AssertionError("no worker is asked to leave here")
 
     def saved(self, process: VirtualWorker, task: msg.SaveCheckpoint, state: VirtualState) -> None:
         share = (task.index, task.count)
@@ -210,7 +210,7 @@ class World:
         """Everybody waits and nothing is under way: after a while `core.faults.detector` says so."""
         self.scene.num_stalls += 1
         self.scene.note("stall", Worker(0, 0), "everybody waits for something that was lost")
-        stalled = ev.TrainingStalled(because="everybody waits, nobody works")
+        stalled = ev.TrainingStalled(because="all workers wait, none works")
         self.scene.agenda.after(self.spec.weather.overdue_us, self.hear, stalled)
 
     def kill(self, worker: Worker, reason: str, *, raised: bool = False) -> None:
