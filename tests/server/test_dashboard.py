@@ -284,6 +284,7 @@ async def watch_a_life(page: Page, address: str, pictures: Path) -> None:
         await page.click("#node-verb")
         await page.click("#confirm-yes")
         await says(page, "#node-details", "draining")
+        await says(page, "#node-details", "slots (draining)")
         for task in alive:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

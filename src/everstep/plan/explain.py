@@ -119,7 +119,7 @@ def reasons(
     if len(changed) > 6:
         parts.append(f"{len(changed) - 6} more tasks change")
     if not changed:
-        parts = ["nothing changes: no move would earn back what it costs"]
+        parts = ["nothing changes, because no move would earn back its cost"]
     elif len(changed) < len(gains):
         parts.append("the others keep what they have")
     payback_s = _payback(every, choices)

@@ -26,10 +26,8 @@ from everstep.plan.ask import ClusterView, choose, worth
 from everstep.server.record import ClusterRecord
 
 KEPT = 2000
-NOBODY_MOVES, STAY = (
-    "nothing changes",
-    "the remaining workers stay where they are",
-)  # here something has changed
+UNCHANGED = "nothing changes"
+STAY = "the remaining workers stay where they are"  # instead: after a loss something has changed
 FRESH_S = 5.0  # an answer serves everybody for so long
 
 
@@ -138,5 +136,5 @@ def _asked(
             {"task": name, "before": len(machine.tasks[name].seats), "after": workers}
             for name, workers in sorted(chosen.workers.items())
         ],
-        "because": chosen.because.removeprefix(f"{what}: ").replace(NOBODY_MOVES, STAY),
+        "because": chosen.because.removeprefix(f"{what}: ").replace(UNCHANGED, STAY),
     }

@@ -257,7 +257,7 @@ class Tasks:
         if step >= task.steps + task.request.closes:
             because = f"its checkpoint of step {step} is already the end"
             return self.end(task, Ending(state=TaskState.FINISHED, because=because, gently=True), now)
-        task.enter(TaskState.RUNNING, f"from step {step + 1} on")
+        task.enter(TaskState.RUNNING, f"training from step {step + 1}")
         return self._training.begin(task, step, now)
 
     # -------------------------------------------------------------- how it ends

@@ -276,6 +276,7 @@ export class ClusterView {
       out ? "Readmit node" : "Drain node");
     if (button) button.disabled = ["gone", "left"].includes(node.state);
     const workers = [...node.workers].sort((one, other) => one.slot - other.slot);
+    const free = node.state === "up" ? `${node.slots - workers.length} of ${node.slots} slots` : `0 of ${node.slots} slots (${node.state})`;
     place.replaceChildren(
       element("p", {}, stateBadge(node.state), ` ${NODE_STATES[node.state]?.mark ?? ""} `, node.because),
       element("dl", {},
@@ -286,7 +287,7 @@ export class ClusterView {
         ...workers.flatMap((worker) => [
           element("dt", {}, `slot ${worker.slot}`),
           element("dd", {}, element("a", { href: `#/task/${encodeURIComponent(worker.task)}` }, worker.task), ` ${worker.worker}`)]),
-        element("dt", {}, "free"), element("dd", {}, `${node.slots - workers.length} of ${node.slots} slots`)),
+        element("dt", {}, "free"), element("dd", {}, free)),
       button || "");
     if (focused && button) button.focus();
   }
