@@ -15,7 +15,7 @@ from everstep.core.agent.messages import Kill, SendToCoordinator, Spawn, SpawnFa
 from everstep.core.agent.process import Process, ProcessState
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.agent.reports import ReportQueue
-from everstep.core.cluster import fences
+from everstep.core.cluster import copy_placement, fences
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.nodes import Nodes
@@ -249,6 +249,20 @@ def elected_one_starts_from_nothing() -> list[Patch]:
     return [(Driver, "replay", lambda self, entries, *, carried_out=None: None)]
 
 
+# ------------------------------------------------------------------ states in memory
+
+
+def one_holder_is_asked() -> list[Patch]:
+    """A worker asks one holder of a part; if that read fails, the state is lost."""
+    right = copy_placement.copies_for
+
+    def wrong(*given: Any) -> Any:
+        return tuple(holders[:1] for holders in right(*given))
+
+    return [(copy_placement, "copies_for", wrong)]
+
+
+MEMORY_MUTANTS: dict[str, Callable[[], list[Patch]]] = {"one_holder_is_asked": one_holder_is_asked}
 CLUSTER_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     make.__name__: make
     for make in (

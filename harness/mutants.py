@@ -36,7 +36,7 @@ from everstep.core.worker.slices import SliceCount
 from everstep.core.worker.step_state import StepState, UpdateState
 from everstep.core.worker.updates import Updates
 from everstep.core.worker.worker_state import WorkerState
-from harness.agent_mutants import CLUSTER_MUTANTS, Patch
+from harness.agent_mutants import CLUSTER_MUTANTS, MEMORY_MUTANTS, Patch
 
 
 def outbox_dropped_too_early() -> list[Patch]:
@@ -372,7 +372,7 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Production code with one bug, until the block ends."""
-    patches = {**MUTANTS, **SHARD_MUTANTS, **GROUP_MUTANTS, **CLUSTER_MUTANTS}[name]()
+    patches = {**MUTANTS, **SHARD_MUTANTS, **GROUP_MUTANTS, **CLUSTER_MUTANTS, **MEMORY_MUTANTS}[name]()
     kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
     for owner, attribute, wrong in patches:
         setattr(owner, attribute, wrong)

@@ -7,6 +7,7 @@ from everstep.core.cluster.task import TaskState
 from everstep.core.words import actions as act
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
+from everstep.core.words.node_reports import FailedRead
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
 from everstep.plan.change_times import PACE, copying_s
@@ -119,6 +120,105 @@ def test_a_state_that_cannot_be_read_is_not_asked_for_again() -> None:
     assert resumes(cluster)[-1].words.order.restore == 0
 
 
+def lost_stage(**more: object) -> FakeCluster:
+    """A stage without a worker: all load the state of step 2, of which every stage is on two nodes."""
+    cluster = FakeCluster(nodes=dict.fromkeys("abc", 1), memory_port=7)
+    cluster.submit(shape=Shape(1, 2, 2), **more)
+    cluster.copy_to_memory(1)
+    cluster.seal()
+    cluster.copy_to_memory(2)
+    cluster.seal()
+    cluster.exits(Worker(0, 1), "killed by SIGKILL")
+    return cluster
+
+
+def cannot_read(cluster: FakeCluster, worker: Worker, *, step: int = 2) -> msg.NotifyWorker:
+    """This worker has asked all holders of its part in vain; its next order."""
+    order = next(order for order in reversed(resumes(cluster)) if order.worker == worker)
+    part = worker.stage
+    asked = [order.copies[part], *order.other_holders[part]]
+    failed = tuple(FailedRead(part=part, node=at.node, because="timed out") for at, _ in asked)
+    fetched = msg.StateFetched(
+        task="t", worker=worker, step=step, bytes_here=0, bytes_elsewhere=0, seconds=1.0, failed=failed
+    )
+    cluster.report("t", worker, fetched)
+    incarnation = cluster.coordinator.tasks["t"].seats[worker].incarnation
+    event = ev.RestoreFailed(worker=worker, incarnation=incarnation, step=step, epoch=order.words.order.epoch)
+    cluster.report("t", worker, msg.TaskEvent(task="t", event=event))
+    return next(order for order in reversed(resumes(cluster)) if order.worker == worker)
+
+
+def test_an_order_to_load_names_every_holder_of_every_part() -> None:
+    cluster = lost_stage()
+    kept = cluster.coordinator.tasks["t"].copies.states[2]
+    for order in resumes(cluster)[-2:]:
+        for part, first in enumerate(order.copies):
+            named = [first, *order.other_holders[part]]
+            assert {address.node for address, _ in named} == set(kept.copies[part])
+            assert all(text["on"] == address.node for address, text in named)
+    assert len(kept.copies[1]) == 2
+
+
+def test_a_read_that_failed_at_one_holder_costs_no_state_and_the_incident_says_so() -> None:
+    cluster = lost_stage()
+    order = resumes(cluster)[-1]
+    bad, good = order.copies[1][0].node, order.other_holders[1][0][0].node
+    read = FailedRead(part=1, node=bad, because="timed out", then=good)
+    fetched = msg.StateFetched(
+        task="t", worker=order.worker, step=2, bytes_here=0, bytes_elsewhere=9, seconds=1.0, failed=(read,)
+    )
+    cluster.report("t", order.worker, fetched)
+    task = cluster.coordinator.tasks["t"]
+    assert task.copies.newest == 2
+    said = [e.text for e in cluster.coordinator.log.incidents[-1].evidence if e.source == "memory"]
+    assert said == [
+        f"worker {order.worker} could not read 1 part of the state of step 2 from the memory of node {bad} "
+        f"(timed out); read from node {good} instead"
+    ]
+    asked = copies_for(cluster.coordinator.nodes, task.copies.states[2], Worker(0, 0), bad)
+    assert asked[1][-1][0].node == bad, "it is asked last from now on"
+
+
+def test_a_state_that_no_holder_gives_is_tried_again_and_then_the_disk_s_is_loaded() -> None:
+    cluster = lost_stage()
+    orders = [cannot_read(cluster, Worker(0, 1)) for _ in range(3)]
+    assert [order.words.order.restore for order in orders] == [2, 2, 0]
+    assert orders[-1].copies == ()
+    incidents = cluster.coordinator.log.incidents
+    assert incidents[-1].restored_where == "the seed"
+    tried = [e.text for incident in incidents for e in incident.evidence if e.source == "memory"]
+    assert len(tried) == 6, "two holders, three times"
+    assert all("timed out" in text and "no other node gives it" in text for text in tried)
+    for action in cluster.actions:
+        if isinstance(action, msg.Dispatch) and isinstance(action.order, msg.DropCopies):
+            assert action.order.before <= 2, "what could not be read is not deleted"
+
+
+def test_an_older_state_in_memory_is_nearer_than_the_disk() -> None:
+    cluster = FakeCluster(nodes=dict.fromkeys("abc", 1), memory_port=7)
+    cluster.submit(shape=Shape(1, 2, 2))
+    for step in (1, 2):  # each on one node only, so both are kept
+        cluster.copy_to_memory(step, away=False)
+        cluster.seal()
+    cluster.exits(Worker(0, 1), "killed by SIGKILL")
+    orders = [cannot_read(cluster, Worker(0, 1)) for _ in range(3)]
+    assert [order.words.order.restore for order in orders] == [2, 2, 1]
+    assert len(orders[-1].copies) == 2
+
+
+def test_a_failed_load_of_an_earlier_order_does_not_count() -> None:
+    cluster = lost_stage()
+    late = next(order for order in reversed(resumes(cluster)) if order.worker == Worker(0, 0))
+    cannot_read(cluster, Worker(0, 1))
+    task = cluster.coordinator.tasks["t"]
+    assert task.recovery is not None
+    epoch = task.recovery.epoch
+    event = ev.RestoreFailed(worker=Worker(0, 0), incarnation=1, step=2, epoch=late.words.order.epoch)
+    cluster.report("t", Worker(0, 0), msg.TaskEvent(task="t", event=event))
+    assert task.recovery.epoch == epoch, "it was ordered to load the state again, and may have it by now"
+    assert task.copies.newest == 2
+
+
 def test_a_task_takes_another_shape_after_the_step_somebody_is_in() -> None:
     cluster = four_nodes()
     cluster.seal()
@@ -185,11 +285,12 @@ def test_readers_of_a_state_are_spread_over_its_holders() -> None:
     cluster.copy_to_memory(1)
     kept = task.copies.states[1]
     chosen = {w: copies_for(cluster.coordinator.nodes, kept, w, "nowhere") for w in task.seats}
-    of_stage_0 = {copies[0][0].node for copies in chosen.values()}
+    of_stage_0 = {copies[0][0][0].node for copies in chosen.values()}
     assert len(of_stage_0) == 2
     for worker, seat in task.seats.items():
-        for address, part in copies_for(cluster.coordinator.nodes, kept, worker, seat.node):
-            assert part["on"] == address.node
+        for holders in copies_for(cluster.coordinator.nodes, kept, worker, seat.node):
+            assert all(part["on"] == address.node for address, part in holders)
+            assert seat.node not in {address.node for address, _ in holders[1:]}, "its own is the nearest"
 
 
 def test_a_copy_is_not_read_from_a_silent_node_while_another_has_it() -> None:
@@ -204,11 +305,11 @@ def test_a_copy_is_not_read_from_a_silent_node_while_another_has_it() -> None:
     cluster.silence(silent)
     assert nodes[silent].state == "silent"
     for worker in task.seats:
-        assert {address.node for address, _ in copies_for(nodes, kept, worker, "nowhere")}.isdisjoint(
-            {silent}
-        )
+        asked = copies_for(nodes, kept, worker, "nowhere")
+        assert {holders[0][0].node for holders in asked}.isdisjoint({silent})
+        assert asked[0][-1][0].node == silent, "if the others fail, it is asked too"
     kept.copies[0] = {silent: kept.copies[0][silent]}
-    assert copies_for(nodes, kept, Worker(0, 0), "nowhere")[0][0].node == silent, "there is no other"
+    assert copies_for(nodes, kept, Worker(0, 0), "nowhere")[0][0][0].node == silent, "there is no other"
 
 
 def test_a_snapshot_keeps_what_is_in_memory_and_what_is_to_come() -> None:

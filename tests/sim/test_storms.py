@@ -16,7 +16,7 @@ from everstep.sim.storm import StormKind, draw_spec, draw_storm, is_of_cluster, 
 from everstep.sim.storm.faults import OF_CLUSTERS
 from everstep.sim.storm.shrink import shrink
 from everstep.sim.storm.spec import OF_TASKS
-from harness.agent_mutants import CLUSTER_MUTANTS
+from harness.agent_mutants import CLUSTER_MUTANTS, MEMORY_MUTANTS
 from harness.mutants import MUTANTS, planted
 
 SEEDS = Path(__file__).parent / "seeds.txt"
@@ -54,6 +54,7 @@ SEEN_IN_GROUPS = {
     "state_counts_without_every_slice": 6,
     "end_of_a_shard_is_not_named": 4,
 }
+SEEN_IN_MOVES = {"one_holder_is_asked": 41}
 SEEN_IN_A_CLUSTER = {
     "beacon_written_at_every_wake_up": 752,
     "unwanted_start_stays": 226,
@@ -217,7 +218,15 @@ def test_a_bug_planted_in_an_agent_or_a_worker_s_loop_is_seen(name: str) -> None
     assert run_storm(spec, cluster=True).violation is None
 
 
+@pytest.mark.parametrize("name", SEEN_IN_MOVES)
+def test_a_bug_planted_in_states_in_memory_is_seen(name: str) -> None:
+    with planted(name):
+        assert violation_of("moves", SEEN_IN_MOVES[name]) is not None
+    assert violation_of("moves", SEEN_IN_MOVES[name]) is None
+
+
 def test_every_planted_bug_has_a_seed() -> None:
+    assert set(SEEN_IN_MOVES) == set(MEMORY_MUTANTS)
     assert set(SEEN_AT) == set(MUTANTS)
     assert set(SEEN_IN_A_CLUSTER) == set(CLUSTER_MUTANTS)
 

@@ -28,7 +28,7 @@ from everstep.checkpoint.index import Part, Refused, digest
 from everstep.checkpoint.owned_folders import new_folder
 from everstep.checkpoint.places import STEP, step_name
 from everstep.checkpoint.ranges import Access, LocalFile, RangeFile
-from everstep.checkpoint.reader import Checkpoint, read_small
+from everstep.checkpoint.reader import Checkpoint, read_small, unusable
 from everstep.errors import UserError
 from everstep.layout.box import Box
 
@@ -189,8 +189,13 @@ class MemoryPlace:
 
 def open_copies(task: str, step: int, copies: Sequence[tuple[Path | Remote, Label]]) -> Checkpoint:
     """A step's state in memory, to be read like a checkpoint; every byte read is checked against its hash."""
+    parts = []
+    for source, label in copies:
+        try:
+            parts.append(_described(task, step, source, label))
+        except Refused as refused:
+            raise unusable(f"of step {step} in memory", refused, f"{label['name']}.safetensors") from refused
     try:
-        parts = [_described(task, step, source, label) for source, label in copies]
         index = indexes.parse(indexes.text_of(step, parts, {}, (), None).encode())
     except Refused as refused:
         raise UserError(f"the state of step {step} in memory is not whole: {refused}.") from refused

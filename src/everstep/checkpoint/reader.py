@@ -52,9 +52,12 @@ _Row = tuple[str, list[int], int, int]  # dtype, shape, begin and end in the fil
 class UnusableCheckpointError(UserError):
     """Why a checkpoint cannot be loaded. Only a corrupt one is known to be of no use."""
 
-    def __init__(self, sentence: str, kind: Literal["corrupt", "unreadable", "unknown"]) -> None:
+    def __init__(
+        self, sentence: str, kind: Literal["corrupt", "unreadable", "unknown"], file: str = ""
+    ) -> None:
+        """`file`: the one of its files that is to blame, where that is known."""
         super().__init__(sentence)
-        self.kind = kind
+        self.kind, self.file = kind, file
 
 
 class FileSource(Protocol):
@@ -169,7 +172,7 @@ class Checkpoint:
             try:
                 found = self._files[name] = self.place.file(self.name, name, self.access)
             except Refused as refused:
-                raise unusable(str(self), refused) from refused
+                raise unusable(str(self), refused, name) from refused
         return found
 
     def close(self) -> None:
@@ -196,12 +199,12 @@ class Checkpoint:
         try:
             self.file(one.file).read(one.at + start, out)
         except OSError as error:
-            raise unusable(str(self), failed_read(one.file, error)) from error
+            raise unusable(str(self), failed_read(one.file, error), one.file) from error
         for at in range(0, len(out), one.chunk_bytes):
             chunk = (start + at) // one.chunk_bytes
             if digest(out[at : at + one.chunk_bytes]) != one.hash_of(chunk):
                 because = f"{one.file}: tensor {name!r} fails its checksum, in its chunk {chunk}"
-                raise unusable(str(self), Refused(because))
+                raise unusable(str(self), Refused(because), one.file)
 
 
 @dataclass(frozen=True)
@@ -368,15 +371,14 @@ def failed_read(name: str, error: OSError) -> Refused:
     return kind(f"{name} cannot be read: {error}")
 
 
-def unusable(checkpoint: str, refused: Refused) -> UnusableCheckpointError:
+def unusable(checkpoint: str, refused: Refused, file: str = "") -> UnusableCheckpointError:
     match refused:
         case CannotRead():
-            return UnusableCheckpointError(
-                f"checkpoint {checkpoint} cannot be read: {refused}.", "unreadable"
-            )
+            sentence = f"checkpoint {checkpoint} cannot be read: {refused}."
+            return UnusableCheckpointError(sentence, "unreadable", file)
         case UnknownVersion():
-            return UnusableCheckpointError(
-                f"checkpoint {checkpoint} is not understood: {refused}.", "unknown"
-            )
+            sentence = f"checkpoint {checkpoint} is not understood: {refused}."
+            return UnusableCheckpointError(sentence, "unknown", file)
         case _:
-            return UnusableCheckpointError(f"checkpoint {checkpoint} is damaged: {refused}.", "corrupt")
+            sentence = f"checkpoint {checkpoint} is damaged: {refused}."
+            return UnusableCheckpointError(sentence, "corrupt", file)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,22 @@ from everstep.checkpoint import folder, memory
 from everstep.checkpoint.reader import Checkpoint
 from everstep.checkpoint.saver import AsyncSaver, share_of
 from everstep.core.words.agent_messages import WorkerReport
-from everstep.core.words.cluster_messages import PartWritten, SaveFailed, Sender, StateFetched
+from everstep.core.words.cluster_messages import (
+    MemoryAddress,
+    PartWritten,
+    SaveFailed,
+    Sender,
+    StateFetched,
+)
 from everstep.core.words.text import clipped
 from everstep.core.worker.control import StateDirections
+from everstep.core.worker.copy_holders import CopyHolders
 from everstep.engine.job import Job
 from everstep.engine.sharded import ChunkSlice
 from everstep.engine.shards.plan import Cut
 from everstep.errors import UserError
 from everstep.layout.box import Box, whole
+from everstep.node.copied_state import CopiedState
 from everstep.node.memory_store import token_of
 
 LOOK_S = 1.0
@@ -244,36 +252,25 @@ class States:
     def load(
         self, step: int, names: Sequence[str], directions: StateDirections
     ) -> Mapping[str, Tensor] | None:
-        """The tensors of these parameters; None: the state was in memory and is gone."""
+        """The tensors of these parameters; None: no holder of a part in memory could be read."""
         wanted = set(names)
-        copies = directions.copies
-        if not copies:
+        if not directions.copies:
             checkpoint = folder.open_step(self._root, f"step-{step:08d}")
-            return self._read(checkpoint, wanted)
+            return dict(self._read(checkpoint, wanted))
         began = time.monotonic()
-        try:
-            sources = [
-                (self._source(*address), label)
-                for address, part in copies
-                for label in part.get("shards", [part])  # of a worker with shards: one each
-            ]
-            checkpoint = memory.open_copies(self._task, step, sources)
-            found = self._read(checkpoint, wanted)
-        except (UserError, OSError) as error:
-            print(f"the state of step {step} in memory cannot be read: {error}", file=sys.stderr)
-            return None
-        here, elsewhere = memory.bytes_read(checkpoint)
-        seconds = time.monotonic() - began
+        holders = CopyHolders(directions)
+        copied = CopiedState(self._task, step, holders, self._source)
+        found = copied.read(lambda checkpoint, done: self._read(checkpoint, wanted, done))
         fetched = StateFetched(
             task=self._task,
             worker=self._me,
             step=step,
-            bytes_here=here,
-            bytes_elsewhere=elsewhere,
-            seconds=seconds,
+            bytes_here=copied.bytes_here,
+            bytes_elsewhere=copied.bytes_elsewhere,
+            seconds=time.monotonic() - began,
+            failed=holders.failed(),
         )
         self._say(fetched)
-        checkpoint.close()
         return found
 
     # -------------------------------------------------------------- shards
@@ -316,16 +313,19 @@ class States:
         """What there is per element of a parameter; not an optimizer's counters, not the limits of sums."""
         return tensor.ndim > 0 and self._cut.is_split(_parameter(name))
 
-    def _read(self, checkpoint: Checkpoint, wanted: set[str]) -> dict[str, Tensor]:
-        found = {}
-        for name in [name for name in checkpoint.tensors if _parameter(name) in wanted]:
+    def _read(
+        self, checkpoint: Checkpoint, wanted: set[str], done: Container[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Tensor by tensor; `done`: those that are here already."""
+        for name in [name for name in checkpoint.tensors if _parameter(name) in wanted and name not in done]:
             shape = checkpoint.tensors[name].shape
             split = self._cut.split(_parameter(name), shape) if shape else None
-            found[name] = checkpoint.read_box(name, None if split is None else split.box)
-        return found
+            yield name, checkpoint.read_box(name, None if split is None else split.box)
 
-    def _source(self, node: str, host: str, port: int) -> Path | memory.Remote:
-        return self._memory_root if node == self._node else memory.Remote(host, port, self._token)
+    def _source(self, address: MemoryAddress) -> Path | memory.Remote:
+        if address.node == self._node:
+            return self._memory_root
+        return memory.Remote(address.host, address.port, self._token)
 
     @property
     def _root(self) -> str | Path:

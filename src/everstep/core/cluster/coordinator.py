@@ -104,7 +104,7 @@ class Coordinator:
             orders=orders, incidents=incidents, policy=policy, later=later
         )
         self._slowness = slowness = Slowness(roster=roster, incidents=incidents, policy=policy)
-        self._copies = copies = MemoryCopies(roster=roster, orders=orders)
+        self._copies = copies = MemoryCopies(roster=roster, orders=orders, incidents=incidents)
         self._training = training = Training(
             roster=roster,
             orders=orders,
@@ -354,7 +354,7 @@ class Coordinator:
             case msg.SaveFailed():
                 return self._checkpoints.failed(task, report, node, now)
             case msg.StateFetched():
-                self._copies.fetched(task, report)
+                self._copies.fetched(task, report, now)
                 return []
             case msg.OpOverdue():
                 return self._failures.overdue(task, report, now)
@@ -378,6 +378,8 @@ class Coordinator:
             case ev.CheckpointCommitted():
                 saved = self._checkpoints.committed(task, event.step, now)
                 return saved + self._training.inform(task, event, now)
+            case ev.RestoreFailed():
+                return self._training.unrestored(task, event, now)
             case ev.WorkerRaised():
                 return self._failures.raised(task, event, now)
             case ev.WorkerExited():

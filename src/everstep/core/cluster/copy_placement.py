@@ -19,6 +19,7 @@ from everstep.core.words.cluster_messages import MemoryAddress
 from everstep.core.words.ops import Worker
 
 MOST_KEPT = 3  # states of a task, where none of them is on two nodes
+MOST_ASKED = 4  # holders of a part, by one worker in one attempt
 
 
 def memory_for(nodes: Mapping[str, Node], task: Task, worker: Worker) -> MemoryAddress:
@@ -63,15 +64,18 @@ def needed_from(nodes: Mapping[str, Node], task: Task) -> int:
 
 def copies_for(
     nodes: Mapping[str, Node], kept: KeptState, worker: Worker, own: str
-) -> tuple[tuple[MemoryAddress, Any], ...]:
-    """Of every stage one copy: that of the worker's own node, or the readers are spread over the holders. A
-    silent node may be dead: it is asked only if no other holder is heard.
+) -> tuple[tuple[tuple[MemoryAddress, Any], ...], ...]:
+    """Of every stage the copies in the order in which they are asked for: that of the worker's own node
+    first, then the readers are spread over the holders. A silent node may be dead: it is asked after those
+    that are heard. A node of which a read failed is asked last.
     """
-    chosen = []
+    found = []
     for stage in range(kept.stages):
         everyone = sorted(kept.copies[stage])
         heard = [name for name in everyone if nodes[name].liveness is NodeLiveness.HEARD]
-        holders = heard or everyone
-        node = own if own in everyone else holders[(worker.replica + worker.stage) % len(holders)]
-        chosen.append((nodes[node].memory, kept.copies[stage][node]))
-    return tuple(chosen)
+        turn = (worker.replica + worker.stage) % len(heard or everyone)
+        silent = [name for name in everyone if name not in heard]
+        in_turn = [*heard[turn:], *heard[:turn], *silent] if heard else [*silent[turn:], *silent[:turn]]
+        holders = sorted(in_turn, key=lambda name: (kept.failed_reads.get(name, 0), name != own))
+        found.append(tuple((nodes[name].memory, kept.copies[stage][name]) for name in holders[:MOST_ASKED]))
+    return tuple(found)

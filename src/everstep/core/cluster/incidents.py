@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Task
 from everstep.core.faults.severity import Judgement
-from everstep.core.words.cluster_messages import IncidentClosed
+from everstep.core.words.cluster_messages import IncidentClosed, StateFetched
 from everstep.core.words.facts import Fact
 from everstep.core.words.incidents import Evidence, Incident, IncidentLog, Remedy, TaskIncidents, Verdict
 from everstep.core.words.moment import Moment
@@ -53,6 +53,19 @@ class Incidents:
         incident = self.of_task(task.name).suspected(worker, text, task.next_step, now.at)
         self.tell(incident, source, (text,), now)
         return incident
+
+    def read_failed(self, task: Task, event: StateFetched, text: str, now: Moment, *, lost: bool) -> None:
+        """Evidence for the incidents for which the task stands still, or else for the last one for which it
+        went back to this state: other workers may run ops of it already. `lost`: the worker has no state, so
+        training stops again; if no incident is open, that is a new one.
+        """
+        found = [incident for incident in self.open_ones(task.name) if incident.stops_training]
+        if not found and lost:
+            self.suspect(task, event.worker, "memory", text, now)
+        elif not found:
+            found = [i for i in self.of_task(task.name).incidents if i.restored_from == event.step][-1:]
+        for incident in found:
+            self.tell(incident, "memory", (text,), now)
 
     def tell(self, incident: Incident, source: str, texts: Iterable[str], now: Moment) -> None:
         for text in texts:

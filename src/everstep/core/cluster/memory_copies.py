@@ -8,23 +8,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everstep.core.cluster import copy_placement as placement
+from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER, Fetched, KeptState, Task
 from everstep.core.words import cluster_messages as msg
+from everstep.core.words import events as ev
 from everstep.core.words.moment import Moment
+from everstep.core.words.node_reports import FailedRead
 from everstep.core.words.ops import Worker
 
 KEPT_MOVES = 8  # of a task, for the planner and for the page
+MOST_ATTEMPTS = 3  # to load a state of which a worker could not read a part, each with all holders asked
 
 
 class MemoryCopies:
     """Changes `task.copies`, and `node.memory_open`."""
 
-    def __init__(self, *, roster: Roster, orders: Orders) -> None:
-        self._roster, self._orders = roster, orders
+    def __init__(self, *, roster: Roster, orders: Orders, incidents: Incidents) -> None:
+        self._roster, self._orders, self._incidents = roster, orders, incidents
 
     def add(self, task: Task, event: msg.PartWritten, node: str) -> bool:
         """A copy of a stage's state is in a node's memory. Does it count?"""
@@ -87,16 +91,20 @@ class MemoryCopies:
         nodes, worker = self._roster.nodes, order.worker
         kept = task.copies.states.get(restore) if restore and restore == task.copies.newest else None
         own = task.seats[worker].node
+        parts = () if kept is None else placement.copies_for(nodes, kept, worker, own)
         order = replace(
             order,
             copy_to=placement.memory_for(nodes, task, worker),
             copy_at_end=placement.copies_at_end(task, worker),
             copy_away=nodes[own].admin is not NodeAdmin.UP,
-            copies=() if kept is None else placement.copies_for(nodes, kept, worker, own),
+            copies=tuple(holders[0] for holders in parts),
+            other_holders=tuple(holders[1:] for holders in parts),
         )
         return self._open_memory(task, worker, now) + self._orders.send(own, order, because, now)
 
-    def fetched(self, task: Task, event: msg.StateFetched) -> None:
+    def fetched(self, task: Task, event: msg.StateFetched, now: Moment) -> None:
+        """A worker has read a state, or tried to."""
+        self._note_failed_reads(task, event, now)
         fetched = task.copies.fetched
         moved = fetched.setdefault(event.step, Fetched())
         moved.bytes_here += event.bytes_here
@@ -104,6 +112,32 @@ class MemoryCopies:
         moved.seconds = max(moved.seconds, event.seconds)
         for step in sorted(fetched)[:-KEPT_MOVES]:
             del fetched[step]
+
+    def give_up(self, task: Task, event: ev.RestoreFailed) -> bool:
+        """A worker could not load a state: no holder gave it all parts. It may have been cut off for a
+        moment, or another holder has been heard of since, so the state counts for a few more attempts.
+        Then it does not any more; it is not deleted because it could not be read.
+        """
+        kept = task.copies.states.get(event.step)
+        if kept is None:
+            return False
+        kept.failed_in.add(event.epoch)
+        if event.epoch and len(kept.failed_in) < MOST_ATTEMPTS:
+            return False
+        del task.copies.states[event.step]
+        return True
+
+    def _note_failed_reads(self, task: Task, event: msg.StateFetched, now: Moment) -> None:
+        """The nodes that did not give a part are asked last from now on; the incident says what was tried."""
+        kept = task.copies.states.get(event.step)
+        by_node: dict[str, list[FailedRead]] = {}
+        for read in event.failed:
+            by_node.setdefault(read.node, []).append(read)
+        for node, reads in by_node.items():
+            if kept is not None:
+                kept.failed_reads[node] = kept.failed_reads.get(node, 0) + 1
+            lost = any(not read.then for read in reads)
+            self._incidents.read_failed(task, event, _what_failed(event, node, reads), now, lost=lost)
 
     def _open_memory(self, task: Task, worker: Worker, now: Moment) -> Actions:
         """The node that keeps this worker's copies must know the task."""
@@ -115,3 +149,13 @@ class MemoryCopies:
         order = msg.OpenMemory(task=task.name, secret=task.request.secret)
         because = f"{keeper.name} keeps copies of {task.name}'s state"
         return self._orders.send(keeper.name, order, because, now)
+
+
+def _what_failed(event: msg.StateFetched, node: str, reads: list[FailedRead]) -> str:
+    parts = "1 part" if len(reads) == 1 else f"{len(reads)} parts"
+    then = sorted({read.then for read in reads if read.then})
+    found = f"read from node {' and '.join(then)} instead" if then else "no other node gives it"
+    return (
+        f"worker {event.worker} could not read {parts} of the state of step {event.step} from the memory of "
+        f"node {node} ({reads[0].because}); {found}"
+    )

@@ -172,6 +172,8 @@ class KeptState:
     stages: int
     attempt: int = 0
     copies: dict[int, dict[str, Any]] = field(default_factory=dict)  # stage -> node -> part
+    failed_reads: dict[str, int] = field(default_factory=dict)  # by node: workers that could not read a copy
+    failed_in: set[int] = field(default_factory=set)  # epochs in which a worker could not load it
 
     @property
     def whole(self) -> bool:

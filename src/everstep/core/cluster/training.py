@@ -109,6 +109,12 @@ class Training:
             actions += self._checkpoints.copied(task, task.copies.newest, now)
         return actions + self.inform(task, ev.StateKept(step=task.copies.newest), now)
 
+    def unrestored(self, task: Task, event: ev.RestoreFailed, now: Moment) -> Actions:
+        """A worker could not load a state from memory: which state is the newest may be another one now."""
+        given_up = self._copies.give_up(task, event)
+        actions = self.count_copies(task, now) if given_up else []
+        return actions + self.inform(task, event, now)
+
     def slots_changed(self, because: str) -> None:
         self._later.slots_changed(because)
 

@@ -18,6 +18,7 @@ from everstep.core.words.actions import ComputePlan
 class Assembly:
     on_disk: int  # the step of the newest checkpoint; 0: none, the task starts from its seed
     in_memory: int | None  # the newest step whose whole state is in the memory of nodes
+    ordered_in: int = 0  # the last epoch in which everyone was ordered to load a state
 
     def nearest(self) -> tuple[int, str]:
         """The newest step whose state is kept, and where."""
@@ -27,11 +28,6 @@ class Assembly:
 
     def committed(self, step: int) -> None:
         self.on_disk = max(self.on_disk, step)
-
-    def lost(self, step: int) -> None:
-        """The state of this step, in memory, cannot be loaded any more."""
-        if step == self.in_memory:
-            self.in_memory = None
 
     def restore(
         self, phase: Assembling, places: Places, groups: Groups, *, is_first: bool

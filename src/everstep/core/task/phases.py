@@ -134,6 +134,7 @@ class Phases:
         if isinstance(phase, Restoring):
             self._void_from(phase.restore + 1)
             self._book.go_back_to(phase.restore)
+            self.assembly.ordered_in = phase.epoch
             actions = restore_orders(event, phase, self._places, self.groups, self._book)
         else:
             if phase.rewind is not None:
@@ -182,6 +183,6 @@ class Phases:
         match self.phase:
             case Assembling() as phase:
                 self._assemble_nearest(wait_for_all=phase.wait_for_all)
-            case Restoring() as phase if phase.restore == before and step is None:
-                return self.assemble()
+            case Restoring() as phase if phase.restore == before and step != before:
+                return self.assemble()  # its copies are gone, or make room for a newer state
         return []

@@ -310,14 +310,15 @@ class Recovery:
         )
 
     def _handle_failed_restore(self, event: ev.RestoreFailed) -> list[Action]:
-        """The state that a worker was to load is gone. A peer of its stage may have loaded it already; if
-        none has, all go back to an older one. Either way the others may be at work: they are interrupted
-        first.
+        """The state that a worker was to load could not be read. A peer of its stage may have loaded it
+        already; if none has, all go back to the newest state that the cluster still counts on: the same one
+        again, an older one, or the disk's. Either way the others may be at work: they are interrupted first.
         """
         worker, place = event.worker, self.places[event.worker]
         if not isinstance(place, Member) or place.incarnation != event.incarnation:
             return []
-        self._phases.assembly.lost(event.step)
+        if 0 < event.epoch < self._phases.assembly.ordered_in:
+            return []  # it has been ordered to load a state again since
         match self.phase:
             case Running():
                 self._places.to(worker, Started(place.incarnation))
@@ -327,7 +328,7 @@ class Recovery:
             case Gathering():
                 self._places.to(worker, Started(place.incarnation))
                 return self._phases.await_no_ledger_of(worker)
-            case Restoring():
+            case Restoring() if not event.epoch:
                 return self._phases.assemble()  # no worker has begun yet
             case _:
                 return []

@@ -150,11 +150,14 @@ class CopiesLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreFailed:
-    """A worker was to load a state from memory, and it is gone."""
+    """A worker was to load a state from memory, and no holder of a part could be read. What it tried is in
+    its `StateFetched`.
+    """
 
     worker: Worker
     incarnation: int
     step: int
+    epoch: int = 0  # of the order to load it; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

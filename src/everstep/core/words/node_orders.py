@@ -55,7 +55,8 @@ class NotifyWorker:
     """Pass this on to a worker. `book`: where every worker of the task can be reached. `copy_to`: where
     it puts copies of its state; `copy_at_end`: whether it leaves one on its own node when its shape ends (a
     peer on its node may do so); `copy_away`: that one goes to `copy_to` too, because its node is to be
-    emptied; `copies`: the state it restores, where that is in memory.
+    emptied; `copies`: the state it restores, where that is in memory; `other_holders`: of every part of it
+    the other nodes that have it, in the order in which they are asked if a read fails.
     """
 
     task: str
@@ -66,6 +67,7 @@ class NotifyWorker:
     copy_at_end: bool = True
     copy_away: bool = False
     copies: tuple[tuple[MemoryAddress, Any], ...] = ()  # whose memory, part
+    other_holders: tuple[tuple[tuple[MemoryAddress, Any], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

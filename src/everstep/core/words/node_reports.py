@@ -75,8 +75,20 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRead:
+    """A part of a state that a worker could not read from the memory of a node."""
+
+    part: int  # its number among the parts of the state
+    node: str
+    because: str
+    then: str = ""  # the node that it was read from instead; empty: no holder was left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateFetched:
-    """A worker has loaded its state from memory: how much of it was on its own node, how much elsewhere."""
+    """A worker has loaded its state from memory, or tried to: how much of it was on its own node, how much
+    elsewhere, and which reads failed.
+    """
 
     task: str
     worker: Worker
@@ -84,6 +96,7 @@ class StateFetched:
     bytes_here: int
     bytes_elsewhere: int
     seconds: float
+    failed: tuple[FailedRead, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

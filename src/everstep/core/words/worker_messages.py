@@ -371,9 +371,10 @@ class TellFilled:
 
 @dataclass(frozen=True, slots=True)
 class TellUnrestored:
-    """The state that was to be loaded is not there any more."""
+    """No holder of the state that was to be loaded could be read. `epoch`: of the order to load it."""
 
     state_step: int
+    epoch: int = 0
 
 
 Told = TellSealed | TellInvalid | TellCopied | TellUnrestored | TellFilled  # what becomes a report

@@ -52,6 +52,7 @@ class StateDirections:
     copy_at_end: bool = True
     copy_away: bool = False  # the one that is left behind goes to `copy_to` too
     copies: tuple[tuple[MemoryAddress, Any], ...] = ()  # whose memory, part; empty: the state is on disk
+    other_holders: tuple[tuple[tuple[MemoryAddress, Any], ...], ...] = ()  # of every part
 
 
 WorkerAction = SendReport | KeepLinks
@@ -115,12 +116,13 @@ class WorkerControl:
             return []
         self.book = {worker: (host, port) for worker, host, port in order.book}
         # Where to load from changes with an order to load only: an interrupt may have come before the load.
-        copies = self.directions.copies if resume.restore is None else order.copies
+        loads = order if resume.restore is not None else self.directions
         self.directions = StateDirections(
             copy_to=order.copy_to,
             copy_at_end=order.copy_at_end,
             copy_away=order.copy_away,
-            copies=copies,
+            copies=loads.copies,
+            other_holders=loads.other_holders,
         )
         addresses = frozenset(self.book.values())
         self.mending.keep(addresses)
@@ -218,8 +220,8 @@ class WorkerControl:
                 )
             case wrk.TellFilled(step=step):
                 return ev.ChunksFilled(worker=worker, incarnation=incarnation, step=step)
-            case wrk.TellUnrestored(state_step=step):
-                return ev.RestoreFailed(worker=worker, incarnation=incarnation, step=step)
+            case wrk.TellUnrestored(state_step=step, epoch=epoch):
+                return ev.RestoreFailed(worker=worker, incarnation=incarnation, step=step, epoch=epoch)
             case _:
                 assert_never(command)
 

@@ -358,4 +358,4 @@ class WorkerState:
     def _restore_failed(self, item: Restore) -> None:
         self.joiner.restore_failed()
         self.paused = True
-        self.mail.commands.append(TellUnrestored(item.state_step))
+        self.mail.commands.append(TellUnrestored(item.state_step, self.mail.order.epoch))

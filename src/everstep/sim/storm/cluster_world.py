@@ -203,6 +203,7 @@ class ClusterWorld:
     def send(self, action: msg.Dispatch) -> None:
         """On the connection of the boot that the coordinator knows; an older one is closed."""
         agent = self._agent(action.node)
+        self.scene.memory.ordered(action.order, self.coordinator.tasks)
         if self.coordinator.nodes[action.node].boot == agent.boot_name:
             agent.send(OrderHeard(action.number, action.order, self.head.life))
 

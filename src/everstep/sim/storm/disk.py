@@ -34,24 +34,6 @@ class JournalDisk(Generic[T]):
         return lost
 
 
-class NodeMemory:
-    """What nodes keep in memory: gone with their power."""
-
-    def __init__(self) -> None:
-        self._states: dict[tuple[str, int, int], VirtualState] = {}  # node, step, stage
-
-    def put(self, node: str, step: int, stage: int, state: VirtualState) -> None:
-        self._states[node, step, stage] = state
-
-    def get(self, node: str, step: int, stage: int) -> VirtualState | None:
-        return self._states.get((node, step, stage))
-
-    def drop(self, node: str, before: int | None = None) -> None:
-        """All that is older; everything, if the node loses power."""
-        for key in [k for k in self._states if k[0] == node and (before is None or k[1] < before)]:
-            del self._states[key]
-
-
 @dataclass(slots=True)
 class CheckpointDisk:
     """Storage all nodes share. A part is whole once its writer has lived to sync it."""

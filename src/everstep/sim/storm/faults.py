@@ -39,6 +39,7 @@ class FaultKind(StrEnum):
     REFUSE = "refuse"  # an agent is not let in, as with a wrong token
     ELECT = "elect"  # another coordinator takes over; the old one does not know it yet
     SHARD = "shard"  # one process of a worker that has several, and is not the first of them
+    UNREAD = "unread"  # what a node keeps in memory cannot be read, not even there
     HEAD = "coordinator"  # the coordinator crashes; what its journal had not synced is lost
 
 

@@ -14,7 +14,14 @@ from everstep.core.words import events as ev
 from everstep.core.words import shard_messages as sh
 from everstep.core.words import worker_messages as msg
 from everstep.core.words.agent_messages import SAVING, WorkerReport
-from everstep.core.words.cluster_messages import NotifyWorker, PartWritten, Sender, TaskEvent, TimePassed
+from everstep.core.words.cluster_messages import (
+    NotifyWorker,
+    PartWritten,
+    Sender,
+    StateFetched,
+    TaskEvent,
+    TimePassed,
+)
 from everstep.core.words.links import LinkBroke, LinkOpened
 from everstep.core.words.ops import Kind, Worker
 from everstep.core.worker.control import KeepLinks, SendReport, ShellAction, StateDirections, WorkerAction
@@ -152,6 +159,8 @@ class Processes:
                 process.writing += 1
                 given = (process, task, process.state, process.control.directions)
                 self.scene.soon(self.spec.weather.save_us, self._written, *given)
+            elif kind is msg.Restore and process.failed_reads is not None:
+                self.world.report(process, _fetched(process, task.state_step))  # type: ignore[union-attr]
             trigger = _TRIGGER_OF.get(kind)
             if trigger is not None:
                 self.scene.trigger(trigger, process.me)
@@ -337,4 +346,17 @@ def part_written(
         part=stage,
         memory_of=memory_of,
         share=share,
+    )
+
+
+def _fetched(process: VirtualWorker, step: int) -> StateFetched:
+    failed, process.failed_reads = process.failed_reads or (), None
+    return StateFetched(
+        task=process.sender.task,
+        worker=process.me,
+        step=step,
+        bytes_here=0,
+        bytes_elsewhere=0,
+        seconds=0.0,
+        failed=failed,
     )

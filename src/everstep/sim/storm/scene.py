@@ -11,8 +11,9 @@ from everstep.schedule.cache import PlanCache
 from everstep.sim.agenda import Agenda
 from everstep.sim.draw import Draw, Steady
 from everstep.sim.storm.checkers import Checkers
-from everstep.sim.storm.disk import CheckpointDisk, NodeMemory
+from everstep.sim.storm.disk import CheckpointDisk
 from everstep.sim.storm.network import Network
+from everstep.sim.storm.node_memory import NodeMemory
 from everstep.sim.storm.spec import Spec
 from everstep.sim.storm.trace import StormTrace
 from everstep.sim.storm.truth import Truth

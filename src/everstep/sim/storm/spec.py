@@ -20,7 +20,7 @@ StormKind = Literal["", "cluster", "moves", "sharded", "sharded-cluster", "shard
 OP_US = 1_000  # a typical op; all else is in proportion to it
 FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # no end that anything could wait for
 FOR_GOOD_US = 3_600_000_000
-OF_TASKS = tuple(kind for kind in FaultKind if kind not in OF_CLUSTERS and kind is not FaultKind.SHARD)
+OF_TASKS = tuple(kind for kind in FaultKind if kind not in (*OF_CLUSTERS, FaultKind.SHARD, FaultKind.UNREAD))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,25 @@ def with_moves(spec: Spec) -> Spec:
     draw = Draw(spec.seed, "moves")
     rules = replace(spec.rules, copy_every=draw.choice((0, 1, 1, 2)))
     duration = run_time_us(spec)
-    return replace(spec, rules=rules, moves=tuple(draw.below(duration) for _ in range(draw.between(1, 3))))
+    moves = tuple(draw.below(duration) for _ in range(draw.between(1, 3)))
+    return _with_unread_memory(replace(spec, rules=rules, moves=moves))
+
+
+def _with_unread_memory(spec: Spec) -> Spec:
+    """In two of three seeds with faults the memory of a node or two cannot be read, mostly around a move."""
+    draw = Draw(spec.seed, "unread")
+    if not spec.faults or draw.chance(1 / 3):
+        return spec
+    more = [
+        StormFault(
+            what=FaultKind.UNREAD,
+            at_us=max(0, draw.choice(spec.moves) + draw.below(20_000) - 10_000),
+            target=draw.below(64),
+            span_us=draw.choice((5_000, 50_000, 500_000)),
+        )
+        for _ in range(draw.choice((1, 1, 2)))
+    ]
+    return replace(spec, faults=(*spec.faults, *more))
 
 
 def with_sharded_states(spec: Spec) -> Spec:

@@ -36,6 +36,7 @@ class Strikes:
         for node in self.world.nodes:
             node.lemon = 0
             node.slowness = 1
+        self.scene.memory.unmute_all()
 
     def _trigger(self, what: str, count: int, worker: Worker) -> None:
         for fault in self.aimed.pop((what, count), ()):
@@ -123,6 +124,9 @@ class Strikes:
                 world.kill_fork_server(number)
             case FaultKind.REFUSE:
                 world.lines.refuse(number, fault.span_us)
+            case FaultKind.UNREAD:
+                self.scene.memory.mute(f"n{number}")
+                self.scene.agenda.after(fault.span_us, self.scene.memory.unmute, f"n{number}")
 
     # -------------------------------------------------------------- what lasts
 

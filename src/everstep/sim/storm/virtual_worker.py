@@ -17,6 +17,7 @@ from everstep.core.words import worker_messages as msg
 from everstep.core.words.agent_messages import SAVING
 from everstep.core.words.cluster_messages import Sender
 from everstep.core.words.links import PeerAddress
+from everstep.core.words.node_reports import FailedRead
 from everstep.core.words.ops import Kind
 from everstep.core.worker.buffers import Buffers
 from everstep.core.worker.control import WorkerControl
@@ -50,12 +51,9 @@ class VirtualWorker:
         self.worker_state = self.control.state
         self.sender, self.me, self.incarnation = sender, sender.worker, sender.incarnation
         self.node, self.address = node, address
-        self.truth, self.checkers, self.disk, self.memory = (
-            scene.truth,
-            scene.checkers,
-            scene.disk,
-            scene.memory,
-        )
+        self.truth, self.checkers = scene.truth, scene.checkers
+        self.disk, self.memory = scene.disk, scene.memory
+        self.failed_reads: tuple[FailedRead, ...] | None = None  # of a state it has just loaded from memory
         self.state = VirtualState(0, 0)  # what the optimizer has
         self.working = self.state  # what the layers compute with: ahead of it after an eager update
         self.chunks = VirtualChunks(self.me, rules.chunks, scene.checkers)
@@ -238,10 +236,9 @@ class VirtualWorker:
         self.state = self.working = applied(self.state, task.step, task.scale)
 
     def _restore(self, task: msg.Restore) -> bool:
-        kept = self.control.directions.copies
-        if kept:
-            copy = kept[self.me.stage][0]
-            state = self.memory.get(copy.node, task.state_step, self.me.stage)
+        if self.control.directions.copies:
+            given = self.me, self.worker_state.mail.order.epoch, task.state_step
+            state, self.failed_reads = self.memory.load(*given, self.control.directions)
             if state is None:
                 return False
         else:
