@@ -32,7 +32,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from harness.choice_situations import BATCH, BLOCKS, REST_MS, SETTLED, SITUATIONS, ChoiceSituation, Scene
+from harness.choice_situations import (
+    BATCH,
+    BLOCKS,
+    EARLIER,
+    REST_MS,
+    SETTLED,
+    SITUATIONS,
+    ChoiceSituation,
+    Scene,
+)
 from harness.cluster import Cluster
 
 TELL = 0.05  # of the WAF: what two runs of the same may differ by
@@ -66,6 +75,7 @@ def one(at: ChoiceSituation, forced: dict[str, Any], window_s: float) -> dict[st
 
 def follow(scene: Scene, window_s: float) -> dict[str, Any]:
     at = scene.at
+    scene.one_change_of_shape()
     for task in at.tasks:
         scene.submit(task)
     for task in at.tasks:
@@ -95,7 +105,8 @@ def follow(scene: Scene, window_s: float) -> dict[str, Any]:
 
 
 def names(scene: Scene) -> list[str]:
-    return [task["task"] for task in scene.cluster.client.get("/v1/status")["tasks"]]
+    found = [task["task"] for task in scene.cluster.client.get("/v1/status")["tasks"]]
+    return [name for name in found if name != EARLIER.name]
 
 
 def plans(scene: Scene) -> list[Any]:
@@ -133,7 +144,7 @@ def steps(scene: Scene, name: str, began: float, seconds: float) -> float:
 
 def waf(scene: Scene, began: float, seconds: float) -> float:
     weights = {task["task"]: task["weight"] for task in scene.cluster.client.get("/v1/status")["tasks"]}
-    done = sum(weight * steps(scene, name, began, seconds) for name, weight in weights.items())
+    done = sum(weights[name] * steps(scene, name, began, seconds) for name in names(scene))
     return round(done * STEP_WORK_S / seconds, 4)
 
 

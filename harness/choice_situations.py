@@ -1,6 +1,7 @@
 """Ten situations for the planner, with real processes: what runs, what happens, and what happens later.
 
-The same stories as the files in `tests/plan/situations`, with minutes in place of hours. Layers rest instead
+The same stories as the files in `tests/plan/situations`, with minutes in place of hours. On every cluster an
+earlier task has changed its shape once, so that the planner knows what that takes here. Layers rest instead
 of computing (`harness/slow_workers.py`), so that a worker needs no core of its own. A node with one slot is
 the one that is lost: it has one worker at most.
 """
@@ -36,6 +37,7 @@ class ChoiceTask:
     first_stages: int = 0  # submitted in so many stages, which is then the most it can be cut into
     build_s: float = 0.0
     on_disk: bool = False
+    rest_ms: float = REST_MS
 
     @property
     def first_workers(self) -> int:
@@ -44,7 +46,7 @@ class ChoiceTask:
     def job(self, folder: Path) -> dict[str, Any]:
         replicas, stages = (1, self.first_stages) if self.first_stages else (self.replicas, self.stages)
         made = job_of(
-            rest_ms=[REST_MS] * BLOCKS,
+            rest_ms=[self.rest_ms] * BLOCKS,
             replicas=replicas,
             stages=stages,
             microbatches=BATCH // replicas,
@@ -105,6 +107,17 @@ class Scene:
             return sum(seat["state"] == "member" for seat in seats) >= workers
 
         self.wait(there, f"{workers} workers of {name} take part")
+
+    def one_change_of_shape(self) -> None:
+        """By a task that is over when the others come."""
+        name = EARLIER.name
+        self.submit(EARLIER)
+        self.steps_more(name, SETTLED)
+        self.post(f"/v1/tasks/{name}/reshape", {"replicas": 1, "stages": 2})
+        self.wait(lambda: self.cluster.task(name)["shape"]["stages"] == 2, f"{name} has another shape")
+        self.steps_more(name, 2)
+        self.post(f"/v1/tasks/{name}/cancel")
+        self.wait(lambda: self.cluster.task(name)["state"] == "cancelled", f"{name} is over")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> None:
         self.cluster.client.post(path, body or {})
@@ -179,6 +192,7 @@ def one_of_each(scene: Scene) -> None:
     scene.lose(*(nodes[-1] for nodes in seats.values()))
 
 
+EARLIER = ChoiceTask(name="earlier", replicas=2, stages=1, least_stages=1, rest_ms=1.0)
 NEW = ChoiceTask(name="new", replicas=2, stages=1, weight=2.0)
 PIPELINE = ChoiceTask(name="t", least_stages=1)
 PROMISED = "the size of task t is released"
