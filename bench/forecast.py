@@ -11,8 +11,8 @@ killed worker takes part again, measured by the storm before its first fault. Ca
 
     python bench/forecast.py traces/storm-22.json traces/storm-23.json --calibrate traces/storm-21.json
 
-What the coarse model leaves out (changes of shape, cores that are busy with starts) is then one factor,
-earned over expected of another storm. It is never taken from a storm that it is judged by.
+What the coarse model leaves out (changes of shape, a full disk) is then one factor, earned over expected of
+another storm. It is never taken from a storm that it is judged by.
 """
 
 from __future__ import annotations

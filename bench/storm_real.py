@@ -6,7 +6,8 @@
 One machine: a coordinator, three agents with three slots each, fork servers, and one task of each of three
 kinds at a time, of different weights and shapes. From the seed are drawn: kills and stops of workers, agents,
 whole nodes, fork servers and the coordinator; drains, pauses, resizes, cancels, a new token, a full disk.
-After the given minutes everything is undone and the tasks have time to finish. Then it is checked:
+Before its first fault it measures, for its forecast, what steps and starts take on these cores (about a
+minute). After the given minutes everything is undone and the tasks have time to finish. Then it is checked:
 
     finished      every task that no one cancelled
     losses        of every step, to the last bit those of a run without failures
@@ -217,6 +218,7 @@ def run(
         "cores": len(os.sched_getaffinity(0)),
         "began_at": storm.began_at,
         "measured": measured,
+        "warm": arguments.measured is None,  # fork servers were up when it began
         "done": done,
         "trace": [each.document() for each in storm.happenings],
     }
@@ -291,7 +293,11 @@ def main() -> int:
     parser.add_argument(
         "--total", type=float, default=0.0, help="seconds; cuts the minutes to be over by then"
     )
-    parser.add_argument("--measured", type=Path, help="a trace of another storm: its times hold here too")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        help="a trace of another storm on such cores: its times hold here too, and none are measured",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folder with all logs")
     parser.add_argument("--clean", type=Path, help="a file that keeps the losses of the clean runs")
     parser.add_argument("--trace", default="", help="a folder for what happened when, for bench/forecast.py")

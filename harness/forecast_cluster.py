@@ -6,6 +6,7 @@ long to copy, a stopped process is reported after a while. Steps are those of `f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,9 @@ from everstep.core.words.worker_messages import Ledger
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
 from everstep.sim.agenda import Agenda
+from harness.forecast_cores import Start
+from harness.forecast_lines import Lines
+from harness.forecast_servers import ForkServers
 from harness.forecast_steps import Actor, CoarseSteps, ForecastKind, Going
 
 SLOTS = 3
@@ -34,13 +38,14 @@ class ForecastNode:
     boot: int = 1
     up: bool = True
     stopped: bool = False
-    warm_at_s: float = 0.0  # when its fork server is up
     number: int = 0
     held: list[Callable[[], None]] = field(default_factory=list)
 
 
 class CoarseCluster:
-    def __init__(self, kinds: Sequence[ForecastKind], nodes: Sequence[str]) -> None:
+    def __init__(
+        self, kinds: Sequence[ForecastKind], nodes: Sequence[str], *, cores: int, is_warm: bool
+    ) -> None:
         self.kinds = {kind.name: kind for kind in kinds}
         self.machine = Coordinator(
             patience=msg.Patience(restarts_per_node=1_000_000, restarts_per_place=1_000_000), planned=True
@@ -49,12 +54,13 @@ class CoarseCluster:
         self.nodes = {name: ForecastNode() for name in nodes}
         self.actors: dict[tuple[str, Worker], Actor] = {}
         self.done = dict.fromkeys(self.kinds, 0)  # steps on record
-        self.programs: set[str] = set()  # the coordinator, or an agent, that starts
+        self.programs: dict[str, Start] = {}  # the coordinator, or an agent, that starts
         self.hears = True  # the coordinator is up, and not stopped
         self._late: list[Callable[[], None]] = []
-        self.steps = CoarseSteps(
-            self.agenda, self.actors, others=len(kinds) - 1, programs=self._num_programs, sealed=self._sealed
-        )
+        self._lines = Lines(self.agenda)
+        self.steps = CoarseSteps(self.agenda, self.actors, kinds=kinds, cores=cores, sealed=self._sealed)
+        cold_s = min(kind.cold_s - kind.begin_s for kind in kinds)  # those of all nodes started at once
+        self.servers = ForkServers(self.steps.cores, nodes, max(0.0, cold_s) * min(1.0, cores / len(nodes)))
         self.driver = ClusterDriver(
             self.machine,
             clock=self,
@@ -65,6 +71,8 @@ class CoarseCluster:
         )
         for name in nodes:
             self._join(name)
+            if not is_warm:
+                self.servers.start(name)
 
     def submit(self, name: str, kind: ForecastKind) -> None:
         self.steps.going[name] = Going(kind=kind)
@@ -102,7 +110,11 @@ class CoarseCluster:
 
     def send(self, action: msg.Dispatch) -> None:
         self.machine.acknowledged(action.node, action.number)
-        self.after(ORDER_S, self._to_agent, action.node, lambda: self._obey(action.node, action.order))
+        self._lines.carry(
+            lambda: self.after(
+                ORDER_S, self._to_agent, action.node, lambda: self._obey(action.node, action.order)
+            )
+        )
 
     def received(self, node: str, number: int) -> None:
         """Nothing is sent again here."""
@@ -129,9 +141,15 @@ class CoarseCluster:
         else:
             self._late.append(lambda: self.tell(event))
 
+    def miss_coordinator(self, *, is_dead: bool) -> None:
+        self.hears = False
+        if is_dead:
+            self._lines.cut()
+
     def hear_again(self) -> None:
-        self.programs.discard("coordinator")
+        self.started("coordinator")
         self.hears = True
+        self._lines.mend()
         late, self._late = self._late, []
         for deed in late:
             deed()
@@ -149,7 +167,8 @@ class CoarseCluster:
             known.held.append(lambda: self._from_agent(node, boot, report, sender))
             return
         known.number += 1
-        self.tell(msg.FromNode(node=node, boot=str(boot), number=known.number, report=report, sender=sender))
+        said = msg.FromNode(node=node, boot=str(boot), number=known.number, report=report, sender=sender)
+        self._lines.carry(lambda: self.tell(said))
 
     def _to_agent(self, node: str, deed: Callable[[], None]) -> None:
         known = self.nodes[node]
@@ -167,16 +186,17 @@ class CoarseCluster:
     def lose(self, node: str) -> None:
         known = self.nodes[node]
         known.up, known.stopped, known.held = False, False, []
+        self.servers.lose(node)
         for task, worker in [key for key, actor in self.actors.items() if actor.node == node]:
             self.ends(task, worker, "its node is gone", silently=True)
         self.after(SILENCE_S, self._miss, node, known.boot)
 
     def bring_back(self, node: str) -> None:
-        self.programs.discard(node)
+        self.started(node)
         known = self.nodes[node]
         if not known.up:
             known.up, known.boot, known.number = True, known.boot + 1, 0
-            self.cool(node)
+            self.servers.start(node)
             self._join(node)
 
     def freeze(self, node: str, *, whole: bool) -> None:
@@ -205,15 +225,13 @@ class CoarseCluster:
         if known.boot == boot and (known.stopped or not known.up):
             self.tell(msg.NodeFellSilent(node=node, silent_s=SILENCE_S))
 
-    def cool(self, node: str) -> None:
-        """Its fork server must start first."""
-        more_s = min(kind.cold_s - kind.begin_s for kind in self.kinds.values())
-        self.nodes[node].warm_at_s = self.time() + max(0.0, more_s)
-        self.after(max(0.0, more_s), self.steps.settle_all)
+    def starts(self, program: str) -> None:
+        """An agent or the coordinator; when it is up, the trace says."""
+        self.programs[program] = self.steps.cores.start(math.inf, lambda: None)
 
-    def _num_programs(self) -> int:
-        servers = sum(known.up and known.warm_at_s > self.time() for known in self.nodes.values())
-        return servers + len(self.programs)
+    def started(self, program: str) -> None:
+        if (start := self.programs.pop(program, None)) is not None:
+            self.steps.cores.end(start)
 
     # -------------------------------------------------------------- what agents do
 
@@ -245,12 +263,19 @@ class CoarseCluster:
                 self.report(node, committed, None)
 
     def _start(self, node: str, order: msg.StartProcess) -> None:
-        known, kind = self.nodes[node], self.steps.going[order.task].kind
-        warm_s = max(0.0, known.warm_at_s - self.time())
+        kind, cores = self.steps.going[order.task].kind, self.steps.cores
         key = (order.task, order.worker)
         actor = self.actors[key] = Actor(node, order.incarnation)
-        again_s = kind.again_s or kind.begin_s - kind.alone_s
-        self.after(warm_s + max(0.05, again_s - NOTICE_S - COPY_S), self._started, key, actor)
+        work_s = max(0.05, kind.begin_s - kind.alone_s)
+        if kind.again_s:  # measured while all kinds trained
+            each = min(1.0, cores.count / (1 + self.steps.workers))
+            work_s = max(0.05, kind.again_s - NOTICE_S - COPY_S) * each
+
+        def begin() -> None:
+            if self.actors.get(key) is actor:
+                cores.start(work_s, lambda: self._started(key, actor))
+
+        self.servers.when_up(node, begin)
 
     def _started(self, key: tuple[str, Worker], actor: Actor) -> None:
         if self.actors.get(key) is actor:

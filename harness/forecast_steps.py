@@ -1,20 +1,19 @@
 """How fast tasks train in a forecast: seconds per step from what a storm has measured before its first fault.
 
 A task trains while every stage has a member and no member is stopped. A step takes as long as measured alone,
-and longer beside other tasks that train, or programs that start: each takes from it what a task takes. A task
-with fewer workers is as fast as with all: there are fewer cores than workers. Rejected: steps as slow as
-measured while a fork server starts beside three tasks, and starts as slow; in a storm some task stands still
-most of the time, and both were overestimated (0.6 to 0.7 of what was earned).
+and longer beside other tasks that train, or programs that start (`forecast_cores`). A task with fewer workers
+is as fast as with all: there are fewer cores than workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
 from everstep.sim.agenda import Agenda
+from harness.forecast_cores import Cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +32,10 @@ class ForecastKind:
     save_every: int = 5
     copy_every: int = 0
 
-    def step_s(self, share: float) -> float:
-        """`share`: of what it was measured beside, from 0 to 1."""
-        return max(1e-3, self.alone_s + (self.beside_s - self.alone_s) * share)
+    @property
+    def share(self) -> float:
+        """Of the cores, beside one task of each other kind."""
+        return min(1.0, self.alone_s / max(self.alone_s, self.beside_s))
 
 
 @dataclass(slots=True)
@@ -74,13 +74,15 @@ class CoarseSteps:
         agenda: Agenda,
         actors: Mapping[tuple[str, Worker], Actor],
         *,
-        others: int,
-        programs: Callable[[], int],
+        kinds: Sequence[ForecastKind],
+        cores: int,
         sealed: Callable[[str], None],
     ) -> None:
         self.going: dict[str, Going] = {}
-        self._agenda, self._actors = agenda, actors
-        self._others, self._programs, self._ends = others, programs, sealed
+        self._agenda, self._actors, self._ends = agenda, actors, sealed
+        self.workers = sum(len(kind.shape.workers()) for kind in kinds)
+        self._all_shares = sum(kind.share for kind in kinds)
+        self.cores = Cores(agenda, cores, training=self._busy, changed=self.settle_all)
 
     def members(self, task: str) -> dict[Worker, Actor]:
         return {w: a for (t, w), a in sorted(self._actors.items()) if t == task and not a.joining}
@@ -96,13 +98,13 @@ class CoarseSteps:
             left_us = max(1, int(max(0.0, going.left / going.rate) * 1e6))
             self._agenda.after(left_us, self._seal, task, going.number)
         if bool(was) != bool(going.rate):
-            for other in [name for name, each in self.going.items() if name != task and each.rate]:
-                self.settle(other)
+            self.settle_all(but=task)
 
-    def settle_all(self) -> None:
-        """What starts beside them has changed."""
-        for name in [name for name, going in self.going.items() if going.rate]:
+    def settle_all(self, but: str = "") -> None:
+        """Who is busy beside them has changed."""
+        for name in [name for name, going in self.going.items() if name != but and going.rate]:
             self.settle(name)
+        self.cores.settle()
 
     def next_step(self, task: str) -> None:
         going = self.going[task]
@@ -123,5 +125,11 @@ class CoarseSteps:
             return 0.0
         if not all(actor.goes and not actor.stopped for actor in members.values()):
             return 0.0
-        busy = sum(1 for name, each in self.going.items() if name != task and each.rate) + self._programs()
-        return 1 / kind.step_s(min(1.0, busy / max(1, self._others)))
+        others = sum(each.kind.share for name, each in self.going.items() if name != task and each.rate)
+        share = min(1.0, self.cores.share_left() * self._all_shares * kind.share / (others + kind.share))
+        return share / max(1e-3, kind.alone_s)
+
+    def _busy(self) -> float:
+        """Processes of tasks that train."""
+        active = sum(each.kind.share for each in self.going.values() if each.rate)
+        return self.workers * active / self._all_shares

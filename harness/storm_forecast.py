@@ -9,6 +9,7 @@ the decisions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from everstep.core.cluster.task import OVER
@@ -26,11 +27,16 @@ KINDS = {
 }  # weight, shape, steps between two copies in memory
 AGENT_S, COORDINATOR_S = 1.5, 1.5  # until they are up, where the trace does not say
 LOOK_S = 0.1  # as often as the storm looks
+SCALES = (0.97, 1.0, 1.03)
 
 
 class StormForecast:
-    def __init__(self, kinds: Sequence[ForecastKind], nodes: Sequence[str]) -> None:
-        self.cluster = CoarseCluster(kinds, nodes)
+    """`is_warm`: fork servers are up when it begins."""
+
+    def __init__(
+        self, kinds: Sequence[ForecastKind], nodes: Sequence[str], *, cores: int = 2, is_warm: bool = True
+    ) -> None:
+        self.cluster = CoarseCluster(kinds, nodes, cores=cores, is_warm=is_warm)
         self._counts = {kind.name: 0 for kind in kinds}
         self._knows_starts = False  # the trace says when agents and coordinators were up again
 
@@ -74,7 +80,7 @@ class StormForecast:
             case "kill agent" | "kill node":
                 cluster.lose(node)
             case "start agent":
-                cluster.programs.add(node)
+                cluster.starts(node)
                 if not self._knows_starts:
                     cluster.after(AGENT_S, cluster.bring_back, node)
             case "agent up":
@@ -84,11 +90,13 @@ class StormForecast:
             case "continue agent" | "continue node":
                 cluster.thaw(node)
             case "kill fork server":
-                cluster.cool(node)
+                cluster.servers.kill(node)
+            case "stop fork server" | "continue fork server":
+                cluster.servers.stop(node, is_stopped=what == "stop fork server")
             case "kill coordinator" | "stop coordinator" | "rotate the token":
-                cluster.hears = False
+                cluster.miss_coordinator(is_dead=what != "stop coordinator")
             case "start coordinator":
-                cluster.programs.add("coordinator")
+                cluster.starts("coordinator")
                 if not self._knows_starts:
                     cluster.after(COORDINATOR_S, cluster.hear_again)
             case "coordinator up" | "continue coordinator":
@@ -130,6 +138,15 @@ def _kind(task: str) -> str:
 
 
 def forecast(storm: dict[str, Any], *, faults: bool = True) -> dict[str, int]:
+    """The mean of a few: which fault hits which task changes with the smallest difference, and with it what
+    is earned (by 3 to 8 %).
+    """
+    runs = [_forecast(storm, scale, faults=faults) for scale in (SCALES if faults else (1.0,))]
+    return {name: round(fmean(run[name] for run in runs)) for name in KINDS}
+
+
+def _forecast(storm: dict[str, Any], scale: float, *, faults: bool) -> dict[str, int]:
+    """`scale`: of all measured times."""
     kinds = [
         ForecastKind(
             name=name,
@@ -137,15 +154,16 @@ def forecast(storm: dict[str, Any], *, faults: bool = True) -> dict[str, int]:
             shape=shape,
             steps=storm["steps"],
             copy_every=copy_every,
-            alone_s=storm["measured"][name]["alone_s"],
-            beside_s=storm["measured"][name]["beside_s"],
-            begin_s=storm["measured"][name]["begin_s"],
-            cold_s=storm["measured"][name].get("cold_s", storm["measured"][name]["begin_s"]),
-            again_s=storm["measured"][name].get("again_s", 0.0),
+            alone_s=scale * measured["alone_s"],
+            beside_s=scale * measured["beside_s"],
+            begin_s=scale * measured["begin_s"],
+            cold_s=scale * measured.get("cold_s", measured["begin_s"]),
+            again_s=scale * measured.get("again_s", 0.0),
         )
         for name, (weight, shape, copy_every) in KINDS.items()
+        for measured in (storm["measured"][name],)
     ]
-    world = StormForecast(kinds, NODES)
+    world = StormForecast(kinds, NODES, cores=storm.get("cores", 2), is_warm=storm.get("warm", True))
     return dict(world.run(storm["trace"] if faults else (), storm["seconds"]))
 
 
