@@ -111,7 +111,7 @@ def test_if_the_only_node_is_lost_the_task_stops() -> None:
     cluster.seal()
     (lost,) = (told for told in foresee(cluster.coordinator) if "fails" in told["if"])
     assert lost["then"] == [{"task": "t", "before": 2, "after": 0}]
-    assert "stops (2 slots are needed, 0 are left), and resumes from the beginning" in lost["because"]
+    assert "stops (slots needed: 2, left: 0), and resumes from the beginning" in lost["because"]
 
 
 def test_a_run_whose_every_step_was_skipped_fails_with_an_incident() -> None:

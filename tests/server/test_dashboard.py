@@ -285,11 +285,16 @@ async def watch_a_life(page: Page, address: str, pictures: Path) -> None:
         await page.click("#confirm-yes")
         await says(page, "#node-details", "draining")
         await says(page, "#node-details", "slots (draining)")
+        await says(page, "#plan-because", "no slots to allocate")
         for task in alive:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-    assert Client(address=address, token=TOKEN).get("/v1/status")["nodes"][0]["state"] == "draining"
+    client = Client(address=address, token=TOKEN)
+    assert client.get("/v1/status")["nodes"][0]["state"] == "draining"
+    plans = client.get("/v1/plans")
+    assert len(plans) > 1
+    assert client.get("/v1/plans?last=1") == plans[:1]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: chromium)")

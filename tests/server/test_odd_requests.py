@@ -89,6 +89,7 @@ def test_no_path_breaks_it(port: int, path: str, parts: tuple[str, str], method:
         ("POST", "/v1/tasks", json.dumps({"name": "a", "job": {**JOB, "shards": 2, "min_shards": 4}}), {}),
         ("GET", f"/v1/incidents?last={HUGE * 12}", None, {}),
         ("GET", "/v1/incidents?last=%C2%B2", None, {}),
+        ("GET", f"/v1/plans?last={HUGE}", None, {}),
         ("GET", f"/v1/tasks/known/logs?worker={'9' * 5000}:0", None, {}),
         ("GET", "/v1/tasks/known/logs?worker=%EF%BC%91:0", None, {}),
         ("GET", "/v1/status", None, {"Host": "[::1"}),

@@ -94,7 +94,8 @@ def choose(
     measured = measured or Measurements()
     asked = question(view, now, measured)
     if asked is None:
-        return AssignmentChosen(version=version, workers={}, because="there is nothing to share out")
+        because = "no slots to allocate, or no task that wants one"
+        return AssignmentChosen(version=version, workers={}, because=because)
     prepared = (ready or {}).get(asked.key)
     chosen = _chosen(view, version, event, prepared or think(asked), measured, now)
     return replace(chosen, is_prepared=prepared is not None)

@@ -158,8 +158,8 @@ class Api:
         return web.json_response(self._dashboards.outlook.foreseen())
 
     async def _plans(self, request: web.Request) -> web.Response:
-        """What the planner has decided recently, with the alternatives it weighed; the newest first."""
-        return web.json_response(list(reversed(self.record.plans)))
+        """The planner's `last` decisions, with the alternatives it weighed; the newest first."""
+        return web.json_response(self.record.newest_plans(requests.last(request)))
 
     async def _digest(self, request: web.Request) -> web.Response:
         """A hash of the whole state: two coordinators that have read the same journal agree on it."""
@@ -176,8 +176,8 @@ class Api:
     async def _incidents(self, request: web.Request) -> web.Response:
         """`?last=N`: only those."""
         found = self.record.machine.log.incidents
-        if "last" in request.query:
-            found = found[-max(1, requests.whole(request.query["last"], "last")) :]
+        if (count := requests.last(request)) is not None:
+            found = found[-count:]
         return web.json_response([views.incident(self.record, one) for one in found])
 
     async def _incident(self, request: web.Request) -> web.Response:

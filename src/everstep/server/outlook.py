@@ -116,7 +116,7 @@ def _running(machine: Coordinator) -> list[Task]:
 
 def _stops(task: Task, left: int) -> str:
     step = f"step {task.protected + 1}" if task.protected else "the beginning"
-    needs = f"{task.shape.stages} slots are needed, {left} are left"
+    needs = f"slots needed: {task.shape.stages}, left: {left}"
     return f"{task.name} stops ({needs}), and resumes from {step}"
 
 

@@ -111,6 +111,10 @@ class ClusterRecord:
         }
         self.plans.append(plan)
 
+    def newest_plans(self, count: int | None) -> list[dict[str, Any]]:
+        """`None`: all that are kept."""
+        return list(reversed(self.plans))[:count]
+
     def _trim_steps(self) -> None:
         """Tasks that are forgotten have no rows here, and those that ended first have fewer; their step logs
         on disk have all.

@@ -153,6 +153,11 @@ def _script(words: Any) -> tuple[str, ...]:
     return tuple(words)
 
 
+def last(request: web.Request) -> int | None:
+    """How many of the newest rows are asked for; None: all."""
+    return max(1, whole(request.query["last"], "last")) if "last" in request.query else None
+
+
 def whole(text: str, name: str) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 12:
         raise UserError(f"{name} is {shown(text)}; give a whole number of at most 12 digits.")

@@ -257,7 +257,7 @@ class Tasks:
         if step >= task.steps + task.request.closes:
             because = f"its checkpoint of step {step} is already the end"
             return self.end(task, Ending(state=TaskState.FINISHED, because=because, gently=True), now)
-        task.enter(TaskState.RUNNING, f"training from step {step + 1}")
+        task.enter(TaskState.RUNNING, f"started at step {step + 1}")
         return self._training.begin(task, step, now)
 
     # -------------------------------------------------------------- how it ends
@@ -383,7 +383,7 @@ class Tasks:
             elif seated:
                 actions += self._staffing.grant(task, now, clean=frozenset(seated))
             elif task.state is TaskState.WAITING:
-                task.because = f"{task.shape.stages} slots are needed, {len(self._roster.free())} are free"
+                task.because = f"slots needed: {task.shape.stages}, free: {len(self._roster.free())}"
         if self._policy.planned and not self._later.keep_plan:
             self._question.version += 1
             self._question.is_open, self._question.review_at = True, None

@@ -7,6 +7,7 @@ import { MOST_SEVERE_FIRST, NODE_STATES, clock, colour, count, decision, duratio
 
 const NEWS_SHOWN = 40;
 const FORESEE_MS = 10000;
+const EXPLAIN_MS = 2000; // an answer of the planner is shown soon after the event that it is about
 const UNWELL_SHOWN = 16;
 const GAP = 4;
 
@@ -18,6 +19,7 @@ export class ClusterView {
     this.chosen = null;
     this.tiles = { columns: 1, width: 1, height: 1 };
     this.foresaw = 0;
+    this.asked = 0;
     this.lines = []; // decisions, newest first
     this.canvas.addEventListener("click", (event) => this.click(event));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
@@ -76,6 +78,7 @@ export class ClusterView {
     this.unwell();
     this.waf();
     this.foresee();
+    this.explain();
     this.news();
   }
 
@@ -119,7 +122,6 @@ export class ClusterView {
   async foresee() {
     if (Date.now() - this.foresaw < FORESEE_MS || document.hidden || document.body.dataset.known === undefined) return;
     this.foresaw = Date.now();
-    this.explain();
     const rows = await call("GET", "/v1/outlook").catch(() => []);
     document.getElementById("outlook-part").hidden = rows.length === 0;
     document.getElementById("outlook").replaceChildren(...rows.map((row) => {
@@ -131,7 +133,9 @@ export class ClusterView {
 
   // What the planner weighed at its last decision.
   async explain() {
-    const [plan] = await call("GET", "/v1/plans").catch(() => []);
+    if (Date.now() - this.asked < EXPLAIN_MS || document.hidden || document.body.dataset.known === undefined) return;
+    this.asked = Date.now();
+    const [plan] = await call("GET", "/v1/plans?last=1").catch(() => []);
     document.getElementById("plan-part").hidden = !plan;
     if (!plan || plan.event === this.explained) return;
     this.explained = plan.event;
