@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+from everstep.core.words.ops import Worker
 from everstep.engine.faults import parse_fault
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.outcome import Outcome
@@ -27,6 +28,7 @@ class Point:
     stages: int = 2
     checkpoint: bool = False
     job: tuple[tuple[str, Any], ...] = ()  # changes to the job, for instance stagger
+    killed: tuple[Worker, ...] = ()  # besides, from outside: all at once, when step 2 is on record
 
 
 def every_op() -> list[Point]:
@@ -250,7 +252,7 @@ class Sweep:
             if point.checkpoint:
                 job = replace(job, checkpoint=CheckpointSpec(folder=folder, interval=1))
             started = time.monotonic()
-            outcome = self.run(job, point.faults)
+            outcome = self.run(job, point.faults, killed=point.killed)
         return {
             "point": point.name,
             "seconds": round(time.monotonic() - started, 2),
@@ -306,8 +308,11 @@ class Sweep:
             self.clean[key] = losses_of(outcome)
         return self.clean[key]
 
-    def run(self, job: Job, faults: tuple[str, ...], *, until: int | None = None) -> Outcome:
-        """One run to its end, or until that step, where every worker is killed."""
+    def run(
+        self, job: Job, faults: tuple[str, ...], *, until: int | None = None, killed: tuple[Worker, ...] = ()
+    ) -> Outcome:
+        """One run to its end, or until that step, where every worker is killed. `killed`: as of a point."""
+        doomed = list(killed)
         began = time.monotonic()
         deadline = began + self.limit_s
         self.first_step_s = 0.0
@@ -317,6 +322,9 @@ class Sweep:
                 self.first_step_s = self.first_step_s or time.monotonic() - began
             if kind == "tick" and time.monotonic() > deadline:
                 raise TimeoutError(told(what))
+            if kind == "tick" and what.recovery.recorded >= 2:
+                while doomed:
+                    what.kill(doomed.pop())
             if kind == "tick" and until is not None and what.recovery.recorded >= until:
                 for worker in what.processes:
                     what.kill(worker)

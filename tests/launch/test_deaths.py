@@ -161,8 +161,12 @@ SHARDED = [
 def test_with_sharded_states_a_death_leaves_the_losses_of_a_clean_run(
     fork_server: ForkServer, name: str
 ) -> None:
-    """With steps so long that an owner and its guard die before a new guard is filled."""
+    """An owner and its guard die at once: if each died at an op of its own, the chunk might have a new guard
+    by then, and nothing would have to be restored.
+    """
     point = next(p for p in sharded() if p.name == name)
+    if "owner and guard" in name:
+        point = replace(point, faults=(), killed=(Worker(0, 0), Worker(1, 0)))
     result = Sweep(shard=True, transport="tcp", fork_server=fork_server).try_point(point)
     assert result["ok"], result
     assert result["max_relative_loss_difference"] == 0.0
