@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from everstep.core.cluster.silence import why_given_up
+from everstep.core.cluster.task import KeptState
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.shape import Shape
@@ -10,12 +12,12 @@ from tests.core.fake_cluster import FakeCluster
 PATIENCE = msg.Patience()
 
 
-def dies_with_its_node(*, copies: str = "") -> FakeCluster:
+def dies_with_its_node(shape: Shape = Shape(1, 4, 2), *, copies: str = "") -> FakeCluster:  # noqa: B008
     """Everything on node d is killed. Its agent still reports that its worker died, the coordinator orders
     another one there, and nothing is heard any more. `copies`: of the states in memory, "here" or "away".
     """
     cluster = FakeCluster(nodes={"a": 3, "d": 1, "e": 1}, memory_port=7 if copies else 0)
-    cluster.submit(shape=Shape(1, 4, 2), steps=40, has_checkpoints=not copies)
+    cluster.submit(shape=shape, steps=40, has_checkpoints=not copies)
     if copies:
         cluster.copy_to_memory(1, away=copies == "away")
     cluster.seal()
@@ -71,3 +73,24 @@ def test_an_idle_node_is_waited_for_as_long_as_before() -> None:
     assert cluster.coordinator.nodes["d"].state != "gone"
     cluster.wait(PATIENCE.lonely_silence_s)
     assert cluster.coordinator.nodes["d"].state == "gone"
+
+
+def test_a_node_on_which_nothing_trains_is_given_up_as_soon_where_the_task_trains_on_without_it() -> None:
+    """Peers do its work, so none waits for it; but the planner could fill the place from elsewhere."""
+    cluster = dies_with_its_node(Shape(4, 1, 2))
+    cluster.wait(PATIENCE.start_silence_s + 0.1)
+    assert cluster.coordinator.nodes["d"].state == "gone", cluster.coordinator.nodes["d"].because
+    assert "e" in {seat.node for seat in cluster.coordinator.tasks["t"].seats.values()}
+
+
+def test_a_node_with_the_only_copy_of_a_waiting_tasks_state_is_waited_for() -> None:
+    """Another task's worker was to start there. The waiting one has no worker, and no state elsewhere."""
+    cluster = dies_with_its_node(Shape(4, 1, 2), copies="away")
+    cluster.submit("u", shape=Shape(1, 4, 2), steps=40)
+    waiting, node = cluster.coordinator.tasks["u"], cluster.coordinator.nodes["d"]
+    waiting.copies.newest, waiting.copies.states[1] = 1, KeptState(stages=1, copies={0: {"d": {}}})
+    assert not waiting.seats
+    cluster.wait(PATIENCE.start_silence_s + 0.1)
+    assert node.state != "gone"
+    waiting.copies.states[1].copies[0]["a"] = {}
+    assert "to start" in why_given_up(cluster.coordinator.roster, node, PATIENCE, cluster.now)

@@ -5,8 +5,9 @@ is given up when its workers' peers elsewhere wait for it too, or when for a lon
 for it; whatever an operator or a remedy wants with it meanwhile (`node_states`).
 
 A node that dies with its workers may still report that they died: then new ones are ordered from it, and no
-one of them is a member that a peer could miss. A task that does nothing until one of them has started waits
-for it about as long as a start elsewhere takes; longer, if the only copy of its newest state is there.
+one of them is a member that a peer could miss. Where nothing else trains there, or a task does nothing until
+one of them has started, they are waited for about as long as a start elsewhere takes; longer, if the only
+copy of some task's newest state is there.
 
 A peer that waits says for which parcel. If the usual sender of that parcel is on a node that is heard and
 does not wait itself, the peer waits for that one, and is no witness against the silent node: on a crowded
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.roster import Roster
-from everstep.core.cluster.task import Task
+from everstep.core.cluster.task import OVER, Task
 from everstep.core.task.states import Assembling, Gathering, Member, Started, Starting
 from everstep.core.words.cluster_messages import Patience
 from everstep.core.words.facts import usual_sender
@@ -90,29 +91,35 @@ def _owed_by(roster: Roster, node: str) -> str:
 
 
 def _start_awaited(roster: Roster, node: str) -> str:
-    """A worker that was to start on this node, and whose task does nothing until its stage has one."""
-    for task, worker in roster.on_node(node):
-        if task.recovery is None or not isinstance(task.recovery.phase, Assembling):
-            continue
-        if _has_the_only_copy(roster, task, node):
-            continue
-        places = task.recovery.places
-        others = (
-            other
-            for other, seat in task.seats.items()
-            if other.stage == worker.stage and seat.node != node and roster.is_heard(seat.node)
-        )
-        if isinstance(places.get(worker), Starting | Started) and not any(
-            isinstance(places.get(other), Started) for other in others
-        ):
+    """A worker that was to start on this node, where a start elsewhere loses nothing: no worker there takes
+    part in training, or its task does nothing until its stage has one; and no state is kept there alone.
+    """
+    if any(_has_the_only_copy(roster, task, node) for task in roster.tasks.values()):
+        return ""
+    here = roster.on_node(node)
+    trains = any(_is_member(task, worker) for task, worker in here)
+    for task, worker in here:
+        place = None if task.recovery is None else task.recovery.places.get(worker)
+        if isinstance(place, Starting | Started) and (not trains or _stands_still(roster, task, worker)):
             return f"{worker} of {task.name}"
     return ""
+
+
+def _stands_still(roster: Roster, task: Task, worker: Worker) -> bool:
+    """Its task does nothing, as no other worker of this one's stage is up on a node that is heard."""
+    if task.recovery is None or not isinstance(task.recovery.phase, Assembling):
+        return False
+    return not any(
+        isinstance(task.recovery.places.get(other), Started)
+        for other, seat in task.seats.items()
+        if other.stage == worker.stage and other != worker and roster.is_heard(seat.node)
+    )
 
 
 def _has_the_only_copy(roster: Roster, task: Task, node: str) -> bool:
     """Would steps be lost with this node? Its memory may have what neither a disk nor another node has."""
     newest = task.copies.newest
-    if newest is None or newest <= task.checkpoints.newest:
+    if task.state in OVER or newest is None or newest <= task.checkpoints.newest:
         return False
     return any(
         node in holders and not any(other != node and roster.is_heard(other) for other in holders)

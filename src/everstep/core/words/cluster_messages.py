@@ -147,7 +147,7 @@ class Patience:
     isolations_before_lemon: int = 2
     lonely_silence_s: float = 30.0  # a silent node that no other node can speak for is given up after this
     awaited_silence_s: float = 10.0  # one that owes a ledger; an agent may be looking for us
-    start_silence_s: float = 3.0  # one on which a worker was to start that its whole task waits for
+    start_silence_s: float = 3.0  # one on which a worker was to start, and nothing trains
     rejoin_after_steps: int = 0
     checkpoint_retries: int = 6  # of reading a task's checkpoints, with back-off; then the task fails
 
