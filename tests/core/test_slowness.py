@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from everstep.core.cluster.slowness import slow_links
 from everstep.core.task.states import Gathering, Running
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
@@ -10,6 +11,7 @@ from everstep.core.words.incidents import Incident
 from everstep.core.words.ops import Kind, Worker
 from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Ledger
+from everstep.drive.thinking import Thinking
 from everstep.schedule.task_scheduler import TaskScheduler
 from tests.core.fake_cluster import FakeCluster
 
@@ -126,6 +128,34 @@ def test_a_slow_link_is_told_and_takes_work_from_nobody() -> None:
     assert epoch(cluster) == before
     assert cluster.coordinator.tasks["t"].speeds.slow == {}
     cluster.report("t", Worker(0, 0), msg.SlowLinkEnded(**link, because="as before"))
+    assert incident.closed
+
+
+def test_a_slow_link_of_a_worker_that_is_gone_can_end() -> None:
+    cluster = running()
+    link = {"task": "t", "worker": Worker(0, 0), "peer": SLOW}
+    cluster.hear(msg.SlowLinkFound(**link, because="its rate is a tenth"))
+    incident = one(cluster)
+    assert slow_links(cluster.coordinator.log, cluster.coordinator.tasks["t"]) == [(Worker(0, 0), SLOW)]
+    cluster.silence(cluster.coordinator.tasks["t"].seats[SLOW].node)
+    cluster.overdue(Worker(0, 1), busy=False, doing="A[2 stage 1 1.0]", elapsed_s=1.0)
+    assert SLOW not in cluster.coordinator.tasks["t"].seats
+    cluster.hear(msg.SlowLinkEnded(**link, because="worker 1:1 is gone"))
+    assert incident.closed
+    assert slow_links(cluster.coordinator.log, cluster.coordinator.tasks["t"]) == []
+
+
+def test_after_a_restart_of_the_coordinator_a_slow_link_still_ends() -> None:
+    cluster = running()
+    sender, receiver = Worker(0, 0), Worker(1, 0)
+    cluster.hear(msg.SlowLinkFound(task="t", worker=sender, peer=receiver, because="its rate is a tenth"))
+    incident, thinking = one(cluster), Thinking()  # rates are not in the journal
+    for step in range(3, 20):
+        for worker in (sender, receiver):
+            sent = {str(sender if worker == receiver else receiver): (1_000_000, 0.1)}
+            report = msg.TimesReported(task="t", worker=worker, incarnation=1, step=step, times={}, sent=sent)
+            for news in thinking.learn(cluster.coordinator, report):
+                cluster.hear(news)
     assert incident.closed
 
 

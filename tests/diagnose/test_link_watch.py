@@ -244,3 +244,27 @@ def test_of_a_large_task_a_link_is_compared_with_few_and_a_slow_one_is_found() -
     assert links(found) == {(many[7], peer) for peer in many if peer != many[7]}
     rates = watch._rates.values()
     assert max(len(watch._others(rate)) for rate in list(rates)[:50]) <= COMPARED
+
+
+def test_a_watch_that_begins_anew_ends_what_was_slow_when_it_is_as_fast_as_the_others() -> None:
+    """A restarted coordinator knows from its journal which links were slow, and nothing of their rates."""
+
+    def sent(sender: Worker, receiver: Worker, step: int) -> tuple[int, float]:
+        return SENT, BUSY_S * (10 if (sender, receiver) == FIRST and step < 20 else 1)
+
+    ((step, ended),) = heard(sent, steps=40, watch=LinkWatch.of("t", [FIRST]))
+    assert isinstance(ended, SlowLinkEnded)
+    assert (ended.worker, ended.peer) == FIRST
+    assert 20 <= step <= 20 + CALM_LOOKS
+
+
+def test_a_slow_link_ends_with_a_worker_that_is_not_replaced() -> None:
+    watch = LinkWatch("t")
+    slow = lambda a, b, step: (SENT, BUSY_S * (10 if (a, b) == FIRST and step > 10 else 1))  # noqa: E731
+    assert links(heard(slow, steps=20, watch=watch)) == {FIRST}
+    left = {str(worker): worker for worker in WORKERS if worker != FIRST[1]}
+    report = TimesReported(task="t", worker=VICTIM, incarnation=1, step=21, times={})
+    (ended,) = watch.reported(report, left)
+    assert isinstance(ended, SlowLinkEnded)
+    assert "1:0 is gone" in ended.because
+    assert watch.reported(report, left) == []

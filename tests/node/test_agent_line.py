@@ -84,6 +84,43 @@ class RudeCoordinator:
         return line
 
 
+def test_of_a_coordinator_that_answers_no_ping_the_agent_says_that_the_connection_broke(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PING_S", 0.2)
+    said: list[str] = []
+
+    async def serve(request: web.Request) -> web.StreamResponse:
+        """Its machine has lost its power."""
+        line = web.WebSocketResponse(autoping=False)
+        await line.prepare(request)
+        await line.receive()
+        await line.send_json({"welcome": "n1", "heard": 0, "term": 7})
+        async for _ in line:
+            pass
+        return line
+
+    async def play() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/agent", serve)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        settings = AgentSettings(node="n1", slots=1, coordinators=(address,))
+        job = asyncio.create_task(Agent(settings, say=said.append).run())
+        async with asyncio.timeout(20):
+            while len(said) < 2:
+                await asyncio.sleep(0.01)
+        job.cancel()
+        await runner.cleanup()
+
+    asyncio.run(play())
+    assert "is connected to" in said[0]
+    assert "the connection broke" in said[1]
+    assert "PONG" in said[1]
+
+
 def test_whatever_a_coordinator_does_the_agent_tries_again_and_says_why_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -25,7 +25,7 @@ be far below them for longer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class _Rate:
     hot: _HotWindows | None = None
     calm: int = 0
     is_slow: bool = False
-    had: float = 0.0  # bytes/s that it should have had, when it was found slow
+    had: float = 0.0  # bytes/s that it should have had, when it was found slow; 0: not known
 
     def add(self, sent_bytes: int, busy_s: float) -> bool:
         """True: a window has ended."""
@@ -123,6 +123,13 @@ class LinkWatch:
     task: str
     _rates: dict[Link, _Rate] = field(default_factory=dict)
     _incarnations: dict[Worker, int] = field(default_factory=dict)
+    _slow: set[Link] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, task: str, slow: Iterable[Link]) -> LinkWatch:
+        """`slow`: links that are known to be slow, as after a restart of whoever watches."""
+        links = set(slow)
+        return cls(task, {link: _Rate(is_slow=True) for link in links}, {}, links)
 
     def reported(
         self, report: TimesReported, peers: Mapping[str, Worker]
@@ -131,7 +138,9 @@ class LinkWatch:
         news: list[SlowLinkFound | SlowLinkEnded] = []
         if self._incarnations.setdefault(report.worker, report.incarnation) != report.incarnation:
             self._incarnations[report.worker] = report.incarnation
-            news += self._forget(report.worker)
+            news += self._forget(report.worker, f"worker {report.worker} was started again")
+        for gone in {worker for link in self._slow for worker in link if str(worker) not in peers}:
+            news += self._forget(gone, f"worker {gone} is gone")
         for name, (sent_bytes, busy_s) in report.sent.items():
             if name not in peers:
                 continue
@@ -141,11 +150,11 @@ class LinkWatch:
                 news += self._judge(link, rate)
         return news
 
-    def _forget(self, worker: Worker) -> list[SlowLinkFound | SlowLinkEnded]:
-        """A new process, maybe elsewhere: its links are other links."""
-        links = [link for link in self._rates if worker in link]
-        slow = [link for link in links if self._rates.pop(link).is_slow]
-        return [self._ended(link, f"worker {worker} was started again") for link in slow]
+    def _forget(self, worker: Worker, because: str) -> list[SlowLinkFound | SlowLinkEnded]:
+        """Of a new process, maybe elsewhere, links are other links."""
+        for link in [link for link in self._rates if worker in link]:
+            del self._rates[link]
+        return [self._ended(link, because) for link in sorted(self._slow) if worker in link]
 
     def _judge(self, link: Link, rate: _Rate) -> list[SlowLinkFound | SlowLinkEnded]:
         if rate.is_slow:
@@ -193,8 +202,11 @@ class LinkWatch:
         return [other for other in some if other is not rate and other.rate and not other.is_slow]
 
     def _is_over(self, link: Link, rate: _Rate) -> list[SlowLinkFound | SlowLinkEnded]:
-        all_slower = _all_slower([(other.rate, other.now().usual) for other in self._others(rate)]) or 1.0
-        rate.calm = rate.calm + 1 if rate.rate > CALM * all_slower * rate.had else 0
+        others = self._others(rate)
+        if not rate.had and others:
+            rate.had = median(other.rate for other in others)
+        all_slower = _all_slower([(other.rate, other.now().usual) for other in others]) or 1.0
+        rate.calm = rate.calm + 1 if rate.had and rate.rate > CALM * all_slower * rate.had else 0
         if rate.calm < CALM_LOOKS:
             return []
         rate.is_slow, rate.hot = False, None
@@ -202,6 +214,7 @@ class LinkWatch:
 
     def _found(self, link: Link, rate: _Rate, had: float, than: str) -> SlowLinkFound:
         rate.is_slow, rate.calm, rate.had = True, 0, had
+        self._slow.add(link)
         sender, receiver = link
         than = f"{than} {_bytes(had)}"
         also = sorted(at for at, other in self._rates.items() if at != link and (other.is_slow or other.hot))
@@ -223,6 +236,7 @@ class LinkWatch:
         )
 
     def _ended(self, link: Link, because: str) -> SlowLinkEnded:
+        self._slow.discard(link)
         sentence = f"the link from worker {link[0]} to worker {link[1]}: {because}"
         return SlowLinkEnded(task=self.task, worker=link[0], peer=link[1], because=sentence)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.slowness import slow_links
 from everstep.core.cluster.task import Task
 from everstep.core.task.states import Member
 from everstep.core.words import cluster_messages as msg
@@ -41,12 +42,14 @@ class Thinking:
             self.schedulers[task.name] = TaskScheduler(task.shape, mode_of(task.job))
         return self.schedulers[task.name]
 
-    def learn(self, task: Task, report: msg.TimesReported) -> Iterable[msg.ClusterEvent]:
+    def learn(self, machine: Coordinator, report: msg.TimesReported) -> Iterable[msg.ClusterEvent]:
         """Op times of a worker and rates of its links; what they say about its speed and theirs."""
+        if (task := machine.tasks.get(report.task)) is None:
+            return []
         self.scheduler(task).learn(report)
         if task.name not in self._watches:
             self._watches[task.name] = Watch(task.name, task.speeds.slow)
-            self._links[task.name] = LinkWatch(task.name)
+            self._links[task.name] = LinkWatch.of(task.name, slow_links(machine.log, task))
         peers = {str(worker): worker for worker in task.seats}
         return [*self._watches[task.name].reported(report), *self._links[task.name].reported(report, peers)]
 

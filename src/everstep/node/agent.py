@@ -274,6 +274,8 @@ class Agent:
         beating = asyncio.create_task(self._beat(line))
         try:
             async for message in line:
+                if message.type is aiohttp.WSMsgType.ERROR:
+                    raise PeerError(f"the connection broke ({message.data or 'no reason is known'})")
                 if message.type is not aiohttp.WSMsgType.TEXT:
                     raise PeerError("the coordinator sent something that is not text")
                 heard = json.loads(message.data)

@@ -191,10 +191,8 @@ class Term:
 
     def learn(self, report: msg.TimesReported) -> None:
         """For the scheduler and the watch only: not journaled, and forgotten by a restart."""
-        task = self.machine.tasks.get(report.task)
-        if task is not None:
-            for found in self.thinking.learn(task, report):
-                self.hear(found)
+        for found in self.thinking.learn(self.machine, report):
+            self.hear(found)
 
     def _decide(self, event: msg.ClusterEvent, now: float) -> list[msg.ClusterAction]:
         began = time.perf_counter()

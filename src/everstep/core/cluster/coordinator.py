@@ -319,9 +319,9 @@ class Coordinator:
         return actions
 
     def _handle_link(self, task: Task, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment) -> Actions:
-        both = {event.worker, event.peer} <= task.seats.keys()
+        is_known = isinstance(event, msg.SlowLinkEnded) or {event.worker, event.peer} <= task.seats.keys()
         running = task.state is TaskState.RUNNING
-        return self._slowness.link(task, event, now) if running and both else []
+        return self._slowness.link(task, event, now) if running and is_known else []
 
     # -------------------------------------------------------------- reports of nodes
 

@@ -22,11 +22,25 @@ from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words import events as ev
 from everstep.core.words.facts import PacesSeen
-from everstep.core.words.incidents import Incident
+from everstep.core.words.incidents import Incident, IncidentLog
 from everstep.core.words.moment import Moment
 from everstep.core.words.ops import Kind, Worker
 
 SLOW = "is slow"
+
+
+def slow_links(log: IncidentLog, task: Task) -> list[tuple[Worker, Worker]]:
+    """Links whose incidents are open: a watch that begins anew must know them, or they stay open."""
+    receivers = {_at_link(worker): worker for worker in task.shape.workers()}
+    return [
+        (incident.workers[0], receivers[incident.what])
+        for incident in log.open_ones()
+        if incident.task == task.name and incident.workers and incident.what in receivers
+    ]
+
+
+def _at_link(receiver: Worker) -> str:
+    return f"{SLOW} at the link to {receiver}"
 
 
 class Slowness:
@@ -62,7 +76,7 @@ class Slowness:
 
     def link(self, task: Task, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment) -> Actions:
         """Written down, and no more: no worker is the reason, so none gets less work."""
-        what = f"{SLOW} at the link to {event.peer}"
+        what = _at_link(event.peer)
         incident = self._incidents.of_worker(task, event.worker, what)
         if isinstance(event, msg.SlowLinkEnded):
             return [] if incident is None else self._incidents.close(incident, event.because, now)

@@ -298,12 +298,10 @@ class LocalTask:
     def _reported(self, report: msg.NodeReport, sender: msg.Sender | None) -> None:
         match report:
             case msg.TimesReported():
-                task = self.coordinator.tasks.get(TASK)
                 self._look_at_data(report)
                 self.watch("times", report)
-                if task is not None:
-                    for found in self._thinking.learn(task, report):
-                        self._driver.hear(found)
+                for found in self._thinking.learn(self.coordinator, report):
+                    self._driver.hear(found)
                 return
             case msg.CheckpointFound():
                 self.outcome.resumed_from, self.outcome.resumed_loss = report.step, report.loss
