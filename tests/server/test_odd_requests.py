@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import socket
+import struct
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
+from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from everstep.server.agent_connections import AgentConnections
 from tests.server.served import served
 from tests.server.test_api import JOB
 
@@ -104,3 +111,36 @@ def test_requests_that_once_broke_it_are_refused_in_words(port, method, path, bo
     assert status == 400
     assert json.loads(told)["error"].endswith(".")
     assert asked(port, "GET", "/v1/health")[0] == 200
+
+
+def test_an_agent_that_hangs_up_before_it_is_answered_leaves_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when the coordinator was stopped for a while and the agent's patience was over."""
+    answered = threading.Event()
+    serve = AgentConnections.serve
+
+    async def late(self: AgentConnections, request: web.Request) -> web.WebSocketResponse:
+        while request.transport is not None and not request.transport.is_closing():
+            await asyncio.sleep(0.01)
+        try:
+            return await serve(self, request)
+        finally:
+            answered.set()
+
+    monkeypatch.setattr(AgentConnections, "serve", late)
+    with served(tmp_path) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as caller:
+            lines = [
+                "GET /v1/agent HTTP/1.1",
+                f"Host: {host}:{port}",
+                "Upgrade: websocket",
+                "Connection: Upgrade",
+                "Sec-WebSocket-Version: 13",
+                "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
+            ]
+            caller.sendall("\r\n".join([*lines, "", ""]).encode())
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert answered.wait(20)
+    assert "Error handling request" not in caplog.text

@@ -177,6 +177,15 @@ def serve(fd: int, preload: list[str]) -> None:
     slot_devices.found()  # once, for all workers
     sock = socket.socket(fileno=fd)
     children: set[int] = set()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the owner was killed meanwhile
+        _answer(sock, children)
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _answer(sock: socket.socket, children: set[int]) -> None:
+    """Until the owner closes its end."""
     while data := sock.recv(1 << 20):
         request = json.loads(data)
         if "ping" in request:
@@ -193,11 +202,10 @@ def serve(fd: int, preload: list[str]) -> None:
             _live(request["spawn"], request["output"])
         children.add(pid)
         pidfd = os.pidfd_open(pid)
-        socket.send_fds(sock, [json.dumps({"pid": pid}).encode()], [pidfd])
-        os.close(pidfd)
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        try:
+            socket.send_fds(sock, [json.dumps({"pid": pid}).encode()], [pidfd])
+        finally:
+            os.close(pidfd)
 
 
 def _live(spec: dict[str, Any], output: str) -> None:

@@ -135,6 +135,8 @@ class Api:
             return _refuse(503, str(error))
         except EverstepError as error:
             return _refuse(500, str(error))
+        except ConnectionResetError:  # the caller has hung up before it was answered
+            return web.Response(status=408)
 
     def _connected(self) -> set[str]:
         """The nodes that are connected now."""
