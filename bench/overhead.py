@@ -212,8 +212,8 @@ def table(found: dict[str, Any]) -> str:
     trial = found["trial"]
     head = (
         f"{trial['preset']}, {trial['replicas']} replicas x {trial['stages']} stages, "
-        f"{trial['microbatches']} microbatches of {trial['rows']} rows a replica, {trial['precision']}, "
-        f"{trial['threads']} thread(s) a worker, {trial['device']}; "
+        f"{trial['microbatches']} microbatches of {trial['rows']} rows per replica, {trial['precision']}, "
+        f"{trial['threads']} thread(s) per worker, {trial['device']}; "
         f"{found['turns']} turns of {trial['steps'] - trial['warmup']} steps"
     )
     cpu = f"{'CPU ms/step':>12} {'ratio':>6}"

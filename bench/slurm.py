@@ -1,6 +1,6 @@
 """Everstep on a real Slurm: nodes are lost, the first one too, drained, returned; the job is requeued.
 
-    python -m bench.slurm                  all four, some five minutes on 2 cores: `make slurm`
+    python -m bench.slurm                  all four, about five minutes on 2 cores: `make slurm`
     python -m bench.slurm node first       only these
 
 `harness/slurm_cluster.py` makes a Slurm of Debian's munged, slurmctld and four slurmd on this machine, and

@@ -68,7 +68,7 @@ class Costs:
         return part + (state_bytes / self.disk_bandwidth if source is StateSource.DISK else 0.0)
 
     def reshape_s(self, source: StateSource, state_bytes: float, workers: Floats, parts: Floats) -> Floats:
-        """Another cut, or a restart: everybody stands still."""
+        """Another cut, or a restart: all workers pause."""
         return self.groups(workers) + self.fetch_s(source, state_bytes, parts)
 
     def grow_s(self, state_bytes: float, workers: Floats, parts: float, gain: Floats) -> Floats:

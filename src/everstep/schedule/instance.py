@@ -150,7 +150,7 @@ class Instance:
         return done.kinds if done else ""
 
     def fault_free(self) -> Instance:
-        """The same step with everybody alive and nothing done: what references are measured on."""
+        """The same step with all workers alive and nothing done: what references are measured on."""
         return replace(self, dead=frozenset(), done={})
 
 
