@@ -146,6 +146,8 @@ class Trial:
             if healed:  # it goes on to its end
                 with contextlib.suppress(TimeoutError):
                     self._wait(lambda lines: lines[-1]["step"] == self.args.steps, self.args.limit_s)
+            else:
+                print(f"{self.system.name} hung; it printed last:\n{self._output()}", file=sys.stderr)
             return self._measured(killed)
         finally:
             self._end()
@@ -277,8 +279,8 @@ def rounds(args: argparse.Namespace, root: Path) -> Iterator[Measured]:
         for system, python in zip(systems, pythons, strict=True):
             with tempfile.TemporaryDirectory(prefix="trial-") as folder:
                 found = Trial(system, python, Path(folder), args).run()
-            told = "hung" if found.hung else f"first {found.first_s:.3f} s, past {found.past_s:.3f} s"
-            print(f"  round {number + 1}/{args.rounds} {system.name}: {told}", file=sys.stderr, flush=True)
+            how = "hung" if found.hung else f"first {found.first_s:.3f} s, past {found.past_s:.3f} s"
+            print(f"  round {number + 1}/{args.rounds} {system.name}: {how}", file=sys.stderr, flush=True)
             yield found
 
 
