@@ -27,11 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.engine import device as devices
 from everstep.engine import keys
-from everstep.engine.data import Synthetic
-from everstep.engine.gpt import gpt
-from everstep.engine.model import Model, partition
-from everstep.engine.optimizer import adamw
+from everstep.engine.datasets.data import Synthetic
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.layers.model import Model, partition
 from everstep.engine.presets import shape
+from everstep.engine.state.optimizer import adamw
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

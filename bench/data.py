@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by
 
 from everstep.core.words.cluster_messages import Patience
 from everstep.engine.job import DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
-from everstep.engine.resolve import data_of
+from everstep.engine.prepare.resolve import data_of
 from everstep.errors import UserError
 from everstep.launch.local.report import incident_line
 from everstep.launch.local.run import LocalTask

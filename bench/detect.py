@@ -30,8 +30,8 @@ from everstep.core.task.states import Member
 from everstep.core.words.cluster_messages import Patience
 from everstep.core.words.incidents import Incident
 from everstep.core.words.ops import Worker
-from everstep.engine.faults import parse_fault
 from everstep.engine.job import Job
+from everstep.engine.telemetry.faults import parse_fault
 from everstep.launch.local.outcome import StepRow
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer

@@ -46,7 +46,7 @@ PER_STEP = (16, 3, 1)  # operations of a step: in the tensor group, the data gro
 
 
 def recorder() -> dict[str, Any]:
-    from everstep.engine.recorder import COMPUTE, SEND, Recorder
+    from everstep.engine.telemetry.recorder import COMPUTE, SEND, Recorder
 
     with tempfile.TemporaryDirectory() as folder:
         ring = Recorder(Path(folder) / "ring", rank=0, world_size=8)
@@ -79,7 +79,7 @@ def stopwatch_ns() -> dict[str, Any]:
     from everstep.core.words.cluster_messages import TimesReported
     from everstep.core.words.ops import Kind, Worker
     from everstep.diagnose.watch import Watch
-    from everstep.engine.stopwatch import Stopwatch
+    from everstep.engine.telemetry.stopwatch import Stopwatch
 
     watch, count = Stopwatch(), 20_000
     began = time.thread_time_ns()
@@ -159,9 +159,9 @@ def in_training(record_ns: float) -> dict[str, Any]:
 _BLOCK = 10  # steps
 _ALTERNATING = """
 import everstep
-from everstep.engine.data import Synthetic
-from everstep.engine.gpt import gpt
-from everstep.engine.recorder import WorkerRecorder
+from everstep.engine.datasets.data import Synthetic
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.node import worker
 
 class Alternating(WorkerRecorder):

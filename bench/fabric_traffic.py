@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from everstep.core.words.worker_messages import Parcel, ParcelKind
-from everstep.engine.links import Address, Links
+from everstep.engine.data_plane.links import Address, Links
 from everstep.fabric import Flow, Routing, allocate
 from everstep.fabric.document import topology_document
 from everstep.fabric.watch import MoveFlow, WatchLimits

@@ -263,7 +263,7 @@ def run_rank(case: Case, rank: int, folder: Path, address: str) -> None:
     from torch._C import _distributed_c10d as c10d
     from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
-    from everstep.engine.recorder import Recorder, watch_messages
+    from everstep.engine.telemetry.recorder import Recorder, watch_messages
 
     globals()["FOLDER"] = folder
     torch.set_num_threads(1)
@@ -571,7 +571,7 @@ def warm_up() -> None:
 
     import everstep.cli.diagnose
     import everstep.diagnose
-    import everstep.engine.recorder
+    import everstep.engine.telemetry.recorder
     import everstep.node.pull  # noqa: F401
 
     torch.set_num_threads(1)

@@ -61,10 +61,10 @@ def child(given: dict[str, Any]) -> dict[str, Any]:
     """In a fresh process: build, train four steps, compare."""
     import torch
 
-    from everstep.engine.figures import layer_figures, settings_of, stage_figures
-    from everstep.engine.fitting import allocated
-    from everstep.engine.model import partition
-    from everstep.engine.program import Program
+    from everstep.engine.layers.model import partition
+    from everstep.engine.prepare.figures import layer_figures, settings_of, stage_figures
+    from everstep.engine.prepare.fitting import allocated
+    from everstep.engine.prepare.program import Program
     from everstep.schedule import footprint
     from harness.one_worker import OneWorker
     from harness.quick_weights import quick_weights
@@ -113,9 +113,9 @@ def child(given: dict[str, Any]) -> dict[str, Any]:
 
 def shared_gpu(given: dict[str, Any]) -> dict[str, Any]:
     """In a fresh process: a real run, whose workers tell what they hold."""
-    from everstep.engine.figures import layer_figures, settings_of, stage_figures
-    from everstep.engine.model import partition
-    from everstep.engine.program import Program
+    from everstep.engine.layers.model import partition
+    from everstep.engine.prepare.figures import layer_figures, settings_of, stage_figures
+    from everstep.engine.prepare.program import Program
     from everstep.launch.local.run import LocalTask
     from everstep.node.fork_server import ForkServer
     from everstep.schedule import footprint

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.engine.job import Job
-from everstep.engine.model import partition, slots
-from everstep.engine.resolve import model_of
+from everstep.engine.layers.model import partition, slots
+from everstep.engine.prepare.resolve import model_of
 from everstep.layout.builders import replicated
 from everstep.layout.layout import Layout, Tensor, merged
 from everstep.layout.reshard import reshard

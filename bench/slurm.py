@@ -66,7 +66,7 @@ _DATA = '''\
 
 import time
 
-from everstep.engine.data import Synthetic
+from everstep.engine.datasets.data import Synthetic
 
 
 class Unhurried:

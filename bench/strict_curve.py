@@ -26,11 +26,11 @@ import torch
 from everstep.core.words.ops import Worker
 from everstep.core.words.worker_messages import AssembleSum, SumChunk
 from everstep.engine import presets
-from everstep.engine.gpt import gpt
 from everstep.engine.keys import DATA, draws, key
-from everstep.engine.optimizer import Updater, adamw
-from everstep.engine.stage import Stage
-from everstep.engine.step_tensors import StepTensors
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state.optimizer import Updater, adamw
+from everstep.engine.worker.step_tensors import StepTensors
 from harness.one_worker import OnTheDevice
 
 RUNS = {

@@ -34,8 +34,8 @@ from everstep.core.words.codec import decode
 from everstep.core.words.framing import Unpacker
 from everstep.core.words.shape import Shape
 from everstep.core.words.worker_messages import Parcel, ParcelKind
-from everstep.engine import frames
-from everstep.engine.handshake import Acceptor, Opener
+from everstep.engine.data_plane import frames
+from everstep.engine.data_plane.handshake import Acceptor, Opener
 from everstep.errors import PeerError, UserError
 from everstep.node.memory_store import MemoryServer, MemoryStore, token_of
 from harness.fuzzing import FuzzReport, Maker

@@ -14,8 +14,8 @@ from typing import Any
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Member
 from everstep.core.words.cluster_messages import Patience
-from everstep.engine.faults import parse_fault
 from everstep.engine.job import DataSpec, Job
+from everstep.engine.telemetry.faults import parse_fault
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import TASK, LocalTask
 from everstep.node.fork_server import ForkServer

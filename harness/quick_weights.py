@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from everstep.engine.data import Synthetic
-from everstep.engine.gpt import gpt
-from everstep.engine.model import Model
+from everstep.engine.datasets.data import Synthetic
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.layers.model import Model
 from everstep.engine.presets import MODELS
 
 

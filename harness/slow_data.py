@@ -6,7 +6,7 @@ import time
 
 from torch import Tensor
 
-from everstep.engine.data import Synthetic
+from everstep.engine.datasets.data import Synthetic
 from everstep.engine.presets import shape
 
 

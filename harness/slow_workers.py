@@ -57,7 +57,7 @@ def layers(rest_ms: list[float], lengthy: bool = False, build_s: float = 0.0) ->
 
 def split_layers(rest_ms: list[float], lengthy: bool = False) -> Any:
     """The same; shards split the Linears of the blocks."""
-    from everstep.engine.model import Model
+    from everstep.engine.layers.model import Model
 
     return Model(layers=layers(rest_ms, lengthy), shard_plan={"block*.linear": "column_gather"})
 
@@ -113,8 +113,8 @@ class SlowRun:
 
 
 def train(table: dict[str, Any], faults: tuple[str, ...] = ()) -> SlowRun:
-    from everstep.engine.faults import parse_fault
     from everstep.engine.job import Job
+    from everstep.engine.telemetry.faults import parse_fault
     from everstep.launch.local.run import LocalTask
     from everstep.node.fork_server import ForkServer
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.core.words.ops import Worker
-from everstep.engine.faults import parse_fault
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
+from everstep.engine.telemetry.faults import parse_fault
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer

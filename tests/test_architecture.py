@@ -46,6 +46,20 @@ SHELLS = {"engine", "node", "server"}
 
 
 WINGS = {"words": 0, "worker": 1, "task": 1, "faults": 1, "agent": 2, "cluster": 2}  # floors of core
+ROOMS = {  # floors of engine; its modules outside a room are below them all
+    "data_plane": 1,
+    "layers": 1,
+    "datasets": 2,
+    "hf": 2,
+    "shards": 2,
+    "sums": 2,
+    "telemetry": 2,
+    "stage": 3,
+    "state": 4,
+    "lightning": 5,
+    "prepare": 5,
+    "worker": 6,
+}
 
 
 def imports(path: Path) -> set[str]:
@@ -56,6 +70,19 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write imports in full"
             found.add(node.module or "")
+    return found
+
+
+def room(parts: tuple[str, ...]) -> str:
+    return parts[0] if parts and parts[0] in ROOMS else ""
+
+
+def named(path: Path) -> set[tuple[str, ...]]:
+    """What a file of `engine` imports from it: `from everstep.engine import keys` is ("keys",)."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("everstep.engine"):
+            found |= {(*(node.module or "").split(".")[2:], alias.name) for alias in node.names}
     return found
 
 
@@ -80,9 +107,21 @@ def test_imports_point_up_and_pure_packages_are_pure(package: str, path: Path) -
                 assert parts[0] != "numpy", f"{path.name}: core is standard library only"
 
 
+@pytest.mark.parametrize(
+    "path", sorted((SRC / "engine").rglob("*.py")), ids=lambda x: str(x.relative_to(SRC / "engine"))
+)
+def test_rooms_of_the_engine_import_only_rooms_below_them(path: Path) -> None:
+    ours = room(path.relative_to(SRC / "engine").parts)
+    for parts in named(path):
+        theirs = room(parts)
+        allowed = ours == theirs or not theirs or ROOMS[theirs] < ROOMS.get(ours, 0)
+        assert allowed, f"{path.name} imports {'.'.join(parts)} from a room above it"
+
+
 def test_every_package_of_the_house_is_on_the_list() -> None:
     packages = {path.parent.name for path in SRC.glob("*/__init__.py")}
     assert packages <= set(FLOORS)
+    assert {path.parent.name for path in (SRC / "engine").glob("*/__init__.py")} == set(ROOMS)
 
 
 @pytest.mark.parametrize(

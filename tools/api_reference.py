@@ -35,7 +35,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "EverstepError",
                 "UserError",
             ),
-            "everstep.engine.data": ("Dataset",),
+            "everstep.engine.datasets.data": ("Dataset",),
         },
     ),
     "job": (

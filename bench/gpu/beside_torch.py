@@ -39,11 +39,11 @@ def torch_rank(spec: dict[str, Any], rank: int) -> list[float]:
     import torch.distributed as dist
     from torch import Tensor, nn
 
-    from everstep.engine.data import Synthetic
-    from everstep.engine.gpt import gpt
-    from everstep.engine.model import built
-    from everstep.engine.optimizer import adamw
+    from everstep.engine.datasets.data import Synthetic
+    from everstep.engine.layers.gpt import gpt
+    from everstep.engine.layers.model import built
     from everstep.engine.presets import shape
+    from everstep.engine.state.optimizer import adamw
 
     torch.set_float32_matmul_precision("high")
     torch.cuda.set_device(0)

@@ -29,9 +29,9 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from everstep.engine import device as devices
-    from everstep.engine import regions
     from everstep.engine.job import Job
-    from everstep.engine.program import Program
+    from everstep.engine.layers import regions
+    from everstep.engine.prepare.program import Program
 
     words = spec["variant"].split("+")
     device = devices.pick("cuda")

@@ -56,9 +56,9 @@ def pools() -> dict[str, list[int]]:
 
 
 def case(given: dict[str, Any], *, steps: int, history: bool) -> dict[str, Any]:
-    from everstep.engine.figures import layer_figures, settings_of, stage_figures
-    from everstep.engine.model import partition
-    from everstep.engine.program import Program
+    from everstep.engine.layers.model import partition
+    from everstep.engine.prepare.figures import layer_figures, settings_of, stage_figures
+    from everstep.engine.prepare.program import Program
     from everstep.schedule import footprint
     from harness.one_worker import OneWorker
 

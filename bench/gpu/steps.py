@@ -38,10 +38,10 @@ def plain_loop(spec: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from everstep.engine.data import Synthetic
-    from everstep.engine.gpt import gpt
-    from everstep.engine.model import built
-    from everstep.engine.optimizer import adamw
+    from everstep.engine.datasets.data import Synthetic
+    from everstep.engine.layers.gpt import gpt
+    from everstep.engine.layers.model import built
+    from everstep.engine.state.optimizer import adamw
 
     torch.set_float32_matmul_precision("high")
     form = shape(spec["preset"])

@@ -6,8 +6,8 @@
     python bench/gpu/strict.py --device cpu --preset gpt-tiny --sequence 64
 
 One worker alone (`harness.one_worker`); times are medians, on a CPU of process time. "kernel" is the own
-kernel of the sums (`engine.kernels`), "torch" is what is used without it. Bits: microbatches in any order,
-over other workers, one of them with a gradient a million times too large, which must be promoted.
+kernel of the sums (`engine.sums.kernels`), "torch" is what is used without it. Bits: microbatches in any
+order, over other workers, one of them with a gradient a million times too large, which must be promoted.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # also when run by
 import torch
 
 from everstep.engine import device as devices
-from everstep.engine import kernels
-from everstep.engine.figures import layer_figures, settings_of, stage_figures
 from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
-from everstep.engine.model import Slot, partition
-from everstep.engine.program import Program
-from everstep.engine.sum_parts import SumPart
-from everstep.engine.sums import GradientSums
+from everstep.engine.layers.model import Slot, partition
+from everstep.engine.prepare.figures import layer_figures, settings_of, stage_figures
+from everstep.engine.prepare.program import Program
+from everstep.engine.sums.sum_parts import SumPart
+from everstep.engine.sums.sums import GradientSums, kernels
 from everstep.schedule import footprint
 from harness.one_worker import OneWorker
 from harness.quick_weights import quick_weights

@@ -36,9 +36,9 @@ def rank_main(given: argparse.Namespace) -> dict[str, Any]:
         parallelize_module,
     )
 
-    from everstep.engine.data import Synthetic
-    from everstep.engine.gpt import gpt
-    from everstep.engine.model import drawn
+    from everstep.engine.datasets.data import Synthetic
+    from everstep.engine.layers.gpt import gpt
+    from everstep.engine.layers.model import drawn
     from everstep.engine.presets import shape
 
     on_gpu = given.device == "cuda"

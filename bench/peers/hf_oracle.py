@@ -29,7 +29,7 @@ from everstep.checkpoint.formats import dialects
 from everstep.checkpoint.formats.llama_config import config_of
 from everstep.checkpoint.state import TrainingState, scalar
 from everstep.checkpoint.stored import Held
-from everstep.engine.gpt import gpt
+from everstep.engine.layers.gpt import gpt
 
 CHAIN = [
     Target(format="universal"),

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everstep.checkpoint.export import export, load
-    from everstep.engine.context import in_worker
     from everstep.engine.datasets.rows import rows
     from everstep.engine.datasets.stream import stream
     from everstep.engine.datasets.table import table
     from everstep.engine.datasets.tokens import tokens
     from everstep.engine.hf.model import hf
-    from everstep.engine.model import Model, token_loss
+    from everstep.engine.layers.model import Model, token_loss
+    from everstep.engine.prepare.context import in_worker
     from everstep.errors import EverstepError, UserError
     from everstep.launch.local.api import Result, train
     from everstep.launch.local.lightning import fit
@@ -53,10 +53,10 @@ _HOMES = {
     "train": "everstep.launch.local.api",
     "Result": "everstep.launch.local.api",
     "fit": "everstep.launch.local.lightning",
-    "Model": "everstep.engine.model",
-    "token_loss": "everstep.engine.model",
+    "Model": "everstep.engine.layers.model",
+    "token_loss": "everstep.engine.layers.model",
     "hf": "everstep.engine.hf.model",
-    "in_worker": "everstep.engine.context",
+    "in_worker": "everstep.engine.prepare.context",
     "rows": "everstep.engine.datasets.rows",
     "tokens": "everstep.engine.datasets.tokens",
     "table": "everstep.engine.datasets.table",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import everstep
 from everstep.checkpoint import folder
 from everstep.engine.hf.model import hf
-from everstep.engine.model import Model, drawn, every_parameter
+from everstep.engine.layers.model import Model, drawn, every_parameter
 from everstep.errors import UserError
 
 transformers = pytest.importorskip("transformers")

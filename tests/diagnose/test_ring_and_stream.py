@@ -16,7 +16,7 @@ from everstep.diagnose import Group, Record, analyse, read
 from everstep.diagnose import ring as layout
 from everstep.diagnose.record import UNKNOWN
 from everstep.diagnose.stream import DiagnosisStream
-from everstep.engine.recorder import COMPUTE, RECV, SEND, Recorder, WorkerRecorder
+from everstep.engine.telemetry.recorder import COMPUTE, RECV, SEND, Recorder, WorkerRecorder
 
 MS = 1_000_000
 
@@ -69,7 +69,7 @@ def test_threads_do_not_take_each_others_slots(tmp_path: Path) -> None:
 
 def test_the_last_records_of_a_killed_process_can_be_read(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from everstep.engine.recorder import *\n"
+        "import sys, time; from pathlib import Path; from everstep.engine.telemetry.recorder import *\n"
         f"r = Recorder(Path({str(tmp_path / 'ring')!r}), rank=5, world_size=8)\n"
         "r.begin(RECV, peer=4, seq=77); print('ready', flush=True); time.sleep(60)"
     )

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from everstep.engine import device, keys
-from everstep.engine.data import Dataset
-from everstep.engine.model import Model, partition
-from everstep.engine.stage import Stage
+from everstep.engine.datasets.data import Dataset
+from everstep.engine.layers.model import Model, partition
+from everstep.engine.stage.stage import Stage
 
 CPU = torch.device("cpu")
 

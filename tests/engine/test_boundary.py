@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pipeline import by_name, forward, input_grad, run_step, stages
 from torch import Tensor, nn
 
-from everstep.engine.boundary import Boundary, put_together, take_apart, tensors_in
-from everstep.engine.model import Model, token_loss
-from everstep.engine.stage import Stage
+from everstep.engine.layers.boundary import Boundary, put_together, take_apart, tensors_in
+from everstep.engine.layers.model import Model, token_loss
+from everstep.engine.stage.stage import Stage
 from everstep.errors import UserError
 
 TENSORS = st.integers(0, 5).map(lambda n: torch.full((n,), float(n)))

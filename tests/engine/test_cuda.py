@@ -8,13 +8,13 @@ import torch
 from pipeline import by_name, run_step, stages
 
 from everstep.engine import device
-from everstep.engine.data import Synthetic
-from everstep.engine.gpt import gpt
-from everstep.engine.linear import add_product
-from everstep.engine.model import partition
-from everstep.engine.optimizer import Updater
-from everstep.engine.recordings import CudaRecorder, has_room
-from everstep.engine.stage import Stage
+from everstep.engine.datasets.data import Synthetic
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.layers.linear import add_product
+from everstep.engine.layers.model import partition
+from everstep.engine.stage.recordings import CudaRecorder, has_room
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state.optimizer import Updater
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 DATA = Synthetic(vocab=512, sequence=128, rows=4)

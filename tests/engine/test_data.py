@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from everstep.engine import keys
-from everstep.engine.data import Dataset, Synthetic, TokenFile
+from everstep.engine.datasets.data import Dataset, Synthetic, TokenFile
 from everstep.errors import UserError
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import everstep
-from everstep.engine.data import dataset_of
+from everstep.engine.datasets.data import dataset_of
 from everstep.engine.datasets.order import Order
 from everstep.engine.datasets.permutation import permuted
 from everstep.errors import UserError

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from everstep.core.words.ops import Worker
-from everstep.engine.beacon import SIZE, Beacon
-from everstep.engine.faults import PlantedFault, check_fault, parse_fault
 from everstep.engine.job import Job, ModelSpec
+from everstep.engine.telemetry.beacon import SIZE, Beacon
+from everstep.engine.telemetry.faults import PlantedFault, check_fault, parse_fault
 from everstep.errors import UserError
 
 

@@ -9,14 +9,14 @@ import torch
 from pipeline import CPU, stages
 
 from everstep.cli import main
-from everstep.engine import fitting
-from everstep.engine.data import Synthetic
-from everstep.engine.figures import layer_figures, settings_of, stage_figures
-from everstep.engine.fitting import GIB, Memory, fit, fits, refuse_what_does_not_fit, room
-from everstep.engine.gpt import gpt
+from everstep.engine.datasets.data import Synthetic
 from everstep.engine.job import Job, ModelSpec, OptimizerSpec
-from everstep.engine.model import Model, partition
-from everstep.engine.optimizer import Updater
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.layers.model import Model, partition
+from everstep.engine.prepare import fitting
+from everstep.engine.prepare.figures import layer_figures, settings_of, stage_figures
+from everstep.engine.prepare.fitting import GIB, Memory, fit, fits, refuse_what_does_not_fit, room
+from everstep.engine.state.optimizer import Updater
 from everstep.errors import UserError
 from everstep.schedule import footprint
 from everstep.schedule.footprint import Settings, StageFigures, per_parameter

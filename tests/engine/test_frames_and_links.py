@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from everstep.core.words.ops import Microbatch
 from everstep.core.words.worker_messages import Parcel, ParcelKind, Part
-from everstep.engine import frames
-from everstep.engine.handshake import ANSWER, HELLO, PROOF, Opener
-from everstep.engine.links import Address, Links
+from everstep.engine.data_plane import frames
+from everstep.engine.data_plane.handshake import ANSWER, HELLO, PROOF, Opener
+from everstep.engine.data_plane.links import Address, Links
 from everstep.errors import PeerError
 
 TOKEN = b"t" * 32
@@ -197,7 +197,7 @@ def test_idle_connections_until_no_descriptor_is_left_do_not_end_a_worker() -> N
     code = """
 import resource, socket, sys, torch
 resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
-from everstep.engine.links import Links
+from everstep.engine.data_plane.links import Links
 links = Links(token=b"t" * 32, host="127.0.0.1", deliver=lambda f: print(f.parcel.step, flush=True),
               broken=lambda a: None, failed=lambda e: print("failed", e, flush=True),
               empty=lambda shape, dtype: torch.empty(shape, dtype=dtype))

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from everstep.engine.hf import weights
 from everstep.engine.hf.model import hf
 from everstep.engine.job import DataSpec, Job, ModelSpec
-from everstep.engine.linear import share_in_two
-from everstep.engine.model import Model, partition, skeleton, slots
-from everstep.engine.preflight import preflight
-from everstep.engine.program import Program
-from everstep.engine.stage import Stage
+from everstep.engine.layers.linear import share_in_two
+from everstep.engine.layers.model import Model, partition, skeleton, slots
+from everstep.engine.prepare.preflight import preflight
+from everstep.engine.prepare.program import Program
+from everstep.engine.stage.stage import Stage
 from everstep.errors import UserError
 
 transformers = pytest.importorskip("transformers")

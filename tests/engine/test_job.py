@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec, load_job
-from everstep.engine.preflight import preflight
+from everstep.engine.prepare.preflight import preflight
 from everstep.errors import UserError
 
 FULL = """

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from everstep.core.words.worker_messages import Parcel, ParcelKind
-from everstep.engine import frames
-from everstep.engine.lanes import Lane, Lanes, LaneState
-from everstep.engine.links import Address, Links
-from everstep.engine.pipe_wire import PipeWire
-from everstep.engine.transport import Announcement, Identity, LaneOpening, LaneOrder, chosen
+from everstep.engine.data_plane import frames
+from everstep.engine.data_plane.lanes import Lane, Lanes, LaneState
+from everstep.engine.data_plane.links import Address, Links
+from everstep.engine.data_plane.pipe_wire import PipeWire
+from everstep.engine.data_plane.transport import Announcement, Identity, LaneOpening, LaneOrder, chosen
 from everstep.errors import PeerError
 
 SIZES = [dtype.itemsize for dtype in frames.DTYPES]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.engine.data import FunctionData, Synthetic
-from everstep.engine.loading import ForkedData, Loader
+from everstep.engine.datasets.data import FunctionData, Synthetic
+from everstep.engine.datasets.loading import ForkedData, Loader
 from everstep.errors import UserError
 
 

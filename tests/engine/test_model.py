@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from everstep.engine.gpt import gpt
-from everstep.engine.model import Model, _balanced, check_tied, parameter_count, partition, slots
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.layers.model import Model, _balanced, check_tied, parameter_count, partition, slots
 from everstep.engine.presets import MODELS, GptShape, flops_per_token, matmul_parameters, shape
 from everstep.errors import UserError
 
@@ -120,7 +120,7 @@ def test_grouped_heads_share_keys_and_values() -> None:
 
 
 def test_rotary_positions_are_relative() -> None:
-    from everstep.engine.gpt import Rotary
+    from everstep.engine.layers.gpt import Rotary
 
     rotary = Rotary(8, 10_000.0)
     q, k = torch.randn(2, 1, 1, 1, 8)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from pipeline import CPU, plain, run_step, stages
 
-from everstep.engine import optimizer as optimizer_module
-from everstep.engine.data import Synthetic
-from everstep.engine.gpt import gpt
-from everstep.engine.model import Model
-from everstep.engine.optimizer import Named, Updater, adamw, buckets
-from everstep.engine.shards import counted
-from everstep.engine.stage import Stage
+from everstep.engine.datasets.data import Synthetic
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.layers.model import Model
+from everstep.engine.stage import counted
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state import optimizer as optimizer_module
+from everstep.engine.state.optimizer import Named, Updater, adamw, buckets
 from everstep.errors import UserError
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
-from everstep.engine.model import Model
-from everstep.engine.preflight import preflight
+from everstep.engine.layers.model import Model
+from everstep.engine.prepare.preflight import preflight
 from everstep.errors import UserError
 
 MINE = """
 import itertools
 import torch
 from torch import nn
-from everstep.engine.model import Model
+from everstep.engine.layers.model import Model
 
 def layers(width=4):
     return {"in": lambda: nn.Linear(3, width), "act": nn.Tanh, "out": lambda: nn.Linear(width, 1)}

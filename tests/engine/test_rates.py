@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.engine.data import dataset_of
+from everstep.engine.datasets.data import dataset_of
 from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
-from everstep.engine.model import Model
-from everstep.engine.preflight import preflight
+from everstep.engine.layers.model import Model
+from everstep.engine.prepare.preflight import preflight
 from everstep.errors import UserError
 
 STEPS = 6

@@ -7,11 +7,11 @@ import torch
 from pipeline import by_name, run_step, stages
 from torch import Tensor
 
-from everstep.engine.data import Synthetic
-from everstep.engine.gpt import gpt
-from everstep.engine.recordings import ATTEMPTS, WARM_UP
-from everstep.engine.stage import Stage
-from everstep.engine.sums import GradientSums
+from everstep.engine.datasets.data import Synthetic
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.stage.recordings import ATTEMPTS, WARM_UP
+from everstep.engine.stage.stage import Stage
+from everstep.engine.sums.sums import GradientSums
 
 DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
 SMALL = {"vocab": 64, "width": 16, "heads": 2, "hidden": 24, "depth": 2}

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from everstep.engine.job import Job, ModelSpec, OptimizerSpec
-from everstep.engine.model import Model
-from everstep.engine.optimizer import Updater, torch_optimizer
-from everstep.engine.resolve import optimizer_of
-from everstep.engine.schedules import rate_of
-from everstep.engine.stage import Stage
+from everstep.engine.layers.model import Model
+from everstep.engine.prepare.resolve import optimizer_of
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state.optimizer import Updater, torch_optimizer
+from everstep.engine.state.schedules import rate_of
 from everstep.errors import UserError
 
 

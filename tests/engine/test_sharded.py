@@ -5,11 +5,11 @@ import torch
 from pipeline import stages
 
 from everstep.checkpoint import folder
-from everstep.engine.data import Synthetic
-from everstep.engine.gpt import gpt
-from everstep.engine.optimizer import Updater, adamw
-from everstep.engine.sharded import ShardedUpdater, chunk_ranges, pieces_in
-from everstep.engine.stage import Stage
+from everstep.engine.datasets.data import Synthetic
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state.optimizer import Updater, adamw
+from everstep.engine.state.sharded import ShardedUpdater, chunk_ranges, pieces_in
 from everstep.errors import UserError
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)

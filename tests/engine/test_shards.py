@@ -17,18 +17,18 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.engine.boundary import Boundary
-from everstep.engine.data import Synthetic
-from everstep.engine.evaluation import Evaluation
-from everstep.engine.gpt import gpt
+from everstep.engine.datasets.data import Synthetic
 from everstep.engine.job import Job, ModelSpec
-from everstep.engine.model import Model
-from everstep.engine.optimizer import Updater, adamw
-from everstep.engine.preflight import preflight
+from everstep.engine.layers.boundary import Boundary
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.layers.model import Model
+from everstep.engine.layers.shard_plan import Cut, from_theirs
+from everstep.engine.prepare.preflight import preflight
 from everstep.engine.shards.collectives import GroupCollectives
-from everstep.engine.shards.plan import Cut, from_theirs
 from everstep.engine.shards.slices import sliced, together
-from everstep.engine.stage import Stage
+from everstep.engine.stage.evaluation import Evaluation
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state.optimizer import Updater, adamw
 from everstep.errors import UserError
 from everstep.layout.box import Box
 

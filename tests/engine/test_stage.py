@@ -8,10 +8,10 @@ import torch
 from pipeline import CPU, by_name, forward, input_grad, plain, run_step, stages
 from torch import nn
 
-from everstep.engine.data import Synthetic
-from everstep.engine.gpt import gpt
-from everstep.engine.model import Model
-from everstep.engine.stage import Stage
+from everstep.engine.datasets.data import Synthetic
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.layers.model import Model
+from everstep.engine.stage.stage import Stage
 from everstep.errors import InternalError
 
 DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)

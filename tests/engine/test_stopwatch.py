@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from everstep.core.words.ops import Kind
-from everstep.engine.stopwatch import Stopwatch, WaitForCore
+from everstep.engine.telemetry.stopwatch import Stopwatch, WaitForCore
 
 MS = 1_000_000
 

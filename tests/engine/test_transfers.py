@@ -13,10 +13,10 @@ from everstep.core.words.ops import Worker
 from everstep.core.words.worker_messages import Parcel, ParcelKind, StateTransfer
 from everstep.core.worker.joining import Joiner
 from everstep.core.worker.mailbox import Mailbox
-from everstep.engine import frames
-from everstep.engine.fills import ArrivingFills
-from everstep.engine.links import Address, Links
-from everstep.engine.transfers import ArrivingState, StateSender
+from everstep.engine.data_plane import frames
+from everstep.engine.data_plane.fills import ArrivingFills
+from everstep.engine.data_plane.links import Address, Links
+from everstep.engine.data_plane.transfers import ArrivingState, StateSender
 from everstep.errors import PeerError
 
 TOKEN = b"t" * 32

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from everstep.core.words.worker_messages import Parcel, ParcelKind
-from everstep.engine.links import Links
-from everstep.engine.sockets import progress_of
+from everstep.engine.data_plane.links import Links
+from everstep.engine.data_plane.sockets import progress_of
 from everstep.errors import UserError
 from everstep.fabric.catalogue import Tuple4
 from everstep.fabric.topology import FabricNode, Port, Switch, Topology

@@ -5,8 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-from everstep.engine.gpt import gpt
-from everstep.engine.model import Model
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.layers.model import Model
 
 
 def model(folder: str) -> Model:

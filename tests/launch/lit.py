@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
-from everstep.engine.context import current_worker
+from everstep.engine.prepare.context import current_worker
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)

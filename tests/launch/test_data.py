@@ -10,7 +10,7 @@ from typing import Any
 from everstep.core.words.cluster_messages import Patience
 from everstep.core.words.ops import Worker
 from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
-from everstep.engine.resolve import data_of
+from everstep.engine.prepare.resolve import data_of
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 from harness.counted_rows import ROWS, elements

@@ -10,8 +10,8 @@ import torch
 from everstep.checkpoint.folder import open_step
 from everstep.core.words.cluster_messages import Patience
 from everstep.core.words.ops import Worker
-from everstep.engine.faults import parse_fault
 from everstep.engine.job import CheckpointSpec, DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
+from everstep.engine.telemetry.faults import parse_fault
 from everstep.launch.local.api import run_with_callbacks
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask

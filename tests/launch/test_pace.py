@@ -10,7 +10,7 @@ import pytest
 
 from everstep.drive.step_rows import StepRow
 from everstep.engine.job import DataSpec, Job, ModelSpec
-from everstep.engine.preflight import preflight
+from everstep.engine.prepare.preflight import preflight
 from everstep.launch.local.live_line import LiveLine
 from everstep.launch.local.pace import Pace, Workload, peak_named, workload_of
 

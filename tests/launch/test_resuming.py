@@ -7,8 +7,8 @@ import pytest
 from everstep.checkpoint import folder
 from everstep.cli import main
 from everstep.engine.job import CheckpointSpec, Job, ModelSpec
-from everstep.engine.model import drawn, every_parameter
-from everstep.engine.resolve import model_of
+from everstep.engine.layers.model import drawn, every_parameter
+from everstep.engine.prepare.resolve import model_of
 from everstep.errors import UserError
 from everstep.launch.local.resuming import refuse_another_model
 from everstep.layout.box import Box

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from everstep.cli.client import Client
-from everstep.engine.sockets import UNANSWERED_MS, watch_path
+from everstep.engine.data_plane.sockets import UNANSWERED_MS, watch_path
 from everstep.errors import UserError
 from everstep.node import agent as module
 from everstep.node.agent import Agent, AgentSettings

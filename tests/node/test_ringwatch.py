@@ -7,8 +7,8 @@ from pathlib import Path
 from everstep.core.words.cluster_messages import SlowLinkEnded, SlowLinkFound
 from everstep.core.words.ops import Microbatch, Worker
 from everstep.core.words.worker_messages import Parcel, ParcelKind
-from everstep.engine import recorder as recording
-from everstep.engine.recorder import WorkerRecorder
+from everstep.engine.telemetry import recorder as recording
+from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.node.ring_watch import ENDED_LOOKS, LOOK_EVERY_S, RingWatch
 
 MS = 1_000_000

@@ -7,7 +7,7 @@ from pathlib import Path
 from everstep.core.words.actions import ComputePlan
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
-from everstep.engine.recorder import WorkerRecorder
+from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.node.recent_ops import last_steps
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt

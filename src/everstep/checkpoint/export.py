@@ -21,7 +21,7 @@ from everstep.checkpoint.formats.universal import find
 from everstep.checkpoint.reader import Checkpoint
 from everstep.engine.hf.model import Family
 from everstep.engine.hf.source import config_of, folder_of, quietly
-from everstep.engine.model import Model, drawn
+from everstep.engine.layers.model import Model, drawn
 from everstep.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

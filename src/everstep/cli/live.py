@@ -21,8 +21,8 @@ from rich.text import Text
 from everstep.core.words import actions as act
 from everstep.core.words.ops import Kind, Worker, parse_op
 from everstep.drive.step_rows import StepRow
-from everstep.engine.beacon import BeaconReading
 from everstep.engine.job import Job
+from everstep.engine.telemetry.beacon import BeaconReading
 from everstep.errors import UserError
 from everstep.launch.local.pace import Pace
 from everstep.launch.local.report import death, evaluation_line, resume_line, times, tried

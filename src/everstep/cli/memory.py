@@ -17,11 +17,11 @@ MOST_STAGES = 4  # columns of the table
 
 
 def show_memory(file: Path, as_json: bool) -> None:
-    from everstep.engine.figures import layer_figures, settings_of
-    from everstep.engine.fitting import fit, fits, memory_here
     from everstep.engine.job import load_job
-    from everstep.engine.preflight import batch_of
-    from everstep.engine.resolve import data_of, model_of
+    from everstep.engine.prepare.figures import layer_figures, settings_of
+    from everstep.engine.prepare.fitting import fit, fits, memory_here
+    from everstep.engine.prepare.preflight import batch_of
+    from everstep.engine.prepare.resolve import data_of, model_of
     from everstep.schedule import footprint
 
     job = load_job(file)

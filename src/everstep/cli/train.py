@@ -74,8 +74,8 @@ def train_command(
         if job.checkpoint is None:
             raise UserError("--start-over needs a job with a [checkpoint] table; remove the option.")
         job = replace(job, checkpoint=replace(job.checkpoint, start_over=True))
-    from everstep.engine.preflight import preflight
-    from everstep.engine.resolve import callbacks_of, data_of
+    from everstep.engine.prepare.preflight import preflight
+    from everstep.engine.prepare.resolve import callbacks_of, data_of
     from everstep.launch.local import api, report
     from everstep.launch.local.callbacks import checked as checked_callbacks
     from everstep.launch.local.data import prepare

@@ -7,8 +7,8 @@
 A slot is written when an operation is enqueued and touched once more when it ends, so an operation that
 never ends stays in the ring as one that has no end: the last thing a stopped or dead process says. A slot
 begins and ends with its turn, the stamp; where the two differ, a death or the writer itself was in
-mid-write, and the slot is skipped. The writer is `engine.recorder`; no lock is needed, since one process
-writes and others only read.
+mid-write, and the slot is skipped. The writer is `engine.telemetry.recorder`; no lock is needed, since one
+process writes and others only read.
 """
 
 from __future__ import annotations

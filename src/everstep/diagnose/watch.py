@@ -1,10 +1,10 @@
 """Who has become slow in a running job: reported step by step, found within three.
 
-Workers tell the own time of the ops they ran in a step (see `engine/stopwatch.py`: without the wait for a
-core, and a wait for messages is no op). A worker's *pace* is that time over the time the same ops usually
-take it; so neither a stage with more work nor a worker that was given less of it stands out. Its *ratio* is
-its pace over that of its peers in the same step, if theirs has grown too: longer sequences for all raise
-every pace and no ratio.
+Workers report the own time of the ops they ran in a step (`engine/telemetry/stopwatch.py`: without the wait
+for a core, and a wait for messages is no op). A worker's *pace* is that time over the time the same ops
+usually take it; so neither a stage with more work nor a worker that was given less of it stands out. Its
+*ratio* is its pace over that of its peers in the same step, if theirs has grown too: longer sequences for
+all raise every pace and no ratio.
 
     calm ──► hot in two looks on end ──► slow ──► as fast as before in several looks on end ──► calm
 

@@ -58,7 +58,7 @@ class BuiltIn:
     """A model that a job can ask for by name: its numbers, and the function that builds it from them."""
 
     shape: GptShape
-    build: str = "everstep.engine.gpt:gpt"  # module:function
+    build: str = "everstep.engine.layers.gpt:gpt"  # module:function
 
 
 # One row is one model: nothing else knows their names.

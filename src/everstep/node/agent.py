@@ -42,8 +42,8 @@ from everstep.core.faults.xids import place_of_xid
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import decode, encode
 from everstep.core.words.ops import parse_worker
+from everstep.engine.data_plane.sockets import watch_path
 from everstep.engine.job import Job
-from everstep.engine.sockets import watch_path
 from everstep.errors import PeerError, UserError
 from everstep.node import slot_devices
 from everstep.node.coordinator_address import current

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from everstep.engine import context
 from everstep.engine.job import Job
-from everstep.engine.program import Program
+from everstep.engine.prepare import context
+from everstep.engine.prepare.program import Program
 from everstep.errors import UserError
 
 

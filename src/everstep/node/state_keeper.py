@@ -31,8 +31,8 @@ from everstep.core.words.text import clipped
 from everstep.core.worker.control import StateDirections
 from everstep.core.worker.copy_holders import CopyHolders
 from everstep.engine.job import Job
-from everstep.engine.sharded import ChunkSlice
-from everstep.engine.shards.plan import Cut
+from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.state.sharded import ChunkSlice
 from everstep.errors import UserError
 from everstep.layout.box import Box, whole
 from everstep.node.copied_state import CopiedState

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.engine.links import Address, Links
-from everstep.engine.sockets import progress_of
+from everstep.engine.data_plane.links import Address, Links
+from everstep.engine.data_plane.sockets import progress_of
 from everstep.errors import UserError
 from everstep.fabric.allocate import allocate
 from everstep.fabric.catalogue import Hops, Tuple4

@@ -36,24 +36,25 @@ from everstep.core.words.text import MOST_TRACEBACK, clipped
 from everstep.core.worker.control import WorkerControl, raised
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
-from everstep.engine import nccl, regions
-from everstep.engine.beacon import Beacon
-from everstep.engine.courier import Courier, identity_of
-from everstep.engine.faults import parse_fault
-from everstep.engine.fitting import room
-from everstep.engine.frames import Incoming
+from everstep.engine.data_plane import nccl
+from everstep.engine.data_plane.courier import Courier, identity_of
+from everstep.engine.data_plane.frames import Incoming
+from everstep.engine.data_plane.links import Address, Links
+from everstep.engine.datasets.loading import Loader
 from everstep.engine.job import Job
-from everstep.engine.links import Address, Links
-from everstep.engine.loading import Loader
-from everstep.engine.ports import Ports
-from everstep.engine.program import Program
-from everstep.engine.recorder import WorkerRecorder
+from everstep.engine.layers import regions
+from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.prepare.fitting import room
+from everstep.engine.prepare.program import Program
 from everstep.engine.shards.collectives import GroupCollectives
-from everstep.engine.shards.follower import Follower
-from everstep.engine.shards.leader import FollowerSays, ShardLeader
 from everstep.engine.shards.marks import GroupWaits, ShardMark
-from everstep.engine.shards.plan import Cut
-from everstep.engine.worker_loop import WorkerLoop
+from everstep.engine.telemetry.beacon import Beacon
+from everstep.engine.telemetry.faults import parse_fault
+from everstep.engine.telemetry.recorder import WorkerRecorder
+from everstep.engine.worker.follower import Follower
+from everstep.engine.worker.leader import FollowerSays, ShardLeader
+from everstep.engine.worker.ports import Ports
+from everstep.engine.worker.worker_loop import WorkerLoop
 from everstep.node import slot_devices
 from everstep.node.agent_line import AgentLine
 from everstep.node.lifeline import Lifeline

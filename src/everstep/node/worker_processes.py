@@ -22,9 +22,9 @@ from everstep.core.words import cluster_messages as msg
 from everstep.core.words.agent_messages import PlantFaults
 from everstep.core.words.cluster_messages import Sender
 from everstep.core.words.ops import Worker
-from everstep.engine.beacon import Beacon, BeaconReading
-from everstep.engine.faults import parse_fault
 from everstep.engine.job import Job
+from everstep.engine.telemetry.beacon import Beacon, BeaconReading
+from everstep.engine.telemetry.faults import parse_fault
 from everstep.errors import EverstepError
 from everstep.node.checkpoints import failure, work_on_disk
 from everstep.node.fabric_settings import FabricSettings

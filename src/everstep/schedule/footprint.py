@@ -17,10 +17,10 @@ Per microbatch a stage holds its stash: from F to I what autograd saves, from I 
 gradients of the Linears. `stash_cap` says how many at once: twice as many as there are stages, whatever the
 number of microbatches. With this cap no schedule that we have measured takes 1 % longer (docs/schedules.md).
 Strict sums on a GPU keep one more from W to the next W: its contributions may have to be made again
-(`engine.sums`). Where a GPU has room for it, F and I are recorded as CUDA graphs (`engine.recordings`): each
-microbatch under way then has memory of its own that is never given back, and no job is refused for it.
-Boundary tensors are kept until the step is sealed everywhere: one step of them, and they do
-grow with the number of microbatches.
+(`engine.sums.sums`). Where a GPU has room for it, F and I are recorded as CUDA graphs
+(`engine.stage.recordings`): each microbatch under way then has memory of its own that is never given back,
+and no job is refused for it. Boundary tensors are kept until the step is sealed everywhere: one step of
+them, and they do grow with the number of microbatches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SAVED_COPIES = 2  # in host memory: one being written, one that waits (`checkpoi
 BUCKET = 16 << 20  # parameters that are updated at once where a step needs scratch
 CHUNK = 4 << 20  # elements of the reduce that are summed at once
 # Bytes of a state on its way to a joiner or a new holder, in host memory: queued for each while a step is
-# computed; left for the moment before an update; copied at once (`engine.transfers`).
+# computed; left for the moment before an update; copied at once (`engine.data_plane.transfers`).
 SNAPSHOT_WINDOW, SNAPSHOT_REST, SNAPSHOT_PIECE = 256 << 20, 1 << 30, 8 << 20
 # Of what comes and goes inside an op, what a recording keeps: measured as 2.2 to 2.6 on an H200. A pool of
 # memory is cut into pieces that do not always fit what is asked for next.

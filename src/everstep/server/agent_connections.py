@@ -15,7 +15,7 @@ from aiohttp import web
 from everstep.core.cluster import fences
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import decode, encode
-from everstep.engine.sockets import watch_path
+from everstep.engine.data_plane.sockets import watch_path
 from everstep.errors import PeerError
 from everstep.server.journal import LostLeadership
 

@@ -14,9 +14,9 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.words.cluster_messages import LeaveAnnounced, ReshapeRequested, TaskSubmitted
-from everstep.engine.faults import check_fault, parse_fault
 from everstep.engine.job import MOST_WORKERS, Job
 from everstep.engine.tables import shown
+from everstep.engine.telemetry.faults import check_fault, parse_fault
 from everstep.errors import UserError
 
 MOST_WEIGHT = 1_000_000

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from everstep.engine.boundary import Value, put_together, take_apart
+from everstep.engine.layers.boundary import Value, put_together, take_apart
 from everstep.errors import UserError
 
 _STATE = "state"

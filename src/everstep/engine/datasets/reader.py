@@ -12,9 +12,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from everstep.engine.boundary import Value, mapped, tensors_in
 from everstep.engine.datasets.buffer import BatchBuffer
 from everstep.engine.datasets.rows import Collate, stacked
+from everstep.engine.layers.boundary import Value, mapped, tensors_in
 from everstep.errors import UserError
 
 _LOOK_S = 0.002

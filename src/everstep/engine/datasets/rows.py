@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from everstep.engine import keys
-from everstep.engine.boundary import Value, described
 from everstep.engine.datasets.order import Order
+from everstep.engine.layers.boundary import Value, described
 from everstep.errors import UserError
 
 if TYPE_CHECKING:

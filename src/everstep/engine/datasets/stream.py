@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everstep.engine.boundary import Value
 from everstep.engine.datasets.buffer import BatchBuffer
 from everstep.engine.datasets.reader import Reader, Source
 from everstep.engine.datasets.rows import Collate
+from everstep.engine.layers.boundary import Value
 from everstep.errors import UserError
 
 if TYPE_CHECKING:

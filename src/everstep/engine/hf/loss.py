@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from everstep.engine.boundary import Value
-from everstep.engine.model import token_loss
+from everstep.engine.layers.boundary import Value
+from everstep.engine.layers.model import token_loss
 
 
 @dataclass(frozen=True, slots=True)

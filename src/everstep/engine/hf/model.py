@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everstep.engine.boundary import Value, described
 from everstep.engine.hf import weights
 from everstep.engine.hf.anatomy import Anatomy, anatomy_of, with_stand_ins
 from everstep.engine.hf.loss import CausalLoss
 from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
 from everstep.engine.hf.stage import StageModel
-from everstep.engine.model import Model, ModelAssembly, Through, in_short
-from everstep.engine.shards.plan import from_theirs
+from everstep.engine.layers.boundary import Value, described
+from everstep.engine.layers.model import Model, ModelAssembly, Through, in_short
+from everstep.engine.layers.shard_plan import from_theirs
 from everstep.errors import UserError
 
 Prepare = Callable[[Any], Any]  # changes the model in place: freezes, puts adapters in

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everstep.engine.boundary import Value
 from everstep.engine.hf.anatomy import Anatomy, StandIn, frame_of, given_to, replaced
 from everstep.engine.hf.source import transformers
+from everstep.engine.layers.boundary import Value
 
 Run = Callable[..., Any]  # (index of a layer, function, *args, **kwargs): seeds, and recomputes if asked to
 _KEPT_APART = ("input_ids", "inputs_embeds", "labels", "use_cache")

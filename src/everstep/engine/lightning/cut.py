@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everstep.engine.boundary import Value, tensors_in
 from everstep.engine.hf.anatomy import StandIn, with_stand_ins
+from everstep.engine.layers.boundary import Value, tensors_in
 from everstep.engine.lightning.hooks import StepCalls, set_mode
 from everstep.errors import UserError
 

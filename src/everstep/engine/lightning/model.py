@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from everstep.engine.layers.model import Model, ModelAssembly, Through, built, partition
 from everstep.engine.lightning.cut import WHOLE, ModuleParts, StepOfStage, WholeStep, tied_in
 from everstep.engine.lightning.hooks import StepCalls, loss_of
 from everstep.engine.lightning.optimizer import empty_copy, optimizer_here, rate_from
-from everstep.engine.model import Model, ModelAssembly, Through, built, partition
-from everstep.engine.schedules import Rate
+from everstep.engine.state.schedules import Rate
 from everstep.errors import UserError
 
 CARD = "lightning"  # in a job's card of the model: where the values are, and how it is cut

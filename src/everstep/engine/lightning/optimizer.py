@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from everstep.engine.layers.model import in_short
 from everstep.engine.lightning.hooks import StepCalls
-from everstep.engine.model import in_short
-from everstep.engine.schedules import Rate
+from everstep.engine.state.schedules import Rate
 from everstep.errors import UserError
 
 

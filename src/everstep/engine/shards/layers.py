@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everstep.engine.linear import QueuedEmbedding, QueuedLinear, queued_embedding, queued_linear
+from everstep.engine.layers.linear import QueuedEmbedding, QueuedLinear, queued_embedding, queued_linear
+from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.shards.collectives import Collectives
-from everstep.engine.shards.plan import Cut
 from everstep.errors import UserError
 
 

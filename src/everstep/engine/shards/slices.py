@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everstep.engine import device as devices
-from everstep.engine.boundary import Boundary, Gradients
+from everstep.engine.layers.boundary import Boundary, Gradients
 from everstep.engine.shards.collectives import Collectives
 
 

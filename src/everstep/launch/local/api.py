@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.core.words.cluster_messages import Patience
-from everstep.engine import context
-from everstep.engine.data import Dataset, dataset_of, of_job
-from everstep.engine.evaluation import Metric
-from everstep.engine.faults import PlantedFault, check_fault, parse_fault
+from everstep.engine.datasets.data import Dataset, dataset_of, of_job
 from everstep.engine.job import Job
-from everstep.engine.model import Loss
-from everstep.engine.optimizer import OptimizerFactory
-from everstep.engine.preflight import batch_of, preflight
-from everstep.engine.program import Program
-from everstep.engine.resolve import evaluation_of, optimizer_of, schedule_of
-from everstep.engine.schedules import Rate
+from everstep.engine.layers.model import Loss
+from everstep.engine.prepare import context
+from everstep.engine.prepare.preflight import batch_of, preflight
+from everstep.engine.prepare.program import Program
+from everstep.engine.prepare.resolve import evaluation_of, optimizer_of, schedule_of
+from everstep.engine.stage.evaluation import Metric
+from everstep.engine.state.optimizer import OptimizerFactory
+from everstep.engine.state.schedules import Rate
+from everstep.engine.telemetry.faults import PlantedFault, check_fault, parse_fault
 from everstep.errors import EverstepError, UserError
 from everstep.launch.local import callbacks as callbacks_module
 from everstep.launch.local import fork_servers

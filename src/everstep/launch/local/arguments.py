@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from everstep.engine.job import Job, OptimizerSpec
-from everstep.engine.model import Factory, Loss, Model
+from everstep.engine.layers.model import Factory, Loss, Model
 from everstep.engine.presets import closest_key
 from everstep.errors import UserError
 

@@ -17,7 +17,7 @@ from typing import Any
 from everstep.core.words.incidents import Incident
 from everstep.drive.step_rows import StepRow
 from everstep.engine.job import Job
-from everstep.engine.schedules import Rate
+from everstep.engine.state.schedules import Rate
 from everstep.errors import UserError
 from everstep.launch.local.history import History
 from everstep.launch.local.report import incident_document

@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from everstep.checkpoint.export import load
-from everstep.engine import context
 from everstep.engine.datasets.rows import Rows, rows, seeded
 from everstep.engine.datasets.stream import Stream, stream
 from everstep.engine.lightning import hooks
@@ -30,6 +29,7 @@ from everstep.engine.lightning.model import (
     parts_from,
     write_values,
 )
+from everstep.engine.prepare import context
 from everstep.errors import UserError
 from everstep.launch.local import api
 from everstep.launch.local.data import steps_of

@@ -7,7 +7,7 @@ import contextlib
 from everstep.checkpoint import folder
 from everstep.checkpoint.places import place_of
 from everstep.engine.job import Job
-from everstep.engine.model import Model, slots
+from everstep.engine.layers.model import Model, slots
 from everstep.errors import EverstepError, UserError
 
 

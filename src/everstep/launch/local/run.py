@@ -29,9 +29,9 @@ from everstep.core.words.ops import Worker
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.step_rows import begins_training, means
 from everstep.drive.thinking import Thinking
-from everstep.engine.beacon import BeaconReading
-from everstep.engine.faults import PlantedFault
 from everstep.engine.job import Job
+from everstep.engine.telemetry.beacon import BeaconReading
+from everstep.engine.telemetry.faults import PlantedFault
 from everstep.launch.local.data import DataWaits
 from everstep.launch.local.outcome import Outcome, StepLog
 from everstep.node.fork_server import ForkServer

@@ -1,0 +1,157 @@
+"""Data as a function of (step, microbatch): any worker can ask for any batch, and asks again after a death.
+
+A dataset has one method, `batch(step, microbatch)`. It gives (inputs, targets), for the first layer and for
+the loss, or one dict, such as {"input_ids", "attention_mask", "labels"}, which both of them get whole. It
+must be pure: the same arguments give the same tensors, on every worker, at any time. `microbatch` counts
+through the whole step, over all replicas, so the batch does not depend on who runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everstep.engine import keys
+from everstep.engine.layers.boundary import Value
+from everstep.errors import UserError
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """What gives training its data: a function of (step, microbatch) in the form of an object."""
+
+    def batch(self, step: int, microbatch: int) -> tuple[Value, Value] | Mapping[str, Value]:
+        """Inputs and targets, or a dict. `step` counts from 1, `microbatch` from 0 through the whole step,
+        over all replicas. The same arguments give the same tensors, in every process, however often.
+        """
+        ...
+
+
+class FunctionData:
+    """A data function in the form of a dataset."""
+
+    def __init__(self, function: Any) -> None:
+        self.batch = function
+
+
+def dataset_of(given: Any, name: str = "data") -> Any:
+    """What a user gives as data, as a dataset; `name`: the argument."""
+    kind = type(given).__name__
+    foreign = type(given).__module__.partition(".")[0] in (
+        "datasets",
+        "torch",
+    )  # theirs may have a `batch`, too
+    if callable(getattr(given, "batch", None)) and not foreign:
+        return given
+    if isinstance(given, str | Path):
+        raise UserError(
+            f"{name} is {str(given)!r}; give everstep.tokens({str(given)!r}) for a file of tokens, or "
+            "everstep.table(...) for parquet or Arrow."
+        )
+    if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+        raise UserError(
+            f"{name} is a {kind}; give everstep.rows({name}, rows=...), which shuffles it by epoch."
+        )
+    if hasattr(given, "__iter__"):
+        raise UserError(
+            f"{name} is a {kind}, which can only be iterated; give everstep.rows(DATASET, rows=...) with the "
+            f"data set behind it, or everstep.stream({name})."
+        )
+    if not callable(given):
+        raise UserError(
+            f"{name} is a {kind}; give a function of (step, microbatch), an object with "
+            "batch(step, microbatch), or everstep.rows, tokens, table or stream."
+        )
+    return FunctionData(given)
+
+
+def of_job(data: Any, job: Any) -> Any:
+    """A data set that must know its job (microbatches per step, seed, folders) gets to know it."""
+    bind = getattr(data, "for_job", None)
+    return data if bind is None else bind(job)
+
+
+def split(batch: Any) -> tuple[Value, Value]:
+    """What of a batch the first layer gets, and what the loss."""
+    if isinstance(batch, Mapping):
+        return dict(batch), dict(batch)
+    inputs, targets = batch
+    return inputs, targets
+
+
+def uneven(before: list[tuple[int, ...]], now: list[tuple[int, ...]]) -> str:
+    """Why microbatches of different sizes are refused where the loss is a mean."""
+    return (
+        f"the targets of one microbatch have shape {_shapes(before)}, of another {_shapes(now)}, and the "
+        "loss is a mean, which would count a small microbatch as much as a large one; let the loss return "
+        "(sum, weight), such as everstep.token_loss."
+    )
+
+
+def _shapes(shapes: list[tuple[int, ...]]) -> str:
+    return " and ".join(map(str, shapes))
+
+
+class Synthetic:
+    """Text of a made-up language in which a token nearly tells the next one, so that the loss really falls.
+
+    A walk on a ring of symbols: from each symbol eight others can follow, the k-th with probability about
+    2^-k. A model starts near ln(vocab), soon knows which symbols are used, then which follow which; no model
+    can go below `floor` nats.
+    """
+
+    _ODDS = np.cumsum([2.0**-k for k in range(1, 8)])
+    floor = 1.3756
+    in_a_thread = True
+
+    def __init__(self, *, vocab: int, sequence: int, rows: int, seed: int = 0) -> None:
+        self.vocab, self.sequence, self.rows, self.seed = vocab, sequence, rows, seed
+        symbols = min(vocab, 256)
+        self._alphabet = np.argsort(keys.draws(keys.key(seed, keys.DATA, 1), vocab))[:symbols]
+        self._strides = 1 + np.argsort(keys.draws(keys.key(seed, keys.DATA, 2), max(symbols, 8)))[:8]
+
+    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        count = self.rows * (self.sequence + 1)
+        draw = keys.uniform(keys.key(self.seed, keys.DATA, step, microbatch), count).reshape(self.rows, -1)
+        moves = self._strides[np.searchsorted(self._ODDS, draw, side="right")]
+        moves[:, 0] = (draw[:, 0] * len(self._alphabet)).astype(np.int64)
+        tokens = self._alphabet[np.cumsum(moves, axis=1) % len(self._alphabet)]
+        return _shifted(tokens)
+
+
+class TokenFile:
+    """Windows of a file of tokens, a byte or two each; (seed, step, microbatch, row) say where one starts."""
+
+    in_a_thread = True  # draws nothing from a generator of the process: may be loaded in a thread
+
+    def __init__(
+        self, path: str | Path, *, sequence: int, rows: int, seed: int = 0, token: str = "uint8"
+    ) -> None:
+        if token not in ("uint8", "uint16"):
+            raise UserError(f'data.token is {token!r}; use "uint8" or "uint16".')
+        self.path, self.sequence, self.rows, self.seed = Path(path), sequence, rows, seed
+        if not self.path.is_file():
+            raise UserError(f"data.path {str(path)!r} is not a file.")
+        size = self.path.stat().st_size // np.dtype(token).itemsize
+        if size < sequence + 1:
+            raise UserError(f"data.path {str(path)!r} holds {size} tokens; a row needs {sequence + 1}.")
+        self._tokens = np.memmap(self.path, dtype=np.dtype(token).newbyteorder("<"), mode="r", shape=(size,))
+
+    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        places = np.uint64(len(self._tokens) - self.sequence)
+        starts = keys.draws(keys.key(self.seed, keys.DATA, step, microbatch), self.rows) % places
+        window = np.arange(self.sequence + 1)
+        return _shifted(self._tokens[starts.astype(np.int64)[:, None] + window].astype(np.int64))
+
+
+def _shifted(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Inputs, and for each the token that follows it."""
+    return (
+        torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])),
+        torch.from_numpy(np.ascontiguousarray(tokens[:, 1:])),
+    )

@@ -1,0 +1,1 @@
+"""What models are made of: the split backward of a Linear, attention, and what is split among shards."""

@@ -1,0 +1,196 @@
+"""Our GPT: RMSNorm, rotary positions, SwiGLU, causal attention, grouped heads if asked.
+
+It is a user's model like any other: a table of layers, each built by its own factory on the worker that runs
+it. Query, key and value are separate matrices, so that a checkpoint's names are the plain ones and a later
+split of heads over shards is a slice.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from everstep.engine.layers import attention
+from everstep.engine.layers.boundary import Value, described
+from everstep.engine.layers.model import Model, ModelAssembly
+from everstep.engine.layers.regions import region
+from everstep.engine.presets import GptShape
+from everstep.engine.presets import shape as named_shape
+from everstep.errors import UserError
+
+SHARD_PLAN = {
+    "embed.tokens": "vocab",
+    "blocks.*.attention.q": "column",
+    "blocks.*.attention.k": "column",
+    "blocks.*.attention.v": "column",
+    "blocks.*.attention.out": "row",
+    "blocks.*.mlp.gate": "column",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
+    "head.logits": "logits",
+    "embed.dropout": "sequence",
+    "blocks.*.attention_norm": "sequence",
+    "blocks.*.mlp_norm": "sequence",
+    "blocks.*.dropout": "sequence",
+    "head.norm": "sequence",
+}
+
+
+def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
+    """`gpt("gpt-1m")`, `gpt("gpt-1m", dropout=0.1)`, `gpt(width=96, heads=6)`, or a whole `Shape`."""
+    form = preset if isinstance(preset, GptShape) else named_shape(preset, **changes)
+    blocks = {f"blocks.{i}": partial(Block, form) for i in range(form.depth)}
+    tied = (("embed.tokens.weight", "head.logits.weight"),) if form.tied else ()
+    return Model(
+        layers={"embed": partial(Embed, form), **blocks, "head": partial(Head, form)},
+        tied=tied,
+        assembly=ModelAssembly(
+            check=partial(check_tokens, form.vocab), shared_out=form.shared_out(), recordable=True
+        ),
+        shard_plan=SHARD_PLAN,
+    )
+
+
+def check_tokens(vocab: int, inputs: Value, targets: Value) -> None:
+    """The first batch: rows of tokens that the model knows?"""
+    for tokens, what in ((inputs, "inputs"), (targets, "targets")):
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
+            kind = f" and {tokens.dtype}" if isinstance(tokens, Tensor) else ""
+            raise UserError(
+                f"data gives as {what} {described(tokens)}{kind}; a GPT takes token numbers in rows x length."
+            )
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
+            raise UserError(
+                f"data gives tokens {int(tokens.min())} to {int(tokens.max())} and the model "
+                f"knows 0 to {vocab - 1}; raise model.vocab."
+            )
+
+
+class Embed(nn.Module):
+    def __init__(self, form: GptShape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(form.vocab, form.width)
+        self.dropout = nn.Dropout(form.dropout)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.dropout(self.tokens(tokens))
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, form: GptShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(form.width, eps=1e-6)
+        self.attention = Attention(form)
+        self.mlp_norm = nn.RMSNorm(form.width, eps=1e-6)
+        self.mlp = SwiGLU(form)
+        self.dropout = nn.Dropout(form.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        eps = 1e-6
+        attended = self.dropout(self.attention(_normed(x, self.attention_norm.weight, eps)))
+        x, normed = _added_and_normed(x, attended, self.mlp_norm.weight, eps)
+        x = x + self.dropout(self.mlp(normed))
+        return x
+
+
+class Attention(nn.Module):
+    def __init__(self, form: GptShape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = form.heads, form.kv_heads or form.heads
+        self.size = size = form.width // form.heads
+        self.q = _linear(form.width, form.width)
+        self.k = _linear(form.width, size * self.kv_heads)
+        self.v = _linear(form.width, size * self.kv_heads)
+        self.out = _linear(form.width, form.width, into_residual=form.depth)
+        self.rotary = Rotary(size, form.rope_base)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        rows, length, _ = q.shape  # not of x, which can be a part of the sequence
+        q = self.rotary(q.view(rows, length, -1, self.size))  # a shard has some of the heads
+        k = self.rotary(self.k(x).view(rows, length, -1, self.size))
+        v = self.v(x).view(rows, length, -1, self.size)
+        y = attention.causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        out: Tensor = self.out(y.transpose(1, 2).reshape(rows, length, -1))
+        return out
+
+
+class Rotary(nn.Module):
+    """Positions as rotations. The tables stay fp32 in any precision, so they are no buffer of the module."""
+
+    def __init__(self, size: int, base: float) -> None:
+        super().__init__()
+        self.size, self.base = size, base
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rotated(x, *self._of(x.shape[1], x.device))
+
+    def _of(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        tables = self._tables
+        if tables is None or tables[0].shape[0] < length or tables[0].device != device:
+            rates = self.base ** (-torch.arange(0, self.size, 2, dtype=torch.float64) / self.size)
+            angles = torch.outer(torch.arange(length, dtype=torch.float64), rates)[:, None, :]
+            tables = (angles.cos().float().to(device), angles.sin().float().to(device))
+            self._tables = tables
+        return tables[0][:length], tables[1][:length]
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, form: GptShape) -> None:
+        super().__init__()
+        self.gate = _linear(form.width, form.hidden)
+        self.up = _linear(form.width, form.hidden)
+        self.down = _linear(form.hidden, form.width, into_residual=form.depth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(_gated(self.gate(x), self.up(x)))
+        return y
+
+
+class Head(nn.Module):
+    def __init__(self, form: GptShape) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(form.width, eps=1e-6)
+        self.logits = nn.Linear(form.width, form.vocab, bias=False)
+        nn.init.normal_(self.logits.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.logits(_normed(x, self.norm.weight, 1e-6))
+        return logits
+
+
+@region
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+@region
+def _added_and_normed(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x = x + more
+    return x, F.rms_norm(x, weight.shape, weight, eps)
+
+
+@region
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+@region
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _linear(inputs: int, outputs: int, *, into_residual: int = 0) -> nn.Linear:
+    """Unit variance through a matrix; what is added to the residual stream shrinks as the adders grow."""
+    layer = nn.Linear(inputs, outputs, bias=False)
+    scale = (2 * into_residual) ** -0.5 if into_residual else 1.0
+    nn.init.normal_(layer.weight, std=scale * inputs**-0.5)
+    return layer

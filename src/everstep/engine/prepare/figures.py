@@ -1,0 +1,233 @@
+"""What each layer holds of a microbatch, found without memory or arithmetic: on the meta device.
+
+A layer is run forward and backward on meta tensors, with its Linears taken over as on a worker. What autograd
+saves is what a stash holds from F to I; what the queue holds afterwards is what it holds from I to W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from everstep.engine.job import Job
+from everstep.engine.layers.boundary import Value, mapped, tensors_in
+from everstep.engine.layers.linear import Queue, take_over
+from everstep.engine.layers.model import (
+    Model,
+    every_parameter,
+    in_precision,
+    one_after_the_other,
+    skeleton,
+    slots,
+)
+from everstep.engine.stage.stage import DTYPES
+from everstep.schedule.footprint import ADAM, Settings, StageFigures
+
+Storages = dict[int, int]  # by identity, their bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFigures:
+    parameters: int
+    largest: int
+    held_forward: float
+    held_weight: float
+    kept_input: float  # all that is held from F to I with recompute
+    saves_input: bool  # is its input in `held_forward`?
+    output: float  # what it gives to the next layer
+    graded: float  # of it, what a gradient comes back for
+    largest_held: float = 0.0  # of `held_forward`, the largest tensor
+    tied: int = 0  # of its parameters, those that are one tensor with others
+
+
+def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) -> Settings:
+    return Settings(
+        precision=job.precision,
+        accumulate=job.accumulate,
+        eager=job.stages > 1 and job.optimizer.stagger != "never" and not job.optimizer.shard,
+        sharded=job.optimizer.shard,
+        clip=job.optimizer.clip is not None,
+        average=job.optimizer.ema is not None,
+        saved=_saved(job),
+        optimizer=optimizer,
+        elementwise=elementwise,
+        replicas=job.replicas,
+        checked_late=job.device.startswith("cuda") and job.accumulate in ("strict", "strict32"),
+        recorded=job.device.startswith("cuda") and job.shards == 1 and _records(job),
+        through_host=job.device.startswith("cuda") and job.transport == "tcp",
+        in_place=job.device.startswith("cuda") and job.transport == "auto" and torch.cuda.device_count() == 1,
+    )
+
+
+def _records(job: Job) -> bool:
+    return job.graphs == "always" or (job.graphs == "auto" and not job.recompute)
+
+
+def _saved(job: Job) -> float:
+    """Replicas share the work of a checkpoint, and with sharded states that of copies in memory."""
+    if job.memory_interval and not job.optimizer.shard:
+        return 1.0
+    return 1.0 / job.replicas if job.memory_interval or job.checkpoint is not None else 0.0
+
+
+def layer_figures(
+    model: Model, batch: tuple[Value, Value], precision: str, device: str = "cpu"
+) -> list[LayerFigures]:
+    """For a microbatch like this one. Stashes are 0 where a layer cannot be run on the meta device."""
+    try:
+        if model.assembly.join is one_after_the_other:
+            return _run(model, batch, DTYPES[precision], on_gpu=device.startswith("cuda"))
+    except Exception:  # an op without a meta form; a user's mistake is the preflight's business
+        pass
+    return [_static(model, name) for name in model.layers]
+
+
+def stage_figures(layers: list[LayerFigures], part: range, *, recompute: bool) -> StageFigures:
+    here = [layers[index] for index in part]
+    last = part.stop == len(layers)
+    again = here if not recompute else here[:-1] if last else here
+    held = sum(layer.kept_input if recompute and layer in again else layer.held_forward for layer in here)
+    entering = 0.0 if recompute or here[0].saves_input or not part.start else layers[part.start - 1].output
+    back = layers[part.start - 1].graded if part.start else 0.0
+    whole = max(layer.held_forward for layer in here)
+    gradient = max(layer.largest_held for layer in here)  # of one tensor, such as the logits
+    tied = sum(layer.tied for layer in here)
+    both = tied == sum(layer.tied for layer in layers)  # halves of a pair; else the other one is sent
+    return StageFigures(
+        parameters=sum(layer.parameters for layer in here),
+        largest=max(layer.largest for layer in here),
+        held_forward=held + entering,
+        held_weight=sum(layer.held_weight for layer in here),
+        inside=max(whole * (1.0 if recompute else 0.5), gradient),  # gradients: half of what a layer saved
+        sent=(0.0 if last else here[-1].output) + back,
+        joined=tied // 2 if both else 3 * tied,
+    )
+
+
+def _static(model: Model, name: str) -> LayerFigures:
+    index = model.names.index(name)
+    own = slots(model, range(index, index + 1))
+    sizes = [slot.size for slot in own.values()]
+    tied = {name for pair in model.tied for name in pair}
+    return LayerFigures(
+        parameters=sum(sizes),
+        tied=sum(slot.size for name, slot in own.items() if name in tied),
+        largest=max(sizes, default=0),
+        held_forward=0.0,
+        held_weight=0.0,
+        kept_input=0.0,
+        saves_input=False,
+        output=0.0,
+        graded=0.0,
+    )
+
+
+def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype, *, on_gpu: bool) -> list[LayerFigures]:
+    value, targets = (mapped(lambda t: t.to("meta"), part) for part in batch)
+    value = mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+    found = []
+    seen: Storages = {}
+    alive: list[Tensor] = []  # a storage that is gone would leave its identity to another
+    for index, name in enumerate(model.layers):
+        module = in_precision(skeleton(model, name), dtype)
+        queue: Queue = []
+        take_over(module, queue)
+        weights = _storages(every_parameter(name, module).values())
+        value = mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), value)
+        given = _storages(tensors_in(value))
+        saved: list[Tensor] = []
+        with _saving(saved, on_gpu=on_gpu):
+            value = module(value)
+            last = index + 1 == len(model.layers)
+            made = model.loss(value, targets) if last else value
+        outputs = tensors_in(made[0] if last and isinstance(made, tuple) else made)
+        graded = [t for t in outputs if t.requires_grad]
+        torch.autograd.backward(graded, [torch.empty_like(t) for t in graded])
+        held = {k: n for k, n in _storages(saved).items() if k not in weights and k not in seen}
+        queued = [t for entry in queue for t in entry if isinstance(t, Tensor)]
+        others = [p.grad for p in every_parameter(name, module).values() if p.grad is not None]
+        later = {k: n for k, n in _storages([*queued, *others]).items() if k not in weights}
+        seen |= held
+        alive += saved
+        static = _static(model, name)
+        found.append(
+            LayerFigures(
+                parameters=static.parameters,
+                largest=static.largest,
+                tied=static.tied,
+                held_forward=_bytes(held),
+                held_weight=_bytes(later),
+                kept_input=_bytes(given),
+                saves_input=any(k in held for k in given),
+                output=0.0 if last else _bytes(_storages(outputs)),
+                graded=0.0 if last else _bytes(_storages(graded)),
+                largest_held=float(max(held.values(), default=0)),
+            )
+        )
+    return found
+
+
+@contextmanager
+def _saving(saved: list[Tensor], *, on_gpu: bool) -> Iterator[None]:
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Fused(on_gpu):
+        yield
+
+
+class _Fused(TorchFunctionMode):
+    """On the meta device attention writes its scores, and RMSNorm all that it computes in between; on a real
+    one a fused kernel does not, for RMSNorm only on a GPU.
+    """
+
+    def __init__(self, on_gpu: bool) -> None:
+        super().__init__()
+        self._on_gpu = on_gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _Attention.apply(*args[:3])  # type: ignore[no-untyped-call]
+        if self._on_gpu and func is torch.nn.functional.rms_norm and (kwargs or {}).get("weight") is not None:
+            return _RMSNorm.apply(args[0], kwargs["weight"])  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads, length = query.shape[-3:-1]  # as fused kernels have it: position by position
+        output = query.new_empty((*query.shape[:-3], length, heads, value.shape[-1])).transpose(-3, -2)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:2])
+
+
+def _storages(tensors: Iterable[Tensor]) -> Storages:
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def _bytes(storages: Mapping[int, int]) -> float:
+    return float(sum(storages.values()))

@@ -1,0 +1,317 @@
+"""Everything that can be known to be wrong before a worker is started, said in one sentence.
+
+The model is built on the meta device, the data is asked for a few batches, and the layers are run on meta
+tensors: shapes without memory or arithmetic, a 7B model in a second. An operation that has no meta form ends
+the look at shapes, silently: it is not the user's mistake, and the workers will find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from everstep.engine import device
+from everstep.engine.datasets.data import Dataset, split
+from everstep.engine.job import Job
+from everstep.engine.layers.boundary import Value, advice, described, mapped, take_apart, tensors_in
+from everstep.engine.layers.linear import largest_in_one, share_in_two
+from everstep.engine.layers.model import (
+    Model,
+    check_tied,
+    in_precision,
+    in_short,
+    one_after_the_other,
+    parameter_count,
+    partition,
+    skeleton,
+    slots,
+)
+from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.prepare.fitting import memory_here, refuse_what_does_not_fit
+from everstep.engine.prepare.resolve import (
+    base_rate,
+    data_of,
+    model_of,
+    optimizer_of,
+    schedule_of,
+    tried_optimizer,
+)
+from everstep.engine.presets import refuse_shards
+from everstep.engine.stage.stage import DTYPES
+from everstep.engine.state.optimizer import OptimizerFactory
+from everstep.engine.state.schedules import Rate
+from everstep.engine.state.sharded import refuse_unless_elementwise, tied_refused
+from everstep.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A job whose words have been turned into things, and the things tried."""
+
+    model: Model
+    data: Dataset
+    optimizer: OptimizerFactory
+    parts: list[range]  # the layers of each stage
+    parameters: int
+    batch: tuple[Value, Value]  # what the first layer gets, and what the loss
+    rate: Rate  # step, from 1 -> the learning rate of the optimizer's first group
+    notes: tuple[str, ...] = ()  # sentences for the user, about nothing that is wrong
+
+
+def preflight(
+    job: Job,
+    *,
+    model: Model | None = None,
+    data: Dataset | None = None,
+    optimizer: OptimizerFactory | None = None,
+    schedule: Any = None,
+) -> Checked:
+    """Check a job. A script gives its own parts (`model`, `data`...) here; the job names the rest."""
+    job.refuse_contradictions()
+    device.pick(job.device)
+    model = model or model_of(job)
+    parts = partition(model, job.stages)
+    check_tied(model)
+    built = _check_sharing(model)
+    if job.shards > 1:
+        refuse_shards(job.shards, model.assembly.shared_out)
+        slots(model, range(len(model.layers)), cut=Cut(model.shard_plan, 0, job.shards))
+        if job.sequence_parallel and "sequence" not in model.shard_plan.values():
+            raise UserError(
+                "sequence_parallel = true needs a shard_plan that names the norms between split layers, such "
+                'as "*.input_norm": "sequence"; this model\'s plan names none.'
+            )
+    parameters = parameter_count(model)
+    if parameters == 0:
+        raise UserError("the model has no parameter to train; is everything frozen?")
+    data = data or data_of(job)
+    batch = batch_of(job, data)
+    model.assembly.check(*batch)
+    if model.assembly.join is one_after_the_other:
+        _run(job, model, batch)
+    refuse_what_does_not_fit(job, model, batch, memory_here(job))
+    ours = optimizer is None and job.optimizer.build is None and job.optimizer.name is None
+    base, multiplier = base_rate(job, model, optimizer), schedule_of(job, model, schedule, optimizer)
+    optimizer = optimizer or optimizer_of(job)
+    if not ours or job.optimizer.shard:
+        for layers in [part for part in parts if slots(model, part)]:  # a stage without parameters has none
+            made = tried_optimizer(optimizer, model, layers)
+            if job.optimizer.shard:
+                refuse_unless_elementwise(made)
+    if job.optimizer.shard and model.tied:
+        raise UserError(tied_refused(model.tied[0][0]))
+    checkpoints = None if job.checkpoint is None else job.checkpoint.folder
+    for key, folder in (("checkpoint.folder", checkpoints), ("log", job.log)):
+        if folder is not None and job.path(folder).exists() and not job.path(folder).is_dir():
+            raise UserError(f"{key} {folder!r} is there and is not a folder; name another.")
+    return Checked(
+        model=model,
+        data=data,
+        optimizer=optimizer,
+        parts=parts,
+        parameters=parameters,
+        batch=batch,
+        rate=lambda step: base * (job.rate(step - 1) if multiplier is None else multiplier(step)),
+        notes=_notes(built),
+    )
+
+
+def _notes(built: dict[str, nn.Module]) -> tuple[str, ...]:
+    """Where most of the backward is one op, schedules have less to move."""
+    share, largest = share_in_two(built.values()), largest_in_one(built)
+    if share >= 0.5 or largest is None:
+        return ()
+    return (
+        f"{1 - share:.0%} of the parameters, such as {largest}, get their gradients with the input's: "
+        "their backward is one op, not two",
+    )
+
+
+def batch_of(job: Job, data: Dataset) -> tuple[Value, Value]:
+    """The first microbatch, once the data has been tried."""
+    if hasattr(data, "preview"):  # a stream cannot be asked for its last batch
+        return _form("the stream's first batch", data.preview())
+    first, again = _ask(data, 1, 0), _ask(data, 1, 0)
+    if not _alike(first, again, lambda a, b: a.shape == b.shape and torch.equal(a, b)):
+        raise UserError(
+            "data batch(1, 0) gave two different answers to two calls; make it a function of its "
+            "arguments and the seed alone, or a healed run cannot repeat it."
+        )
+    last = _ask(data, job.steps, job.microbatches_in_step - 1)
+    if not _alike(first, last, lambda a, b: a.dtype == b.dtype and a.ndim == b.ndim):
+        raise UserError(
+            f"data gives {_forms(first)} at first and {_forms(last)} at last; make every batch alike, in "
+            "keys, types and number of dimensions."
+        )
+    return first
+
+
+def _ask(data: Dataset, step: int, microbatch: int) -> tuple[Value, Value]:
+    call = f"data batch({step}, {microbatch})"
+    try:
+        made = data.batch(step, microbatch)
+    except UserError:
+        raise
+    except Exception as error:  # the user's function
+        takes = "; it is called with (step, microbatch)" if isinstance(error, TypeError) else ""
+        raise UserError(f"{call} raised {in_short(error)}{takes}.") from error
+    return _form(call, made)
+
+
+def _form(call: str, made: Any) -> tuple[Value, Value]:
+    pair = isinstance(made, tuple | list) and len(made) == 2
+    if not pair and not isinstance(made, Mapping):
+        raise UserError(
+            f"{call} gave {described(made)}; return (inputs, targets), or a dict such as "
+            '{"input_ids": ..., "labels": ...}.'
+        )
+    try:
+        if tensors_in(made):
+            return split(made)
+    except UserError:
+        odd = next(part for part in (made.values() if isinstance(made, Mapping) else made) if _is_odd(part))
+        raise UserError(f"{call} gave {described(odd)} where a tensor belongs; {advice(odd)}.") from None
+    raise UserError(f"{call} gave {described(made)} without a tensor; {advice(made)}.")
+
+
+def _is_odd(part: Any) -> bool:
+    try:
+        return not tensors_in(part) and part is not None
+    except UserError:
+        return True
+
+
+def _alike(one: Value, other: Value, same: Callable[[Tensor, Tensor], bool]) -> bool:
+    (a, tree_a), (b, tree_b) = take_apart(one), take_apart(other)
+    return tree_a == tree_b and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _forms(batch: tuple[Value, Value]) -> str:
+    return ", ".join(f"{t.ndim}-D {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(batch))
+
+
+def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
+    """The layers one after another, each as if it were the first of its stage."""
+    dtype = DTYPES[job.precision]
+    value, targets = (mapped(lambda t: t.to("meta"), part) for part in batch)
+    value = mapped(lambda t: t.to(dtype).requires_grad_() if t.is_floating_point() else t, value)
+    before = "the data"
+    for name in model.layers:
+        module = in_precision(_layer(model, name), dtype)
+        _refuse_whole_numbers(module)
+        given = described(value)
+        value = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), value)
+        try:
+            value = module(value)
+        except NotImplementedError:  # an op without a meta kernel: its shapes show on the workers
+            return
+        except Exception as error:  # the user's module
+            if "leaf Variable" in str(error):
+                raise UserError(f"layer {name!r} changes its input in place; use inplace=False.") from error
+            raise UserError(
+                f"layer {name!r} cannot take what {before} gives, {given}: {in_short(error)}; "
+                f"{_fix(name, value, error)}."
+            ) from error
+        try:
+            tensors_in(value)
+        except UserError:
+            raise UserError(
+                f"layer {name!r} gives {described(value)}; a layer gives a tensor, or tuples, lists and "
+                "dicts of tensors."
+            ) from None
+        before = f"layer {name!r}"
+    _try_loss(model, before, value, targets, batch[1])
+
+
+def _fix(layer: str, value: Value, error: Exception) -> str:
+    if "required positional argument" in str(error):
+        return "a layer gets one argument, which is all that the layer before gives"
+    if not isinstance(value, Tensor):
+        return f"let {layer!r} take all of it as one argument, or let the layer before give one tensor"
+    return "make the two fit, in shape and type"
+
+
+def _refuse_whole_numbers(module: nn.Module) -> None:
+    """Shapes alone would fit."""
+
+    def look(part: nn.Module, given: Any) -> None:
+        if (
+            given
+            and isinstance(given[0], Tensor)
+            and not (given[0].is_floating_point() or given[0].is_complex())
+        ):
+            kind = str(given[0].dtype).removeprefix("torch.")
+            raise TypeError(
+                f"{type(part).__name__} is given {kind}, and multiplies; use .float(), or an nn.Embedding"
+            )
+
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d):
+            part.register_forward_pre_hook(look)
+
+
+def _try_loss(model: Model, last: str, output: Value, targets: Value, real_targets: Value) -> None:
+    output = mapped(lambda t: t.float() if t.is_floating_point() else t, output)
+    try:
+        made = model.loss(output, targets)
+    except NotImplementedError:  # an op without a meta kernel: its shapes show on the workers
+        return
+    except Exception as error:  # the user's loss
+        fix = "" if isinstance(output, Tensor) else "; return one tensor, or give a loss that takes them all"
+        raise UserError(
+            f"the loss cannot take what {last} gives, {described(output)}, and the targets, "
+            f"{described(targets)}: {in_short(error)}{fix}."
+        ) from error
+    weighted = isinstance(made, tuple | list)
+    loss = made[0] if weighted and len(made) == 2 else made
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise UserError(
+            f"the loss gives {described(loss)}; it must be one number, such as a mean, or (sum, weight)."
+        )
+    if not loss.requires_grad:
+        raise UserError("no gradient comes back from the loss; is its argument detached?")
+    masked = any(not t.is_floating_point() and bool((t == -100).any()) for t in tensors_in(real_targets))
+    if masked and not weighted:
+        raise UserError(
+            "some targets are -100, which do not count, and the loss is a mean, which would count every "
+            "microbatch alike; let the loss return (sum, weight), such as everstep.token_loss."
+        )
+
+
+def _check_sharing(model: Model) -> dict[str, nn.Module]:
+    """Each layer has parameters of its own: two workers could not change one tensor."""
+    built = {name: skeleton(model, name) for name in model.layers}
+    tied = {frozenset(pair) for pair in model.tied}
+    seen: dict[int, tuple[str, str]] = {}
+    for name, module in built.items():
+        twin = next((other for other in built if other != name and built[other] is module), None)
+        if twin is not None:
+            raise UserError(
+                f"layers {name!r} and {twin!r} are one module; build a new one in each function, and name "
+                "what they share in Model(tied=...)."
+            )
+        for key, parameter in module.named_parameters():
+            other, its = seen.setdefault(id(parameter), (name, key))
+            if other != name and frozenset((f"{other}.{its}", f"{name}.{key}")) not in tied:
+                raise UserError(
+                    f"layers {other!r} and {name!r} share the parameter {key!r}, and may be on two workers; "
+                    f'give each its own, and Model(tied=(("{other}.{its}", "{name}.{key}"),)) to keep them '
+                    "equal."
+                )
+    return built
+
+
+def _layer(model: Model, name: str) -> nn.Module:
+    module = skeleton(model, name)
+    for part in module.modules():
+        if isinstance(part, _BatchNorm) and part.track_running_stats:
+            raise UserError(
+                f"layer {name!r} keeps running statistics, which no two workers would share; "
+                "use LayerNorm, RMSNorm or track_running_stats=False."
+            )
+    return module

@@ -1,0 +1,123 @@
+"""What a worker trains: a job's settings with its model, data and optimizer, found or given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from everstep.core.worker.rules import TaskRules
+from everstep.engine import device as devices
+from everstep.engine.datasets.data import Dataset
+from everstep.engine.job import Job
+from everstep.engine.layers.model import Model, partition, slots
+from everstep.engine.prepare.resolve import data_of, evaluation_of, model_of, optimizer_of, schedule_of
+from everstep.engine.shards.collectives import Collectives
+from everstep.engine.stage.evaluation import Evaluation
+from everstep.engine.stage.recordings import CudaRecorder, has_room
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state.optimizer import OptimizerFactory, Updater
+from everstep.engine.state.schedules import Rate
+from everstep.engine.state.sharded import ShardedUpdater, tied_refused
+from everstep.engine.sums.sums import Empty
+from everstep.errors import UserError
+
+AnyUpdater = Updater | ShardedUpdater
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    job: Job
+    model: Model
+    data: Dataset
+    optimizer: OptimizerFactory
+    evaluation: Evaluation | None = None
+    rate: Rate | None = None  # None: that of the job
+
+    @staticmethod
+    def of(job: Job) -> Program:
+        """From the words of a job file."""
+        model = model_of(job)
+        rate = schedule_of(job, model)
+        return Program(job, model, data_of(job), optimizer_of(job), evaluation_of(job), rate)
+
+    def rules(self) -> TaskRules:
+        job = self.job
+        return TaskRules(
+            replicas=job.replicas,
+            stages=job.stages,
+            microbatches=job.microbatches,
+            steps=job.steps + (self.evaluation is not None),
+            closes=self.evaluation is not None,
+            clip=job.optimizer.clip,
+            stagger=job.optimizer.stagger,
+            tied=self._tied_stages(),
+            chunks=job.chunks,
+            checkpoint_every=job.checkpoint.interval if job.checkpoint else 0,
+            copy_every=job.memory_interval,
+        )
+
+    def build(
+        self,
+        stage: int,
+        *,
+        device: torch.device | None = None,
+        empty: Empty | None = None,
+        shards: Collectives | None = None,
+    ) -> tuple[Stage, AnyUpdater]:
+        """One worker's layers and their optimizer. `empty` gives the buffers that peers read from. `shards`:
+        for one shard of the worker.
+        """
+        job = self.job
+        made = Stage(
+            self.model,
+            partition(self.model, job.stages)[stage],
+            data=self.data,
+            device=device or devices.pick(job.device),
+            empty=empty,
+            seed=job.seed,
+            precision=job.precision,
+            accumulate=job.accumulate,
+            recompute=job.recompute,
+            contributions=job.microbatches_in_step,
+            shards=shards,
+            evaluation=self.evaluation,
+            sharded=job.optimizer.shard,
+        )
+        if made.device.type == "cuda" and shards is None and self._records:
+            made.record(partial(CudaRecorder, made.device), partial(has_room, made.device))
+        rate = self.rate or (lambda step: job.rate(step - 1))
+        if job.chunks:
+            if made.tied_names:
+                raise UserError(tied_refused(made.tied_names[0]))
+            ema = job.optimizer.ema
+            return made, ShardedUpdater(made, self.optimizer, rate, chunks=job.chunks, ema=ema)
+        return made, Updater(made, self.optimizer, rate, job.optimizer.ema)
+
+    @property
+    def _records(self) -> bool:
+        """Are ops on a GPU launched as CUDA graphs?"""
+        if self.job.graphs == "auto":
+            return self.model.assembly.recordable and not self.job.recompute
+        return self.job.graphs == "always"
+
+    def _tied_stages(self) -> tuple[int, int] | None:
+        """The two stages that hold the halves of tied pairs; None when every pair is within a stage."""
+        parts = partition(self.model, self.job.stages)
+        names = self.model.names
+        trained = slots(self.model, range(len(names))) if self.model.tied else {}
+
+        def stage_of(parameter: str) -> int:
+            owner = max((name for name in names if parameter.startswith(name + ".")), key=len)
+            return next(s for s, layers in enumerate(parts) if names.index(owner) in layers)
+
+        changing = [(a, b) for a, b in self.model.tied if a in trained and b in trained]
+        apart = {(stage_of(a), stage_of(b)) for a, b in changing if stage_of(a) != stage_of(b)}
+        pairs = {(min(pair), max(pair)) for pair in apart}
+        if len(pairs) > 1:
+            raise UserError(
+                f"tied parameters lie in {len(pairs)} different pairs of stages; one pair of stages "
+                "can share tensors: use fewer stages or tie fewer layers."
+            )
+        return pairs.pop() if pairs else None

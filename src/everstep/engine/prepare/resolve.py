@@ -1,0 +1,221 @@
+"""From a job's words to the things they name: the model, the data, the optimizer.
+
+`module:function` is looked up in the job file's folder, then in the working folder, then where Python looks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.engine.datasets.data import Dataset, Synthetic, TokenFile, of_job
+from everstep.engine.datasets.table import table
+from everstep.engine.datasets.tokens import tokens
+from everstep.engine.job import Job
+from everstep.engine.layers.model import Model, in_short, slots
+from everstep.engine.presets import MODELS, SMALLEST, closest
+from everstep.engine.stage.evaluation import Evaluation, Metric
+from everstep.engine.state.optimizer import Named, OptimizerFactory, adamw, torch_optimizer
+from everstep.engine.state.schedules import Rate, rate_of
+from everstep.errors import UserError
+
+
+def resolve(name: str, where: str, base: str | Path = ".") -> Callable[..., Any]:
+    """The function that `module:function` names; `where` is the key of the job that named it."""
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise UserError(f'{where} is {name!r}; write it as "module:function".')
+    if module_name == "__main__":
+        raise UserError(
+            f"{where} is {name!r}, and every worker has another __main__; move {function_name} to a file of "
+            f'its own, mine.py, and write "mine:{function_name}".'
+        )
+    for folder in (str(Path.cwd()), str(Path(base).resolve())):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(f"{where} {name!r} imports {error.name!r}, which is not installed.") from error
+        raise UserError(
+            f"{where} {name!r}: there is no module {error.name!r} beside the job file, "
+            "in the working folder or installed."
+        ) from None
+    except Exception as error:  # the user's module, run for the first time
+        raise UserError(f"{where} {name!r} cannot be imported: {in_short(error)}.") from error
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
+    if function is None:
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UserError(
+            f"{where} {name!r}: module {module_name!r} has no {function_name!r}; "
+            f"{closest(function_name, names)}"
+        )
+    if not callable(function):
+        raise UserError(f"{where} {name!r} is a {type(function).__name__}; it must be a function.")
+    return function
+
+
+def model_of(job: Job) -> Model:
+    spec = job.model
+    if spec.hf is not None:
+        return _hugging_face(job, dict(spec.options))
+    if spec.build is None:
+        form = spec.shape()
+        assert form is not None
+        module, _, function = MODELS[spec.preset or SMALLEST].build.partition(":")
+        model: Model = getattr(importlib.import_module(module), function)(form)
+        return model
+    made = _call(resolve(spec.build, "model.build", job.base), "model.build", spec.options)
+    return made if isinstance(made, Model) else Model(layers=made)
+
+
+def _hugging_face(job: Job, options: dict[str, Any]) -> Model:
+    from everstep.engine.hf.model import hf
+
+    prepare = options.pop("prepare", None)
+    if prepare is not None:
+        options["prepare"] = resolve(prepare, "model.prepare", job.base)
+    assert job.model.hf is not None
+    return hf(job.path(job.model.hf), **options)
+
+
+def data_of(job: Job) -> Dataset:
+    spec, language = job.data, job.language()
+    if spec.build is not None:
+        made = _call(resolve(spec.build, "data.build", job.base), "data.build", spec.options)
+        if not callable(getattr(made, "batch", None)):
+            raise UserError(
+                f"data.build {spec.build!r} gave a {type(made).__name__} without "
+                "batch(step, microbatch); return an object that has it."
+            )
+        dataset: Dataset = of_job(made, job)
+        return dataset
+    if spec.kind == "table":
+        assert spec.path is not None
+        source = table(job.path(spec.path), columns=spec.columns, rows=spec.rows, shuffle=spec.shuffle)
+        return source.for_job(job)
+    sequence = spec.sequence or (language[1] if language is not None else None)
+    if sequence is None:
+        raise UserError("data.sequence is missing; a model of your own needs the length of a row.")
+    if spec.kind == "file":
+        assert spec.path is not None
+        return TokenFile(
+            job.path(spec.path), sequence=sequence, rows=spec.rows, seed=job.seed, token=spec.token
+        )
+    if spec.kind == "tokens":
+        assert spec.path is not None
+        packed = tokens(
+            job.path(spec.path), sequence=sequence, rows=spec.rows, token=spec.token, shuffle=spec.shuffle
+        )
+        return packed.for_job(job)
+    return Synthetic(
+        vocab=language[0] if language is not None else 256, sequence=sequence, rows=spec.rows, seed=job.seed
+    )
+
+
+def evaluation_of(
+    job: Job, data: Dataset | None = None, metrics: Mapping[str, Metric] | None = None
+) -> Evaluation | None:
+    """What a job says of evaluation; a script gives its own data and metrics."""
+    spec = job.evaluation
+    if spec is None:
+        return None
+    found = metrics if data is not None else {name: _metric(name, job) for name in spec.metrics}
+    return Evaluation(
+        data=data if data is not None else data_of(replace(job, data=spec.data)),
+        every=spec.every,
+        batches=spec.batches,
+        steps=job.steps,
+        microbatches=job.microbatches_in_step,
+        metrics={name.rpartition(":")[2]: metric for name, metric in (found or {}).items()},
+    )
+
+
+def _metric(name: str, job: Job) -> Metric:
+    return resolve(name, "evaluation.metrics", job.base)
+
+
+def optimizer_of(job: Job) -> OptimizerFactory:
+    spec = job.optimizer
+    if spec.name is not None:
+        return torch_optimizer(spec.name, {"lr": spec.lr, **spec.changed(), **spec.options})
+    if spec.build is None:
+        return adamw(lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+    build = resolve(spec.build, "optimizer.build", job.base)
+    return lambda named: _call(build, "optimizer.build", spec.options, named)
+
+
+def tried_optimizer(build: OptimizerFactory, model: Model, layers: range) -> torch.optim.Optimizer:
+    """Made for some layers' parameters, each one zero seen through its shape."""
+    named = [
+        (name, nn.Parameter(torch.zeros(()).expand(slot.shape)))
+        for name, slot in slots(model, layers).items()
+    ]
+    try:
+        made = build(named)
+    except UserError:
+        raise
+    except Exception as error:  # the user's function
+        where = ", ".join(repr(model.names[index]) for index in (layers[0], layers[-1])[: len(layers)])
+        raise UserError(
+            f"the optimizer cannot be made for layers {where}: {in_short(error)}; each stage makes its own, "
+            "of the (name, parameter) pairs of its layers."
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UserError(f"optimizer.build gave a {type(made).__name__}; return a torch.optim.Optimizer.")
+    closure, sparse = inspect.signature(made.step).parameters.get("closure"), torch.optim.SparseAdam
+    if isinstance(made, sparse) or (closure is not None and closure.default is closure.empty):
+        why = "needs sparse gradients" if isinstance(made, sparse) else "computes each step anew"
+        raise UserError(
+            f"{type(made).__name__} {why}, which a pipeline does not do; use another one, such as AdamW."
+        )
+    return made
+
+
+def base_rate(job: Job, model: Model, optimizer: OptimizerFactory | None = None) -> float:
+    """What a schedule multiplies: the rate of the optimizer's first group. `optimizer`: given by a script."""
+    spec = job.optimizer
+    if optimizer is None and spec.build is None:
+        return float(spec.options.get("lr", spec.lr))
+    made = tried_optimizer(optimizer or optimizer_of(job), model, range(len(model.layers)))
+    return float(made.param_groups[0]["lr"])
+
+
+def schedule_of(
+    job: Job, model: Model, given: Any = None, optimizer: OptimizerFactory | None = None
+) -> Rate | None:
+    """What multiplies the rate at every step, where it is not the job's own `warmup` and `decay`.
+
+    `given` and `optimizer`: by a script.
+    """
+    spec = job.optimizer
+    if given is None and spec.schedule is None:
+        return None
+    schedule: Any = spec.schedule if given is None else given
+    if given is None and ":" in str(schedule):
+        schedule = resolve(str(schedule), "optimizer.schedule", job.base)
+    lr = base_rate(job, model, optimizer)
+    return rate_of(schedule, lr=lr or 1.0, steps=job.steps, options=spec.schedule_options)
+
+
+def callbacks_of(job: Job) -> list[Any]:
+    """Those that a job file names."""
+    return [_call(resolve(name, "callbacks", job.base), f"callbacks {name!r}", {}) for name in job.callbacks]
+
+
+def _call(function: Callable[..., Any], where: str, options: dict[str, Any], *given: Named) -> Any:
+    try:
+        return function(*given, **options)
+    except UserError:
+        raise
+    except Exception as error:  # the user's function
+        raise UserError(f"{where} raised {in_short(error)}.") from error

@@ -1,0 +1,398 @@
+"""What one worker computes: its layers' forward, input gradient and weight gradient of a microbatch.
+
+The three ops of a (step, microbatch), and what is held between them:
+
+    forward       F   activations of the graph                      held until I
+    input_grad    I   inputs and output gradients of the Linears    held until W
+    weight_grad   W   sums into one flat gradient buffer            held until the next step's sums begin
+
+W alone writes to the buffer: a microbatch whose W has not run has left no trace in it. Nothing here depends
+on which worker runs it or on what it ran before: weights are a function of (seed, layer), dropout of (seed,
+step, microbatch, layer), data of (step, microbatch). So any host computes the same bits.
+
+Sums of floating-point numbers depend on their order, and re-routing changes the order. `sums` has kinds of
+sums that do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from everstep.engine import device as devices
+from everstep.engine import keys
+from everstep.engine.datasets.data import Dataset, split
+from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
+from everstep.engine.layers.linear import Queue, contributions_of
+from everstep.engine.layers.model import Model, Slot, end, slots
+from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.shards.collectives import Collectives
+from everstep.engine.shards.layers import sum_whole
+from everstep.engine.stage.evaluation import SCORED, TRAINED, Evaluation
+from everstep.engine.stage.held_bytes import HeldBytes
+from everstep.engine.stage.microbatch_numbers import MicrobatchNumbers
+from everstep.engine.stage.recordings import OpRecorder, RecordedOps, Recordings, TakenOps
+from everstep.engine.stage.stage_evaluation import StageEvaluation
+from everstep.engine.stage.stage_layers import build_layers
+from everstep.engine.stage.stage_loss import StageLoss
+from everstep.engine.stage.stash import Stash
+from everstep.engine.stage.tied_halves import TiedHalves
+from everstep.engine.sums.grids import Limits
+from everstep.engine.sums.sum_units import Accumulate
+from everstep.engine.sums.sums import Empty, GradientSums
+from everstep.errors import InternalError
+
+Precision = Literal["fp32", "bf16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Stage:
+    def __init__(
+        self,
+        model: Model,
+        layers: range,
+        *,
+        data: Dataset,
+        device: torch.device,
+        seed: int = 0,
+        precision: Precision = "fp32",
+        accumulate: Accumulate = "strict",
+        recompute: bool = False,
+        contributions: int = 256,
+        sharded: bool = False,
+        empty: Empty | None = None,
+        shards: Collectives | None = None,
+        evaluation: Evaluation | None = None,
+    ) -> None:
+        """`contributions`: the microbatches of a step, or more. `empty`: where gradient buffers come from."""
+        self.model, self.layers, self.data, self.device, self.seed = model, layers, data, device, seed
+        self.precision, self.accumulate, self.recompute = precision, accumulate, recompute
+        self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.layers)
+        self.shards = shards
+        place = (0, 1) if shards is None else (shards.index, shards.count)
+        self.cut = Cut(model.shard_plan, *place)
+        self.slots: dict[str, Slot] = slots(model, layers, cut=self.cut)
+        self.size = end(self.slots)
+        tied = {name for pair in model.tied for name in pair}
+        self.tied_names = tuple(name for name in self.slots if name in tied)
+        # Masters are what the optimizer changes, working what the layers compute with; for fp32 one tensor.
+        self.masters = torch.zeros(self.size, dtype=torch.float32, device=device)
+        self.working = (
+            self.masters
+            if precision == "fp32" and not sharded
+            else torch.zeros(self.size, dtype=DTYPES[precision], device=device)
+        )
+        self._queue: Queue = []
+        self._modules, self.parameters, self._summed = build_layers(
+            model,
+            layers,
+            seed=seed,
+            slots=self.slots,
+            masters=self.masters,
+            working=self.working,
+            queue=self._queue,
+            plan=self.cut,
+            shards=shards,
+        )
+        self.evaluation = evaluation
+        self._loss = StageLoss(model, device, shards)
+        self._through = model.assembly.join(layers, self._modules, device)
+        self._evaluation = None
+        if evaluation is not None:
+            loss, fed = self._loss if self.is_last else None, self._fed if self.is_first else None
+            self._evaluation = StageEvaluation(evaluation, self._modules, self._through, loss=loss, fed=fed)
+        self.tied = TiedHalves(model, self.slots)
+        again = model.assembly.recomputed
+        names = (model.names[:-1] if again is None else again) if recompute else ()
+        self._recomputed = {index for index in layers if model.names[index] in set(names)}
+        self.sums = GradientSums(
+            self.slots, self.size, kind=accumulate, contributions=contributions, device=device, empty=empty
+        )
+        self.limits = Limits(list(self.slots) if self.sums.is_strict else (), self.sums.grid)
+        self._index: dict[Tensor, int] = {self.parameters[n]: i for i, n in enumerate(self.slots)}
+        self._stashes: dict[tuple[int, int], Stash] = {}
+        self._batches: dict[tuple[int, int], Any] = {}  # loaded, and not used yet: one at most
+        self._numbers = MicrobatchNumbers()
+        self._held = HeldBytes(lambda: self.working)
+        self.recordings: Recordings | None = None
+
+    def record(self, recorder: Callable[[], OpRecorder], has_room: Callable[[int], bool]) -> None:
+        """From now on F and I are recorded, where they can be."""
+        self.recordings = Recordings(
+            compute=self._computed,
+            recorder=recorder,
+            has_room=has_room,
+            settle=lambda: self.sums.settle(),
+            queue=self._queue,
+            parameters=list(self._index),
+            expected_bytes=lambda: max(0, self._held.forward) + max(0, self._held.weight),
+            device=self.device,
+            is_last=self.is_last,
+        )
+
+    # The ops.
+
+    def load(self, step: int, microbatch: int) -> None:
+        """Get the data that the forward will need, so that waiting for it is not part of the op."""
+        if (self.is_first or self.is_last) and not self.closes(step):
+            self._batches = {(step, microbatch): self.data.batch(step, microbatch)}
+
+    def forward(self, step: int, microbatch: int, given: Boundary | None = None) -> Boundary | None:
+        """F. What the next stage gets; None on the last stage, which keeps the loss instead."""
+        if (step, microbatch) in self._stashes:
+            raise InternalError(f"forward of step {step}, microbatch {microbatch} was run twice here.")
+        if (step, microbatch) not in self._batches:
+            self.load(step, microbatch)
+        beside: list[Value] | None = None
+        if self._evaluation is not None and self.evaluates(step):
+            if not self._evaluation.is_done((step, microbatch)):
+                self.evaluate(step, microbatch, given)
+            beside = self._evaluation.take((step, microbatch))
+        if self.closes(step):
+            return self._close(step, microbatch, beside or [])
+        batch = self._batches.pop((step, microbatch), None)
+        inputs, targets = (None, None) if batch is None else split(batch)
+        wanted, value = ({}, self._fed(inputs)) if self.is_first else self._enter(given)
+        if beside is not None and not self.is_first:
+            value = value[TRAINED]
+        elif (found := self._take_recorded(step, value, targets)) is not None:
+            return self._forward_recorded(step, microbatch, *found, targets)
+        weight: Tensor | float | None = None
+        with self._held.measured():
+            devices.seed(self.device, self._key(step, microbatch, self.layers.start))
+            value = self._through(value, partial(self._layer, step, microbatch))
+            if self.is_last:
+                devices.seed(self.device, self._key(step, microbatch, self.layers.stop))
+                value, weight = self._loss(value, targets)
+        if not self.is_last:
+            boundary = Boundary.of(value if beside is None else {TRAINED: value, SCORED: beside})
+            outputs = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+            self._stashes[step, microbatch] = Stash(wanted, outputs)
+            return boundary
+        self._stashes[step, microbatch] = Stash(wanted, [value], weight)
+        self._numbers.keep_loss(step, microbatch, value.detach().float())
+        return None
+
+    def _computed(self, value: Value, targets: Value) -> tuple[Value, Tensor | float | None]:
+        """Without random numbers, so without seeds."""
+        value = self._through(value, lambda index, layer, *args, **kwargs: layer(*args, **kwargs))
+        return self._loss(value, targets) if self.is_last else (value, None)
+
+    def _take_recorded(self, step: int, value: Value, targets: Value) -> TakenOps | None:
+        if self.recordings is None or self.recordings.is_off:
+            return None
+        busy = [stash.recorded for stash in self._stashes.values() if stash.recorded is not None]
+        eager = any(stash.open and stash.recorded is None for stash in self._stashes.values())
+        there = self._loss.there(targets) if self.is_last else None
+        return self.recordings.take(step, value, there, busy, beside_eager=eager)
+
+    def _forward_recorded(
+        self, step: int, microbatch: int, ops: RecordedOps, tensors: list[Tensor], targets: Value
+    ) -> Boundary | None:
+        outputs = ops.run_forward(tensors)
+        stash = self._stashes[step, microbatch] = Stash({}, outputs, ops.weight, recorded=ops)
+        if not self.is_last:
+            return Boundary(tuple(outputs), ops.tree, ops.graded)
+        if (weight := self._loss.weight_on_host(targets)) is not None:
+            stash.weight = weight
+        self._numbers.keep_loss(step, microbatch, outputs[0].float())
+        return None
+
+    # Evaluation, beside the forward of a step.
+
+    def evaluates(self, step: int) -> bool:
+        return self.evaluation is not None and self.evaluation.evaluates(step)
+
+    def closes(self, step: int) -> bool:
+        return self.evaluation is not None and self.evaluation.closes(step)
+
+    def evaluate(self, step: int, microbatch: int, given: Boundary | None = None) -> None:
+        """The evaluation batches that travel with a microbatch; their values go to the next stage with it."""
+        assert self._evaluation is not None
+        before = None if self.is_first else self._enter(given)[1][SCORED]
+        self._evaluation.run((step, microbatch), before)
+
+    def scores(self, step: int, microbatch: int) -> tuple[float, ...]:
+        """What the evaluation batches of a microbatch added up to; last stage only."""
+        return () if self._evaluation is None else self._evaluation.scores((step, microbatch))
+
+    def _close(self, step: int, microbatch: int, beside: list[Value]) -> Boundary | None:
+        """The forward of a step that trains nothing: it counts 0."""
+        self._stashes[step, microbatch] = Stash({}, [], 0.0)
+        self._numbers.keep_loss(step, microbatch, torch.zeros((), device=self.device))
+        return None if self.is_last else Boundary.of({TRAINED: None, SCORED: beside})
+
+    def input_grad(self, step: int, microbatch: int, given: Gradients | None = None) -> Gradients | None:
+        """I. The gradients for the previous stage; None on the first."""
+        stash = self._stashes.get((step, microbatch))
+        if stash is None or stash.outputs is None:
+            raise InternalError(f"step {step}, microbatch {microbatch}: input gradient with no forward here.")
+        self._queue.clear()
+        weight = float(stash.weight if given is None else given.weight)  # type: ignore[arg-type]
+        self._numbers.keep_weight(step, microbatch, weight)
+        if stash.recorded is not None:
+            return self._input_grad_recorded(stash, stash.recorded, given, weight)
+        if given is None and stash.outputs:
+            torch.autograd.backward(stash.outputs)
+        elif given is None:
+            pass  # the closing step
+        elif given.tensors:
+            grads = [devices.to_device(grad, self.device) for grad in given.tensors]
+            torch.autograd.backward([stash.outputs[i] for i in given.of], grads)
+            if self.recordings is not None:
+                self.recordings.of = given.of
+        stash.queue, stash.outputs = self._queue.copy(), None
+        self._queue.clear()
+        sum_whole(self._summed, self.shards)
+        for parameter in self._index:
+            if parameter.grad is not None:
+                stash.others.append((parameter, parameter.grad))
+                parameter.grad = None
+        if self._held.weight < 0:
+            self._held.weight = self._held.of(stash.for_weights())
+        inputs, stash.inputs = stash.inputs, {}
+        if self.is_first:
+            return None
+        found = {i: t.grad for i, t in enumerate(inputs.values()) if t.grad is not None}
+        return Gradients(tuple(found.values()), tuple(found), weight)
+
+    def _input_grad_recorded(
+        self, stash: Stash, ops: RecordedOps, given: Gradients | None, weight: float
+    ) -> Gradients | None:
+        grads = [devices.to_device(grad, self.device) for grad in given.tensors] if given else []
+        found = ops.run_backward(grads, given.of if given else ())
+        stash.queue, stash.others, stash.outputs = ops.queue, ops.others, None
+        return None if self.is_first else Gradients(tuple(found.values()), tuple(found), weight)
+
+    def weight_grad(self, step: int, microbatch: int) -> None:
+        """W. Adds the microbatch's gradients to the buffer, and lets go of everything held for it."""
+        stash = self._stashes.get((step, microbatch))
+        if stash is None or stash.open:
+            raise InternalError(f"step {step}, microbatch {microbatch}: weight gradient before the input's.")
+        if self.sums.step not in (None, step):
+            raise InternalError(f"a weight gradient of step {step} for the sums of step {self.sums.step}.")
+        with torch.no_grad():
+            if self.sums.is_strict:
+                for parameter, product in contributions_of(stash.queue, stash.others):
+                    self.sums.add(self._index[parameter], product)
+                self.sums.added()
+            else:
+                for queued in stash.queue:
+                    queued.run(self._sum_of)
+                for parameter, grad in stash.others:
+                    self._sum_of(parameter).add_(grad)
+        if self.recordings is not None:
+            self.recordings.late = stash.recorded if self.sums.is_strict else None
+        del self._stashes[step, microbatch]
+
+    def drop(self, step: int, microbatch: int) -> None:
+        """Let go of a microbatch before its W, so that it leaves no trace in the gradients."""
+        del self._stashes[step, microbatch]
+
+    def loss(self, step: int, microbatch: int) -> Tensor:
+        """The loss of a microbatch of this step or the one before: 0-dim, fp32, last stage only. A sum, where
+        the loss has a weight.
+        """
+        return self._numbers.losses[step, microbatch]
+
+    def weight(self, step: int, microbatch: int) -> float:
+        """What a microbatch counts, known from its I on; 1, unless the loss says otherwise."""
+        return self._numbers.weights[step, microbatch]
+
+    def separate_weights(self) -> None:
+        """From now on the layers compute with weights of their own, beside the masters."""
+        self.working = self.masters.clone()
+        for name, parameter in self.parameters.items():
+            parameter.data = self.slots[name].of(self.working)
+
+    def release_masters(self) -> None:
+        """Sharded: the holders of chunks have them."""
+        self.masters = torch.empty(0, dtype=torch.float32, device=self.device)
+
+    # The sums of gradients.
+
+    def take_gradients(self) -> Tensor:
+        """The flat sum of all W since the sums began, as plain numbers; they begin anew."""
+        values = self.sums.values()
+        self.sums.restart()
+        return values
+
+    def discard(self, from_step: int | None = None) -> None:
+        """Throw work away: the stashes and losses from a step on, or of all, and all sums of gradients.
+        A ghost of the step before keeps its stash: it may still be asked for its I.
+        """
+        if self._evaluation is not None:
+            self._evaluation.clear()
+        for key in [key for key in self._stashes if from_step is None or key[0] >= from_step]:
+            del self._stashes[key]
+        self._numbers.discard(from_step)
+        self.sums.restart()
+
+    # What is here.
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """A flat buffer of this stage by logical name."""
+        return {name: slot.of(flat) for name, slot in self.slots.items()}
+
+    def held(self) -> list[tuple[int, int]]:
+        """The (step, microbatch) that have had F and not yet W."""
+        return list(self._stashes)
+
+    def stash_bytes(self) -> int:
+        """Of microbatches under way: exact after I, after F as first measured. Of recordings: all."""
+        total = 0 if self.recordings is None else self.recordings.whole_bytes
+        for stash in (stash for stash in self._stashes.values() if stash.recorded is None):
+            total += max(self._held.forward, 0) if stash.open else self._held.of(stash.for_weights())
+        return total
+
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """What a microbatch held from F to I and from I to W, when it was first measured, or recorded."""
+        least = 0 if self.recordings is None else self.recordings.bytes_each
+        return max(self._held.forward, least), max(self._held.weight, least)
+
+    # How.
+
+    def _fed(self, inputs: Value) -> Value:
+        """A batch as the first layer gets it: on the device, numbers in the precision of the layers."""
+
+        def fed(tensor: Tensor) -> Tensor:
+            tensor = devices.to_device(tensor.detach(), self.device)
+            return tensor.to(DTYPES[self.precision]) if tensor.is_floating_point() else tensor
+
+        return mapped(fed, inputs)
+
+    def _enter(self, given: Boundary | None) -> tuple[dict[int, Tensor], Value]:
+        """What the stage before has sent, and those of its tensors that want a gradient."""
+        if given is None:
+            raise InternalError("a stage that is not the first was given no boundary tensor.")
+        tensors = [devices.to_device(tensor.detach(), self.device) for tensor in given.tensors]
+        wanted = {index: tensors[index].requires_grad_() for index in given.graded}
+        return wanted, put_together(given.tree, tensors)
+
+    def _layer(
+        self, step: int, microbatch: int, index: int, layer: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        def run(*args: Any) -> Any:
+            devices.seed(self.device, seed)  # inside, so that a recompute draws the same dropout
+            made = layer(*args, **kwargs)
+            if self.recordings is not None and devices.has_drawn(self.device, seed):
+                self.recordings.drew()
+            return made
+
+        seed = self._key(step, microbatch, index)
+        if index not in self._recomputed:
+            return run(*args)
+        self._held.keep(args, kwargs)
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+
+    def _key(self, step: int, microbatch: int, layer: int) -> int:
+        return keys.key(self.seed, keys.DROPOUT, step, microbatch, layer)
+
+    def _sum_of(self, parameter: Tensor) -> Tensor:
+        return self.sums.shaped[self._index[parameter]]

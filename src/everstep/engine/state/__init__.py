@@ -1,0 +1,1 @@
+"""Master weights and optimizer, whole or in chunks, and learning rates."""

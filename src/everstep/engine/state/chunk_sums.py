@@ -1,0 +1,84 @@
+"""Sharded states: the reduce by chunks. The owner adds up, and every holder has the sums of its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everstep.core.words.worker_messages import AssembleSum, Parcel, SumChunk
+from everstep.engine import device as devices
+from everstep.engine.stage.counted import counted, squares_of
+from everstep.engine.stage.stage import Stage
+from everstep.engine.sums.sum_parts import SumPart, peaks_of
+from everstep.schedule.footprint import CHUNK
+
+Received = Mapping[Parcel, tuple[tuple[Tensor, ...], Any]]
+Empty = Callable[[int], Tensor]  # fp32, this many elements, where peers can read it
+
+
+class ChunkSums:
+    """The means of the chunks that this worker holds, by step."""
+
+    def __init__(self, replica: int, ranges: Sequence[slice], empty: Empty) -> None:
+        self._replica, self._ranges, self._empty = replica, ranges, empty
+        self.means: dict[int, dict[int, Tensor]] = {}
+
+    def part(self, stage: Stage, chunks: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:
+        """This worker's part of the chunks of one owner: views, and what each is."""
+        parts = [stage.sums.part(self._ranges[chunk]) for chunk in chunks]
+        peaks = stage.sums.part(slice(0, 0)).peaks
+        facts = [[len(part.tensors), [list(key) for key in part.promoted]] for part in parts]
+        return tuple(t for part in parts for t in part.tensors), [list(peaks), facts]
+
+    def add_up(self, stage: Stage, task: SumChunk, received: Received) -> tuple[tuple[float, ...], list[int]]:
+        """The chunks that are this worker's: the squares of each stretch, and the peaks of the step."""
+        by_sender = {self._replica: self._opened(stage, self.part(stage, task.chunks))}
+        for parcel in task.parts:
+            by_sender[parcel.sender] = self._opened(stage, received[parcel])
+        ordered = [by_sender[replica] for replica in task.members]
+        means: dict[int, Tensor] = {}
+        norms: list[list[Tensor]] = []
+        for index, chunk in enumerate(task.chunks):
+            where = self._ranges[chunk]
+            mean = self._empty(where.stop - where.start)
+            stretches = [
+                slice(at, min(at + CHUNK, where.stop)) for at in range(where.start, where.stop, CHUNK)
+            ]
+            parts = [parts[index] for parts, _ in ordered]
+            stage.sums.means(where, stretches, parts, task.weight, mean, origin=where.start)
+            means[chunk] = mean
+            norms += [
+                [mean[own.start - where.start : own.stop - where.start] for own in counted(stage, at)]
+                for at in stretches
+            ]
+        self.means[task.step] = means
+        squares = squares_of(stage, norms)
+        everyone = [SumPart((), peaks, ()) for _, peaks in ordered]
+        return squares, peaks_of(everyone)
+
+    def for_holder(self, step: int, chunks: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:
+        return tuple(self.means[step][chunk] for chunk in chunks), list(chunks)
+
+    def assemble(self, stage: Stage, task: AssembleSum, received: Received) -> None:
+        """Sums of chunks that this worker guards: its own copies, for the owner uses its memory again."""
+        for parcel in task.chunks:
+            tensors, chunks = received[parcel]
+            for chunk, tensor in zip(chunks, tensors, strict=True):
+                mean = torch.empty(tensor.shape, dtype=tensor.dtype, device=stage.device)
+                self.means[task.step][int(chunk)] = mean.copy_(tensor, non_blocking=True)
+        if stage.shards is not None:  # no shard reads from a peer any more when the leader says HELD
+            stage.shards.gather(torch.zeros(1, device=stage.device))
+
+    def _opened(
+        self, stage: Stage, payload: tuple[tuple[Tensor, ...], Any]
+    ) -> tuple[list[SumPart], list[int]]:
+        tensors, (peaks, facts) = payload
+        rest = iter(tensors)
+        parts = []
+        for count, promoted in facts:
+            own = tuple(devices.to_device(next(rest), stage.device) for _ in range(count))
+            parts.append(SumPart(own, peaks, [(int(slot), int(level)) for slot, level in promoted]))
+        return parts, list(peaks)

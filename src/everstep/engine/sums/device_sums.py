@@ -1,0 +1,91 @@
+"""The strict sums of a GPU with kernels of their own (`kernels`): what those need beside the sums.
+
+Sums are not emptied when a step begins: the first contribution to a slot overwrites what was there, and what
+has had none is emptied before anyone reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from everstep.engine import device as devices
+from everstep.engine.layers.model import Slot
+from everstep.engine.sums import kernels
+
+
+class DeviceSums:
+    def __init__(self, slots: Sequence[Slot], size: int, device: torch.device) -> None:
+        assert all(slot.offset % 16 == 0 for slot in slots)
+        assert all(a.offset + a.size <= b.offset for a, b in pairwise(slots))
+        self._slots, self._device = slots, device
+        self._rooms = [*(slot.offset for slot in slots[1:]), size][: len(slots)]
+        self._starts: list[int] = []  # of the blocks of the reduce
+        self._tables: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def begin(self, units: Sequence[int]) -> None:
+        """The exponents of the units, by slot."""
+        offsets = torch.tensor([kernels.OFFSET * 2.0**unit for unit in units], dtype=torch.float64)
+        self._offsets = devices.to_device(offsets, self._device)
+        self._units = [2.0**unit for unit in units]
+        self._peaks = torch.zeros(len(units), dtype=torch.int32, device=self._device)
+        self._untouched = {index for index, slot in enumerate(self._slots) if slot.size}
+
+    def add(self, flat: Tensor, index: int, contribution: Tensor) -> None:
+        first = index in self._untouched
+        self._untouched.discard(index)
+        total = self._view(flat, index)
+        kernels.add_units(total, contribution.contiguous(), self._offsets, self._peaks, index, first=first)
+
+    def subtract(self, flat: Tensor, index: int, contribution: Tensor) -> None:
+        peaks = torch.zeros_like(self._peaks)
+        total = self._view(flat, index)
+        kernels.add_units(total, contribution.contiguous(), self._offsets, peaks, index, sign=-1)
+
+    def take_peaks(self) -> Tensor:
+        """By slot, since they were last taken."""
+        peaks, self._peaks = self._peaks, torch.zeros_like(self._peaks)
+        return peaks.view(torch.float32)
+
+    def empty_untouched(self, flat: Tensor) -> None:
+        for index in self._untouched:
+            self._view(flat, index).zero_()
+        self._untouched.clear()
+
+    def means(self, stretch: slice, parts: Sequence[Tensor], weight: float, out: Tensor, origin: int) -> None:
+        """As `GradientSums.means`, of sums that were not promoted."""
+        if self._tables is None:
+            self._tables = self._make_tables()
+        blocks = range(bisect_right(self._starts, stretch.start) - 1, bisect_left(self._starts, stretch.stop))
+        scales = torch.tensor([*self._units, reciprocal(weight)], dtype=torch.float64)
+        there = devices.to_device(scales, self._device)
+        kernels.mean_of(out, parts, self._tables, there, blocks, stretch, origin)
+
+    def _make_tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        slots: list[int] = []
+        for index, (slot, room) in enumerate(zip(self._slots, self._rooms, strict=True)):
+            starts = range(slot.offset if index else 0, room, kernels.BLOCK)
+            self._starts += starts
+            slots += [index] * len(starts)
+        ends = [slot.offset + slot.size for slot in self._slots]
+        tables = (slots, self._starts, ends, self._rooms)
+        kinds = (torch.int32, torch.int64, torch.int64, torch.int64)
+        a, b, c, d = (
+            devices.to_device(torch.tensor(table, dtype=kind), self._device)
+            for table, kind in zip(tables, kinds, strict=True)
+        )
+        return a, b, c, d
+
+    def _view(self, flat: Tensor, index: int) -> Tensor:
+        slot = self._slots[index]
+        return flat[slot.offset : slot.offset + slot.size]
+
+
+def reciprocal(weight: float) -> float:
+    """NaN where nothing counts, as tensors divide: the update of such a step is skipped."""
+    return 1.0 / weight if weight else math.nan

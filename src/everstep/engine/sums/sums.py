@@ -1,0 +1,377 @@
+"""The gradients of one worker's own microbatches, summed tensor by tensor in one flat buffer.
+
+    fp32       4 bytes   plain sums; other bits in another order
+    fp64       8 bytes   plain sums; the same bits in any order, practically always
+    strict     8 bytes   exact sums on a grid (see `grids`); the same bits in any order, always
+    strict32   4 bytes   the same with 31 bits: coarser, half the memory and half the bytes of a reduce
+
+How a strict sum is kept is in `sum_units`.
+
+Whether a contribution must be promoted is known when its largest element is. On a CPU that is before it is
+added; contributions are added in groups, because for most tensors the calls would cost more than the sums. A
+GPU is not waited for: its contribution is added at once, and taken back if the peak, read when the next
+microbatch is added, says so. Integers allow it: what was added is subtracted, whatever it was.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from everstep.engine import device as devices
+from everstep.engine.layers.model import Slot
+from everstep.engine.sums import grids, kernels
+from everstep.engine.sums.device_sums import DeviceSums
+from everstep.engine.sums.sum_parts import SumPart
+from everstep.engine.sums.sum_units import Accumulate, Addition, units_of
+from everstep.schedule.footprint import CHUNK
+
+Product = Callable[[], Tensor]  # makes a contribution; the same bits whenever it is called
+Empty = Callable[..., Tensor]  # (shape, dtype=) -> a tensor
+
+_PLAIN = {"fp32": torch.float32, "fp64": torch.float64}
+_GROUP = 1 << 18  # elements of contributions that are held until they are added: they are in a cache
+
+
+class _Late(NamedTuple):
+    """Contributions of one microbatch on a GPU, added before their peaks were known here."""
+
+    products: list[tuple[int, Product]]
+    places: list[int]  # of each one's peak
+    peaks: Tensor
+    ready: Callable[[], None]  # waits for them
+
+
+class GradientSums:
+    """One worker's sums of one step. `contributions` is how many the whole step has of each tensor."""
+
+    def __init__(
+        self,
+        slots: Mapping[str, Slot],
+        size: int,
+        *,
+        kind: Accumulate,
+        contributions: int,
+        device: torch.device,
+        empty: Empty | None = None,
+        late: bool | None = None,
+    ) -> None:
+        """`empty`: where buffers come from, for peers read from them. `late`: contributions are checked
+        after they were added, as a GPU needs it.
+        """
+        self._empty = empty or partial(torch.empty, device=device)
+        self.slots, self.size, self.kind, self.device = tuple(slots.values()), size, kind, device
+        self._ends = [slot.offset + slot.size for slot in self.slots]
+        self._is_late = device.type != "cpu" if late is None else late
+        self._units = units_of(kind, late=self._is_late)
+        self.grid = grids.grid("strict32" if kind == "strict32" else "strict", contributions)
+        dtype = self._units.dtype if self._units else _PLAIN[kind]
+        self.flat = self._empty((size,), dtype=dtype)
+        has_kernels = self._is_late and self._units is not None and kernels.usable(device, dtype)
+        self._device_sums = DeviceSums(self.slots, size, device) if has_kernels else None
+        self.flat.zero_()
+        self._cut()
+        self.step: int | None = None
+        self.begin(None, (grids.NO_LIMIT,) * len(self.slots))
+
+    @property
+    def is_strict(self) -> bool:
+        return self._units is not None
+
+    @property
+    def has_kernels(self) -> bool:
+        return self._device_sums is not None
+
+    @property
+    def num_promoted(self) -> int:
+        """Sums of promoted contributions, each as large as its tensor."""
+        return len(self._promoted)
+
+    def begin(self, step: int | None, limits: Sequence[int], *, leave_buffer: bool = False) -> None:
+        """Empty sums for a step. `leave_buffer`: a peer still reads the old one."""
+        if leave_buffer:
+            self.flat = self._empty((self.size,), dtype=self.flat.dtype).zero_()
+            self._cut()
+        self.step, self.limits = step, list(limits)
+        self._known = [self.grid.known(limit) for limit in limits]
+        self._lowest = [self.grid.unit(limit, 0) for limit in limits]
+        self.peaks = [grids.NO_PEAK] * len(self.slots)
+        self._promoted: dict[tuple[int, int], Tensor] = {}
+        self._late: _Late | None = None
+        self._adding: list[tuple[int, Product, Tensor | None]] = []
+        self._group: list[tuple[int, Tensor]] = []
+        self._group_size = 0
+        if self._device_sums is not None:
+            self._device_sums.begin([self._unit(index, 0) for index in range(len(self.slots))])
+            return
+        if self._units is None or not self._units.offset:
+            self.flat.zero_()
+            return
+        for index, view in enumerate(self._views):  # what lies between them stays zero
+            view.fill_(self._offset(index, 0))
+
+    def restart(self, *, leave_buffer: bool = False) -> None:
+        """Throw the sums of this step away."""
+        self.begin(self.step, self.limits, leave_buffer=leave_buffer)
+
+    # -------------------------------------------------------------- adding
+
+    def add(self, index: int, product: Product) -> None:
+        """The contribution of a microbatch to the sum of a slot: one per microbatch."""
+        assert self._units is not None
+        contribution = product().reshape(-1)
+        if not contribution.numel():
+            return
+        if self._is_late:
+            self._adding.append((index, product, self._add_late(index, contribution)))
+            return
+        self._group.append((index, contribution))
+        self._group_size += contribution.numel()
+        if self._group_size >= _GROUP:
+            self._add_group()
+
+    def _add_group(self) -> None:
+        """On a CPU: the contributions that are held."""
+        group, self._group, self._group_size = self._group, [], 0
+        if not group or self._units is None:
+            return
+        largest = [contribution.max() for _, contribution in group]
+        smallest = [contribution.min() for _, contribution in group]
+        found = torch.stack([*largest, *smallest]).tolist()
+        fitting = []
+        for (index, contribution), high, low in zip(
+            group, found[: len(group)], found[len(group) :], strict=True
+        ):
+            peak = grids.exponent(max(high, -low))
+            if self._fits(index, peak):
+                self.peaks[index] = max(self.peaks[index], peak)
+                fitting.append(Addition(self._views[index], contribution, self._unit(index, 0)))
+            else:
+                self._place(index, peak, contribution)
+        self._units.add(fitting, 1)
+
+    def _add_late(self, index: int, contribution: Tensor) -> Tensor | None:
+        """To the sum of level 0, whatever it is; its peak, on the device, where no kernel keeps it."""
+        assert self._units is not None
+        if self._device_sums is not None:
+            self._device_sums.add(self.flat, index, contribution)
+            return None
+        self._units.add([Addition(self._views[index], contribution, self._unit(index, 0))], 1)
+        largest: Tensor = torch.linalg.vector_norm(contribution, math.inf, dtype=torch.float32)
+        return largest.reshape(1)
+
+    def _take_back(self, index: int, contribution: Tensor) -> None:
+        assert self._units is not None
+        if self._device_sums is not None:
+            self._device_sums.subtract(self.flat, index, contribution)
+        else:
+            self._units.add([Addition(self._views[index], contribution, self._unit(index, 0))], -1)
+
+    def added(self) -> None:
+        """All contributions of a microbatch are in. On a GPU, now those of the one before are checked."""
+        adding, self._adding = self._adding, []
+        self.settle()
+        if adding:
+            found = [peak for _, _, peak in adding if peak is not None]
+            places = list(range(len(found)))
+            if self._device_sums is not None:
+                found, places = [self._device_sums.take_peaks()], [index for index, _, _ in adding]
+            peaks, ready = devices.on_its_way(torch.cat(found))
+            self._late = _Late([(index, product) for index, product, _ in adding], places, peaks, ready)
+
+    def settle(self) -> None:
+        """From now on the sums are what they should be, also on a GPU."""
+        self._add_group()
+        late, self._late = self._late, None
+        if late is None:
+            return
+        assert self._units is not None
+        late.ready()
+        found = late.peaks.tolist()
+        for (index, product), place in zip(late.products, late.places, strict=True):
+            peak = grids.exponent(found[place])
+            if self._fits(index, peak):
+                self.peaks[index] = max(self.peaks[index], peak)
+                continue
+            contribution = product().reshape(-1)
+            self._take_back(index, contribution)
+            self._place(index, peak, contribution)
+
+    def _fits(self, index: int, peak: int) -> bool:
+        return peak <= self._known[index]  # else it is promoted, or not finite
+
+    def _place(self, index: int, peak: int, contribution: Tensor) -> None:
+        assert self._units is not None
+        self.peaks[index] = max(self.peaks[index], peak)
+        if peak == grids.NOT_FINITE:
+            return
+        level = self.grid.level(self.limits[index], peak)
+        total = self._views[index]
+        if level:
+            if (index, level) not in self._promoted:
+                empty = self._empty((total.numel(),), dtype=total.dtype)
+                self._promoted[index, level] = empty.fill_(self._offset(index, level))
+            total = self._promoted[index, level]
+        self._units.add([Addition(total, contribution, self._unit(index, level))], 1)
+
+    # -------------------------------------------------------------- the reduce
+
+    def part(self, where: slice) -> SumPart:
+        """What this worker adds to a stretch of the whole stage's sum: views, not copies."""
+        self.settle()
+        if self._device_sums is not None:
+            self._device_sums.empty_untouched(self.flat)
+        if not self.is_strict:
+            return SumPart((self.flat[where],))
+        there = dict(self._pieces(where))
+        promoted = [key for key in sorted(self._promoted) if key[0] in there]
+        sums = [self._promoted[key][_shifted(there[key[0]], self.slots[key[0]].offset)] for key in promoted]
+        return SumPart((self.flat[where], *sums), tuple(self.peaks), promoted)
+
+    def means(
+        self,
+        stretch: slice,
+        chunks: Sequence[slice],
+        parts: Sequence[SumPart],
+        weight: float,
+        out: Tensor,
+        *,
+        origin: int = 0,
+    ) -> None:
+        """All workers' parts of a stretch, summed and divided by `weight`, chunk by chunk into `out`, which
+        begins at `origin`.
+
+        Plain sums are added in the order of the parts.
+        """
+        levels = self._levels(stretch, parts) if self.is_strict else {}
+        if self._device_sums is not None:
+            flats = [part.tensors[0] for part in parts]
+            self._device_sums.means(stretch, flats, weight, out, origin)
+            chunks = self._uncommon(stretch, levels, parts)
+        for chunk in chunks:
+            here = [part.tensors[0][_shifted(chunk, stretch.start)] for part in parts]
+            total = self._total(chunk, here, levels, parts) if self.is_strict else _added(here)
+            torch.div(total, weight, out=out[_shifted(chunk, origin)])
+
+    def _total(
+        self,
+        chunk: slice,
+        sums: Sequence[Tensor],
+        levels: Mapping[tuple[int, int], list[tuple[int, Tensor]]],
+        parts: Sequence[SumPart],
+    ) -> Tensor:
+        pieces = self._pieces(chunk)
+        total = self._value(sums, [(index, 0, piece) for index, piece in pieces], chunk.start)
+        for index, piece in pieces:
+            here = total[_shifted(piece, chunk.start)]
+            for level in sorted(level for i, level in levels if i == index):
+                promoted = [one[_shifted(piece, start)] for start, one in levels[index, level]]
+                here.add_(self._value(promoted, [(index, level, piece)], piece.start))
+            if any(part.peaks[index] == grids.NOT_FINITE for part in parts):
+                here.fill_(math.nan)
+        return total
+
+    def _uncommon(
+        self, stretch: slice, levels: Mapping[tuple[int, int], object], parts: Sequence[SumPart]
+    ) -> list[slice]:
+        """Of a stretch the slots with promoted sums, or with something that is not finite: in pieces."""
+        promoted = {index for index, _ in levels}
+        return [
+            slice(at, min(at + CHUNK, piece.stop))
+            for index, piece in self._pieces(stretch)
+            if index in promoted or any(part.peaks[index] == grids.NOT_FINITE for part in parts)
+            for at in range(piece.start, piece.stop, CHUNK)
+        ]
+
+    def _levels(
+        self, stretch: slice, parts: Sequence[SumPart]
+    ) -> dict[tuple[int, int], list[tuple[int, Tensor]]]:
+        """The promoted sums of all parts by slot and level, each with the place of its first element."""
+        starts = {index: piece.start for index, piece in self._pieces(stretch)}
+        found: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
+        for part in parts:
+            for key, one in zip(part.promoted, part.tensors[1:], strict=True):
+                found.setdefault(key, []).append((starts[key[0]], one))
+        return found
+
+    def _value(self, sums: Sequence[Tensor], pieces: list[tuple[int, int, slice]], start: int) -> Tensor:
+        """The exact total of some workers' sums, in fp64. What lies between the pieces is padding: zeros."""
+        assert self._units is not None
+        if not self._units.offset:
+            total = _added(sums).to(torch.float64)
+            self._each(
+                total, pieces, start, torch._foreach_mul_, lambda i, level: 2.0 ** self._unit(i, level)
+            )
+            return total
+        total = sums[0].clone()
+        self._each(total, pieces, start, torch._foreach_sub_, self._offset)
+        for one in sums[1:]:  # two offsets in one number would take a bit of its grid
+            total.add_(one)
+            self._each(total, pieces, start, torch._foreach_sub_, self._offset)
+        return total
+
+    @staticmethod
+    def _each(
+        total: Tensor,
+        pieces: list[tuple[int, int, slice]],
+        start: int,
+        change: Callable[[list[Tensor], list[float]], object],
+        by: Callable[[int, int], float],
+    ) -> None:
+        if pieces:
+            views = [total[_shifted(piece, start)] for _, _, piece in pieces]
+            change(views, [by(index, level) for index, level, _ in pieces])
+
+    # -------------------------------------------------------------- how
+
+    def values(self) -> Tensor:
+        """All sums as plain numbers, in fp64; fp32 as they are."""
+        if self.kind == "fp32":
+            return self.flat.clone()
+        whole = slice(0, self.size)
+        values = torch.empty(self.size, dtype=torch.float64, device=self.device)
+        self.means(whole, [whole], [self.part(whole)], 1.0, values)
+        return values
+
+    def _cut(self) -> None:
+        """The sums of each tensor, in its shape and flat."""
+        self.shaped = [slot.of(self.flat) for slot in self.slots]
+        self._views = [view.view(-1) for view in self.shaped]
+
+    def _unit(self, index: int, level: int) -> int:
+        return self.grid.unit(self.limits[index], level) if level else self._lowest[index]
+
+    def _offset(self, index: int, level: int) -> float:
+        assert self._units is not None
+        return self._units.offset * 2.0 ** self._unit(index, level)
+
+    def _pieces(self, where: slice) -> list[tuple[int, slice]]:
+        """The slots in a stretch of the buffer, and what of them lies in it."""
+        found = []
+        for index in range(bisect_right(self._ends, where.start), len(self._ends)):
+            start, stop = max(self.slots[index].offset, where.start), min(self._ends[index], where.stop)
+            if start < stop:
+                found.append((index, slice(start, stop)))
+            elif start >= where.stop:
+                break
+        return found
+
+
+def _added(sums: Sequence[Tensor]) -> Tensor:
+    """Not to be written to: of a single worker it is that worker's."""
+    if len(sums) == 1:
+        return sums[0]
+    total = sums[0] + sums[1]
+    for one in sums[2:]:
+        total.add_(one)
+    return total
+
+
+def _shifted(piece: slice, start: int) -> slice:
+    return slice(piece.start - start, piece.stop - start)

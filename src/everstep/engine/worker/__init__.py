@@ -1,0 +1,1 @@
+"""A worker's loop: carries out what `core.worker` decides."""

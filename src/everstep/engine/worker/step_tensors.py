@@ -1,0 +1,313 @@
+"""The tensors a worker keeps of its open steps, and the rules of who may write to them.
+
+The worker state decides in names; here the names have tensors:
+
+    boundaries   activations and gradients, received or made here    until the worker state says Forget
+    payloads     parts, chunks and sums that were received           until the worker state says Forget
+    gradients    the sums of this worker's own microbatches          until it holds the stage's sum
+    sums         the reduced mean gradient                           until sealed, valid and fed
+
+Ownership. A send does not copy: the links *borrow* a tensor until the kernel has its last byte, which can be
+many steps later when a large state is queued before it.
+
+1., 2. As `core.worker.buffers` says.
+3. Boundaries and payloads are never written to, by anyone.
+4. A sum does not change between its assembly and the seal: until then any part of it may be sent again. What
+   an update needs beyond it (a tied pair inside the stage) is computed by the update, not stored in the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from everstep.core.words.ops import Worker
+from everstep.core.words.worker_messages import (
+    AssembleSum,
+    CombineTied,
+    Parcel,
+    ParcelKind,
+    Send,
+    SumChunk,
+)
+from everstep.core.worker.buffers import Buffers
+from everstep.engine import device as devices
+from everstep.engine.data_plane import frames
+from everstep.engine.layers.boundary import Boundary, Gradients
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state.chunk_sums import ChunkSums
+from everstep.engine.state.optimizer import Updater
+from everstep.engine.state.sharded import ShardedUpdater
+from everstep.engine.sums.sum_parts import SumPart, owned, peaks_of, virtual_chunks
+
+Borrowed = Callable[[Tensor], bool]  # is any of this tensor's memory queued for sending?
+
+
+_BESIDE = "beside"  # among a message's facts: those that the worker state does not know of
+
+
+def parted(facts: Any) -> tuple[Any, Any]:
+    """A message's facts: for the worker state, and those beside them."""
+    if isinstance(facts, dict) and _BESIDE in facts:
+        return facts["value"], facts[_BESIDE]
+    return facts, None
+
+
+class SharedTensors(Protocol):
+    """Where tensors live that peers read (`courier`)."""
+
+    def empty(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor: ...
+
+    def kept(self, tensor: Tensor) -> Tensor: ...
+
+
+HoldersAt = Callable[[int], tuple[tuple[int, ...], ...]]
+
+
+class Payload(NamedTuple):
+    """What travels under a parcel's name, besides the facts that the worker state knows of."""
+
+    tensors: tuple[Tensor, ...]
+    facts: Any = None  # in JSON's terms
+
+
+class StepTensors:
+    """Of one worker, by step and by parcel. `replicas` is how many the task has when none has failed."""
+
+    def __init__(
+        self,
+        me: Worker,
+        stage: Stage,
+        updater: Updater | ShardedUpdater,
+        *,
+        replicas: int,
+        borrowed: Borrowed,
+        shared: SharedTensors,
+        holders: HoldersAt | None = None,
+    ) -> None:
+        """`holders`: sharded, who holds which chunk in a step."""
+        self.me, self.stage, self.updater, self._shared = me, stage, updater, shared
+        self.boundaries: dict[Parcel, Boundary | Gradients] = {}  # activations and gradients, in and out
+        self.payloads: dict[Parcel, Payload] = {}  # everything else that was received, and tied halves
+        self._chunks = virtual_chunks(stage.size, replicas)
+        self._buffers = Buffers(
+            borrowed=borrowed,
+            new=lambda: shared.empty((self.stage.size,), dtype=torch.float32),
+            copy=torch.clone,
+        )
+        self._sums: dict[int, Tensor] = {}
+        self._holders = holders
+        self.by_chunk: ChunkSums | None = None
+        if isinstance(updater, ShardedUpdater):
+            new = lambda count: shared.empty((count,), dtype=torch.float32)  # noqa: E731
+            self.by_chunk = ChunkSums(me.replica, updater.ranges, new)
+        self._peaks: dict[int, list[int]] = {}  # of the same steps: the next step's limits follow from them
+
+    def rebuilt(self, stage: Stage, updater: Updater | ShardedUpdater) -> None:
+        """The initial state is back, in new buffers."""
+        self.stage, self.updater = stage, updater
+        self._buffers.clear()
+
+    # -------------------------------------------------------------- payloads
+
+    def forget(self, parcels: Iterable[Parcel]) -> None:
+        for parcel in parcels:
+            self.payloads.pop(parcel, None)
+            self.boundaries.pop(parcel, None)
+
+    def outgoing(self, parcel: Parcel, members: tuple[int, ...]) -> Payload:
+        """What is sent under this name. Who carries it borrows it."""
+        if self.by_chunk is not None:
+            return self._outgoing_chunks(parcel, self.by_chunk)
+        match parcel.what:
+            case ParcelKind.PART:
+                part = self.stage.sums.part(self._stretch(members, parcel.owner))
+                return Payload(part.tensors, part.facts)
+            case ParcelKind.SUM:
+                return Payload((self._sums[parcel.step][self._stretch(members, self.me.replica)],))
+            case ParcelKind.COPY | ParcelKind.FEED:
+                return Payload((self._sums[parcel.step],), self._peaks[parcel.step])
+            case ParcelKind.TIED:
+                if parcel not in self.payloads:  # before combining changes it
+                    half = self.stage.tied.part(self._sums[parcel.step])
+                    self.payloads[parcel] = Payload((self._shared.kept(half),))
+                return self.payloads[parcel]
+            case _:
+                return Payload(())
+
+    def _outgoing_chunks(self, parcel: Parcel, sums: ChunkSums) -> Payload:
+        assert isinstance(self.updater, ShardedUpdater)
+        assert self._holders is not None
+        match parcel.what:
+            case ParcelKind.PART:
+                theirs = [c for c, row in enumerate(self._holders(parcel.step)) if row[0] == parcel.owner]
+                return Payload(*sums.part(self.stage, theirs))
+            case ParcelKind.SUM:
+                rows = enumerate(self._holders(parcel.step))
+                both = [c for c, row in rows if row[0] == self.me.replica and parcel.owner in row]
+                return Payload(*sums.for_holder(parcel.step, both))
+            case ParcelKind.WEIGHTS:
+                if parcel not in self.payloads:  # a copy: the next update must not wait for its last reader
+                    self.payloads[parcel] = Payload((self._copied(self.updater.weights_of(parcel.owner)),))
+                return self.payloads[parcel]
+            case ParcelKind.FILL:
+                return Payload(*self.updater.fill_of(parcel.owner))
+            case ParcelKind.FEED:
+                return Payload((devices.for_queue(self.stage.working),), self._peaks[parcel.step])
+            case _:
+                return Payload(())
+
+    def contents(self, command: Send, members: tuple[int, ...]) -> tuple[Any, tuple[Tensor, ...]]:
+        """The small facts and the tensors that go with a parcel."""
+        if command.parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
+            boundary = self.boundaries[command.parcel]
+            return boundary.facts, boundary.tensors
+        payload = self.outgoing(command.parcel, members)
+        facts = frames.facts_of(command.value)
+        if payload.facts is not None:
+            facts = {"value": facts, _BESIDE: payload.facts}
+        return facts, payload.tensors
+
+    def received(self, parcel: Parcel, facts: Any, tensors: tuple[Tensor, ...], beside: Any) -> None:
+        """A parcel that is wanted. `beside`: facts that the worker state does not know of."""
+        if parcel.what is ParcelKind.ACTIVATION:
+            self.boundaries[parcel] = Boundary.arrived(tensors, facts)
+        elif parcel.what is ParcelKind.GRADIENT:
+            self.boundaries[parcel] = Gradients.arrived(tensors, facts)
+        elif tensors or beside is not None:
+            self.payloads[parcel] = Payload(tensors, beside)
+
+    # -------------------------------------------------------------- the reduce
+
+    def sum_chunk(self, task: SumChunk) -> tuple[float, ...]:
+        """The chunks that are this worker's. Plain sums are added in the order of the replicas."""
+        if self.by_chunk is not None:
+            squares, self._peaks[task.step] = self.by_chunk.add_up(self.stage, task, self.payloads)
+            return squares
+        assert isinstance(self.updater, Updater)
+        mine = self._stretch(task.members, self.me.replica)
+        parts = {self.me.replica: self.stage.sums.part(mine)}
+        for parcel in task.parts:
+            tensors, facts = self.payloads[parcel]
+            parts[parcel.sender] = SumPart.arrived(self._on_device(tensors), facts)
+        ordered = [parts[replica] for replica in task.members]
+        chunks = owned(self._chunks, task.members, self.me.replica)
+        mean = self._sum(task.step)
+        self.stage.sums.means(mine, chunks, ordered, task.weight, mean)
+        self._peaks[task.step] = peaks_of(ordered)
+        return self.updater.squares(mean, chunks)
+
+    def assemble(self, task: AssembleSum) -> float | None:
+        """The whole sum, from the owners' chunks or from a peer's copy."""
+        if self.by_chunk is not None:
+            self.by_chunk.assemble(self.stage, task, self.payloads)
+            return None
+        mean = self._sum(task.step)
+        for chunk in task.chunks:
+            (total,), peaks = self.payloads[chunk]
+            if chunk.what is ParcelKind.COPY:
+                self._peaks[task.step] = peaks
+            is_copy = chunk.what is ParcelKind.COPY
+            where = slice(None) if is_copy else self._stretch(task.members, chunk.sender)
+            mean[where].copy_(total, non_blocking=True)
+        if self.stage.tied.has_pair:
+            return self._squares(mean)
+        if self.stage.shards is not None:  # no shard reads from a peer any more when the leader says HELD
+            self.stage.shards.gather(mean[:1])
+        return None
+
+    def combine(self, task: CombineTied) -> float:
+        """Add the other stage's half of a tied tensor. The sum is sealed, but may still be queued.
+
+        This stage's own half is kept: a worker of the other stage may ask for it when the sum is gone.
+        """
+        self.outgoing(task.other._replace(stage=self.me.stage), ())
+        (other,) = self._on_device(self.payloads[task.other].tensors)
+        mean = self._sums[task.step] = self._buffers.writable(self._sums[task.step])
+        own = self.stage.tied.part(mean)
+        lower_first = (own, other) if self.me.stage < task.other.stage else (other, own)
+        self.stage.tied.set_part(mean, lower_first[0] + lower_first[1])
+        return self._squares(mean)
+
+    # -------------------------------------------------------------- lifetimes
+
+    def sum_of(self, step: int) -> Tensor:
+        return self._sums[step]
+
+    def updated(self, step: int) -> None:
+        """The step's update is made: the sums of the next step begin, within limits that follow from it."""
+        self.stage.limits.follow(step, self._of_all_shards(self._peaks[step]))
+        self._begin(step + 1)
+        over = (ParcelKind.TIED, ParcelKind.WEIGHTS)
+        self.forget([p for p in self.payloads if p.what in over and p.step < step])
+
+    def loaded(self, state_step: int) -> None:
+        """A state is in place: training goes on with the step after it."""
+        self._begin(state_step + 1)
+
+    def fed(self, step: int, feed: Parcel) -> Tensor:
+        """A joining worker's next gradient, to which it adds nothing; `updated` follows."""
+        tensors, self._peaks[step] = self.payloads[feed]
+        return self._on_device(tensors)[0]
+
+    def release_sum(self, step: int) -> None:
+        if self.by_chunk is not None:
+            self.by_chunk.means.pop(step, None)
+        else:
+            self._buffers.give_back(self._sums.pop(step))
+        self._peaks.pop(step, None)
+
+    def discard(self, from_step: int | None, keep: Iterable[Parcel]) -> None:
+        """Of this step and later ones; None: of all steps, and every payload that is not in `keep`."""
+        if self._buffers.is_borrowed(self.stage.sums.flat):
+            self.stage.sums.restart(leave_buffer=True)
+        self.stage.discard(from_step)
+        of_chunks = {} if self.by_chunk is None else self.by_chunk.means
+        for table in (self._sums, self._peaks, of_chunks):
+            for step in [s for s in table if from_step is None or s >= from_step]:
+                del table[step]
+        if from_step is not None:
+            self._begin(from_step)
+        if from_step is None:
+            kept = set(keep)
+            self.payloads = {p: t for p, t in self.payloads.items() if p in kept}
+            self.boundaries = {p: b for p, b in self.boundaries.items() if p in kept}
+
+    # -------------------------------------------------------------- how
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        return self._shared.empty(tuple(tensor.shape), dtype=tensor.dtype).copy_(tensor)
+
+    def _squares(self, mean: Tensor) -> float:
+        assert isinstance(self.updater, Updater)
+        return self.updater.sum_of_squares(mean)
+
+    def _begin(self, step: int) -> None:
+        sums, limits = self.stage.sums, self.stage.limits.at(step)
+        sums.begin(step, limits, leave_buffer=self._buffers.is_borrowed(sums.flat))
+
+    def _sum(self, step: int) -> Tensor:
+        if step not in self._sums:
+            self._sums[step] = self._buffers.take()
+        return self._sums[step]
+
+    def _of_all_shards(self, peaks: list[int]) -> list[int]:
+        """A parameter has one limit, whatever part of it a shard has: states are then one state."""
+        shards = self.stage.shards
+        if shards is None or not peaks:
+            return peaks
+        found: list[int] = shards.max(
+            torch.tensor(peaks, dtype=torch.int64, device=self.stage.device)
+        ).tolist()
+        return found
+
+    def _stretch(self, members: tuple[int, ...], owner: int) -> slice:
+        """All chunks of one owner: they lie side by side."""
+        chunks = owned(self._chunks, members, owner)
+        return slice(chunks[0].start, chunks[-1].stop)
+
+    def _on_device(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(devices.to_device(tensor, self.stage.device) for tensor in tensors)

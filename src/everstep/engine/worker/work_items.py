@@ -1,0 +1,379 @@
+"""How a worker carries out its work items: with its stage's layers, its optimizer and its tensors.
+
+What is next is decided elsewhere (`core.worker`), and so is who hears of it (`worker_loop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everstep.core.words import worker_messages as msg
+from everstep.core.words.agent_messages import SAVING
+from everstep.core.words.cluster_messages import TimesReported
+from everstep.core.words.ops import Kind, Microbatch, Worker
+from everstep.core.worker.control import WorkerControl
+from everstep.core.worker.joining import WorkerLife
+from everstep.engine import device as devices
+from everstep.engine.data_plane.courier import Courier
+from everstep.engine.data_plane.links import Address
+from everstep.engine.data_plane.sockets import FlowProgress
+from everstep.engine.data_plane.transfers import StateSender
+from everstep.engine.datasets.loading import Loader
+from everstep.engine.layers.boundary import Boundary, Gradients
+from everstep.engine.prepare.fitting import allocated
+from everstep.engine.shards.collectives import summed
+from everstep.engine.shards.slices import sliced, together
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state.optimizer import Updater
+from everstep.engine.state.sharded import ShardedUpdater
+from everstep.engine.telemetry.op_times import Began, OpTimes
+from everstep.engine.telemetry.signs import WorkerSigns
+from everstep.engine.worker.ports import Ports
+from everstep.engine.worker.sharded_steps import ShardedSteps
+from everstep.engine.worker.step_tensors import StepTensors
+from everstep.schedule.profile import ALLOCATED, HELD_FORWARD, HELD_WEIGHT, PEAK, ROOM
+
+# What changes the state that a joiner is being sent.
+_WRITES = (
+    msg.Update,
+    msg.Commit,
+    msg.Undo,
+    msg.ApplyFeed,
+    msg.AdoptWeights,
+    msg.LoadFill,
+    msg.Restore,
+)
+_OF_CHUNKS = (msg.AdoptWeights, msg.LoadFill, msg.ApplyFeed, msg.SaveCheckpoint, msg.StoreCopy)
+
+
+class WorkItems:
+    """`shard`: which of the worker's shards this is."""
+
+    def __init__(
+        self,
+        control: WorkerControl,
+        build: Callable[[], tuple[Stage, Updater | ShardedUpdater]],
+        *,
+        ports: Ports,
+        courier: Courier,
+        signs: WorkerSigns,
+        times: OpTimes,
+        loader: Loader | None = None,
+        shard: int = 0,
+    ) -> None:
+        self.control, self.ports, self.courier, self.shard = control, ports, courier, shard
+        self.state, self.me, self.rules = control.state, control.sender.worker, control.state.rules
+        self.signs, self.times, self.loader = signs, times, loader
+        self._data_waited_s = 0.0
+        self._sent_before: dict[Address, FlowProgress] = {}
+        self._sender = StateSender(courier.links)
+        self._build = build
+        self.stage, made = build()
+        self.tensors = StepTensors(
+            self.me,
+            self.stage,
+            made,
+            replicas=self.rules.replicas,
+            borrowed=courier.borrows,
+            shared=courier,
+            holders=self.state.chunks.holders if self.rules.chunks else None,
+        )
+        self._use(made)
+        self._touched = False  # has the initial state been changed?
+
+    def _use(self, made: Updater | ShardedUpdater) -> None:
+        self.updater: Any = made  # where states are sharded, `sharded` uses it
+        self.sharded: ShardedSteps | None = None
+        if isinstance(made, ShardedUpdater):
+            self.sharded = ShardedSteps(made, self.tensors, self.state.chunks)
+
+    def do(self, task: msg.WorkItem) -> Any:
+        if isinstance(task, _WRITES):
+            self._sender.settle(self._fed(), lambda: self.signs.show(busy=True, doing=SAVING))
+        if self.sharded is not None and isinstance(task, _OF_CHUNKS):
+            return self._do_sharded(task, self.sharded)
+        match task:
+            case msg.Compute():
+                return self._compute(task)
+            case msg.Contribute():
+                self.signs.maybe_die(task.step, "R", "before")
+                return self._losses(task.step), self._weights(task.step), self._scores(task.step)
+            case msg.SumChunk():
+                return self._sum_chunk(task)
+            case msg.AssembleSum():
+                return self._assemble(task)
+            case msg.CombineTied():
+                return self.tensors.combine(task)
+            case msg.Update():
+                return self._update(task)
+            case msg.Commit():
+                self.signs.show(busy=True, doing=f"{self.me.stage}U")
+                return self.updater.commit(task.step, self.tensors.sum_of(task.step))
+            case msg.Undo():
+                return self.updater.undo()
+            case msg.Snapshot():
+                return self._snapshot(task)
+            case msg.ApplyFeed():
+                self._apply(task.step, self.tensors.fed(task.step, task.feed), task.scale)
+                return self.tensors.updated(task.step)
+            case msg.Restore():
+                return self._all_have(self._restore(task.state_step))
+            case msg.SaveCheckpoint():
+                self.signs.show(busy=True, doing=SAVING)  # it may wait for the disk: no op's time is billed
+                share = task.index, task.count
+                groups = self.updater.groups(task.state_step)
+                state = self.updater.state(task.state_step)
+                return self.ports.save(task.state_step, task.attempt, share, state, groups)
+            case msg.StoreCopy():
+                self.signs.show(busy=True, doing=SAVING)
+                directions, state = self.control.directions, self.updater.state(task.state_step)
+                return self.ports.copy_to_memory(
+                    task.state_step, task.attempt, task.leaving, state, directions
+                )
+
+    def _do_sharded(self, task: msg.WorkItem, sharded: ShardedSteps) -> None:
+        match task:
+            case msg.AdoptWeights():
+                sharded.adopt(task)
+            case msg.LoadFill():
+                self.signs.maybe_die(self.state.now.step, "U", "during")
+                sharded.load_fill(task)
+            case msg.ApplyFeed():
+                sharded.apply_feed(task)
+            case msg.SaveCheckpoint():
+                self.signs.show(busy=True, doing=SAVING)
+                sharded.save(task, self.ports)
+            case msg.StoreCopy():
+                self.signs.show(busy=True, doing=SAVING)
+                sharded.store(task, self.ports, self.control.directions)
+
+    def _compute(self, task: msg.Compute) -> None:
+        op = task.op
+        microbatch = op.microbatch
+        assert microbatch is not None
+        self.signs.show(busy=True, doing=str(op))
+        self.signs.begin(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}")
+        self.signs.maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
+        number = self.number(microbatch)
+        given: Any = None
+        if task.input is not None:
+            given = together(self.tensors.boundaries[task.input], self.stage.shards, self.stage.device)
+        if op.kind is Kind.F:
+            self._load_data(task.step, number, str(op))
+            if self.stage.evaluates(task.step):
+                self.signs.show(busy=True, doing=f"evaluating beside {op}")
+                self.stage.evaluate(task.step, number, given)
+                self.signs.show(busy=True, doing=str(op))
+        began = self.times.begin()
+        output: Boundary | Gradients | None = None
+        if op.kind is Kind.F:
+            output = self.stage.forward(task.step, number, given)
+        elif op.kind is Kind.W:
+            self.stage.weight_grad(task.step, number)
+        else:
+            output = self.stage.input_grad(task.step, number, given)
+            if op.kind is Kind.B:
+                self.stage.weight_grad(task.step, number)
+        if task.output is not None:
+            assert output is not None
+            self.tensors.boundaries[task.output] = sliced(output, self.stage.shards).moved(self.courier.kept)
+        self._time(op.kind, began, str(op))
+        self.signs.maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
+
+    def _load_data(self, step: int, number: int, op: str) -> None:
+        """Data first, and under its own name: a slow loader is not a slow op."""
+        if self.loader is not None:
+            self.loader.shows = lambda: self.signs.show(busy=True, doing=f"loading data for {op}")
+            coming = islice(self._coming(step), self.loader.ahead + 1)
+            self.loader.expect([(at, self.number(microbatch)) for at, microbatch in coming])
+        self.stage.load(step, number)
+        self.signs.show(busy=True, doing=op)
+
+    def _coming(self, step: int) -> Iterator[tuple[int, Microbatch]]:
+        """The microbatches whose forward is next here, in order."""
+        for op in reversed(self.state.now.todo):
+            if op.kind is Kind.F and op.microbatch is not None:
+                yield step, op.microbatch
+        if step < self.state.steps.last_step:
+            for op in self.state.mail.order.ops(step + 1):
+                if op.kind is Kind.F and op.microbatch is not None:
+                    yield step + 1, op.microbatch
+
+    def _losses(self, step: int) -> list[tuple[Microbatch, float]]:
+        if not self.stage.is_last:
+            return []
+        done = [
+            op.microbatch for op in self.state.now.done if op.kind is Kind.F and op.microbatch is not None
+        ]
+        losses = [self.stage.loss(step, self.number(microbatch)) for microbatch in done]
+        found = torch.stack(losses).tolist() if losses else []  # the host waits once, not for each
+        return list(zip(done, found, strict=True))
+
+    def _scores(self, step: int) -> msg.Scores:
+        if not (self.stage.is_last and self.stage.evaluates(step)):
+            return ()
+        done = self.state.now.accumulated()
+        return tuple((microbatch, self.stage.scores(step, self.number(microbatch))) for microbatch in done)
+
+    def _weights(self, step: int) -> dict[Microbatch, float]:
+        done = self.state.now.accumulated()
+        return {microbatch: self.stage.weight(step, self.number(microbatch)) for microbatch in done}
+
+    def _sum_chunk(self, task: msg.SumChunk) -> tuple[float, ...]:
+        began = self.times.begin()
+        self.signs.begin(task.step, "R")
+        self.signs.maybe_die(task.step, "R", "during")
+        squares = self.tensors.sum_chunk(task)
+        self._time(Kind.R, began)
+        return squares
+
+    def _assemble(self, task: msg.AssembleSum) -> float | None:
+        squares = self.tensors.assemble(task)
+        self.signs.maybe_die(task.step, "R", "after")
+        return squares
+
+    def _update(self, task: msg.Update) -> None:
+        began = self.times.begin()
+        self.signs.show(busy=True, doing=f"{self.me.stage}U")
+        self.signs.maybe_die(task.step, "U", "before")
+        if self.sharded is not None:
+            self.sharded.update(task)
+        elif task.keep:
+            self._touched = True
+            self.updater.preview(task.step, self.tensors.sum_of(task.step))
+        else:
+            self._apply(task.step, self.tensors.sum_of(task.step), task.scale)
+        self.tensors.updated(task.step)
+        self._time(Kind.U, began)
+        if self.loader is not None:
+            waited_s, self._data_waited_s = self.loader.waited_s - self._data_waited_s, self.loader.waited_s
+            self.times.stopwatch.waited_for_data(waited_s)
+        if (measured := self.times.stopwatch.step(task.step)) is not None:
+            measured["times"] |= self._memory()
+            name, worker, incarnation = self.control.sender
+            carriers = self._carriers()
+            sent = self._sent()
+            times = TimesReported(
+                task=name, worker=worker, incarnation=incarnation, carriers=carriers, sent=sent, **measured
+            )
+            self.ports.report(times)
+        self.signs.maybe_die(task.step, "U", "after")
+
+    def _apply(self, step: int, mean: Tensor, scale: float | None) -> None:
+        self._touched = True
+        if scale is not None:
+            self.updater.apply(step, devices.to_device(mean, self.stage.device), scale)
+
+    def _snapshot(self, task: msg.Snapshot) -> None:
+        address = self.control.book.get(Worker(task.joiner, self.me.stage))
+        if address is None:
+            return
+        target = self.address(address)
+        step = task.transfer.state_step
+        state = self.updater.weights(step) if self.sharded is not None else self.updater.state(step)
+        self._sender.begin(target, task.transfer, state)
+
+    def send_fill(self, to: Address, parcel: msg.Parcel, facts: Any, tensors: tuple[Tensor, ...]) -> None:
+        """The state of a chunk, to a new holder: live tensors, in pieces until the next update."""
+        self._sender.begin_fill(to, parcel, facts, tensors)
+
+    def _fed(self) -> list[Address]:
+        """The joiners that this worker feeds."""
+        joiners = [Worker(replica, self.me.stage) for replica in self.state.feeder.feeds]
+        return [self.address(self.control.book[worker]) for worker in joiners if worker in self.control.book]
+
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Where a tensor of a peer's state belongs, if this worker has no state of its own to lose."""
+        if self.state.joiner.life is not WorkerLife.EMPTY:
+            return None
+        self._touched = True
+        found: Tensor | None = self.updater.place(name, shape, dtype)
+        return found
+
+    def load_arrived(self, state_step: int, state: Mapping[str, Tensor]) -> None:
+        """A joiner has a peer's state, or with sharded states its weights."""
+        if self.sharded is None:
+            self._load(state_step, state)
+            return
+        self._touched = True
+        self.updater.follow(state, state_step)
+        self.tensors.loaded(state_step)
+
+    def _restore(self, state_step: int) -> bool:
+        """False: the state is gone."""
+        self.stage.discard()
+        if state_step == 0:
+            if self._touched:
+                self.stage, made = self._build()
+                self.tensors.rebuilt(self.stage, made)
+                self._use(made)
+                self._touched = False
+            if self.sharded is not None:
+                self.sharded.begin()
+                self._touched = True
+            return True
+        state = self.ports.load(state_step, list(self.stage.slots), self.control.directions)
+        if state is not None:
+            self._load(state_step, state)
+        return state is not None
+
+    def _all_have(self, mine: bool) -> bool:
+        """A state that one shard could not load is gone for all."""
+        shards = self.stage.shards
+        if shards is None:
+            return mine
+        return not summed(shards, [0.0 if mine else 1.0], self.stage.device)[0]
+
+    def _load(self, state_step: int, state: Mapping[str, Tensor]) -> None:
+        self._touched = True
+        if self.sharded is not None:
+            self.sharded.load(state_step, state)
+        else:
+            self.updater.load(state, state_step)
+        self.tensors.loaded(state_step)
+
+    def number(self, microbatch: Microbatch) -> int:
+        """Its number in the whole step, whoever runs it."""
+        return microbatch.home * self.rules.microbatches + microbatch.number
+
+    def _time(self, kind: Kind, began: Began, doing: str = "") -> None:
+        step = self.state.now.step
+        slower = self.signs.slower(step)
+        self.times.end(kind, began, step, doing=doing or f"{self.me.stage}{kind}", slower=slower)
+
+    def _memory(self) -> dict[str, float]:
+        """What a stash takes and how much there is for stashes, in bytes, for the scheduler."""
+        forward, weight = self.stage.held_bytes
+        held = {HELD_FORWARD: float(forward), HELD_WEIGHT: float(weight)}
+        shared, device = self.courier.shared_bytes, self.stage.device
+        if device.type == "cuda":
+            held[ALLOCATED], held[PEAK] = (float(each + shared) for each in allocated(self.stage))
+            torch.cuda.reset_peak_memory_stats(device)
+        room = self.ports.room(self.stage, shared)
+        return held if room is None else held | {ROOM: room}
+
+    def _carriers(self) -> dict[str, str]:
+        """By peer: what carries tensors to it now."""
+        book = {self.address(at): worker for worker, at in self.control.book.items()}
+        return {str(book[to]): kind for to, kind in self.courier.carriers.items() if to in book}
+
+    def _sent(self) -> dict[str, tuple[int, float]]:
+        """By peer on another machine: bytes acknowledged and seconds under way, since the last call."""
+        book = {self.address(at): worker for worker, at in self.control.book.items()}
+        now, before, here = self.courier.links.progress(), self._sent_before, self.courier.links.address.host
+        self._sent_before = now
+        return {
+            str(book[to]): (seen.acked_bytes - before[to].acked_bytes, seen.busy_s - before[to].busy_s)
+            for to, seen in now.items()
+            if to in book and to.host != here and to in before and seen.acked_bytes >= before[to].acked_bytes
+        }
+
+    def address(self, address: tuple[str, int]) -> Address:
+        """Of the same shard of that worker: shards listen on neighbouring ports."""
+        host, port = address
+        return Address(host, port + self.shard)

@@ -1,0 +1,301 @@
+"""A worker's loop: runs its tasks with torch, keeps its tensors, sends its parcels.
+
+`WorkerControl` decides, in names; here the names get tensors. One thread computes and asks for decisions;
+parcels and orders reach it through one queue, so nothing here needs a lock.
+
+    links' I/O thread ──┐
+                        ├──► inbox ──► run(): control.next() ──► task ──► torch ──► control.finished()
+    agent's thread  ────┘                                   └──► actions ──► links, agent
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from everstep.core.words import shard_messages as sh
+from everstep.core.words import worker_messages as msg
+from everstep.core.words.actions import InterruptWorkers
+from everstep.core.words.agent_messages import SAVING, PlantFaults, WorkerOrder
+from everstep.core.words.cluster_messages import NotifyWorker, TimePassed
+from everstep.core.words.links import LinkBroke, LinkOpened
+from everstep.core.words.ops import Worker
+from everstep.core.words.worker_messages import ParcelKind
+from everstep.core.worker.control import KeepLinks, SendReport, ShellAction, WorkerAction, WorkerControl
+from everstep.core.worker.slices import SMALL
+from everstep.engine import device as devices
+from everstep.engine.data_plane import frames
+from everstep.engine.data_plane.courier import Courier
+from everstep.engine.data_plane.links import Address
+from everstep.engine.data_plane.transfers import ArrivingState
+from everstep.engine.datasets.loading import Loader
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state.optimizer import Updater
+from everstep.engine.state.sharded import ShardedUpdater
+from everstep.engine.telemetry.beacon import Beacon
+from everstep.engine.telemetry.faults import PlantedFault, parse_fault
+from everstep.engine.telemetry.op_times import OpTimes
+from everstep.engine.telemetry.recorder import WorkerRecorder
+from everstep.engine.telemetry.signs import WorkerSigns
+from everstep.engine.worker import step_tensors
+from everstep.engine.worker.leader import Contents, FollowerSays, ShardLeader
+from everstep.engine.worker.ports import Ports
+from everstep.engine.worker.work_items import WorkItems
+from everstep.errors import PeerError
+
+# the last: the links failed
+InboxItem = frames.Incoming | WorkerOrder | LinkBroke | LinkOpened | FollowerSays | BaseException
+
+
+class WorkerLoop:
+    def __init__(
+        self,
+        control: WorkerControl,
+        build: Callable[[], tuple[Stage, Updater | ShardedUpdater]],
+        *,
+        ports: Ports,
+        courier: Courier,
+        inbox: queue.SimpleQueue[InboxItem],
+        beacon: Beacon | None = None,
+        recorder: WorkerRecorder | None = None,
+        loader: Loader | None = None,
+        faults: tuple[PlantedFault, ...] = (),
+        shard: int = 0,
+        leader: ShardLeader | None = None,
+    ) -> None:
+        """`leader`: if this worker has shards and this is the first of them; the others are `Follower`s."""
+        self.shard, self.leader = shard, leader
+        self.control, self.ports, self.courier, self.inbox = control, ports, courier, inbox
+        self.links = courier.links
+        self.state, self.me = control.state, control.sender.worker
+        self.recorder = recorder
+        self.signs = WorkerSigns(control, beacon, ports.clock_ns, courier.device, faults, shard)
+        times = OpTimes(clock_ns=ports.clock_ns, completions=courier.completions, recorder=recorder)
+        times.shows = lambda doing: self.signs.show(busy=True, doing=doing)
+        self.work = WorkItems(
+            control,
+            build,
+            ports=ports,
+            courier=courier,
+            signs=self.signs,
+            times=times,
+            loader=loader,
+            shard=shard,
+        )
+        self.tensors = self.work.tensors
+        self._arriving = ArrivingState(self.state.take_state, self.work.place)
+
+    # -------------------------------------------------------------- the loop
+
+    def run(self) -> None:
+        """Until it is asked to leave."""
+        while True:
+            while not self.inbox.empty():
+                self._take(self.inbox.get())
+            self._let_time_pass()
+            if self.leader is not None:
+                self.leader.tell(sh.ShardLooks())
+            task = self.turn()
+            if self.leader is not None:
+                self.leader.slices.forget_before(self.state.now.step - 1, self.state.mail.order.attempt)
+            if self.control.may_leave(task):
+                self.show_saving()  # what its saver has in hand is written after this
+                return
+            if isinstance(task, msg.Wait | msg.Paused | msg.Finished):
+                self._wait()
+
+    def turn(self) -> msg.WorkItem:
+        """Look for the next work item, and run it if there is one to run."""
+        task = self.control.next()
+        self._carry_out(self.control.take_actions())
+        if self.control.may_leave(task):
+            return task
+        if isinstance(task, msg.Wait | msg.Paused | msg.Finished):
+            self.signs.show(
+                busy=False, doing=task.missing if isinstance(task, msg.Wait) else type(task).__name__
+            )
+            return task
+        began = self.ports.clock_ns() / 1e9
+        answer = self.work.do(task)
+        self.control.finished(task, answer, began=began)
+        self._carry_out(self.control.take_actions())
+        return task
+
+    def _wait(self) -> None:
+        """For something to arrive, or for a moment that was put off to come."""
+        due = self.control.due_at()
+        within = None if due is None else max(0.0, due - self.ports.clock_ns() / 1e9)
+        try:
+            self._take(self.inbox.get(timeout=within))
+        except queue.Empty:
+            self._let_time_pass()
+
+    def _let_time_pass(self) -> None:
+        due, now = self.control.due_at(), self.ports.clock_ns() / 1e9
+        if due is not None and due <= now:
+            self._hear(TimePassed(), now)
+
+    def _take(self, item: InboxItem) -> None:
+        """One thing from the inbox."""
+        if isinstance(item, frames.Incoming):
+            self._arrived(item)
+        elif isinstance(item, FollowerSays):
+            self._hear_follower(item.shard, item.message)
+        elif isinstance(item, BaseException):
+            raise item
+        else:
+            self._hear(item, self.ports.clock_ns() / 1e9)
+        self._carry_out(self.control.take_actions())
+
+    def _hear(self, event: WorkerOrder | LinkBroke | LinkOpened | TimePassed, now: float) -> None:
+        if self.leader is not None:
+            self.leader.tell(sh.ShardTakes(event=event, now=now))
+        self.hear(event, now)
+
+    def hear(self, event: WorkerOrder | LinkBroke | LinkOpened | TimePassed, now: float) -> None:
+        """An order, a broken link, or the time."""
+        if isinstance(event, PlantFaults):
+            self.signs.plant(list(map(parse_fault, event.faults)))
+            return
+        if isinstance(event, NotifyWorker) and isinstance(event.words, InterruptWorkers):
+            self.courier.waits = False  # for lanes: from now on tcp bridges the time
+            self.courier.drain()  # a ledger tells what is done, not what is launched
+        self._carry_out(self.control.handle(event, now))
+        self._carry_out(self.control.take_actions())
+
+    def _hear_follower(self, shard: int, message: sh.FromShard) -> None:
+        assert self.leader is not None
+        match message:
+            case sh.ParcelIsHere(parcel=parcel):
+                if self.leader.slices.others(shard, parcel):
+                    self.accept(parcel, self.leader.slices.take(parcel))
+            case sh.StateIsHere(transfer=transfer):
+                if self.leader.slices.others_state(shard, transfer) and self.state.may_load(transfer):
+                    self.load_state(transfer, self.leader.slices.take_state(transfer))
+            case sh.ShardLink(event=event):
+                self._hear(event, self.ports.clock_ns() / 1e9)
+            case sh.ShardReports() | sh.ShardRaised():
+                pass  # for whoever watches the processes
+
+    def _arrived(self, frame: frames.Incoming) -> None:
+        if frame.kind == frames.STATE:
+            self._state_arrived(frame)
+            return
+        contents = self.opened(frame)
+        parcel = frame.parcel
+        if contents is None or parcel is None:
+            return
+        if self.leader is None or parcel.what in SMALL:
+            self.accept(parcel, contents)
+        elif self.leader.slices.own(parcel, contents):
+            self.accept(parcel, self.leader.slices.take(parcel))
+
+    def opened(self, frame: frames.Incoming) -> Contents | None:
+        try:
+            facts, tensors = self.courier.opened(frame)
+            facts, beside = step_tensors.parted(facts)
+            if frame.parcel is not None:
+                frames.checked_value(frame.parcel.what, facts)
+        except PeerError as error:  # its owner died before it was opened, or it is broken: it did not come
+            print(f"{frame.parcel} was lost: {error}", file=sys.stderr, flush=True)
+            return None
+        return Contents(facts, tensors, beside)
+
+    def accept(self, parcel: msg.Parcel, contents: Contents) -> bool:
+        """A parcel is here, on every shard. False: it is of no use."""
+        wanted = self.state.arrived(parcel, frames.value_of(parcel.what, contents.facts))
+        if wanted:
+            self.tensors.received(parcel, contents.facts, contents.tensors, contents.beside)
+        if self.leader is not None:
+            value = contents.facts if parcel.what in SMALL else None
+            self.leader.tell(
+                sh.ShardReceives(parcel=parcel, value=value) if wanted else sh.ShardDrops(parcel=parcel)
+            )
+        return wanted
+
+    # -------------------------------------------------------------- states
+
+    def _state_arrived(self, frame: frames.Incoming) -> None:
+        if (found := self._arriving.take(frame)) is not None:
+            transfer, state = found
+            if self.leader is None:
+                self.load_state(transfer, state)
+            elif self.leader.slices.own_state(transfer, state):
+                self.load_state(transfer, self.leader.slices.take_state(transfer))
+
+    def load_state(self, transfer: msg.StateTransfer, state: Mapping[str, Tensor]) -> None:
+        """All frames of a transfer are here, on every shard."""
+        self.work.load_arrived(transfer.state_step, state)
+        self.state.state_arrived(transfer)
+        if self.leader is not None:
+            self.leader.tell(sh.ShardLoads(transfer=transfer))
+
+    # -------------------------------------------------------------- commands
+
+    def _carry_out(self, actions: Sequence[ShellAction | WorkerAction]) -> None:
+        for command in actions:
+            match command:
+                case SendReport():
+                    self.ports.report(command.report)
+                case KeepLinks():
+                    self.courier.forget({self.work.address(address) for address in command.addresses})
+                    self.courier.prepare(self._neighbours())
+                case msg.Send():
+                    self._send(command)
+                case msg.Forget():
+                    self.tensors.forget(command.parcels)
+                case msg.ReleaseGradients():
+                    pass  # the next step's sums begin with the update
+                case msg.DropStashes():
+                    for microbatch in command.microbatches:
+                        self.work.stage.drop(command.step, self.work.number(microbatch))
+                case msg.ReleaseChunks():
+                    self.work.updater.release(command.chunks)
+                case msg.ReleaseSum():
+                    self.tensors.release_sum(command.step)
+                case msg.DiscardWork():
+                    self.tensors.discard(command.from_step, self.state.mail.box)
+
+    def _send(self, command: msg.Send) -> None:
+        address = self.control.book.get(Worker(command.replica, command.stage))
+        if address is not None and (self.shard == 0 or command.parcel.what not in SMALL):
+            parcel = command.parcel
+            facts, tensors = self.tensors.contents(command, self.state.mail.peers(parcel.step))
+            self._post(self.work.address(address), command, facts, tensors)
+            if self.recorder is not None and tensors:
+                sent = sum(tensor.nbytes for tensor in tensors)
+                self.recorder.sent(parcel, command.replica, command.stage, sent)
+            if parcel.what is ParcelKind.PART:
+                self.signs.maybe_die(parcel.step, "R", "sending")
+            elif parcel.what is ParcelKind.WEIGHTS:
+                self.signs.maybe_die(parcel.step, "U", "sending")
+
+    def _post(self, address: Address, command: msg.Send, facts: Any, tensors: tuple[Tensor, ...]) -> None:
+        parcel = command.parcel
+        if parcel.what is ParcelKind.FILL:
+            self.work.send_fill(address, parcel, facts, tensors)
+            return
+        lag_s = self.signs.lag_s(parcel.step, command.stage)
+        if lag_s:  # the timer's own copy: not borrowed yet
+            copies = tuple(devices.to_host(tensor).clone() for tensor in tensors)
+            late = threading.Timer(lag_s, self.links.send, (address, parcel.what, parcel, facts, *copies))
+            late.daemon = True
+            late.start()
+        else:
+            self.courier.post(address, parcel.what, parcel, facts, tensors)
+
+    # -------------------------------------------------------------- peers
+
+    def _neighbours(self) -> set[Address]:
+        """Workers that this one exchanges tensors with, or may after a death: its stage and those beside."""
+        book = self.control.book.items()
+        return {self.work.address(at) for worker, at in book if abs(worker.stage - self.me.stage) <= 1}
+
+    def show_saving(self) -> None:
+        """It has left its loop, and its last states are being written."""
+        self.signs.show(busy=True, doing=SAVING)
