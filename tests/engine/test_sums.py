@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.engine.layers.model import Slot
+from everstep.engine.sums import grids, kernels, sum_units
 from everstep.engine.sums import sums as gradient_sums
 from everstep.engine.sums.device_sums import reciprocal
 from everstep.engine.sums.sum_parts import owned, peaks_of, virtual_chunks
-from everstep.engine.sums.sums import GradientSums, grids, kernels, sum_units
+from everstep.engine.sums.sums import GradientSums
 
 CPU = torch.device("cpu")
 SLOTS = {"small": Slot(0, (5,)), "matrix": Slot(64, (9, 8)), "lone": Slot(192, ())}
