@@ -217,8 +217,9 @@ class LinkWatch:
         self._slow.add(link)
         sender, receiver = link
         than = f"{than} {_bytes(had)}"
-        also = sorted(at for at, other in self._rates.items() if at != link and (other.is_slow or other.hot))
-        well = sorted(at for at, other in self._rates.items() if at != link and other.rate and at not in also)
+        others = [(at, other) for at, other in sorted(self._rates.items(), key=_by_link) if at != link]
+        also = [at for at, other in others if other.is_slow or other.hot]
+        well = [at for at, other in others if other.rate and not other.is_slow and not other.hot]
         return SlowLinkFound(
             task=self.task,
             worker=sender,
@@ -245,6 +246,10 @@ def _all_slower(rates: Sequence[tuple[float, float]]) -> float | None:
     """The upper quartile of these rates, in parts of the usual ones, at most 1; None: none is known."""
     parts = sorted(rate / usual for rate, usual in rates if usual)
     return min(1.0, parts[3 * len(parts) // 4]) if parts else None
+
+
+def _by_link(pair: tuple[Link, _Rate]) -> Link:
+    return pair[0]
 
 
 def _named(links: list[Link]) -> str:
