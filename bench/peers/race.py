@@ -3,6 +3,7 @@
     python bench/peers/race.py --seconds 120 --only everstep --only torchrun
     python bench/peers/race.py --at-once 3 --pin --out race.json --picture race.svg
     python bench/peers/race.py --read race.json --picture race.svg        only the table and picture
+    python bench/peers/race.py --read race.json --clean-from clean.json --small race.json --markdown
 
 Two workers on two nodes (groups of processes here). A seed gives the faults: three kills, a hang (SIGSTOP),
 a lost node that returns after 15 s, a slow worker. Every worker keeps a diary (step, loss, CLOCK_MONOTONIC),
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from racing.course import Course
 from racing.picture import picture
+from racing.report import markdown, small
 from racing.systems import SYSTEMS
 
 from harness.race_score import apart, score
@@ -47,11 +49,15 @@ def main() -> None:
         document = race(args)
         if args.out:
             Path(args.out).write_text(json.dumps(document))
-    if args.clean_from:
-        compare(document, json.loads(Path(args.clean_from).read_text())["losses"])
+    clean = json.loads(Path(args.clean_from).read_text())["losses"] if args.clean_from else {}
+    if clean:
+        compare(document, clean)
+    if args.small:
+        Path(args.small).write_text(json.dumps(small(document, clean)))
     if args.picture:
         Path(args.picture).write_text(picture(document))
-    print(json.dumps(document) if args.json else table(document))
+    shown = markdown(document) if args.markdown else table(document)
+    print(json.dumps(document) if args.json else shown)
 
 
 def arguments() -> argparse.Namespace:
@@ -74,6 +80,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", help="file for the results")
     parser.add_argument("--picture", help="file for the picture, SVG")
     parser.add_argument("--read", help="results of a race that is over; nothing is run")
+    parser.add_argument("--small", help="file for the results with few losses, to be kept")
+    parser.add_argument("--markdown", action="store_true", help="the table for docs/benchmarks.md")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 

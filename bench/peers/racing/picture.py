@@ -47,7 +47,7 @@ def picture(document: dict[str, Any]) -> str:
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{height - 24}" class="fault" '
             'stroke-width="1" stroke-dasharray="2 3"/>'
         )
-    for mark in range(0, int(seconds) + 1, 50):
+    for mark in range(0, int(seconds) + 1, 50 if seconds < 400 else 100):
         x = LEFT + mark * scale
         parts.append(f'<text x="{x:.1f}" y="{height - 6}" class="small mid">{mark} s</text>')
     return "\n".join([*parts, "</svg>", ""])
