@@ -120,13 +120,14 @@ class Agent:
         kernel = KernelLog()
         if kernel.fd is not None:
             asyncio.get_running_loop().add_reader(kernel.fd, kernel.read, self._kernel_spoke)
-        looking = asyncio.create_task(self._look())
+        self._look()
         if self.settings.notice is not None:
             self._beside.add(asyncio.create_task(self._look_for_notice(self.settings.notice)))
         try:
             await self._stay_connected()
         finally:
-            for task in (looking, *self._beside):
+            self._next_look.cancel()
+            for task in self._beside:
                 task.cancel()
             self._door.close()
             self.workers.close()
@@ -143,10 +144,12 @@ class Agent:
     # -------------------------------------------------------------- decisions
 
     def _decide(self, event: AgentEvent, now: float) -> Sequence[Any]:
+        last = self.state.reports.number
         try:
             return self.state.handle(event, now)
         finally:
-            self._news.set()
+            if self.state.reports.number != last:  # most looks at workers find nothing to report
+                self._news.set()
 
     def _report(self, report: msg.NodeReport, sender: msg.Sender | None) -> None:
         self.state.reports.add(report, sender)
@@ -161,10 +164,12 @@ class Agent:
             )
         self._report(msg.KernelSpoke(text=text, slots=slots), None)
 
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+    def _look(self) -> None:
+        """And again later, by a timer: a task that sleeps takes two turns of the loop for each look."""
+        try:
             self.workers.tick(time.monotonic())
+        finally:
+            self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
     async def _look_for_notice(self, path: Path) -> None:
         notice = LeaveNotice(path, self.say)

@@ -138,8 +138,9 @@ class WorkerProcesses:
         """Some times per second: has everybody moved, and do those who were asked to end, end?"""
         self._lines.flush()
         if self._detect:
-            for process in self.processes.values():
-                self._look(process, now)
+            for process in list(self._all.values()):
+                if not process.dead:
+                    self._look(process, now)
             for name in self.tasks:
                 self._look_into_rings(name, now)
         due = self.machine.due_at()
@@ -364,7 +365,8 @@ class WorkerProcesses:
             self.happened(glanced)
 
     def _look_into_rings(self, task: str, now: float) -> None:
-        if task in self._rings and not self._rings[task].is_due(now):
+        watch = self._rings.get(task)
+        if (watch is not None and not watch.is_due(now)) or sum(s.task == task for s in self._all) < 2:
             return
         there = {worker: p for (name, worker), p in self.processes.items() if name == task}
         if len(there) < 2:
