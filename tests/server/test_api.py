@@ -278,7 +278,7 @@ def test_a_drain_that_costs_steps_which_cannot_be_made_safe_is_refused_unless_fo
 ) -> None:
     cost = "task t would go back from step 9 to step 5: only node a has stage 1"
     found = DrainCost(task="t", step=9, protected=5, stages=(1,), is_savable=False)
-    monkeypatch.setattr("everstep.server.api.costs_of_drain", lambda roster, node: [found])
+    monkeypatch.setattr("everstep.server.requests.costs_of_drain", lambda roster, node: [found])
 
     async def play() -> None:
         async with agent(address, "a"):

@@ -18,13 +18,11 @@ from aiohttp import web
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
-from everstep.core.cluster.progress import costs_of_drain
 from everstep.core.cluster.retention import MOST_CLOSED
 from everstep.core.cluster.snapshot import digest
 from everstep.core.cluster.task import OVER, Task
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import parse_worker
-from everstep.engine.tables import shown
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, requests, views
@@ -343,7 +341,8 @@ class Api:
         node, verb = self._named_node(request), request.match_info["verb"]
         match verb:
             case "drain":
-                await self.served.handle(self._drain(node, await requests.body(request)))
+                given, roster = await requests.body(request), self.record.machine.roster
+                await self.served.handle(requests.drain(given, node, roster))
             case "readmit":
                 await self.served.handle(msg.ReadmitRequested(node=node.name, by="an operator"))
             case "expect":
@@ -354,22 +353,6 @@ class Api:
             case _:
                 return _refuse(404, f"{verb!r} is not drain, readmit, expect or notice.")
         return web.json_response({"node": node.name, "state": node.state, "because": node.because})
-
-    def _drain(self, node: Node, body: Mapping[str, Any]) -> msg.DrainRequested:
-        """A drain that would cost steps waits for the state to be safe; where it cannot be, it needs an
-        operator's word.
-        """
-        force = body.get("force", False)
-        if not isinstance(force, bool):
-            raise UserError(f"force is {shown(force)}; give true or false.")
-        costs = costs_of_drain(self.record.machine.roster, node.name)
-        if lost := [cost.sentence(node.name) for cost in costs if not cost.is_savable and not force]:
-            raise UserError(
-                f"node {node.name} is not drained: {'; '.join(lost)}, and there is neither a checkpoint "
-                "folder nor another node for its state. Start an agent on another node, or use everstep "
-                f"drain {node.name} --force."
-            )
-        return msg.DrainRequested(node=node.name, force=force)
 
     def _named_task(self, request: web.Request) -> Task:
         return _named("task", request, self.record.machine.tasks)

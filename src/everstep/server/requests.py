@@ -12,8 +12,15 @@ from aiohttp import web
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
+from everstep.core.cluster.progress import costs_of_drain
+from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import Task, TaskState
-from everstep.core.words.cluster_messages import LeaveAnnounced, ReshapeRequested, TaskSubmitted
+from everstep.core.words.cluster_messages import (
+    DrainRequested,
+    LeaveAnnounced,
+    ReshapeRequested,
+    TaskSubmitted,
+)
 from everstep.engine.job import MOST_WORKERS, Job
 from everstep.engine.tables import shown
 from everstep.engine.telemetry.faults import check_fault, parse_fault
@@ -109,6 +116,21 @@ def repair_s(given: dict[str, Any], node: Node) -> float:
     if node.state is NodeState.UP:
         raise UserError(f"node {node.name} is up; only a node that is away can be expected back.")
     return seconds
+
+
+def drain(given: dict[str, Any], node: Node, roster: Roster) -> DrainRequested:
+    """A drain that would cost steps waits for the state to be safe; where it cannot be, it needs `force`."""
+    force = given.get("force", False)
+    if not isinstance(force, bool):
+        raise UserError(f"force is {shown(force)}; give true or false.")
+    costs = costs_of_drain(roster, node.name)
+    if lost := [cost.sentence(node.name) for cost in costs if not cost.is_savable and not force]:
+        raise UserError(
+            f"node {node.name} is not drained: {'; '.join(lost)}, and there is neither a checkpoint "
+            "folder nor another node for its state. Start an agent on another node, or use everstep "
+            f"drain {node.name} --force."
+        )
+    return DrainRequested(node=node.name, force=force)
 
 
 def notice(given: dict[str, Any], node: Node) -> LeaveAnnounced:
