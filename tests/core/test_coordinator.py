@@ -67,6 +67,25 @@ def test_a_grave_error_isolates_the_node_and_its_workers_move() -> None:
     assert all(incident.closed for incident in coordinator.log.incidents)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "CUDA error: uncorrectable ECC error encountered",
+        "OSError: [Errno 28] No space left on device",
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "Error 807: MPS server is not ready to accept new MPS client requests",
+    ],
+)
+def test_what_machines_cause_is_not_the_inputs_fault_when_two_workers_raise_it(error: str) -> None:
+    """Seen under MPS: a fault of the GPU met two workers at one op, and the task failed."""
+    cluster = running(nodes={"a": 4})
+    cluster.raises(W01, error)
+    cluster.raises(W11, error)
+    assert cluster.coordinator.tasks["t"].state is TaskState.RUNNING
+    cluster.wait(6)
+    assert len(cluster.actors) == 4, "both were started again"
+
+
 def test_without_another_node_a_grave_error_is_tried_in_place() -> None:
     cluster = running(nodes={"a": 4})
     cluster.raises(W01, "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered")

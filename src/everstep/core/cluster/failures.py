@@ -15,6 +15,7 @@ from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.faults import detector, remedies
+from everstep.core.faults.kinds import NEVER_OF_THE_INPUT
 from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, judge, known
 from everstep.core.task.states import Member
@@ -50,10 +51,14 @@ class Failures:
     # -------------------------------------------------------------- a process is gone
 
     def raised(self, task: Task, event: ev.WorkerRaised, now: Moment) -> Actions:
-        """Its exit follows; then it is judged."""
+        """Its exit follows; then it is judged. What two workers raise at one op fails the task as the input's
+        fault, unless machines cause such an error: those workers are restarted or moved as after any fault.
+        """
         task.failures.raised[event.worker] = (event.incarnation, event.error)
         if task.state is TaskState.RUNNING:
             self._incidents.suspect(task, event.worker, "exception", event.error, now)
+        if judge("exception", event.error).kind in NEVER_OF_THE_INPUT:
+            return []
         return self._training.inform(task, event, now)
 
     def exited(self, task: Task, event: ev.WorkerExited, now: Moment) -> Actions:

@@ -102,7 +102,7 @@ KINDS: dict[ErrorKind, KindRow] = {
     E.XID: KindRow(SEV2, "the GPU driver reports an error that is not in this table"),
     E.GPU_OUT_OF_MEMORY: KindRow(SEV2, "a GPU is out of memory"),
     E.HOST_OUT_OF_MEMORY: KindRow(SEV2, "the host, or the worker's share of it, is out of memory"),
-    E.RESOURCE_LIMIT: KindRow(SEV2, "a limit of the operating system is reached: threads or open files"),
+    E.RESOURCE_LIMIT: KindRow(SEV2, "a limit is reached: threads, open files, processes on a shared GPU"),
     E.DISK_FULL: KindRow(SEV2, "a disk or a quota is full"),
     E.TASK_HANG: KindRow(SEV2, "an op makes no progress"),
     E.DATA: KindRow(SEV2, "training data cannot be read"),
@@ -126,3 +126,9 @@ KINDS: dict[ErrorKind, KindRow] = {
     E.SLOW_LINK: KindRow(SEV3, "messages between two workers take longer than before, or than elsewhere"),
     E.NOT_FINITE: KindRow(SEV3, "gradients are infinite or not numbers, so steps are skipped"),
 }
+
+# What a job's own input does not cause, also if several workers raise it at the same op. A missing driver is
+# not among them: it is what a job for GPUs meets on nodes without.
+NEVER_OF_THE_INPUT = frozenset(kind for kind, row in KINDS.items() if row.severity is not SEV2) - {
+    E.GPU_DRIVER
+} | {E.RESOURCE_LIMIT, E.DISK_FULL}
