@@ -140,6 +140,7 @@ def test_a_task_goes_to_an_agent_and_its_steps_are_on_record(address: str) -> No
         told = await asyncio.to_thread(Client(address=address).get, "/v1/tasks/t")
         assert told["state"] == "finished"
         assert [row["step"] for row in told["rows"]] == [1, 2, 3]
+        assert told["shape"] == {"replicas": 1, "stages": 1, "shards": 1, "microbatches": 2}
 
     asyncio.run(play())
 

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from everstep.checkpoint import memory
 from everstep.checkpoint.places import step_name
+from everstep.engine.data_plane.strangers import StrangerLimit
 
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}\.(safetensors|json)")
@@ -61,6 +62,7 @@ class MemoryServer:
         self.store, self.host, self.port = store, host, 0
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
+        self._strangers = StrangerLimit()
         self._thread = threading.Thread(target=self._run, name="memory-server", daemon=True)
 
     def open(self) -> None:
@@ -75,7 +77,10 @@ class MemoryServer:
         asyncio.set_event_loop(self._loop)
         runner = self._loop.run_until_complete(self._serve())
         self._ready.set()
+        assert runner.server is not None
+        watching = self._loop.create_task(self._strangers.watch(runner.server))
         self._loop.run_forever()
+        watching.cancel()
         self._loop.run_until_complete(runner.cleanup())
         self._loop.close()
 
@@ -96,6 +101,7 @@ class MemoryServer:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not _TASK.fullmatch(task) or not self.store.knows(task, token):
             raise web.HTTPForbidden(text="this token opens nothing here")
+        self._strangers.know(request)
         if not _PART.fullmatch(part) or not re.fullmatch(r"\d{1,18}", step):
             raise web.HTTPBadRequest(text="this is not a name of a part")
         return self.store.folder / task / step_name(int(step)) / part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import resource
 import signal
 import socket
 import sys
@@ -40,6 +39,7 @@ from everstep.engine.data_plane import nccl
 from everstep.engine.data_plane.courier import Courier, identity_of
 from everstep.engine.data_plane.frames import Incoming
 from everstep.engine.data_plane.links import Address, Links
+from everstep.engine.data_plane.sockets import allow_many_files
 from everstep.engine.datasets.loading import Loader
 from everstep.engine.job import Job
 from everstep.engine.layers import regions
@@ -67,8 +67,7 @@ ECHO_S = 0.5  # after a shard has ended, the others' collectives fail within thi
 
 def main(spec: dict[str, Any]) -> int:
     """Run the worker that `spec` describes; the process's exit code."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each way with every peer
+    allow_many_files()  # a connection each way with every peer
     shards = int(spec["job"].get("shards", 1))
     folder = None if spec["beacon"] is None else Path(spec["beacon"]).parent
     group = fork(shards, spec["host"], folder) if shards > 1 else None

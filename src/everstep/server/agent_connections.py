@@ -15,6 +15,7 @@ from aiohttp import web
 from everstep.core.cluster import fences
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.codec import decode, encode
+from everstep.core.words.text import clipped
 from everstep.engine.data_plane.sockets import watch_path
 from everstep.errors import PeerError
 from everstep.server.journal import LostLeadership
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 MAX_MESSAGE = 64 << 20
 MAX_QUEUED = 100_000  # messages to one agent that does not read
 MAX_SLOTS = 4096
-_NAME = 64
+MAX_PORT = 65_535
 
 
 class AgentConnections:
@@ -180,6 +181,13 @@ class AgentConnections:
 
 def _hello(message: Any) -> tuple[msg.NodeJoined, int]:
     hello = decode(msg.NodeJoined, message["hello"])
-    if not 1 <= hello.slots <= MAX_SLOTS or not 1 <= len(hello.node) <= _NAME:
-        raise PeerError(f"{hello.slots} slots on a node named {hello.node!r}")
+    if not 1 <= hello.slots <= MAX_SLOTS:
+        raise PeerError(f"{hello.slots} slots; a node has 1 to {MAX_SLOTS}")
+    if not 0 <= hello.memory_port <= MAX_PORT:
+        raise PeerError(f"memory_port is {hello.memory_port}, which is not a port")
+    for what, text, most in (("node", hello.node, 64), ("host", hello.host, 255), ("boot", hello.boot, 128)):
+        if not 1 <= len(text) <= most or not text.isprintable() or text != text.strip():
+            raise PeerError(f"{what} is {clipped(repr(text), 100)}; give 1 to {most} printable characters")
+    if "/" in hello.node or hello.node in (".", ".."):
+        raise PeerError(f"node is {hello.node!r}, which is no part of an address; leave the / out")
     return hello, int(message["done"])

@@ -23,6 +23,7 @@ from everstep.core.cluster.snapshot import digest
 from everstep.core.cluster.task import OVER, Task
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import parse_worker
+from everstep.engine.data_plane.strangers import StrangerLimit
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, requests, views
@@ -75,7 +76,7 @@ class Api:
         self, served: Served, *, token: str | None = None, hosts: frozenset[str] = frozenset()
     ) -> None:
         """`hosts`: names this server may be called by, beside loopback's; empty with a token means any."""
-        self.served, self.record = served, served.record
+        self.served, self.record, self.strangers = served, served.record, StrangerLimit()
         self._access = AccessControl(token, hosts)
         self.metrics = ClusterMetrics(self.record)
         self._viewers = 0
@@ -124,6 +125,7 @@ class Api:
                 return await handler(request)
             if request.path != "/v1/watch" or not self._tickets.take(request):
                 self._access.check_token(request)
+            self.strangers.know(request)
             if not self.record.leads:
                 return _refuse(503, "this coordinator is starting, or stands by for another; try again.")
             return await handler(request)
@@ -143,9 +145,8 @@ class Api:
     # -------------------------------------------------------------- asking
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"ok": True, "leads": self.record.leads, "needs_token": self._access.needs_token}
-        )
+        found = {"ok": True, "leads": self.record.leads, "needs_token": self._access.needs_token}
+        return web.json_response(found)
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(views.status(self.record, self._connected(), time.time()))
@@ -182,9 +183,8 @@ class Api:
 
     async def _incident(self, request: web.Request) -> web.Response:
         text = request.match_info["number"]
-        for one in self.record.machine.log.incidents:
-            if str(one.number) == text:
-                return web.json_response(views.incident(self.record, one))
+        for one in (one for one in self.record.machine.log.incidents if str(one.number) == text):
+            return web.json_response(views.incident(self.record, one))
         forgotten = self.record.machine.log.forgotten
         if text.isdecimal() and 0 < int(text[:18]) <= forgotten.last:
             return _refuse(

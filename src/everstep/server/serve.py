@@ -12,6 +12,7 @@ from pathlib import Path
 from aiohttp import web
 
 from everstep.core.words.cluster_messages import Patience, PolicySet
+from everstep.engine.data_plane.sockets import allow_many_files
 from everstep.errors import UserError
 from everstep.server.api import Api
 from everstep.server.daemon import Daemon
@@ -87,6 +88,7 @@ async def serve(
 ) -> None:
     """Until cancelled. `ready` gets the address once it listens."""
     settings.check()
+    allow_many_files()
     policy = PolicySet(patience=patience or Patience(), planned=True)
     settings.folder.mkdir(parents=True, exist_ok=True)
     journal = _journal(settings)
@@ -96,6 +98,8 @@ async def serve(
     api = Api(daemon, token=settings.token, hosts=frozenset({settings.host}))
     runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
+    assert runner.server is not None
+    watching = asyncio.create_task(api.strangers.watch(runner.server))
     site = web.TCPSite(runner, settings.host, settings.port, ssl_context=settings.tls(), reuse_address=True)
     try:
         try:
@@ -108,6 +112,7 @@ async def serve(
         ready(f"{'https' if settings.cert else 'http'}://{settings.host}:{port}")
         await _lead(daemon, journal)
     finally:
+        watching.cancel()
         await runner.cleanup()
         await journal.close()
         for listener in listeners:

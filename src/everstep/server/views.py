@@ -139,6 +139,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "shape": {
             "replicas": task.shape.replicas,
             "stages": task.shape.stages,
+            "shards": task.shape.shards,
             "microbatches": task.shape.microbatches,
         },
         "workers": len(task.seats),

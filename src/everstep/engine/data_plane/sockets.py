@@ -9,6 +9,7 @@ kernel answers for it, so the connection stays.
 
 from __future__ import annotations
 
+import resource
 import socket
 import struct
 from typing import NamedTuple
@@ -25,6 +26,12 @@ def watch_path(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS)
+
+
+def allow_many_files() -> None:
+    """As many connections as the system allows this process."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class FlowProgress(NamedTuple):
