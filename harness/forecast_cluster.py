@@ -186,6 +186,7 @@ class CoarseCluster:
     def lose(self, node: str) -> None:
         known = self.nodes[node]
         known.up, known.stopped, known.held = False, False, []
+        self.started(node)  # if it did not come up
         self.servers.lose(node)
         for task, worker in [key for key, actor in self.actors.items() if actor.node == node]:
             self.ends(task, worker, "its node is gone", silently=True)
@@ -216,7 +217,8 @@ class CoarseCluster:
                 actor.stopped = False
                 self.steps.settle(task)
         held, known.held = known.held, []
-        self._join(node)
+        if known.up:
+            self._join(node)
         for deed in held:
             deed()
 
@@ -227,6 +229,7 @@ class CoarseCluster:
 
     def starts(self, program: str) -> None:
         """An agent or the coordinator; when it is up, the trace says."""
+        self.started(program)  # one that did not come up
         self.programs[program] = self.steps.cores.start(math.inf, lambda: None)
 
     def started(self, program: str) -> None:

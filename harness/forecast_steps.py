@@ -59,6 +59,7 @@ class Going:
     step: int = 1
     left: float = 1.0  # of the step
     since_s: float = 0.0
+    trains: bool = False
     rate: float = 0.0  # steps per second
     number: int = 0  # of the last appointment
     until: int | None = None
@@ -92,17 +93,18 @@ class CoarseSteps:
         going, now = self.going[task], self._agenda.now_us / 1e6
         going.left -= (now - going.since_s) * going.rate
         going.since_s = now
-        was, going.rate = going.rate, self._rate(task)
+        was, going.trains = going.trains, self._trains(task)
+        going.rate = self._rate(task) if going.trains else 0.0
         going.number += 1
         if going.rate:
             left_us = max(1, int(max(0.0, going.left / going.rate) * 1e6))
             self._agenda.after(left_us, self._seal, task, going.number)
-        if bool(was) != bool(going.rate):
+        if was != going.trains:
             self.settle_all(but=task)
 
     def settle_all(self, but: str = "") -> None:
         """Who is busy beside them has changed."""
-        for name in [name for name, going in self.going.items() if name != but and going.rate]:
+        for name in [name for name, going in self.going.items() if name != but and going.trains]:
             self.settle(name)
         self.cores.settle()
 
@@ -119,17 +121,19 @@ class CoarseSteps:
         if self.going[task].number == number:
             self._ends(task)
 
-    def _rate(self, task: str) -> float:
+    def _trains(self, task: str) -> bool:
         members, kind = self.members(task), self.going[task].kind
         if len({worker.stage for worker in members}) < kind.shape.stages:
-            return 0.0
-        if not all(actor.goes and not actor.stopped for actor in members.values()):
-            return 0.0
-        others = sum(each.kind.share for name, each in self.going.items() if name != task and each.rate)
+            return False
+        return all(actor.goes and not actor.stopped for actor in members.values())
+
+    def _rate(self, task: str) -> float:
+        kind = self.going[task].kind
+        others = sum(each.kind.share for name, each in self.going.items() if name != task and each.trains)
         share = min(1.0, self.cores.share_left() * self._all_shares * kind.share / (others + kind.share))
         return share / max(1e-3, kind.alone_s)
 
     def _busy(self) -> float:
         """Processes of tasks that train."""
-        active = sum(each.kind.share for each in self.going.values() if each.rate)
+        active = sum(each.kind.share for each in self.going.values() if each.trains)
         return self.workers * active / self._all_shares

@@ -108,3 +108,14 @@ def test_a_forecast_that_begins_with_cold_fork_servers_begins_later() -> None:
     warm, cold = forecast(storm), forecast(storm | {"warm": False})
     for name in warm:
         assert 20 <= warm[name] - cold[name] <= 45, "6 s of 0.2 s each"
+
+
+def test_tasks_train_beside_programs_that_start_however_many() -> None:
+    """Tasks that begin while four programs start had no share of two cores, until those were up."""
+    starts = [{"at_s": 5.0, "what": "start agent", "node": node} for node in NODES]
+    starts += [{"at_s": 5.0, "what": "start coordinator"}, {"at_s": 55.0, "what": "coordinator up"}]
+    tasks = [f"{kind}-1" for kind in ("heavy", "middle", "light")]
+    pauses = [{"at_s": 10.0, "what": "pause", "task": task} for task in tasks]
+    pauses += [{"at_s": 12.0, "what": "resume", "task": task} for task in tasks]
+    for steps in earned(*starts, *pauses).values():
+        assert steps > 100
