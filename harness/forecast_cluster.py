@@ -24,7 +24,7 @@ from everstep.sim.agenda import Agenda
 from harness.forecast_cores import Start
 from harness.forecast_lines import Lines
 from harness.forecast_servers import ForkServers
-from harness.forecast_steps import Actor, CoarseSteps, ForecastKind, Going
+from harness.forecast_steps import Actor, CoarseSteps, ForecastKind, Going, overdue
 
 SLOTS = 3
 NOTICE_S, ORDER_S, COPY_S = 0.03, 0.005, 0.1
@@ -188,9 +188,11 @@ class CoarseCluster:
         known.up, known.stopped, known.held = False, False, []
         self.started(node)  # if it did not come up
         self.servers.lose(node)
-        for task, worker in [key for key, actor in self.actors.items() if actor.node == node]:
-            self.ends(task, worker, "its node is gone", silently=True)
+        for key, actor in [each for each in self.actors.items() if each[1].node == node]:
+            self.steps.going[key[0]].waits |= not actor.joining
+            self.ends(*key, "its node is gone", silently=True)
         self.after(SILENCE_S, self._miss, node, known.boot)
+        self.after(HANG_S, self._missed, node)
 
     def bring_back(self, node: str) -> None:
         self.started(node)
@@ -208,6 +210,7 @@ class CoarseCluster:
                 actor.stopped = True
                 self.steps.settle(task)
         self.after(SILENCE_S, self._miss, node, known.boot)
+        self.after(HANG_S, self._missed, node)
 
     def thaw(self, node: str) -> None:
         known = self.nodes[node]
@@ -269,10 +272,8 @@ class CoarseCluster:
         kind, cores = self.steps.going[order.task].kind, self.steps.cores
         key = (order.task, order.worker)
         actor = self.actors[key] = Actor(node, order.incarnation)
-        work_s = max(0.05, kind.begin_s - kind.alone_s)
-        if kind.again_s:  # measured while all kinds trained
-            each = min(1.0, cores.count / (1 + self.steps.workers))
-            work_s = max(0.05, kind.again_s - NOTICE_S - COPY_S) * each
+        each = min(1.0, cores.count / (1 + self.steps.workers))
+        work_s = kind.start_s(each, beside_s=NOTICE_S + COPY_S)
 
         def begin() -> None:
             if self.actors.get(key) is actor:
@@ -300,7 +301,7 @@ class CoarseCluster:
                 actor.step, actor.joining, actor.goes = resume.step, False, True
                 if resume.restore is not None or resume.step != going.step:
                     going.step, going.left = resume.step, 1.0
-                going.until = resume.until
+                going.until, going.waits = resume.until, False
                 resumed = ev.WorkerResumed(worker=key[1], epoch=resume.epoch, at=self.time())
                 self._say(key, actor, resumed)
             case act.CopyState(joiner=joiner, transfer=transfer):
@@ -331,18 +332,20 @@ class CoarseCluster:
 
     def overdue(self, task: str, worker: Worker, actor: Actor) -> None:
         if actor.stopped and self.actors.get((task, worker)) is actor:
-            report = msg.OpOverdue(
-                task=task,
-                worker=worker,
-                incarnation=actor.incarnation,
-                step=self.steps.going[task].step,
-                doing="1F0.0",
-                busy=True,
-                stopped=True,
-                elapsed_s=HANG_S,
-                expected_s=0.1,
-            )
-            self.report(actor.node, report, msg.Sender(task, worker, actor.incarnation))
+            self._say_overdue(task, worker, actor)
+
+    def _missed(self, node: str) -> None:
+        """Members elsewhere wait for those on a node that is gone or stopped."""
+        for task, going in self.steps.going.items():
+            members = self.steps.members(task)
+            if going.waits or any(actor.node == node and actor.stopped for actor in members.values()):
+                for worker, actor in members.items():
+                    if actor.node != node and not actor.stopped:
+                        self._say_overdue(task, worker, actor)
+
+    def _say_overdue(self, task: str, worker: Worker, actor: Actor) -> None:
+        report = overdue(task, worker, actor, self.steps.going[task].step, HANG_S)
+        self.report(actor.node, report, msg.Sender(task, worker, actor.incarnation))
 
     def _sealed(self, task: str) -> None:
         going, known = self.steps.going[task], self.machine.tasks.get(task)

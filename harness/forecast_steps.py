@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import Worker
 from everstep.core.words.shape import Shape
 from everstep.sim.agenda import Agenda
@@ -31,6 +32,14 @@ class ForecastKind:
     again_s: float = 0.0  # until a killed worker takes part again, beside other tasks; 0: not measured
     save_every: int = 5
     copy_every: int = 0
+
+    def start_s(self, each: float, *, beside_s: float) -> float:
+        """Seconds of one core that a worker takes to start. It was measured while all kinds trained, and a
+        process had so much of one core; `beside_s`: of that time it did not start.
+        """
+        if self.again_s:
+            return max(0.05, self.again_s - beside_s) * each
+        return max(0.05, self.begin_s - self.alone_s)
 
     @property
     def share(self) -> float:
@@ -62,9 +71,25 @@ class Going:
     trains: bool = False
     rate: float = 0.0  # steps per second
     number: int = 0  # of the last appointment
+    waits: bool = False  # for members on a node that is gone, until there is another epoch
     until: int | None = None
     recorded: int = 0  # the highest step on record
     disk: int = 0
+
+
+def overdue(task: str, worker: Worker, actor: Actor, step: int, after_s: float) -> msg.OpOverdue:
+    """What its agent says of a worker that is stopped, or else waits for others."""
+    return msg.OpOverdue(
+        task=task,
+        worker=worker,
+        incarnation=actor.incarnation,
+        step=step,
+        doing="1F0.0" if actor.stopped else "",
+        busy=actor.stopped,
+        stopped=actor.stopped,
+        elapsed_s=after_s,
+        expected_s=0.1,
+    )
 
 
 class CoarseSteps:
@@ -122,8 +147,8 @@ class CoarseSteps:
             self._ends(task)
 
     def _trains(self, task: str) -> bool:
-        members, kind = self.members(task), self.going[task].kind
-        if len({worker.stage for worker in members}) < kind.shape.stages:
+        members, going = self.members(task), self.going[task]
+        if going.waits or len({worker.stage for worker in members}) < going.kind.shape.stages:
             return False
         return all(actor.goes and not actor.stopped for actor in members.values())
 
