@@ -4,9 +4,9 @@
     python bench/reduce_overlap.py --device cuda --preset gpt-350m --shapes 2x2 --transport nccl --json
 
 Read from the rings that workers write anyway. A stage's reduce lasts from the moment the last of its workers
-sends its first part to the last chunk of the sum that one of them receives; the backward of a step lasts
-until the last worker of the task sends its first part. What of the former lies before the end of the latter
-is hidden.
+sends its first part, or a piece of it, to the last chunk of the sum that one of them receives; the backward
+of a step lasts until the last worker of the task sends the end of its first part. What of the former lies
+before the end of the latter is hidden. `ahead` is the share of the bytes that was sent in pieces.
 """
 
 from __future__ import annotations
@@ -38,8 +38,20 @@ def moments(log: Log, kind: int, what: ParcelKind, step: int) -> list[int]:
     return [int(at) for at in log.ended_ns[chosen]]
 
 
-def hidden(logs: dict[int, list[Log]], step: int) -> list[tuple[float, float]] | None:
-    """By stage: seconds of its reduce, and those of them that are hidden."""
+def ends_of_parts(log: Log, step: int) -> tuple[list[int], float]:
+    """When each of its parts was sent to the end, and the share of bytes that had gone before."""
+    chosen = (log.kind == SEND) & (log.seq >> 24 == step) & ((log.seq >> 16) & 0xFF == WHAT[ParcelKind.PART])
+    ends: dict[int, tuple[int, int]] = {}
+    total = 0
+    for seq, at, count in zip(log.seq[chosen], log.ended_ns[chosen], log.bytes[chosen], strict=True):
+        total += int(count)
+        ends[int(seq)] = max(ends.get(int(seq), (0, 0)), (int(at), int(count)))
+    last = sum(count for _, count in ends.values())
+    return [at for at, _ in ends.values()], 1 - last / total if total else 0.0
+
+
+def hidden(logs: dict[int, list[Log]], step: int) -> list[tuple[float, float, float]] | None:
+    """By stage: seconds of its reduce, those of them that are hidden, and what was sent ahead."""
     first = {
         stage: [min(moments(log, SEND, ParcelKind.PART, step), default=0) for log in of_stage]
         for stage, of_stage in logs.items()
@@ -50,11 +62,13 @@ def hidden(logs: dict[int, list[Log]], step: int) -> list[tuple[float, float]] |
     }
     if not all(all(row) for table in (first, last) for row in table.values()):
         return None  # not all of the step is in every ring
-    backward_ends = max(max(row) for row in first.values())
+    parts = {stage: [ends_of_parts(log, step) for log in of_stage] for stage, of_stage in logs.items()}
+    backward_ends = max(min(ends) for row in parts.values() for ends, _ in row)
     found = []
     for stage in sorted(logs):
         begins, ends = max(first[stage]), max(last[stage])
-        found.append(((ends - begins) / 1e9, max(0, min(ends, backward_ends) - begins) / 1e9))
+        ahead = statistics.mean(share for _, share in parts[stage])
+        found.append(((ends - begins) / 1e9, max(0, min(ends, backward_ends) - begins) / 1e9, ahead))
     return found
 
 
@@ -100,6 +114,8 @@ def measure(server: ForkServer, given: argparse.Namespace, shape: str) -> dict[s
         {
             "reduce_ms": round(1e3 * statistics.median(row[stage][0] for row in rows), 1),
             "hidden": round(statistics.median(row[stage][1] / row[stage][0] for row in rows), 3),
+            "hidden_ms": round(1e3 * statistics.median(row[stage][1] for row in rows), 1),
+            "ahead": round(statistics.median(row[stage][2] for row in rows), 3),
         }
         for stage in range(stages)
     ]

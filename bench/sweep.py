@@ -6,6 +6,7 @@
     python bench/sweep.py --only reduce --json
     python bench/sweep.py --points 1,2,3 --in-a-row 60    all in one run, each after the rejoin of the last
     python bench/sweep.py --shard         with sharded optimizer states, and 31 points more
+    python bench/sweep.py --ahead --preset gpt-1m    8 other points: deaths while pieces of parts are sent
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
 faults. A point that passed in `--results` is not run again, nor is a clean run that is there.
@@ -24,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-from harness.sweep import Losses, Point, Sweep, points, sharded
+from harness.sweep import Losses, Point, Sweep, ahead, points, sharded
 
 Numbered = list[tuple[int, Point]]
 
@@ -72,6 +73,7 @@ def side_by_side(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, 
     command += ["--device", given.device, "--precision", given.precision, "--transport", given.transport]
     command += ["--graphs", given.graphs, "--in-a-row", str(given.in_a_row), "--rest", str(given.rest)]
     command += ["--shards", str(given.shards), *(["--shard"] if given.shard else [])]
+    command += ["--ahead"] if given.ahead else []
     running = [
         subprocess.Popen([*command, "--points", ",".join(str(number) for number, _ in part)])
         for part in shared_out(chosen, given.side_by_side)
@@ -103,6 +105,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="points whose name contains this")
     parser.add_argument("--after", type=int, default=0, help="leave out so many points: to resume")
     parser.add_argument("--shard", action="store_true", help="with sharded optimizer states")
+    parser.add_argument("--ahead", action="store_true", help="the points of a reduce that begins early")
     parser.add_argument(
         "--in-a-row",
         type=float,
@@ -117,6 +120,7 @@ def main() -> int:
     if given.side_by_side > 1 and given.results is None:
         parser.error("--side-by-side needs --results")
     every = [*points(given.shards), *(sharded(given.shards) if given.shard else ())]
+    every = ahead() if given.ahead else every
     part, parts = map(int, given.part.split("/"))
     wanted = {int(number) for number in given.points.split(",") if number}
     matching = [

@@ -169,6 +169,24 @@ def sharded(shards: int = 1) -> list[Point]:
     return of_shards([*found, Point("shard one returns, then another dies", back, 3)], shards)
 
 
+def ahead() -> list[Point]:
+    """A death while pieces of parts are sent, before the backward ends. Small models have no pieces: gpt-1m
+    has, on a GPU gpt-125m.
+    """
+    last = [
+        f"stage={stage},replica={replica},step=3,op=W3,when=sending" for stage in (0, 1) for replica in (0, 1)
+    ]
+    alone = [f"stage=0,replica={replica},step=3,op=W3,when=sending" for replica in range(3)]
+    others_wait = "stage=0,replica=1,step=3,op=W3,when=before"  # they have sent ahead, and get more to do
+    return [
+        *(Point(f"ahead {text}", (text,)) for text in last),
+        Point("ahead of three", (alone[1],), 3, 1),
+        Point("ahead before the last W of one of three", (others_wait,), 3, 1),
+        Point("ahead two of three", (alone[0], alone[2]), 3, 1),
+        Point("ahead and in the reduce", (alone[0], "stage=0,replica=2,step=3,op=R,when=during"), 3, 1),
+    ]
+
+
 def of_shards(found: list[Point], shards: int) -> list[Point]:
     """Every point kills another shard of its worker: the leader, a follower, …"""
     if shards == 1:

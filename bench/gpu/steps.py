@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from everstep.node.fork_server import ForkServer
 LIMIT_S = 120.0  # of one run of Everstep
 
 
-def plain_loop(spec: dict[str, Any]) -> dict[str, Any]:
+def plain_loop(spec: dict[str, Any], after: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
     """One process, fp32 masters, bf16 compute, fused AdamW: what a careful person writes."""
     import torch
     from torch import nn
@@ -87,6 +87,7 @@ def plain_loop(spec: dict[str, Any]) -> dict[str, Any]:
             torch._foreach_zero_(sums)
         losses.append(float(torch.stack(total).mean()))
         times.append(time.monotonic() - began)
+        after(step)
     return {"times": times, "losses": losses}
 
 

@@ -56,6 +56,30 @@ def test_every_gradient_reaches_its_tensor_whichever_kernel_makes_it(
     assert all(torch.allclose(a, b) for a, b in zip(found, plain_grads(q, k, v, grad), strict=True))
 
 
+def test_a_front_end_that_cannot_be_used_says_so_and_leaves_it_to_the_other_way(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def built(*_: object) -> None:
+        raise RuntimeError("no kernel for this")
+
+    library = attention.attention_library
+    monkeypatch.setattr(library, "_front_end", object)
+    monkeypatch.setattr(library, "_built", built)
+    shape = torch.Size((1, 1, 128, 64))
+    assert library.backward.__wrapped__(shape, torch.bfloat16, torch.device("cpu")) is None
+    assert "exact attention without cuDNN's front end: no kernel for this" in capfd.readouterr().err
+
+
+def test_all_layers_use_one_workspace_which_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = attention.attention_library
+    monkeypatch.setattr(library, "_spaces", {})
+    cpu = torch.device("cpu")
+    first = library._space(cpu, 1000)
+    assert library._space(cpu, 500) is first
+    assert library._space(cpu, 2000) is not first
+    assert library._space(cpu, 1000).numel() == 2000
+
+
 @needs_gpu
 @pytest.mark.parametrize("way", ["library", "own"])
 @pytest.mark.parametrize("shape", [(8, 16, 1024, 64), (8, 16, 2048, 128)])

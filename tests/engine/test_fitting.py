@@ -11,6 +11,7 @@ from pipeline import CPU, stages
 from everstep.cli import main
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.job import Job, ModelSpec, OptimizerSpec
+from everstep.engine.layers import attention_library
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model, partition
 from everstep.engine.prepare import fitting
@@ -87,6 +88,36 @@ def test_stash_and_peak_do_not_grow_with_microbatches_except_for_the_outbox() ->
         for m in (8, 64)
     ]
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"outbox"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "accumulate", "expected"),
+    [
+        (True, "cuda", "strict", 2 * 2 * 4 * 256**2),
+        (False, "cuda", "strict", 0),
+        (True, "cuda", "fp32", 0),
+        (True, "cpu", "strict", 0),
+    ],
+)
+def test_the_workspace_of_exact_attention_is_counted_where_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, device: str, accumulate: str, expected: int
+) -> None:
+    monkeypatch.setattr(attention_library, "installed", lambda: installed)
+    model = gpt(vocab=64, width=256, heads=4, hidden=48, depth=2)
+    batch = Synthetic(vocab=64, sequence=256, rows=2).batch(1, 0)
+    base = job(device=device, accumulate=accumulate, precision="bf16", stages=1)
+    layers = layer_figures(model, batch, "bf16", device)
+    (found,) = fit(base, model, layers, Memory())
+    assert {item.name: item.device for item in found.items}["workspace of attention"] == expected
+
+
+def test_attention_that_goes_another_way_has_no_workspace() -> None:
+    bf16 = torch.bfloat16
+    assert attention_library.workspace((8, 16, 2048, 128), bf16) == 1 << 30
+    assert attention_library.workspace((8, 16, 4096, 128), bf16) == 0, "more than there is room for"
+    assert attention_library.workspace((8, 16, 2000, 128), bf16) == 0
+    assert attention_library.workspace((8, 16, 2048, 96), bf16) == 0
+    assert attention_library.workspace((8, 16, 2048, 128), torch.float32) == 0
 
 
 def limit_between(one: Job, other: Job, model: Model, layers: list) -> Memory:

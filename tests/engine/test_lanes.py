@@ -17,7 +17,14 @@ from everstep.engine.data_plane import frames
 from everstep.engine.data_plane.lanes import Lane, Lanes, LaneState
 from everstep.engine.data_plane.links import Address, Links
 from everstep.engine.data_plane.pipe_wire import PipeWire
-from everstep.engine.data_plane.transport import Announcement, Identity, LaneOpening, LaneOrder, chosen
+from everstep.engine.data_plane.transport import (
+    Announcement,
+    Identity,
+    LaneOpening,
+    LaneOrder,
+    bits_differ,
+    chosen,
+)
 from everstep.errors import PeerError
 
 SIZES = [dtype.itemsize for dtype in frames.DTYPES]
@@ -44,6 +51,16 @@ def test_the_transport_of_a_pair_follows_from_what_both_say(
 ) -> None:
     assert chosen(mine, theirs) == chosen(theirs, mine) == by
     assert Identity.decode(mine.encode()) == mine
+
+
+def test_workers_that_compute_with_other_software_say_so() -> None:
+    with_it, without = (Identity("tcp", "", "", f"torch 2, {what}") for what in ("front end", "none"))
+    assert Identity.decode(with_it.encode()) == with_it
+    sentence = bits_differ(with_it, without)
+    assert sentence is not None
+    assert "it computes with torch 2, none, this worker with torch 2, front end" in sentence
+    assert bits_differ(with_it, with_it) is None
+    assert bits_differ(with_it, Identity("tcp", "")) is None, "a task whose sums depend on their order"
 
 
 def test_announcements_and_openings_are_read_back() -> None:

@@ -11,7 +11,7 @@ import pytest
 from everstep.core.words.ops import Worker
 from everstep.engine.job import CheckpointSpec, DataSpec, ModelSpec, OptimizerSpec
 from everstep.node.fork_server import ForkServer
-from harness.sweep import SHORT, TOLERANCE, Point, Sweep, compare, points, sharded
+from harness.sweep import SHORT, TOLERANCE, Point, Sweep, ahead, compare, points, sharded
 
 CHOSEN = [
     "op stage=0,replica=0,step=3,op=F0",
@@ -147,6 +147,31 @@ def test_the_points_are_as_many_as_we_claim() -> None:
     assert len(names) == len(set(names))
     assert len(names) >= 60
     assert isinstance(points()[0], Point)
+
+
+@pytest.mark.parametrize(
+    ("name", "transport", "shard"),
+    [
+        ("ahead before the last W of one of three", "tcp", False),
+        pytest.param("ahead two of three", "pipe", False, marks=pytest.mark.slow),
+        pytest.param(
+            "ahead stage=1,replica=0,step=3,op=W3,when=sending", "tcp", True, marks=pytest.mark.slow
+        ),
+        pytest.param("ahead and in the reduce", "tcp", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_death_while_pieces_of_parts_are_sent_leaves_the_losses_of_a_clean_run(
+    fork_server: ForkServer, name: str, transport: str, shard: bool
+) -> None:
+    """A model that is large enough for pieces (`engine.parts_ahead`)."""
+    sweep = Sweep(
+        preset="gpt-1m", steps=4, data=SHORT, transport=transport, shard=shard, fork_server=fork_server
+    )
+    point = next(p for p in ahead() if p.name == name)
+    result = sweep.try_point(point)
+    assert result["ok"], result
+    assert result["max_relative_loss_difference"] == 0.0
+    assert result["incidents"] == len(point.faults)
 
 
 SHARDED = [

@@ -44,6 +44,7 @@ from everstep.engine.datasets.loading import Loader
 from everstep.engine.job import Job
 from everstep.engine.layers import regions
 from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.layers.software import computes_with
 from everstep.engine.prepare.fitting import room
 from everstep.engine.prepare.program import Program
 from everstep.engine.shards.collectives import GroupCollectives
@@ -165,7 +166,8 @@ def train(
             recorder.got(frame.parcel, frame.nbytes)  # now: this worker may be busy for long
         inbox.put(frame)
 
-    identity = identity_of(device, job.transport)
+    computes = computes_with(device) if job.accumulate != "fp32" else ""
+    identity = identity_of(device, job.transport, computes=computes)
     links = Links(
         token=bytes.fromhex(spec["token"]),
         host=spec["host"],

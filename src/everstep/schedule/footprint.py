@@ -66,6 +66,7 @@ class Settings:
     sharded: bool = False  # masters, optimizer state and reduced gradient at two replicas, not at all
     through_host: bool = False  # what peers send is received in host memory: a GPU without shared memory
     saved: float = 0.0  # of the state, what a save or a copy in memory takes along; 0: neither
+    exact: bool = False  # kernels of a GPU that give the same bits every time
     checked_late: bool = False  # strict sums on a GPU: W keeps what it read until the next W
     in_place: bool = False  # all workers share one GPU: what peers send is read where it is
     recorded: bool = False  # F and I as CUDA graphs, where there is room
@@ -82,6 +83,7 @@ class StageFigures:
     inside: float = 0.0  # bytes that come and go inside an op
     sent: float = 0.0  # boundary tensors that one microbatch leaves in the outbox
     joined: int = 0  # parameters of tied tensors, as often as the reduce has them besides
+    workspace: float = 0.0  # of a library, for exact attention; kept from the first backward on
 
     @property
     def held(self) -> float:
@@ -162,6 +164,7 @@ def items(stage: StageFigures, settings: Settings, *, stash: int, hosted: int) -
     each = stage.held_forward + RECORDED_INSIDE * stage.inside
     return [
         *found,
+        Item("workspace of attention", When.ALWAYS, stage.workspace if settings.exact else 0.0),
         Item("outbox", When.ALWAYS, 0.0 if host else outbox, outbox if host else 0.0),
         Item("stashes", When.OPS, stage.held * under_way),
         Item("gradients being checked", When.OPS, checked),

@@ -72,6 +72,15 @@ class Reduction:
             return Wait(str(missing[0]))
         return AssembleSum(state.step, peers, chunks)
 
+    def parts_to_come(self, state: StepState) -> list[Parcel]:
+        """What this worker will send to the owners of other chunks once it has run its ops; nothing, if it is
+        to be given the sum. The order in force may change before that.
+        """
+        if state.sum is not SumState.COMPUTING or state.step in self.mail.order.awaits:
+            return []
+        peers = self.mail.other_peers(state.step)
+        return [self._part(state, sender=self.me.replica, owner=peer.replica) for peer in peers]
+
     def contributed(
         self,
         state: StepState,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from everstep.engine.data_plane.fills import ArrivingFills
 from everstep.engine.data_plane.lanes import Lane, Lanes, LaneState
 from everstep.engine.data_plane.links import Address, Links
 from everstep.engine.data_plane.pipe_wire import PipeWire
-from everstep.engine.data_plane.transport import Carrier, Identity, chosen
+from everstep.engine.data_plane.transport import Carrier, Identity, bits_differ, chosen
 from everstep.errors import PeerError, UserError
 
 _AT = "in memory"  # the fact that says where tensors are
@@ -44,8 +44,12 @@ MOST_LANES_AHEAD = 16  # peers to which lanes are opened before they are used
 _LASTING = frozenset({ParcelKind.FEED})  # read by its receiver when the sender is steps ahead
 
 
-def identity_of(device: torch.device, transport: str) -> Identity:
-    """Of a worker that computes on this device."""
+def identity_of(device: torch.device, transport: str, *, computes: str = "") -> Identity:
+    """Of a worker that computes on this device. `computes`: what its bits depend on."""
+    return replace(_memory_and_lanes(device, transport), computes=computes)
+
+
+def _memory_and_lanes(device: torch.device, transport: str) -> Identity:
     if transport == "tcp":
         return Identity("tcp", "")
     if device.type == "cuda":
@@ -81,6 +85,7 @@ class Courier:
     waits: bool = False  # for a lane that is being opened; else tcp carries messages meanwhile
     carriers: dict[Address, Carrier] = field(default_factory=dict)  # what carried tensors to it last
     _ahead: set[Address] = field(default_factory=set)  # peers to which lanes are to be opened
+    _warned: set[Address] = field(default_factory=set)
 
     @staticmethod
     def of(
@@ -140,6 +145,8 @@ class Courier:
         if tensors and what not in _LASTING and self.carriers.get(to) != kind:
             self.carriers[to] = kind
             print(f"tensors to {to.host}:{to.port} go by {kind}", file=sys.stderr, flush=True)
+        if tensors and to not in self._warned:
+            self._warn(to)
         if lane is not None:
             assert self.lanes is not None
             transfer = self.lanes.reserve(lane, tensors)
@@ -150,6 +157,16 @@ class Courier:
         elif self.completions is not None:
             tensors = tuple(map(_to_host_behind, tensors))
         self._after_now(partial(self.links.send, to, what, parcel, facts, *tensors))
+
+    def sends_beside(self, to: Address) -> bool:
+        """Does what is posted now leave while the device computes on? In shared memory it need not leave; and
+        a GPU's way through the host begins with a copy that all that follows would wait for.
+        """
+        pair = self._pair(to)
+        if pair in ("nccl", "pipe"):
+            lane = None if self.lanes is None else self.lanes.lane(to)
+            return lane is not None and lane.state is LaneState.READY
+        return pair == "tcp" and self.completions is None
 
     def _after_now(self, do: Callable[[], None]) -> None:
         if self.completions is None:
@@ -222,6 +239,15 @@ class Courier:
             self.lanes.stop()
         if self.completions is not None:
             self.completions.stop()
+
+    def _warn(self, to: Address) -> None:
+        """Once per peer, as soon as it has said who it is."""
+        known = self.links.identity(to)
+        if known is None:
+            return
+        self._warned.add(to)
+        if (sentence := bits_differ(self.identity, Identity.decode(known))) is not None:
+            print(f"worker at {to.host}:{to.port}: {sentence}", file=sys.stderr, flush=True)
 
     def _pair(self, to: Address) -> Carrier:
         known = self.links.identity(to)

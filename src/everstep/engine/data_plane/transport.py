@@ -25,6 +25,7 @@ Carrier = Literal["ipc", "shm", "nccl", "pipe", "tcp"]
 
 ANNOUNCED = "on a lane"  # the fact that says on which lane tensors come
 MAX_NAME = 128
+MAX_COMPUTES = 300
 MAX_TENSORS = 4096
 MAX_BYTES = 64 << 30
 MAX_DIMS = 8
@@ -37,17 +38,20 @@ class Identity:
     kind: str  # of the memory it can share: ipc or shm; tcp: none
     memory: str  # the same text: the same memory
     lanes: str = ""  # the kind of lane it can open, with the version both ends must have: "nccl 22809"
+    computes: str = (
+        ""  # device and software that its bits depend on; empty: sums depend on their order anyway
+    )
 
     def encode(self) -> bytes:
-        return json.dumps([self.kind, self.memory, self.lanes]).encode()
+        return json.dumps([self.kind, self.memory, self.lanes, self.computes]).encode()
 
     @staticmethod
     def decode(data: bytes) -> Identity:
         try:
-            kind, memory, lanes = json.loads(data)
+            kind, memory, lanes, computes = json.loads(data)
         except (TypeError, ValueError):
             raise PeerError("a peer did not say who it is") from None
-        return Identity(str(kind), str(memory), str(lanes))
+        return Identity(str(kind), str(memory), str(lanes), str(computes)[:MAX_COMPUTES])
 
 
 def chosen(mine: Identity, theirs: Identity) -> Carrier:
@@ -57,6 +61,16 @@ def chosen(mine: Identity, theirs: Identity) -> Carrier:
     if mine.lanes and mine.lanes == theirs.lanes:
         return "nccl" if mine.lanes.startswith("nccl") else "pipe"
     return "tcp"
+
+
+def bits_differ(mine: Identity, theirs: Identity) -> str | None:
+    """One sentence, if the same microbatch may give other bits there."""
+    if not mine.computes or not theirs.computes or mine.computes == theirs.computes:
+        return None
+    return (
+        f"it computes with {theirs.computes}, this worker with {mine.computes}: the losses of a healed run "
+        "are those of a clean one to the bit only if all workers compute with the same"
+    )
 
 
 @dataclass(frozen=True, slots=True)

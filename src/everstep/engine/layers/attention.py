@@ -45,7 +45,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] not in (64, 128) or q.shape[-2] % ROWS:
-        return False
+        return False  # as `attention_library.workspace` has it
     return q.shape == k.shape == v.shape and all(map(attention_library.has_layout, (q, k, v)))
 
 

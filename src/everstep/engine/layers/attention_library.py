@@ -2,12 +2,16 @@
 installed (`pip install nvidia-cudnn-frontend`).
 
 torch calls cuDNN's backward pass without asking for one order. Asked for it, cuDNN keeps the gradient of all
-scores of a layer, which takes room: 2 bytes x rows x heads x length x length.
+scores of a layer, which takes room: 2 bytes x rows x heads x length x length. One workspace serves all layers
+and all recorded ops of a process, for the ops of a device run one after the other; the memory model counts it
+(`schedule.footprint`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,11 +23,37 @@ ROOM = 2 << 30  # bytes, at most; beyond it there is another way
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
+_spaces: dict[torch.device, Tensor] = {}
+_recorded: list[Tensor] = []  # workspaces whose addresses are in a CUDA graph
+
+
+def workspace(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes, about; 0: attention of this shape (rows x heads x length x size) does not go this way."""
+    rows, heads, length, size = shape
+    needed = 2 * rows * heads * length * length
+    fits = dtype in (torch.bfloat16, torch.float16) and size in (64, 128) and not length % 128
+    return needed if fits and needed <= ROOM else 0
+
+
+def installed() -> bool:
+    """Without loading it."""
+    return importlib.util.find_spec("cudnn") is not None
+
+
+def version() -> str:
+    """Of the front end and of cuDNN; empty: it cannot be used here."""
+    front_end = _front_end()
+    return "" if front_end is None else f"{front_end.__version__} with cuDNN {front_end.backend_version()}"
+
+
 @cache
 def _front_end() -> Any | None:
+    if not installed():
+        return None
     try:
         import cudnn  # type: ignore[import-not-found,unused-ignore]
-    except Exception:  # not there, or not for this Python or driver
+    except Exception as error:  # not for this Python or driver
+        print(f"exact attention without cuDNN's front end: {error}", file=sys.stderr, flush=True)
         return None
     return cudnn
 
@@ -49,15 +79,25 @@ def in_layout(tensor: Tensor) -> Tensor:
 def backward(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Backward | None:
     """(q, k, v, output, its gradient, log-sum-exp) -> the gradients of q, k and v; None: not here."""
     front_end = _front_end()
-    rows, heads, length, _ = shape
-    if front_end is None or 2 * rows * heads * length * length > ROOM:
+    if front_end is None or not workspace(shape, dtype):
         return None
     try:
         return _built(front_end, shape, dtype, device)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # no such kernel in this version
+    except Exception as error:  # no such kernel in this version
+        print(f"exact attention without cuDNN's front end: {error}", file=sys.stderr, flush=True)
         return None
+
+
+def _space(device: torch.device, nbytes: int) -> Tensor:
+    found = _spaces.get(device)
+    if found is None or found.numel() < nbytes:
+        found = _spaces[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    is_recorded = any(found is one for one in _recorded)
+    if device.type == "cuda" and not is_recorded and torch.cuda.is_current_stream_capturing():
+        _recorded.append(found)
+    return found
 
 
 def _built(front_end: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Backward:
@@ -101,7 +141,7 @@ def _built(front_end: Any, shape: torch.Size, dtype: torch.dtype, device: torch.
         *five, logsumexp = tensors
         made = tuple(in_layout(torch.empty_like(five[0])) for _ in found)
         pack = dict(zip((*given, sums, *found), (*map(in_layout, five), logsumexp, *made), strict=True))
-        space = torch.empty(room, dtype=torch.uint8, device=device)
+        space = _space(device, room)
         front_end.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
         graph.execute(pack, space, handle=handle)
         return made

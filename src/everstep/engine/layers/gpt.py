@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from everstep.engine.layers import attention
+from everstep.engine.layers import attention, regions
 from everstep.engine.layers.boundary import Value, described
+from everstep.engine.layers.linear import of_one_input
 from everstep.engine.layers.model import Model, ModelAssembly
 from everstep.engine.layers.regions import region
+from everstep.engine.layers.residual import branched
 from everstep.engine.presets import GptShape
 from everstep.engine.presets import shape as named_shape
 from everstep.errors import UserError
@@ -93,7 +95,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         eps = 1e-6
-        attended = self.dropout(self.attention(_normed(x, self.attention_norm.weight, eps)))
+        if regions.are_enabled():
+            x, normed = branched(x, self.attention_norm.weight, eps)
+        else:
+            normed = _normed(x, self.attention_norm.weight, eps)
+        attended = self.dropout(self.attention(normed))
         x, normed = _added_and_normed(x, attended, self.mlp_norm.weight, eps)
         x = x + self.dropout(self.mlp(normed))
         return x
@@ -111,11 +117,11 @@ class Attention(nn.Module):
         self.rotary = Rotary(size, form.rope_base)
 
     def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x)
+        q, k, v = _all_of(x, self.q, self.k, self.v)
         rows, length, _ = q.shape  # not of x, which can be a part of the sequence
         q = self.rotary(q.view(rows, length, -1, self.size))  # a shard has some of the heads
-        k = self.rotary(self.k(x).view(rows, length, -1, self.size))
-        v = self.v(x).view(rows, length, -1, self.size)
+        k = self.rotary(k.view(rows, length, -1, self.size))
+        v = v.view(rows, length, -1, self.size)
         y = attention.causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         out: Tensor = self.out(y.transpose(1, 2).reshape(rows, length, -1))
         return out
@@ -150,7 +156,7 @@ class SwiGLU(nn.Module):
         self.down = _linear(form.hidden, form.width, into_residual=form.depth)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(_gated(self.gate(x), self.up(x)))
+        y: Tensor = self.down(_gated(*_all_of(x, self.gate, self.up)))
         return y
 
 
@@ -164,6 +170,11 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.logits(_normed(x, self.norm.weight, 1e-6))
         return logits
+
+
+def _all_of(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+    """Of Linears with one input. Only where regions are compiled other roundings may come with speed."""
+    return of_one_input(x, *layers) if regions.are_enabled() else [layer(x) for layer in layers]
 
 
 @region

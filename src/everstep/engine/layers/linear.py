@@ -39,6 +39,11 @@ class LinearGrad(NamedTuple):
     grad: Tensor
     across: bool = False  # the weight is inputs x outputs
 
+    @property
+    def trained(self) -> list[Tensor]:
+        weight = None if self.input is None else self.weight
+        return [parameter for parameter in (weight, self.bias) if parameter is not None]
+
     def run(self, into: Into) -> None:
         grad = self.grad.reshape(-1, self.grad.shape[-1])
         if self.weight is not None and self.input is not None:
@@ -64,6 +69,10 @@ class EmbeddingGrad(NamedTuple):
     tokens: Tensor
     padding: int
     grad: Tensor
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [self.weight]
 
     def run(self, into: Into) -> None:
         into(self.weight).add_(self._table())
@@ -190,9 +199,43 @@ def queued_linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: Queue) 
     return output
 
 
+def of_one_input(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+    """What these Linears make of x. Their gradients of x take no pass of their own to be added up, where all
+    are plain ones of ours; it rounds otherwise than one Linear after the other.
+    """
+    plain = [layer for layer in layers if type(layer) is QueuedLinear and layer.bias is None]
+    if len(plain) < len(layers) or not all(layer.weight.requires_grad for layer in plain):
+        return [layer(x) for layer in layers]
+    return list(_Linears.apply(x, plain[0].queue, *(layer.weight for layer in plain)))  # type: ignore[no-untyped-call]
+
+
 def queued_embedding(tokens: Tensor, weight: Tensor, padding: int | None, queue: Queue) -> Tensor:
     output: Tensor = _Embedding.apply(tokens, weight, padding, queue)  # type: ignore[no-untyped-call]
     return output
+
+
+class _Linears(torch.autograd.Function):
+    """Several of one input. What they give back to it is added up inside the products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, queue: Queue, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.weights, ctx.queue = weights, queue
+        return tuple(nn.functional.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        for parameter, grad in zip(ctx.weights, grads, strict=True):
+            ctx.queue.append(LinearGrad(weight=parameter, bias=None, input=_alone(x), grad=grad))
+        none = (None,) * (1 + len(weights))
+        if not ctx.needs_input_grad[0]:
+            return None, *none
+        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        total = flat[0].matmul(weights[0])
+        for grad, weight in zip(flat[1:], weights[1:], strict=True):
+            total.addmm_(grad, weight)
+        return total.view(x.shape), *none
 
 
 class QueuedLinear(nn.Linear):

@@ -30,6 +30,10 @@ def enable() -> None:
     _enabled = True
 
 
+def are_enabled() -> bool:
+    return _enabled
+
+
 def region(function: Callable[..., _T]) -> Callable[..., _T]:
     """A function of tensors without side effects, to be fused where a job says `compile = true`."""
 

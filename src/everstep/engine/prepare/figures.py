@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from everstep.engine.job import Job
+from everstep.engine.layers import attention_library
 from everstep.engine.layers.boundary import Value, mapped, tensors_in
 from everstep.engine.layers.linear import Queue, take_over
 from everstep.engine.layers.model import (
@@ -44,6 +45,7 @@ class LayerFigures:
     graded: float  # of it, what a gradient comes back for
     largest_held: float = 0.0  # of `held_forward`, the largest tensor
     tied: int = 0  # of its parameters, those that are one tensor with others
+    workspace: float = 0.0  # of exact attention, where cuDNN's front end is installed
 
 
 def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) -> Settings:
@@ -58,6 +60,7 @@ def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) 
         optimizer=optimizer,
         elementwise=elementwise,
         replicas=job.replicas,
+        exact=job.device.startswith("cuda") and job.accumulate != "fp32",
         checked_late=job.device.startswith("cuda") and job.accumulate in ("strict", "strict32"),
         recorded=job.device.startswith("cuda") and job.shards == 1 and _records(job),
         through_host=job.device.startswith("cuda") and job.transport == "tcp",
@@ -107,6 +110,7 @@ def stage_figures(layers: list[LayerFigures], part: range, *, recompute: bool) -
         inside=max(whole * (1.0 if recompute else 0.5), gradient),  # gradients: half of what a layer saved
         sent=(0.0 if last else here[-1].output) + back,
         joined=tied // 2 if both else 3 * tied,
+        workspace=max(layer.workspace for layer in here),
     )
 
 
@@ -142,7 +146,8 @@ def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype, *, on_gpu
         value = mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), value)
         given = _storages(tensors_in(value))
         saved: list[Tensor] = []
-        with _saving(saved, on_gpu=on_gpu):
+        attended: list[Tensor] = []
+        with _saving(saved, attended, on_gpu=on_gpu):
             value = module(value)
             last = index + 1 == len(model.layers)
             made = model.loss(value, targets) if last else value
@@ -168,18 +173,21 @@ def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype, *, on_gpu
                 output=0.0 if last else _bytes(_storages(outputs)),
                 graded=0.0 if last else _bytes(_storages(graded)),
                 largest_held=float(max(held.values(), default=0)),
+                workspace=_workspace(attended) if on_gpu and attention_library.installed() else 0.0,
             )
         )
     return found
 
 
 @contextmanager
-def _saving(saved: list[Tensor], *, on_gpu: bool) -> Iterator[None]:
+def _saving(saved: list[Tensor], attended: list[Tensor], *, on_gpu: bool) -> Iterator[None]:
+    """`attended`: gets the queries of each attention."""
+
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Fused(on_gpu):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Fused(on_gpu, attended):
         yield
 
 
@@ -188,12 +196,14 @@ class _Fused(TorchFunctionMode):
     one a fused kernel does not, for RMSNorm only on a GPU.
     """
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, on_gpu: bool, attended: list[Tensor]) -> None:
         super().__init__()
-        self._on_gpu = on_gpu
+        self._on_gpu, self._attended = on_gpu, attended
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
+            if args[0].shape == args[1].shape:
+                self._attended.append(args[0])
             return _Attention.apply(*args[:3])  # type: ignore[no-untyped-call]
         if self._on_gpu and func is torch.nn.functional.rms_norm and (kwargs or {}).get("weight") is not None:
             return _RMSNorm.apply(args[0], kwargs["weight"])  # type: ignore[no-untyped-call]
@@ -223,6 +233,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:2])
+
+
+def _workspace(attended: list[Tensor]) -> float:
+    sizes = [attention_library.workspace(q.shape, q.dtype) for q in attended if q.ndim == 4]
+    return float(max(sizes, default=0))
 
 
 def _storages(tensors: Iterable[Tensor]) -> Storages:

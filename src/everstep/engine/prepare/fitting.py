@@ -201,7 +201,9 @@ def _of_one_shard(figures: StageFigures, model: Model, part: range, shards: int)
         return figures
     own = [slot.size for slot in slots(model, part, cut=Cut(model.shard_plan, 0, shards)).values()]
     held = WHOLE_ON_EVERY_SHARD + (1 - WHOLE_ON_EVERY_SHARD) / shards
-    smaller = replace(_scaled(figures, held), sent=figures.sent / shards)
+    smaller = replace(
+        _scaled(figures, held), sent=figures.sent / shards, workspace=figures.workspace / shards
+    )
     return replace(smaller, parameters=sum(own), largest=max(own, default=0))
 
 

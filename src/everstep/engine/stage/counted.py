@@ -31,7 +31,8 @@ def counted(stage: Stage, part: slice) -> list[slice]:
 def squares_of(stage: Stage, parts: Sequence[Sequence[Tensor]]) -> tuple[float, ...]:
     """The sum of squares of each part, in fp64, over all shards. In pieces: each is converted as a whole."""
     pieces = [[piece for one in some for piece in _pieces(one.reshape(-1))] for some in parts]
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for some in pieces for piece in some]
+    every = [piece for some in pieces for piece in some]
+    norms = torch._foreach_norm(every, 2, torch.float64) if every else ()  # some launches, not one per piece
     squares = iter(torch.stack(norms).square().tolist() if norms else ())
     found = tuple(sum((next(squares) for _ in some), 0.0) for some in pieces)
     return found if stage.shards is None else summed(stage.shards, found, stage.device)

@@ -28,7 +28,7 @@ from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.datasets.data import Dataset, split
 from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
-from everstep.engine.layers.linear import Queue, contributions_of
+from everstep.engine.layers.linear import Queue
 from everstep.engine.layers.model import Model, Slot, end, slots
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.shards.collectives import Collectives
@@ -42,6 +42,7 @@ from everstep.engine.stage.stage_layers import build_layers
 from everstep.engine.stage.stage_loss import StageLoss
 from everstep.engine.stage.stash import Stash
 from everstep.engine.stage.tied_halves import TiedHalves
+from everstep.engine.stage.weight_sums import Begins, add_gradients
 from everstep.engine.sums.grids import Limits
 from everstep.engine.sums.sum_units import Accumulate
 from everstep.engine.sums.sums import Empty, GradientSums
@@ -269,7 +270,7 @@ class Stage:
         stash.queue, stash.others, stash.outputs = ops.queue, ops.others, None
         return None if self.is_first else Gradients(tuple(found.values()), tuple(found), weight)
 
-    def weight_grad(self, step: int, microbatch: int) -> None:
+    def weight_grad(self, step: int, microbatch: int, begins: Begins | None = None) -> None:
         """W. Adds the microbatch's gradients to the buffer, and lets go of everything held for it."""
         stash = self._stashes.get((step, microbatch))
         if stash is None or stash.open:
@@ -277,15 +278,7 @@ class Stage:
         if self.sums.step not in (None, step):
             raise InternalError(f"a weight gradient of step {step} for the sums of step {self.sums.step}.")
         with torch.no_grad():
-            if self.sums.is_strict:
-                for parameter, product in contributions_of(stash.queue, stash.others):
-                    self.sums.add(self._index[parameter], product)
-                self.sums.added()
-            else:
-                for queued in stash.queue:
-                    queued.run(self._sum_of)
-                for parameter, grad in stash.others:
-                    self._sum_of(parameter).add_(grad)
+            add_gradients(self.sums, self._index, stash, begins)
         if self.recordings is not None:
             self.recordings.late = stash.recorded if self.sums.is_strict else None
         del self._stashes[step, microbatch]
@@ -393,6 +386,3 @@ class Stage:
 
     def _key(self, step: int, microbatch: int, layer: int) -> int:
         return keys.key(self.seed, keys.DROPOUT, step, microbatch, layer)
-
-    def _sum_of(self, parameter: Tensor) -> Tensor:
-        return self.sums.shaped[self._index[parameter]]

@@ -104,7 +104,10 @@ class Updater:
         elsewhere = [stage.slots[b] for _, b in stage.model.tied if b in stage.slots]
         self._counted = _outside({*elsewhere, *(stage.slots[a] for a, _ in self._pairs)}, stage.size)
         self._mean: Tensor | None = None
-        self._buckets = buckets(self.named, BUCKET if is_elementwise(self.optimizer) else stage.size + 1)
+        # The largest needs room anyway; and each bucket is a call, in which a GPU waits for the host.
+        most = max((p.numel() for _, p in self.named), default=0)
+        size = max(BUCKET, most) if is_elementwise(self.optimizer) else stage.size + 1
+        self._buckets = buckets(self.named, size)
 
     # Gradients.
 
@@ -182,9 +185,11 @@ class Updater:
         """One optimizer step of some parameters; the others have no gradient, and stay as they are."""
         assert self.optimizer is not None
         tied = {name: total for pair, total in joined.items() for name in pair}
-        for name, p in bucket:
-            grad = tied[name] if name in tied else self.stage.slots[name].of(mean)
-            p.grad = grad if scale == 1.0 else grad * scale
+        grads = [tied[name] if name in tied else self.stage.slots[name].of(mean) for name, _ in bucket]
+        if scale != 1.0:
+            grads = list(torch._foreach_mul(grads, scale))
+        for (_, p), grad in zip(bucket, grads, strict=True):
+            p.grad = grad
         self.optimizer.step()
         for _, p in bucket:
             p.grad = None

@@ -103,6 +103,7 @@ class GradientSums:
         self._lowest = [self.grid.unit(limit, 0) for limit in limits]
         self.peaks = [grids.NO_PEAK] * len(self.slots)
         self._promoted: dict[tuple[int, int], Tensor] = {}
+        self.changed: set[int] = set()  # slots from which something was taken back, until this is cleared
         self._late: _Late | None = None
         self._adding: list[tuple[int, Product, Tensor | None]] = []
         self._group: list[tuple[int, Tensor]] = []
@@ -134,10 +135,10 @@ class GradientSums:
         self._group.append((index, contribution))
         self._group_size += contribution.numel()
         if self._group_size >= _GROUP:
-            self._add_group()
+            self.flush()
 
-    def _add_group(self) -> None:
-        """On a CPU: the contributions that are held."""
+    def flush(self) -> None:
+        """On a CPU: add the contributions that are held."""
         group, self._group, self._group_size = self._group, [], 0
         if not group or self._units is None:
             return
@@ -168,6 +169,7 @@ class GradientSums:
 
     def _take_back(self, index: int, contribution: Tensor) -> None:
         assert self._units is not None
+        self.changed.add(index)
         if self._device_sums is not None:
             self._device_sums.subtract(self.flat, index, contribution)
         else:
@@ -187,7 +189,7 @@ class GradientSums:
 
     def settle(self) -> None:
         """From now on the sums are what they should be, also on a GPU."""
-        self._add_group()
+        self.flush()
         late, self._late = self._late, None
         if late is None:
             return
@@ -229,7 +231,7 @@ class GradientSums:
             self._device_sums.empty_untouched(self.flat)
         if not self.is_strict:
             return SumPart((self.flat[where],))
-        there = dict(self._pieces(where))
+        there = dict(self.pieces(where))
         promoted = [key for key in sorted(self._promoted) if key[0] in there]
         sums = [self._promoted[key][_shifted(there[key[0]], self.slots[key[0]].offset)] for key in promoted]
         return SumPart((self.flat[where], *sums), tuple(self.peaks), promoted)
@@ -266,7 +268,7 @@ class GradientSums:
         levels: Mapping[tuple[int, int], list[tuple[int, Tensor]]],
         parts: Sequence[SumPart],
     ) -> Tensor:
-        pieces = self._pieces(chunk)
+        pieces = self.pieces(chunk)
         total = self._value(sums, [(index, 0, piece) for index, piece in pieces], chunk.start)
         for index, piece in pieces:
             here = total[_shifted(piece, chunk.start)]
@@ -284,7 +286,7 @@ class GradientSums:
         promoted = {index for index, _ in levels}
         return [
             slice(at, min(at + CHUNK, piece.stop))
-            for index, piece in self._pieces(stretch)
+            for index, piece in self.pieces(stretch)
             if index in promoted or any(part.peaks[index] == grids.NOT_FINITE for part in parts)
             for at in range(piece.start, piece.stop, CHUNK)
         ]
@@ -293,7 +295,7 @@ class GradientSums:
         self, stretch: slice, parts: Sequence[SumPart]
     ) -> dict[tuple[int, int], list[tuple[int, Tensor]]]:
         """The promoted sums of all parts by slot and level, each with the place of its first element."""
-        starts = {index: piece.start for index, piece in self._pieces(stretch)}
+        starts = {index: piece.start for index, piece in self.pieces(stretch)}
         found: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         for part in parts:
             for key, one in zip(part.promoted, part.tensors[1:], strict=True):
@@ -351,7 +353,7 @@ class GradientSums:
         assert self._units is not None
         return self._units.offset * 2.0 ** self._unit(index, level)
 
-    def _pieces(self, where: slice) -> list[tuple[int, slice]]:
+    def pieces(self, where: slice) -> list[tuple[int, slice]]:
         """The slots in a stretch of the buffer, and what of them lies in it."""
         found = []
         for index in range(bisect_right(self._ends, where.start), len(self._ends)):

@@ -26,8 +26,8 @@ _FIELDS = ("stage", "replica", "step", "op", "when", "how", "factor", "until", "
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedFault:
     """`op` None: at the first op of the step. `when`: before or after an op, inside a collective of the
-    worker's shards; in R also while sending or summing; in U, with optimizer.shard, while sending weights or
-    as a chunk's state arrives (during).
+    worker's shards; in R also while sending or summing; in the last W of a step while sending pieces ahead;
+    in U, with optimizer.shard, while sending weights or as a chunk's state arrives (during).
     """
 
     worker: Worker

@@ -23,7 +23,7 @@ class OpTimes:
         recorder: WorkerRecorder | None,
     ) -> None:
         self.stopwatch = Stopwatch(clock_ns=clock_ns)
-        self._clock_ns, self._completions, self._recorder = clock_ns, completions, recorder
+        self._clock_ns, self._completions, self.recorder = clock_ns, completions, recorder
         self.shows: Callable[[str], None] = lambda doing: None  # called when the host waits for the device
 
     def begin(self) -> Began:
@@ -44,13 +44,13 @@ class OpTimes:
             self._launched(kind, event, step, doing or str(kind))
             return
         ended_ns, own_ns = self.stopwatch.op(kind, started, on_a_core=True)
-        if self._recorder is not None:
-            self._recorder.op(step, started.clock_ns, ended_ns, own_ns)
+        if self.recorder is not None:
+            self.recorder.op(step, started.clock_ns, ended_ns, own_ns)
 
     def _launched(self, kind: Kind, event: Any, step: int, doing: str) -> None:
         assert self._completions is not None
         self._completions.op_launched(kind, step, event, doing, self.shows)
         for op in self._completions.finished_ops():
             self.stopwatch.device_op(op.kind, op.ended_ns - op.started_ns)
-            if self._recorder is not None:
-                self._recorder.op(op.step, op.started_ns, op.ended_ns, op.ended_ns - op.started_ns)
+            if self.recorder is not None:
+                self.recorder.op(op.step, op.started_ns, op.ended_ns, op.ended_ns - op.started_ns)

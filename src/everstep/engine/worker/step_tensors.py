@@ -42,6 +42,7 @@ from everstep.engine.state.chunk_sums import ChunkSums
 from everstep.engine.state.optimizer import Updater
 from everstep.engine.state.sharded import ShardedUpdater
 from everstep.engine.sums.sum_parts import SumPart, owned, peaks_of, virtual_chunks
+from everstep.engine.worker.parts_ahead import ArrivingParts, PartsAhead
 
 Borrowed = Callable[[Tensor], bool]  # is any of this tensor's memory queued for sending?
 
@@ -105,10 +106,12 @@ class StepTensors:
             new = lambda count: shared.empty((count,), dtype=torch.float32)  # noqa: E731
             self.by_chunk = ChunkSums(me.replica, updater.ranges, new)
         self._peaks: dict[int, list[int]] = {}  # of the same steps: the next step's limits follow from them
+        self.ahead, self.arriving = PartsAhead(), ArrivingParts()
 
     def rebuilt(self, stage: Stage, updater: Updater | ShardedUpdater) -> None:
         """The initial state is back, in new buffers."""
         self.stage, self.updater = stage, updater
+        self.ahead.clear()
         self._buffers.clear()
 
     # -------------------------------------------------------------- payloads
@@ -143,8 +146,7 @@ class StepTensors:
         assert self._holders is not None
         match parcel.what:
             case ParcelKind.PART:
-                theirs = [c for c, row in enumerate(self._holders(parcel.step)) if row[0] == parcel.owner]
-                return Payload(*sums.part(self.stage, theirs))
+                return Payload(*sums.part(self.stage, self._chunks_of(parcel)))
             case ParcelKind.SUM:
                 rows = enumerate(self._holders(parcel.step))
                 both = [c for c, row in rows if row[0] == self.me.replica and parcel.owner in row]
@@ -169,7 +171,28 @@ class StepTensors:
         facts = frames.facts_of(command.value)
         if payload.facts is not None:
             facts = {"value": facts, _BESIDE: payload.facts}
+        if command.parcel.what is ParcelKind.PART:
+            return self.ahead.rest(command.parcel, facts, payload.tensors, self._places(payload))
         return facts, payload.tensors
+
+    def stretches(self, parcel: Parcel, members: tuple[int, ...]) -> list[slice]:
+        """Of the stage's sums, what a PART is of."""
+        if self.by_chunk is None:
+            return [self._stretch(members, parcel.owner)]
+        assert isinstance(self.updater, ShardedUpdater)
+        return [self.updater.ranges[chunk] for chunk in self._chunks_of(parcel)]
+
+    def _chunks_of(self, parcel: Parcel) -> list[int]:
+        """Sharded: the chunks of the owner that a PART goes to."""
+        assert self._holders is not None
+        return [c for c, row in enumerate(self._holders(parcel.step)) if row[0] == parcel.owner]
+
+    def _places(self, part: Payload) -> list[int]:
+        """Of the stretches among the tensors of a PART: each comes before its promoted sums."""
+        if self.by_chunk is None:
+            return [0]
+        counts = [count for count, _ in part.facts[1]]
+        return [sum(counts[:at]) for at in range(len(counts))]
 
     def received(self, parcel: Parcel, facts: Any, tensors: tuple[Tensor, ...], beside: Any) -> None:
         """A parcel that is wanted. `beside`: facts that the worker state does not know of."""
@@ -241,6 +264,7 @@ class StepTensors:
         """The step's update is made: the sums of the next step begin, within limits that follow from it."""
         self.stage.limits.follow(step, self._of_all_shards(self._peaks[step]))
         self._begin(step + 1)
+        self.arriving.forget_until(step)
         over = (ParcelKind.TIED, ParcelKind.WEIGHTS)
         self.forget([p for p in self.payloads if p.what in over and p.step < step])
 
@@ -262,6 +286,7 @@ class StepTensors:
 
     def discard(self, from_step: int | None, keep: Iterable[Parcel]) -> None:
         """Of this step and later ones; None: of all steps, and every payload that is not in `keep`."""
+        self.ahead.clear()
         if self._buffers.is_borrowed(self.stage.sums.flat):
             self.stage.sums.restart(leave_buffer=True)
         self.stage.discard(from_step)
@@ -286,6 +311,7 @@ class StepTensors:
         return self.updater.sum_of_squares(mean)
 
     def _begin(self, step: int) -> None:
+        self.ahead.clear()
         sums, limits = self.stage.sums, self.stage.limits.at(step)
         sums.begin(step, limits, leave_buffer=self._buffers.is_borrowed(sums.flat))
 

@@ -34,6 +34,7 @@ from everstep.engine.state.sharded import ShardedUpdater
 from everstep.engine.telemetry.op_times import Began, OpTimes
 from everstep.engine.telemetry.signs import WorkerSigns
 from everstep.engine.worker.ports import Ports
+from everstep.engine.worker.sending_ahead import SendingAhead
 from everstep.engine.worker.sharded_steps import ShardedSteps
 from everstep.engine.worker.step_tensors import StepTensors
 from everstep.schedule.profile import ALLOCATED, HELD_FORWARD, HELD_WEIGHT, PEAK, ROOM
@@ -83,6 +84,7 @@ class WorkItems:
             shared=courier,
             holders=self.state.chunks.holders if self.rules.chunks else None,
         )
+        self.ahead = SendingAhead(control, self.tensors, courier, signs, times.recorder, self.address)
         self._use(made)
         self._touched = False  # has the initial state been changed?
 
@@ -173,12 +175,10 @@ class WorkItems:
         output: Boundary | Gradients | None = None
         if op.kind is Kind.F:
             output = self.stage.forward(task.step, number, given)
-        elif op.kind is Kind.W:
-            self.stage.weight_grad(task.step, number)
-        else:
+        elif op.kind is not Kind.W:
             output = self.stage.input_grad(task.step, number, given)
-            if op.kind is Kind.B:
-                self.stage.weight_grad(task.step, number)
+        if op.kind in (Kind.W, Kind.B):
+            self.stage.weight_grad(task.step, number, self.ahead.during(task))
         if task.output is not None:
             assert output is not None
             self.tensors.boundaries[task.output] = sliced(output, self.stage.shards).moved(self.courier.kept)

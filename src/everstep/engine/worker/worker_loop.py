@@ -165,6 +165,8 @@ class WorkerLoop:
         if isinstance(event, NotifyWorker) and isinstance(event.words, InterruptWorkers):
             self.courier.waits = False  # for lanes: from now on tcp bridges the time
             self.courier.drain()  # a ledger tells what is done, not what is launched
+        elif isinstance(event, LinkBroke):
+            self.work.ahead.link_broke(event.address)
         self._carry_out(self.control.handle(event, now))
         self._carry_out(self.control.take_actions())
 
@@ -198,6 +200,10 @@ class WorkerLoop:
     def opened(self, frame: frames.Incoming) -> Contents | None:
         try:
             facts, tensors = self.courier.opened(frame)
+            if frame.parcel is not None and frame.parcel.what is ParcelKind.PART:
+                if (found := self.tensors.arriving.take(frame.parcel, facts, tensors)) is None:
+                    return None  # others of its pieces are on their way
+                facts, tensors = found
             facts, beside = step_tensors.parted(facts)
             if frame.parcel is not None:
                 frames.checked_value(frame.parcel.what, facts)

@@ -1,0 +1,53 @@
+"""W of a microbatch: its gradients are added to the sums, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from everstep.engine.layers.linear import contributions_of
+from everstep.engine.stage.stash import Stash
+from everstep.engine.sums.sums import GradientSums
+
+Finished = Callable[[int], None]  # a slot gets nothing more of this microbatch
+Begins = Callable[[set[int]], Finished]  # is given the slots that get something
+
+
+def add_gradients(
+    sums: GradientSums, index: Mapping[Tensor, int], stash: Stash, begins: Begins | None = None
+) -> None:
+    """`index`: the slot of each parameter. `begins`: of one who wants to know when each slot is done."""
+    done = _nothing if begins is None else _counted(index, stash, begins, once=sums.is_strict)
+    if sums.is_strict:
+        for parameter, product in contributions_of(stash.queue, stash.others):
+            sums.add(index[parameter], product)
+            done(index[parameter])
+        sums.added()
+        return
+    for queued in stash.queue:
+        queued.run(lambda parameter: sums.shaped[index[parameter]])
+        for parameter in queued.trained:
+            done(index[parameter])
+    for parameter, gradient in stash.others:
+        sums.shaped[index[parameter]].add_(gradient)
+        done(index[parameter])
+
+
+def _nothing(slot: int) -> None:
+    pass
+
+
+def _counted(index: Mapping[Tensor, int], stash: Stash, begins: Begins, *, once: bool) -> Finished:
+    """A layer that is used twice adds to its slot twice, unless its contributions are added up before."""
+    left = Counter(index[parameter] for queued in stash.queue for parameter in queued.trained)
+    left.update(index[parameter] for parameter, _ in stash.others)
+    finished = begins(set(left))
+
+    def done(slot: int) -> None:
+        left[slot] -= 1
+        if once or not left[slot]:
+            finished(slot)
+
+    return done

@@ -1,0 +1,245 @@
+"""Pieces of parts that are sent while the last W runs: what its receiver has, and what never counts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from pipeline import forward, input_grad, stages
+from torch import Tensor
+
+from everstep.core.words.ops import Worker
+from everstep.core.words.worker_messages import Parcel, ParcelKind, Send, SumChunk
+from everstep.engine.data_plane import frames
+from everstep.engine.datasets.data import Synthetic
+from everstep.engine.layers.gpt import gpt
+from everstep.engine.state.optimizer import Updater, adamw
+from everstep.engine.state.sharded import ShardedUpdater
+from everstep.engine.worker import parts_ahead
+from everstep.engine.worker.parts_ahead import ArrivingParts
+from everstep.engine.worker.step_tensors import StepTensors, parted
+from everstep.errors import PeerError
+
+DATA = Synthetic(vocab=32, sequence=8, rows=2)
+SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 3}
+MEMBERS = (0, 1)
+Message = tuple[Parcel, Any, tuple[Tensor, ...]]
+
+
+class OnTheHost:
+    def empty(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts_ahead, "PIECE", {"cpu": 2048})
+
+
+def worker(replica: int, accumulate: str = "strict", *, sharded: bool = False) -> StepTensors:
+    (stage,) = stages(gpt(**SMALL), 1, DATA, accumulate=accumulate, sharded=sharded)
+    if sharded:
+        updater = ShardedUpdater(stage, adamw(lr=1e-2), chunks=4)
+        holders = ((0, 1), (0, 1), (1, 0), (1, 0))
+        return StepTensors(
+            Worker(replica, 0),
+            stage,
+            updater,
+            replicas=2,
+            borrowed=lambda tensor: False,
+            shared=OnTheHost(),
+            holders=lambda step: holders,
+        )
+    return StepTensors(
+        Worker(replica, 0),
+        stage,
+        Updater(stage, adamw(lr=1e-2)),
+        replicas=2,
+        borrowed=lambda tensor: False,
+        shared=OnTheHost(),
+    )
+
+
+def part(sender: int, owner: int, *, round: int = 0, step: int = 1) -> Parcel:
+    return Parcel(ParcelKind.PART, 0, step, 0, None, round, sender, owner)
+
+
+def computed(tensors: StepTensors, microbatches: tuple[int, ...], to: int | None) -> list[Message]:
+    """F, I, W of these microbatches, pieces sent ahead during the last W. Copies, as a wire makes them."""
+    sent: list[Message] = []
+    me = tensors.me.replica
+
+    def post(parcel: Parcel, facts: Any, tensor: Tensor) -> None:
+        sent.append((parcel, facts, (tensor.clone(),)))
+
+    def begins(slots: set[int]) -> Any:
+        assert to is not None
+        parcel = part(me, to)
+        stretches = tensors.stretches(parcel, MEMBERS)
+        return tensors.ahead.begin(tensors.stage.sums, [(parcel, stretches)], slots, post)
+
+    for microbatch in microbatches:
+        forward([tensors.stage], 1, microbatch)
+        input_grad([tensors.stage], 1, microbatch)
+        last = to is not None and microbatch == microbatches[-1]
+        tensors.stage.weight_grad(1, microbatch, begins if last else None)
+    return sent
+
+
+def closing(tensors: StepTensors, to: int, *, round: int = 0) -> Message:
+    """The PART itself."""
+    parcel = part(tensors.me.replica, to, round=round)
+    facts, made = tensors.contents(Send(parcel, to, 0, None), MEMBERS)
+    return parcel, facts, tuple(tensor.clone() for tensor in made)
+
+
+def whole(tensors: StepTensors, to: int) -> tuple[Any, tuple[Tensor, ...]]:
+    """What a PART would be without pieces."""
+    payload = tensors.outgoing(part(tensors.me.replica, to), MEMBERS)
+    return payload.facts, payload.tensors
+
+
+def delivered(messages: list[Message]) -> tuple[Any, tuple[Tensor, ...]] | None:
+    arriving, found = ArrivingParts(), None
+    for message in messages:
+        found = arriving.take(*message) or found
+    return found
+
+
+@pytest.mark.parametrize("accumulate", ["strict", "strict32", "fp64", "fp32"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["", "sharded"])
+def test_pieces_and_rest_are_the_part_in_whatever_order_they_come(accumulate: str, sharded: bool) -> None:
+    tensors = worker(0, accumulate, sharded=sharded)
+    sent = computed(tensors, (0, 1), to=1)
+    assert len(sent) > 1
+    last = closing(tensors, 1)
+    facts, right = whole(tensors, 1)
+    assert sum(t.numel() for t in last[2]) < sum(t.numel() for t in right), "what was sent is not sent again"
+    for seed in range(5):
+        messages = random.Random(seed).sample([*sent, last], len(sent) + 1)
+        found = delivered(messages)
+        assert found is not None
+        assert parted(found[0])[1] == facts
+        assert [t.shape for t in found[1]] == [t.shape for t in right]
+        assert all(torch.equal(a, b) for a, b in zip(found[1], right, strict=True))
+        assert delivered(messages[:-1]) is None, "a part counts once it is whole"
+
+
+def test_a_sum_of_parts_in_pieces_has_the_bits_of_one_of_whole_parts() -> None:
+    means = []
+    for ahead in (False, True):
+        owner, peer = worker(1), worker(0)
+        computed(owner, (2, 3), to=None)
+        sent = computed(peer, (0, 1), to=1 if ahead else None)
+        found = delivered([*sent, closing(peer, 1)])
+        assert found is not None
+        facts, beside = parted(found[0])
+        owner.received(part(0, 1), facts, found[1], beside)
+        squares = owner.sum_chunk(SumChunk(1, MEMBERS, (part(0, 1),), 4.0))
+        means.append((owner.sum_of(1)[owner._stretch(MEMBERS, 1)].clone(), squares))
+    assert torch.equal(means[0][0], means[1][0])
+    assert means[0][1] == means[1][1]
+
+
+def test_a_piece_from_which_something_was_taken_back_is_sent_again() -> None:
+    """As on a GPU: whether a contribution fits is known after it was added and sent."""
+    tensors = worker(0)
+    stage = tensors.stage
+    sums = stage.sums
+    late = type(sums)(
+        stage.slots, stage.size, kind="strict", contributions=256, device=sums.device, late=True
+    )
+    stage.sums = late
+    late.begin(1, [-30] * len(stage.slots))  # far too small: all is promoted
+    sent = computed(tensors, (0, 1), to=1)
+    last = closing(tensors, 1)
+    assert late.changed
+    found = delivered([*sent, last])
+    facts, right = whole(tensors, 1)
+    assert found is not None
+    assert late.num_promoted
+    assert parted(found[0])[1] == facts
+    assert all(torch.equal(a, b) for a, b in zip(found[1], right, strict=True))
+
+
+def test_after_more_work_a_break_or_in_a_new_round_the_part_is_sent_whole() -> None:
+    for what in ("more work", "break", "round"):
+        tensors = worker(0)
+        sent = computed(tensors, (0, 1), to=1)
+        if what == "more work":
+            tensors.ahead.clear()  # as the worker does before any W
+            computed(tensors, (2,), to=None)
+        elif what == "break":
+            tensors.ahead.lost(lambda parcel: parcel.owner == 1)
+        last = closing(tensors, 1, round=1 if what == "round" else 0)
+        found = delivered([*sent, last])
+        _, right = whole(tensors, 1)
+        assert found is not None
+        assert sum(t.numel() for t in last[2]) == sum(t.numel() for t in right)
+        assert all(torch.equal(a, b) for a, b in zip(found[1], right, strict=True))
+
+
+def test_pieces_of_two_attempts_are_never_mixed() -> None:
+    tensors = worker(0)
+    first = computed(tensors, (0, 1), to=1)
+    second = computed(tensors, (2,), to=1)
+    last = closing(tensors, 1)
+    assert delivered([*first, last]) is None
+    assert delivered([*first, *second[:-1], last]) is None
+    for messages in ([*first, *second, last], [*second, *first, last], [*second, last, *first]):
+        found = delivered(messages)
+        assert found is not None
+        assert all(torch.equal(a, b) for a, b in zip(found[1], whole(tensors, 1)[1], strict=True))
+
+
+def test_an_old_part_that_comes_late_does_not_displace_the_pieces_of_a_newer_one() -> None:
+    tensors = worker(0)
+    sent = computed(tensors, (0, 1), to=1)
+    last = closing(tensors, 1)
+    arriving = ArrivingParts()
+    for message in sent:
+        assert arriving.take(*message) is None
+    assert arriving.take(part(0, 1, step=0), None, (torch.ones(3),)) is not None
+    assert arriving.take(*last) is not None
+
+
+def test_pieces_whose_sender_died_are_forgotten_with_their_step() -> None:
+    sent = computed(worker(0), (0, 1), to=1)
+    arriving = ArrivingParts()
+    for message in sent:
+        arriving.take(*message)
+    assert arriving._of
+    arriving.forget_until(0)
+    assert arriving._of
+    arriving.forget_until(1)
+    assert not arriving._of
+
+
+def test_small_parts_send_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts_ahead, "PIECE", {"cpu": 4 << 20})
+    tensors = worker(0)
+    assert not computed(tensors, (0, 1), to=1)
+    assert closing(tensors, 1)[1] == {"value": None, "beside": whole(tensors, 1)[0]}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"of": 1, "piece": [0, 5, 2], "size": 10},
+        {"of": 1, "piece": [0, 0, 3], "size": 2},
+        {"of": 1, "piece": [0, -3, 0], "size": 10},
+        {"of": "x", "piece": [0, 0, 3], "size": 10},
+        {"of": 1, "piece": [0, 0, 3], "size": frames.MAX_TENSOR},
+        {"of": 1, "piece": [0, 0], "size": 10},
+        None,
+    ],
+)
+def test_pieces_that_cannot_be_are_refused(told: Any) -> None:
+    with pytest.raises(PeerError):
+        ArrivingParts().take(part(0, 1), {"ahead": told}, (torch.ones(3),))
