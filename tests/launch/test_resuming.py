@@ -21,13 +21,16 @@ def job(tmp_path: Path, **model) -> Job:
     return Job(model=ModelSpec(preset="gpt-tiny", options={**TINY, **model}), base=tmp_path, checkpoint=spec)
 
 
-def save(made: Job, step: int) -> None:
+def save(made: Job, step: int, *, trained: bool = False) -> None:
     model = model_of(made)
     slices = [
         (f"model/{name}", tuple(p.shape), Box((0,) * p.ndim, tuple(p.shape)), p.detach())
         for index, layer in enumerate(model.names)
         for name, p in every_parameter(layer, drawn(model, index, 0)).items()
     ]
+    if trained:
+        moments = [(name.removeprefix("model/"), *of) for name, *of in slices]
+        slices += [(f"optimizer/{name}/exp_avg", shape, box, value) for name, shape, box, value in moments]
     part = folder.write_slices(made.base / "kept", step, "all", slices)
     folder.commit(made.base / "kept", step, [part], {})
 
@@ -52,6 +55,20 @@ def test_another_model_is_refused_with_what_differs(tmp_path: Path, change, word
     with pytest.raises(UserError, match="a checkpoint of another model \\(step 5\\)") as refused:
         refuse_another_model(other, model_of(other))
     assert words in str(refused.value)
+
+
+def test_a_checkpoint_with_more_trained_parameters_is_refused(tmp_path: Path) -> None:
+    """A model that was trained whole and goes on with some of its parameters frozen, or with fewer layers:
+    the others' trained values were dropped silently, and the run went on from what they were at first.
+    """
+    made = job(tmp_path, depth=2)
+    save(made, 5, trained=True)
+    refuse_another_model(made, model_of(made))
+    fewer = job(tmp_path, depth=1)
+    with pytest.raises(UserError, match=r"was trained, and this job does not train it"):
+        refuse_another_model(fewer, model_of(fewer))
+    save(made, 6)  # weights alone, as of a converted checkpoint
+    refuse_another_model(fewer, model_of(fewer))
 
 
 def test_a_checkpoint_that_cannot_be_read_is_left_to_the_start_of_the_run(tmp_path: Path) -> None:

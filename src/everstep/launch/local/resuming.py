@@ -19,7 +19,14 @@ def refuse_another_model(job: Job, model: Model) -> None:
         return
     step, there = found
     tied = {name for pair in model.tied for name in pair}  # other formats keep one of a pair
-    for name, slot in slots(model, range(len(model.names))).items():
+    ours = slots(model, range(len(model.names)))
+    for name in sorted(_trained(there) - ours.keys() - tied):
+        raise UserError(
+            f"checkpoint.folder {job.checkpoint.folder!r} has a checkpoint (step {step}) in which {name} was "
+            "trained, and this job does not train it: its values would be lost; use another folder, or the "
+            "model and the trained parameters that it was written with."
+        )
+    for name, slot in ours.items():
         here, kept = tuple(slot.shape), there.get(f"model/{name}")
         if kept != here and (kept is not None or name not in tied):
             found_there = "is not in it" if kept is None else f"is {_shape(kept)} there"
@@ -39,6 +46,11 @@ def _newest(job: Job, where: str) -> tuple[int, dict[str, tuple[int, ...]]] | No
             with contextlib.closing(folder.open_step(root, names[-1])) as found:
                 return found.step, {name: tuple(entry.shape) for name, entry in found.tensors.items()}
     return None
+
+
+def _trained(there: dict[str, tuple[int, ...]]) -> set[str]:
+    """The parameters that the checkpoint has optimizer states of."""
+    return {name.split("/")[1] for name in there if name.startswith("optimizer/") and name.count("/") == 2}
 
 
 def _shape(shape: tuple[int, ...]) -> str:
