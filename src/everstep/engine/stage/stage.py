@@ -37,12 +37,12 @@ from everstep.engine.stage.evaluation import SCORED, TRAINED, Evaluation
 from everstep.engine.stage.held_bytes import HeldBytes
 from everstep.engine.stage.microbatch_numbers import MicrobatchNumbers
 from everstep.engine.stage.recordings import OpRecorder, RecordedOps, Recordings, TakenOps
-from everstep.engine.stage.stage.weight_sums import Begins, add_gradients
 from everstep.engine.stage.stage_evaluation import StageEvaluation
 from everstep.engine.stage.stage_layers import build_layers
 from everstep.engine.stage.stage_loss import StageLoss
 from everstep.engine.stage.stash import Stash
 from everstep.engine.stage.tied_halves import TiedHalves
+from everstep.engine.stage.weight_sums import Begins, add_gradients
 from everstep.engine.sums.grids import Limits
 from everstep.engine.sums.sum_units import Accumulate
 from everstep.engine.sums.sums import Empty, GradientSums

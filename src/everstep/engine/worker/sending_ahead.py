@@ -12,7 +12,7 @@ from everstep.core.words.ops import Kind, Worker
 from everstep.core.worker.control import WorkerControl
 from everstep.engine.data_plane.courier import Courier
 from everstep.engine.data_plane.links import Address
-from everstep.engine.stage.stage.weight_sums import Begins, Finished
+from everstep.engine.stage.weight_sums import Begins, Finished
 from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.engine.telemetry.signs import WorkerSigns
 from everstep.engine.worker.step_tensors import StepTensors
