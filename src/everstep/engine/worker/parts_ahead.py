@@ -41,7 +41,7 @@ MOST_SENDERS = 4096
 Post = Callable[[Parcel, Any, Tensor], None]
 
 
-class Piece(NamedTuple):
+class PartPiece(NamedTuple):
     """Of one stretch of a part."""
 
     stretch: int
@@ -52,9 +52,9 @@ class Piece(NamedTuple):
 @dataclass(slots=True)
 class _Part:
     stretches: Sequence[slice]
-    waiting: dict[Piece, set[int]]  # the tensors that are not final
-    made_of: dict[Piece, frozenset[int]]
-    sent: list[Piece] = field(default_factory=list)
+    waiting: dict[PartPiece, set[int]]  # the tensors that are not final
+    made_of: dict[PartPiece, frozenset[int]]
+    sent: list[PartPiece] = field(default_factory=list)
 
 
 class PartsAhead:
@@ -90,7 +90,7 @@ class PartsAhead:
 
         return finished
 
-    def _send(self, parcel: Parcel, part: _Part, piece: Piece, post: Post) -> None:
+    def _send(self, parcel: Parcel, part: _Part, piece: PartPiece, post: Post) -> None:
         assert self._sums is not None
         del part.waiting[piece]
         part.sent.append(piece)
@@ -125,34 +125,34 @@ class PartsAhead:
         return {AHEAD: told, "facts": facts}, (*own, *others)
 
 
-def _cut(sums: GradientSums, stretches: Sequence[slice]) -> dict[Piece, frozenset[int]]:
+def _cut(sums: GradientSums, stretches: Sequence[slice]) -> dict[PartPiece, frozenset[int]]:
     """The pieces of a part, each with the slots it is made of. The last slots of a stretch end first."""
     least = PIECE[sums.device.type] // sums.flat.element_size()
-    found: dict[Piece, frozenset[int]] = {}
+    found: dict[PartPiece, frozenset[int]] = {}
     for k, where in enumerate(stretches):
         stop, of = where.stop, set[int]()
         for slot, piece in reversed(sums.pieces(where)):
             of.add(slot)
             if stop - piece.start >= least:
-                found[Piece(k, piece.start - where.start, stop - where.start)] = frozenset(of)
+                found[PartPiece(k, piece.start - where.start, stop - where.start)] = frozenset(of)
                 stop, of = piece.start, set()
     return found
 
 
-def _gaps(stretch: int, size: int, pieces: Iterable[Piece]) -> list[Piece]:
+def _gaps(stretch: int, size: int, pieces: Iterable[PartPiece]) -> list[PartPiece]:
     found, at = [], 0
     for _, start, stop in sorted(piece for piece in pieces if piece.stretch == stretch):
         if at < start:
-            found.append(Piece(stretch, at, start))
+            found.append(PartPiece(stretch, at, start))
         at = stop
-    return [*found, Piece(stretch, at, size)] if at < size or not size else found
+    return [*found, PartPiece(stretch, at, size)] if at < size or not size else found
 
 
 @dataclass(slots=True)
 class _Arriving:
     age: tuple[float, ...]  # attempt, step, round of its parcel, and its number
     wholes: dict[int, Tensor] = field(default_factory=dict)
-    here: set[Piece] = field(default_factory=set)
+    here: set[PartPiece] = field(default_factory=set)
     closing: tuple[Any, tuple[Tensor, ...]] | None = None  # the PART itself, which lacks pieces
 
 
@@ -193,7 +193,7 @@ class ArrivingParts:
         elif arriving.age > age:
             return None
         if "facts" not in facts:
-            piece = Piece(*map(int, told["piece"]))
+            piece = PartPiece(*map(int, told["piece"]))
             self._put(arriving, piece, int(told["size"]), tensors[0])
             arriving.here.add(piece)
         else:
@@ -205,9 +205,9 @@ class ArrivingParts:
             return None
         facts, tensors = arriving.closing
         told = facts[AHEAD]
-        if not {Piece(*piece) for piece in told["pieces"]} <= arriving.here:
+        if not {PartPiece(*piece) for piece in told["pieces"]} <= arriving.here:
             return None
-        rest, sizes = [Piece(*piece) for piece in told["rest"]], told["sizes"]
+        rest, sizes = [PartPiece(*piece) for piece in told["rest"]], told["sizes"]
         for piece, tensor in zip(rest, tensors, strict=False):
             self._put(arriving, piece, int(sizes[piece.stretch]), tensor)
         del self._of[sender]
@@ -217,7 +217,7 @@ class ArrivingParts:
         return facts["facts"], tuple(found)
 
     @staticmethod
-    def _put(arriving: _Arriving, piece: Piece, size: int, tensor: Tensor) -> None:
+    def _put(arriving: _Arriving, piece: PartPiece, size: int, tensor: Tensor) -> None:
         """At its place in the whole stretch. Alone in it, it is the stretch."""
         if not 0 <= piece.start <= piece.stop <= size or tensor.numel() != piece.stop - piece.start:
             raise PeerError("a peer sent a piece of a part that is outside of it")
