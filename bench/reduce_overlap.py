@@ -2,6 +2,7 @@
 
     python bench/reduce_overlap.py                                gpt-1m, 2 replicas x 1, 2 and 4 stages
     python bench/reduce_overlap.py --device cuda --preset gpt-350m --shapes 2x2 --transport nccl --json
+    python bench/reduce_overlap.py --piece-mib 0 1             nothing sent ahead, then pieces of 1 MiB
 
 Read from the rings that workers write anyway. A stage's reduce lasts from the moment the last of its workers
 sends its first part, or a piece of it, to the last chunk of the sum that one of them receives; the backward
@@ -12,6 +13,7 @@ before the end of the latter is hidden. `ahead` is the share of the bytes that w
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -19,14 +21,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # where nothing can be installed
 
 from everstep.core.words.worker_messages import ParcelKind
 from everstep.diagnose.record import Log
 from everstep.diagnose.ring import KINDS, read_ring
 from everstep.engine.job import Job
+from everstep.engine.layers.model import Model
+from everstep.engine.presets import MODELS
+from everstep.engine.worker import parts_ahead
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from harness.quick_weights import quick_gpt, quick_job
 
 WHAT = {what: number for number, what in enumerate(ParcelKind)}
 SEND, RECV = KINDS.index("send"), KINDS.index("recv")
@@ -72,12 +79,21 @@ def hidden(logs: dict[int, list[Log]], step: int) -> list[tuple[float, float, fl
     return found
 
 
-def measure(server: ForkServer, given: argparse.Namespace, shape: str) -> dict[str, Any]:
+def with_pieces(name: str, mib: float) -> Model:
+    """For a job: `model.build`. Called in the worker, which sends ahead in pieces of this size; 0: none."""
+    parts_ahead.PIECE = dict.fromkeys(parts_ahead.PIECE, int(mib * 2**20) or 1 << 50)
+    return quick_gpt(name)
+
+
+def measure(server: ForkServer, given: argparse.Namespace, shape: str, mib: float | None) -> dict[str, Any]:
     replicas, stages = map(int, shape.split("x"))
+    size = {} if mib is None else {"mib": mib}
+    model = quick_job(given.preset, {}, given.rows, MODELS[given.preset].shape.context)
+    build = "harness.quick_weights:quick_gpt" if mib is None else "bench.reduce_overlap:with_pieces"
     job = Job.from_dict(
         {
-            "model": {"preset": given.preset},
-            "data": {"kind": "synthetic", "rows": given.rows},
+            **model,
+            "model": {"build": build, "name": given.preset, **size},
             "steps": given.steps,
             "replicas": replicas,
             "stages": stages,
@@ -95,6 +111,7 @@ def measure(server: ForkServer, given: argparse.Namespace, shape: str) -> dict[s
     def watch(kind: str, what: Any) -> None:
         if kind == "step":
             step_s.append(what.seconds)
+            print(f"  step {what.step} {what.seconds:.3f} s, loss {what.loss}", file=sys.stderr, flush=True)
             if what.step == given.steps - 1:
                 for worker, process in task.processes.items():
                     path = process.beacon.path
@@ -121,6 +138,7 @@ def measure(server: ForkServer, given: argparse.Namespace, shape: str) -> dict[s
     ]
     return {
         "shape": shape,
+        **({} if mib is None else {"piece_mib": mib}),
         "steps": len(rows),
         "step_ms": round(1e3 * statistics.median(step_s[3:]), 1),
         "by_stage": by_stage,
@@ -139,13 +157,16 @@ def main() -> int:
     parser.add_argument("--accumulate", default="strict")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds, of each run")
+    parser.add_argument(
+        "--piece-mib", type=float, nargs="*", default=[None], help="in turn; 0: nothing ahead"
+    )
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     server = ForkServer().start()
     rows = []
     try:
-        for shape in given.shapes.split(","):
-            rows.append(measure(server, given, shape))
+        for shape, mib in itertools.product(given.shapes.split(","), given.piece_mib):
+            rows.append(measure(server, given, shape, mib))
             print(json.dumps(rows[-1]), file=sys.stderr if given.json else sys.stdout, flush=True)
     finally:
         server.close()
