@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from everstep.cli import main
+
 CHANGES = {
     "unknown key": ("steps = 6", "stepz = 6", "stepz is not a key of a job; did you mean 'steps'?"),
     "unknown preset": ('"gpt-tiny"', '"gpt-tinny"', "model preset 'gpt-tinny' is not known"),
@@ -195,3 +197,20 @@ def test_an_override_that_does_not_fit_the_model_is_a_mistake(
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(more="", data="lambda s, m: (torch.ones(3, 4), torch.ones(3, 2))"))
     assert_refused(idle_everstep("run", "--stages", "3", path), "stages is 3, more stages than layers")
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("shards = 2\nmin_shards = 4", "min_shards is 4, more than shards, which is 2"),
+        ("sequence_parallel = true", "shards is 1"),
+    ],
+)
+def test_plan_memory_refuses_what_a_start_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, words: str
+) -> None:
+    """It said that the job fits."""
+    file = tmp_path / "job.toml"
+    file.write_text(f'{lines}\n[model]\npreset = "gpt-tiny"\n')
+    assert main.run(["plan", "--memory", str(file)]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())

@@ -25,6 +25,7 @@ def show_memory(file: Path, as_json: bool) -> None:
     from everstep.schedule import footprint
 
     job = load_job(file)
+    job.refuse_contradictions()
     model = model_of(job)
     memory = memory_here(job)
     layers = layer_figures(model, batch_of(job, data_of(job)), job.precision, job.device)
