@@ -139,6 +139,7 @@ class Trial:
         self.processes = [self._launch(command, env) for command, env in system.commands(python, arguments)]
 
     def run(self) -> Measured:
+        patience_s = 0.0  # if this bench is ended itself
         try:
             killed = self._kill()
             self._wait(lambda lines: past(lines, killed) is not None, self.args.limit_s)
@@ -148,9 +149,10 @@ class Trial:
                     self._wait(lambda lines: lines[-1]["step"] == self.args.steps, self.args.limit_s)
             else:
                 print(f"{self.system.name} hung; it printed last:\n{self._output()}", file=sys.stderr)
+            patience_s = self.args.end_limit_s
             return self._measured(killed)
         finally:
-            self._end()
+            self._end(patience_s)
 
     def _launch(self, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
         # Threads are limited here, before torch is loaded: later is too late for some of its kernels.
@@ -223,11 +225,11 @@ class Trial:
     def _output(self) -> str:
         return (self.folder / "output").read_text(errors="replace")[-4000:]
 
-    def _end(self) -> None:
+    def _end(self, patience_s: float) -> None:
         """Let everything that this trial started end, then make it."""
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=self.args.end_limit_s)
+                process.wait(timeout=patience_s)
             if process.poll() is None:
                 process.terminate()
         for process in self.processes:
@@ -324,6 +326,7 @@ def main() -> None:
     parser.add_argument("--installed", action="store_true", help="this Python has all packages")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended
     root = Path(args.environments).resolve()
     found = list(rounds(args, root))
     print(json.dumps([asdict(run) for run in found], indent=1) if args.json else table(found))
