@@ -139,7 +139,7 @@ def steps(scene: Scene, name: str, began: float, seconds: float) -> float:
         last_at, step, usual = done[-1]
         return step + min(0.99, (at - last_at) / usual) if usual > 0 and at - last_at < usual else float(step)
 
-    return reached(began + seconds) - reached(began)
+    return max(0.0, reached(began + seconds) - reached(began))  # of a step that is begun again, less is done
 
 
 def waf(scene: Scene, began: float, seconds: float) -> float:
@@ -243,12 +243,16 @@ def line(row: dict[str, Any]) -> str:
         )
         last = str(last).strip()[:120].replace("\n", " ")
         return f"| {row['situation']} | failed: {last} | | | | | |"
-    gain = row["waf_chosen"] / max(1e-9, row["waf_runner_up"]) - 1 if row["waf_runner_up"] else float("inf")
+    gain = _gain(row["waf_chosen"], row["waf_runner_up"])
     options = f"{row['task']}: {row['chosen']} | {row['runner_up']}"
-    figures = f"{row['waf_before']:.2f} | {row['waf_chosen']:.2f} | {row['waf_runner_up']:.2f} | {gain:+.0%}"
+    figures = f"{row['waf_before']:.2f} | {row['waf_chosen']:.2f} | {row['waf_runner_up']:.2f} | {gain}"
     if len(row["tries"]) > 1:
-        figures += f" ({', '.join(f'{mine / max(1e-9, other) - 1:+.0%}' for mine, other in row['tries'])})"
+        figures += f" ({', '.join(_gain(mine, other) for mine, other in row['tries'])})"
     return f"| {row['situation']} | {options} | {figures} |"
+
+
+def _gain(mine: float, other: float) -> str:
+    return f"{mine / other - 1:+.0%}" if other > 0.01 else "the other earned nothing"
 
 
 def main() -> int:
