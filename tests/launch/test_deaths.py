@@ -150,23 +150,21 @@ def test_the_points_are_as_many_as_we_claim() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "transport", "shard"),
+    "name",
     [
-        ("ahead before the last W of one of three", "tcp", False),
-        pytest.param("ahead two of three", "pipe", False, marks=pytest.mark.slow),
-        pytest.param(
-            "ahead stage=1,replica=0,step=3,op=W3,when=sending", "tcp", True, marks=pytest.mark.slow
-        ),
-        pytest.param("ahead and in the reduce", "tcp", True, marks=pytest.mark.slow),
+        "ahead before the last W of one of three",
+        pytest.param("ahead two of three", marks=pytest.mark.slow),
+        pytest.param("ahead of three", marks=pytest.mark.slow),
+        pytest.param("ahead and in the reduce", marks=pytest.mark.slow),
     ],
 )
 def test_a_death_while_pieces_of_parts_are_sent_leaves_the_losses_of_a_clean_run(
-    fork_server: ForkServer, name: str, transport: str, shard: bool
+    fork_server: ForkServer, name: str
 ) -> None:
-    """A model that is large enough for pieces (`engine.parts_ahead`)."""
-    sweep = Sweep(
-        preset="gpt-1m", steps=4, data=SHORT, transport=transport, shard=shard, fork_server=fork_server
-    )
+    """A model that is large enough for pieces (`engine.worker.parts_ahead`); by tcp, for a lane may not be
+    open in time; without sharded states, whose chunks are smaller than a piece here.
+    """
+    sweep = Sweep(preset="gpt-1m", steps=4, data=SHORT, transport="tcp", fork_server=fork_server)
     point = next(p for p in ahead() if p.name == name)
     result = sweep.try_point(point)
     assert result["ok"], result
