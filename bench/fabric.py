@@ -206,8 +206,7 @@ def run_test(args: argparse.Namespace) -> dict[str, Any]:
     for name, row in found["moving"].items():
         claims[f"moving, {name}: moved within 2 s"] = row["moved_s"] <= 2.0
         claims[f"moving, {name}: back within 3 s"] = row["worst_full_s"] <= 3.0
-        # A busy machine slows all flows alike, so rates are compared with each other, not with the line's.
-        if name.startswith("3"):  # a path was free
+        if name.startswith("3"):  # a path was free; a busy machine slows all flows alike: they are compared
             claims[f"moving, {name}: then as fast as the others"] = (
                 row["after_mbit"] >= 0.9 * row["others_after_mbit"]
             )
@@ -215,9 +214,7 @@ def run_test(args: argparse.Namespace) -> dict[str, Any]:
             claims[f"moving, {name}: then faster than before the move"] = (
                 row["after_mbit"] > row["during_mbit"]
             )
-            claims[f"moving, {name}: all together ≥ 2.3 of 4 links, on the 3 that are left"] = (
-                row["sum_after_mbit"] >= 2.3 / 4 * row["sum_before_mbit"]
-            )
+            claims[f"moving, {name}: all together ≥ 2.2 of the 3 links left"] = row["sum_after_mbit"] >= 220
     for claim, holds in claims.items():
         say(f"{'holds' if holds else 'FAILS'}  {claim}")
     found["claims"] = claims

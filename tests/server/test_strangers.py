@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from everstep.engine.data_plane import strangers
+from everstep.node import strangers
 from everstep.node.memory_store import MemoryServer, MemoryStore
 from tests.server.served import served
 

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from everstep.checkpoint import memory
 from everstep.checkpoint.places import step_name
-from everstep.engine.data_plane.strangers import StrangerLimit
+from everstep.node.strangers import StrangerLimit
 
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}\.(safetensors|json)")

@@ -23,8 +23,8 @@ from everstep.core.cluster.snapshot import digest
 from everstep.core.cluster.task import OVER, Task
 from everstep.core.words import cluster_messages as msg
 from everstep.core.words.ops import parse_worker
-from everstep.engine.data_plane.strangers import StrangerLimit
 from everstep.errors import EverstepError, PeerError, UserError
+from everstep.node.strangers import StrangerLimit
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, requests, views
 from everstep.server.access import AccessControl

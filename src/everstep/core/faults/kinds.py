@@ -129,6 +129,5 @@ KINDS: dict[ErrorKind, KindRow] = {
 
 # What a job's own input does not cause, also if several workers raise it at the same op. A missing driver is
 # not among them: it is what a job for GPUs meets on nodes without.
-NEVER_OF_THE_INPUT = frozenset(kind for kind, row in KINDS.items() if row.severity is not SEV2) - {
-    E.GPU_DRIVER
-} | {E.RESOURCE_LIMIT, E.DISK_FULL}
+_MAY_BE = {E.GPU_DRIVER, E.NOT_FINITE} | {kind for kind, row in KINDS.items() if row.severity is SEV2}
+NEVER_OF_THE_INPUT = frozenset(ErrorKind) - (_MAY_BE - {E.RESOURCE_LIMIT, E.DISK_FULL})
