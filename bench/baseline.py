@@ -30,8 +30,9 @@ from everstep.engine import keys
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model, partition
-from everstep.engine.presets import shape
 from everstep.engine.state.optimizer import adamw
+from everstep.job.presets import shape
+from everstep.net import host_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -193,7 +194,7 @@ class Loop:
             diary.write(float(torch.stack(losses).mean()))
 
     def _microbatch(self, step: int, number: int) -> Tensor:
-        x, y = (devices.to_device(t, self.device) for t in self.data.batch(step, number))
+        x, y = (host_memory.to_device(t, self.device) for t in self.data.batch(step, number))
         loss = self.model.loss(self.module(x).float(), y)
         loss.backward()
         if self.masters is not self.working:

@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint import folder
-from everstep.checkpoint.convert import Target, read_state, write_state
-from everstep.checkpoint.formats import universal
-from everstep.checkpoint.parts import PlannedSlice, plan_whole, stored_of
-from everstep.checkpoint.places import place_of
-from everstep.checkpoint.saver import AsyncSaver
-from everstep.checkpoint.state import TrainingState, scalar
+from everstep.convert.conversion import Target, read_state, write_state
+from everstep.convert.formats import universal
+from everstep.convert.state import TrainingState, scalar
 from everstep.layout.box import Box
+from everstep.store import folder
+from everstep.store.parts import PlannedSlice, plan_whole, stored_of
+from everstep.store.places import place_of
+from everstep.store.saver import AsyncSaver
 
 SECTIONS = ("convert", "part", "save", "stall", "kill")
 

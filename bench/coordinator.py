@@ -34,7 +34,7 @@ from typing import Any
 import aiohttp
 
 from everstep.cli.client import Client
-from everstep.engine.job import Job
+from everstep.job.job import Job
 from everstep.launch.local.api import run_job
 from harness.cluster import Cluster, replayed, small_job
 

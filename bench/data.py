@@ -28,13 +28,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-from everstep.core.words.cluster_messages import Patience
-from everstep.engine.job import DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
 from everstep.engine.prepare.resolve import data_of
 from everstep.errors import UserError
+from everstep.job.job import DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.report import incident_line
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.cluster_messages import Patience
 from harness.counted_rows import ROWS, elements
 
 HARNESS = Path(__file__).resolve().parents[1] / "harness"

@@ -31,7 +31,7 @@ from typing import Any
 
 from aiohttp import web
 
-from everstep.engine.job import Job
+from everstep.job.job import Job
 from everstep.launch.local.api import run_job
 from harness.cluster import Cluster, small_job
 from harness.etcd import ABSENT, BINARY, Etcd

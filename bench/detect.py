@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from everstep.core.task.states import Member
-from everstep.core.words.cluster_messages import Patience
-from everstep.core.words.incidents import Incident
-from everstep.core.words.ops import Worker
-from everstep.engine.job import Job
 from everstep.engine.telemetry.faults import parse_fault
+from everstep.job.job import Job
 from everstep.launch.local.outcome import StepRow
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.incidents import Incident
+from everstep.protocol.ops import Worker
 from harness.cluster import Cluster, small_job
 
 EAGER = Patience(restarts_per_place=10_000, restarts_per_node=10_000, backoff_s=0.0)  # faults come on and on

@@ -76,10 +76,10 @@ def recorder() -> dict[str, Any]:
 
 def stopwatch_ns() -> dict[str, Any]:
     """What timing an op costs its worker, and judging a telling costs the coordinator."""
-    from everstep.core.words.cluster_messages import TimesReported
-    from everstep.core.words.ops import Kind, Worker
     from everstep.diagnose.watch import Watch
     from everstep.engine.telemetry.stopwatch import Stopwatch
+    from everstep.protocol.cluster_messages import TimesReported
+    from everstep.protocol.ops import Kind, Worker
 
     watch, count = Stopwatch(), 20_000
     began = time.thread_time_ns()

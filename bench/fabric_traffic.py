@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from everstep.core.words.worker_messages import Parcel, ParcelKind
-from everstep.engine.data_plane.links import Address, Links
 from everstep.fabric import Flow, Routing, allocate
 from everstep.fabric.document import topology_document
 from everstep.fabric.watch import MoveFlow, WatchLimits
+from everstep.net.links import Address, Links
 from everstep.node.steer import FlowWatch, Steering, steering
+from everstep.protocol.worker_messages import Parcel, ParcelKind
 from harness.fabric_testbed import Testbed, enter
 
 PORTS = range(24000, 28000)

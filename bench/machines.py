@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.cli.client import Client
-from everstep.engine.job import Job
+from everstep.job.job import Job
 from everstep.launch.local.api import run_job
 from harness.cluster import EVERSTEP, small_job
 from harness.machines import Machines, absent, inside

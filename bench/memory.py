@@ -32,7 +32,7 @@ GIB = 2.0**30
 
 
 def job_of(given: dict[str, Any]) -> Any:
-    from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
+    from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
     from harness.quick_weights import quick_job
 
     model = ModelSpec(preset=given["preset"], options=given.get("options", {}))

@@ -31,10 +31,10 @@ from torch import Tensor
 
 import everstep
 from everstep.engine.hf.model import Family
-from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.engine.layers.linear import share_in_two
 from everstep.engine.layers.model import parameter_count, partition, skeleton
 from everstep.engine.telemetry.faults import parse_fault
+from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.api import run_job
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.report import incident_line

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from everstep.engine.presets import flops_per_token, shape
+from everstep.job.presets import flops_per_token, shape
 from everstep.node.fork_server import ALLOCATOR
 
 BASELINE = Path(__file__).with_name("baseline.py")
@@ -120,7 +120,7 @@ def _result(trial: Trial, processes: list[subprocess.Popen[str]]) -> Result:
 
 def be_everstep(spec: dict[str, Any]) -> None:
     """Train once with Everstep; print what a baseline prints."""
-    from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
+    from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
     from everstep.launch.local.run import LocalTask
     from everstep.node.fork_server import ForkServer
 
@@ -299,7 +299,7 @@ def main() -> None:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--single", action="store_true", help="one worker against a plain loop")
-    parser.add_argument("--preset", action="append", help="a GPT of everstep.engine.presets; may be repeated")
+    parser.add_argument("--preset", action="append", help="a GPT of everstep.job.presets; may be repeated")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=["fp32", "bf16"], help="default: fp32 on cpu, bf16 on cuda")
     parser.add_argument("--replicas", type=int, default=2)

@@ -28,9 +28,9 @@ from everstep.plan import Assignment, Cluster, PlanNode, TaskSpec, assign, decid
 from everstep.plan.events import PlanWorld, after
 from everstep.plan.hardware import GPUS, Stack
 from everstep.plan.models import PRESETS
-from everstep.plan.published import ROWS, PublishedRow
-from everstep.plan.stacks import MEGATRON
-from everstep.plan.table import NextEvents
+from everstep_lab.plan.published import ROWS, PublishedRow
+from everstep_lab.plan.stacks import MEGATRON
+from everstep_lab.plan.table import NextEvents
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 

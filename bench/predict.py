@@ -21,11 +21,11 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from everstep.core.words.cluster_messages import Patience
-from everstep.core.words.ops import Kind, Worker
-from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
+from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.ops import Kind, Worker
 from everstep.schedule import Planned, plan
 from everstep.schedule.profile import Profile
 from everstep.schedule.sharing import Machine, shared_period

@@ -1,8 +1,9 @@
 """Published comparisons, predicted. Run by `bench/simulate.py predicted`.
 
 One constant is calibrated, on one published figure: how long a repair takes in Unicron's trace-b (as a share
-of trace-a's), so that Unicron over Megatron is 1.9 there. Everything else is as `sim/study` has it from the
-papers' own seconds; no constant was chosen after looking at a figure below.
+of trace-a's), so that Unicron over Megatron is 1.9 there. Everything else is as
+`everstep_lab/study` has it from the papers' own seconds; no constant was chosen after looking at a figure
+below.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from everstep.sim.study.failures import LOST, Failure, Trace
-from everstep.sim.study.request import Request
-from everstep.sim.study.setting import Asked, build
-from everstep.sim.study.sources import TRACE_A_REPAIR_H
-from everstep.sim.study.study import POLICIES, Summary, run_study
+from everstep_lab.study.failures import LOST, Failure, Trace
+from everstep_lab.study.request import Request
+from everstep_lab.study.setting import Asked, build
+from everstep_lab.study.sources import TRACE_A_REPAIR_H
+from everstep_lab.study.study import POLICIES, Summary, run_study
 
 CALIBRATED_ON = 1.9
 MINUTE_S, HOUR_S = 60.0, 3600.0

@@ -175,9 +175,9 @@ time.sleep(60)
 
 def noticed(kind: str, faults: int, seed: int) -> list[float]:
     """Milliseconds, one for each fault of this kind."""
-    from everstep.scripts.fork_server import PlainStarter
-    from everstep.scripts.run import Ranks, ScriptLaunch
-    from everstep.scripts.words import RestartPolicy, TellPerson
+    from everstep.ranks.fork_server import PlainStarter
+    from everstep.ranks.run import Ranks, ScriptLaunch
+    from everstep.ranks.words import RestartPolicy, TellPerson
 
     with tempfile.TemporaryDirectory(prefix="ranks-") as root:
         folder = Path(root)

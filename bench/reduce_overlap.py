@@ -24,15 +24,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # where nothing can be installed
 
-from everstep.core.words.worker_messages import ParcelKind
 from everstep.diagnose.record import Log
 from everstep.diagnose.ring import KINDS, read_ring
-from everstep.engine.job import Job
 from everstep.engine.layers.model import Model
-from everstep.engine.presets import MODELS
 from everstep.engine.worker import parts_ahead
+from everstep.job.job import Job
+from everstep.job.presets import MODELS
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.worker_messages import ParcelKind
 from harness.quick_weights import quick_gpt, quick_job
 
 WHAT = {what: number for number, what in enumerate(ParcelKind)}

@@ -7,7 +7,7 @@
 
 Every worker sits on a node of its own, so what it has not got must come from another node. The shards of a
 worker share its node: what a node holds does not depend on them. `least` is what
-`layout.reshard` moves when `harness.assignment.settled` has chosen the places. Beside it runs the same
+`everstep_lab.reshard` moves when `harness.assignment.settled` has chosen the places. Beside it runs the same
 job, never moved; losses are compared with ==.
 """
 
@@ -23,12 +23,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from everstep.engine.job import Job
 from everstep.engine.layers.model import partition, slots
 from everstep.engine.prepare.resolve import model_of
+from everstep.job.job import Job
 from everstep.layout.builders import replicated
 from everstep.layout.layout import Layout, Tensor, merged
-from everstep.layout.reshard import reshard
+from everstep_lab.reshard import reshard
 from harness.assignment import settled
 from harness.cluster import Cluster, small_job
 

@@ -25,9 +25,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from everstep.schedule import Instance, Worker, per_stage, plan, same_cap, uniform
-from everstep.schedule.compare import compare
-from everstep.schedule.polish import polish
 from everstep.schedule.search import ONLINE_EFFORT
+from everstep_lab.schedule.compare import compare
+from everstep_lab.schedule.polish import polish
 
 OPTIMA = {"reroute": (29, 30, 33, 36), "decoupled": (27, 28, 29, 30), "staggered": (27, 27, 27, 27)}
 

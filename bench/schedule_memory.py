@@ -16,10 +16,10 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.engine.prepare.figures import layer_figures, settings_of
 from everstep.engine.prepare.fitting import GIB, Memory, fit, fits
 from everstep.engine.prepare.resolve import data_of, model_of
+from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.schedule import Instance, Worker, per_stage, plan
 from everstep.schedule.footprint import USABLE, per_parameter
 

@@ -23,11 +23,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.checkpoint import weights, with_moments
-from everstep.checkpoint import dtypes
-from everstep.checkpoint.convert import Target, read_state, write_state
-from everstep.checkpoint.ranges import LocalFile
-from everstep.checkpoint.state import TrainingState
-from everstep.checkpoint.stored import Held
+from everstep.convert.conversion import Target, read_state, write_state
+from everstep.convert.state import TrainingState
+from everstep.store import dtypes
+from everstep.store.ranges import LocalFile
+from everstep.store.stored import Held
 
 PAIRS = {
     "universal to dcp": ("universal", Target(format="dcp")),

@@ -28,9 +28,9 @@ from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for the planted bugs, which are in harness/
 
-from everstep.sim.storm import StormKind, draw_storm, is_of_cluster, run_storm
-from everstep.sim.study.request import Request
-from everstep.sim.study.study import run_study
+from everstep_lab.storm import StormKind, draw_storm, is_of_cluster, run_storm
+from everstep_lab.study.request import Request
+from everstep_lab.study.study import run_study
 
 WITHIN = 2000
 PIECE = 50  # storms between two looks at the clock

@@ -19,19 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.core.task.states import Copied, Entering, Joining, Member
-from everstep.core.words import actions as act
-from everstep.core.words.cluster_messages import Patience
-from everstep.core.words.ops import Kind, Worker
 from everstep.core.worker.rules import TaskRules
-from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
+from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol import actions as act
+from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.ops import Kind, Worker
 from everstep.schedule import Instance
-from everstep.sim.draw import Draw
-from everstep.sim.storm.faults import FaultKind, StormFault
-from everstep.sim.storm.spec import Spec, Weather
-from everstep.sim.storm.strikes import Strikes
-from everstep.sim.storm.world import World
+from everstep_lab.draw import Draw
+from everstep_lab.storm.faults import FaultKind, StormFault
+from everstep_lab.storm.spec import Spec, Weather
+from everstep_lab.storm.strikes import Strikes
+from everstep_lab.storm.world import World
 
 FIRST_KILL, BETWEEN = 12, 14  # steps
 REPLICAS, STAGES, MICROBATCHES = 2, 1, 4

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.engine.job import load_job
+from everstep.job.job import load_job
 from everstep.launch.client import Client
 from everstep.launch.local.api import run_job
 from everstep.launch.slurm.sbatch import newest

@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from everstep.engine.job import Job
+from everstep.job.job import Job
 from everstep.launch.local.api import run_job
 from harness.cluster import Cluster, replayed, small_job
 from harness.real_storm import SLOTS, STRIKES, Storm, small_disk

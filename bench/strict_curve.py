@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by
 
 import torch
 
-from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import AssembleSum, SumChunk
-from everstep.engine import presets
 from everstep.engine.keys import DATA, draws, key
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.worker.step_tensors import StepTensors
+from everstep.job import presets
+from everstep.protocol.ops import Worker
+from everstep.protocol.worker_messages import AssembleSum, SumChunk
 from harness.one_worker import OnTheDevice
 
 RUNS = {

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-from everstep.engine.job import CheckpointSpec, DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
+from everstep.job.job import CheckpointSpec, DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.outcome import Outcome
 from harness.sweep import Sweep, compare
 

@@ -20,12 +20,12 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.nodes import Nodes
 from everstep.core.task.recovery import Recovery
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.events import StepSealed
-from everstep.core.words.links import PeerAddress
 from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.mending import LinkMending
 from everstep.drive.driver import Driver
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.events import StepSealed
+from everstep.protocol.links import PeerAddress
 
 Patch = tuple[Any, str, Any]  # owner, name, the wrong function
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from everstep.errors import UserError
 from everstep.layout.layout import ITEM_BYTES, Holder, Layout
-from everstep.layout.reshard import Sources
+from everstep_lab.reshard import Sources
 
 
 def settled(a: Layout, b: Layout, workers: Sequence[Holder]) -> Layout:

@@ -13,14 +13,14 @@ from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.copy_placement import memory_for
-from everstep.core.words import actions as act
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.ops import Microbatch, Worker
-from everstep.core.words.worker_messages import Ledger
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
-from everstep.sim.agenda import Agenda
+from everstep.protocol import actions as act
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.ops import Microbatch, Worker
+from everstep.protocol.worker_messages import Ledger
+from everstep_lab.agenda import Agenda
 from harness.forecast_cores import Start
 from harness.forecast_lines import Lines
 from harness.forecast_servers import ForkServers

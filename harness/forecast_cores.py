@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everstep.sim.agenda import Agenda
+from everstep_lab.agenda import Agenda
 
 
 @dataclass(slots=True, eq=False)

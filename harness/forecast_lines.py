@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from everstep.node.agent import RETRY_MOST_S
-from everstep.sim.agenda import Agenda
+from everstep_lab.agenda import Agenda
 
 
 class Lines:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
-from everstep.sim.agenda import Agenda
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
+from everstep_lab.agenda import Agenda
 from harness.forecast_cores import Cores
 
 

@@ -28,16 +28,16 @@ import torch
 
 from everstep.core.agent.agent import AgentState, LineOpened, OrderHeard, ReportsKept
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.agent_messages import FromWorker, WorkerOrder
-from everstep.core.words.codec import decode
-from everstep.core.words.framing import Unpacker
-from everstep.core.words.shape import Shape
-from everstep.core.words.worker_messages import Parcel, ParcelKind
-from everstep.engine.data_plane import frames
-from everstep.engine.data_plane.handshake import Acceptor, Opener
 from everstep.errors import PeerError, UserError
-from everstep.node.memory_store import MemoryServer, MemoryStore, token_of
+from everstep.net import frames
+from everstep.net.handshake import Acceptor, Opener
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.agent_messages import FromWorker, WorkerOrder
+from everstep.protocol.codec import decode
+from everstep.protocol.framing import Unpacker
+from everstep.protocol.shape import Shape
+from everstep.protocol.worker_messages import Parcel, ParcelKind
+from everstep.store.memory_server import MemoryServer, MemoryStore, token_of
 from harness.fuzzing import FuzzReport, Maker
 
 REFUSALS = (PeerError, UserError)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from everstep.core.words.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.ops import Kind, Microbatch, Op, Worker
 
 TASKS, NODES = ("t", "u", "nowhere"), ("a", "b", "nowhere")
 ODD: tuple[Any, ...] = (

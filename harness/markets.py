@@ -1,4 +1,4 @@
-"""Spot files made up to try policies on: markets that are not among `sim.study.churn`'s kinds.
+"""Spot files made up to try policies on: markets that are not among `everstep_lab.study.churn`'s kinds.
 
 Each market is a text as a user would have it, in one of the forms that `everstep simulate --trace` reads.
 None begins at time 0. They were written after the policy and are fitted to nothing.

@@ -18,9 +18,16 @@ from everstep.core.task.groups import Groups
 from everstep.core.task.phases import Phases
 from everstep.core.task.places import Places
 from everstep.core.task.states import Entering, Gathering
-from everstep.core.words.agent_messages import ShardEnded
-from everstep.core.words.events import LedgerReported
-from everstep.core.words.worker_messages import (
+from everstep.core.worker.chunks import Chunks
+from everstep.core.worker.mailbox import Mailbox
+from everstep.core.worker.reduction import Reduction
+from everstep.core.worker.slices import SliceCount
+from everstep.core.worker.step_state import StepState, UpdateState
+from everstep.core.worker.updates import Updates
+from everstep.core.worker.worker_state import WorkerState
+from everstep.protocol.agent_messages import ShardEnded
+from everstep.protocol.events import LedgerReported
+from everstep.protocol.worker_messages import (
     AssembleSum,
     Ledger,
     ParcelKind,
@@ -29,13 +36,6 @@ from everstep.core.words.worker_messages import (
     SumChunk,
     Update,
 )
-from everstep.core.worker.chunks import Chunks
-from everstep.core.worker.mailbox import Mailbox
-from everstep.core.worker.reduction import Reduction
-from everstep.core.worker.slices import SliceCount
-from everstep.core.worker.step_state import StepState, UpdateState
-from everstep.core.worker.updates import Updates
-from everstep.core.worker.worker_state import WorkerState
 from harness.agent_mutants import CLUSTER_MUTANTS, MEMORY_MUTANTS, Patch
 
 

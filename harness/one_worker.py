@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from everstep.core.words.ops import Kind, Op, Worker
-from everstep.core.words.worker_messages import AssembleSum, Parcel, ParcelKind, SumChunk
-from everstep.engine.job import Job
 from everstep.engine.layers.boundary import Boundary, Gradients
 from everstep.engine.prepare.program import Program
 from everstep.engine.worker.step_tensors import Payload, StepTensors
+from everstep.job.job import Job
+from everstep.protocol.ops import Kind, Op, Worker
+from everstep.protocol.worker_messages import AssembleSum, Parcel, ParcelKind, SumChunk
 from everstep.schedule import Instance, plan, uniform
 from everstep.schedule.footprint import stash_cap
 

@@ -9,7 +9,7 @@ import torch
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model
-from everstep.engine.presets import MODELS
+from everstep.job.presets import MODELS
 
 
 def quick_weights() -> None:

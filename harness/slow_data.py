@@ -7,7 +7,7 @@ import time
 from torch import Tensor
 
 from everstep.engine.datasets.data import Synthetic
-from everstep.engine.presets import shape
+from everstep.job.presets import shape
 
 
 class SlowSynthetic:

@@ -113,8 +113,8 @@ class SlowRun:
 
 
 def train(table: dict[str, Any], faults: tuple[str, ...] = ()) -> SlowRun:
-    from everstep.engine.job import Job
     from everstep.engine.telemetry.faults import parse_fault
+    from everstep.job.job import Job
     from everstep.launch.local.run import LocalTask
     from everstep.node.fork_server import ForkServer
 

@@ -13,9 +13,9 @@ from statistics import fmean
 from typing import Any
 
 from everstep.core.cluster.task import OVER
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.ops import Worker, parse_worker
-from everstep.core.words.shape import Shape
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.ops import Worker, parse_worker
+from everstep.protocol.shape import Shape
 from harness.forecast_cluster import HANG_S, CoarseCluster
 from harness.forecast_steps import ForecastKind
 

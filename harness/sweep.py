@@ -8,12 +8,12 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from everstep.core.words.ops import Worker
-from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.engine.telemetry.faults import parse_fault
+from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.ops import Worker
 from harness.in_a_row import run_in_a_row
 
 SHORT = DataSpec(kind="synthetic", rows=1, sequence=16)  # where the time of a step does not matter

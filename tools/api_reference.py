@@ -42,7 +42,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         "A job file, as Python",
         "The same keys as in [the job file](../job-file.md).",
         {
-            "everstep.engine.job": (
+            "everstep.job.job": (
                 "load_job",
                 "Job",
                 "ModelSpec",
@@ -56,7 +56,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         "Checkpoints: read, write, convert",
         "What is in the files: [the checkpoint format](../checkpoint-format.md).",
         {
-            "everstep.checkpoint.folder": (
+            "everstep.store.folder": (
                 "open_checkpoint",
                 "newest_valid",
                 "complete_steps",
@@ -66,11 +66,11 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "prune",
                 "clean",
             ),
-            "everstep.checkpoint.reader": ("Checkpoint",),
-            "everstep.checkpoint.convert": ("detect", "read_state", "write_state"),
-            "everstep.checkpoint.formats.format": ("Reading", "Target", "Format"),
-            "everstep.checkpoint.selfcheck": ("Accepted", "Change"),
-            "everstep.checkpoint.compare": ("compare",),
+            "everstep.store.reader": ("Checkpoint",),
+            "everstep.convert.conversion": ("detect", "read_state", "write_state"),
+            "everstep.convert.formats.format": ("Reading", "Target", "Format"),
+            "everstep.convert.selfcheck": ("Accepted", "Change"),
+            "everstep.convert.compare": ("compare",),
         },
     ),
     "layout": ("Where every element lives", "Pure: no torch.", {"everstep.layout": ()}),

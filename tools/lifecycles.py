@@ -1,6 +1,6 @@
 """docs/lifecycles.md: every lifecycle of `core`, drawn from the table that the code checks.
 
-A lifecycle is a module-level table `{state: frozenset(states that may follow)}` (`core.words.lifecycle`). The
+A lifecycle is a module-level table `{state: frozenset(states that may follow)}` (`protocol.lifecycle`). The
 tables are found in the modules; `TITLES` only gives each one its heading, its sentence and its place on the
 page. What a state means is its class's docstring, or the comment beside the enum's member.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import everstep.core
-from everstep.core.words.lifecycle import state_name
+from everstep.protocol.lifecycle import state_name
 
 Table = Mapping[Any, frozenset[Any]]
 
@@ -35,7 +35,7 @@ TITLES: dict[str, tuple[str, str]] = {
         "A task",
         "The task as the coordinator sees it, from submission to its end.",
     ),
-    "core.words.incidents.INCIDENT": (
+    "protocol.incidents.INCIDENT": (
         "An incident",
         "From the first evidence to the end. An incident that does not stop training is never `planned`.",
     ),
@@ -109,7 +109,7 @@ def page() -> str:
     parts = [
         "# Lifecycles",
         "Every state in Everstep that changes is a table of allowed transitions, and one function makes them "
-        "(`core.words.lifecycle`). A transition that its table does not list is an internal error that names "
+        "(`protocol.lifecycle`). A transition that its table does not list is an internal error that names "
         "both states. This page is drawn from the tables by `python -m tools.docs lifecycles`.",
     ]
     for name, table in lifecycles():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from everstep.plan.mixes import MIXES, share
-from everstep.plan.published import ROWS
+from everstep_lab.plan.mixes import MIXES, share
+from everstep_lab.plan.published import ROWS
 
 Table = list[dict[str, Any]]
 

@@ -14,8 +14,8 @@ import textwrap
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from everstep.core.words import agent_messages, cluster_messages
-from everstep.core.words.events import Event
+from everstep.protocol import agent_messages, cluster_messages
+from everstep.protocol.events import Event
 
 PARTS: tuple[tuple[str, str, Any], ...] = (
     (
@@ -60,7 +60,7 @@ PARTS: tuple[tuple[str, str, Any], ...] = (
     ),
 )
 INTRODUCTION = (
-    "One codec (`core.words.codec`) carries every message: JSON, in which an object is a dataclass and "
+    "One codec (`protocol.codec`) carries every message: JSON, in which an object is a dataclass and "
     '`"is"` names its class. Between an agent and its workers, each message has a length of four bytes in '
     "front of it; between coordinator and agents it is one text message of a WebSocket. Every value is "
     "checked against its type, and a message that does not fit is refused by name. A field that the "
@@ -151,7 +151,7 @@ def _values(messages: list[type]) -> list[type]:
         for kind in one.__annotations__.values():
             for word in re.findall(r"\w+", str(kind)):
                 for value in classes(names.get(word)):
-                    ours = value.__module__.startswith("everstep.core.words") and hasattr(
+                    ours = value.__module__.startswith("everstep.protocol") and hasattr(
                         value, "__annotations__"
                     )
                     structured = dataclasses.is_dataclass(value) or hasattr(value, "_fields")

@@ -42,8 +42,8 @@ def torch_rank(spec: dict[str, Any], rank: int) -> list[float]:
     from everstep.engine.datasets.data import Synthetic
     from everstep.engine.layers.gpt import gpt
     from everstep.engine.layers.model import built
-    from everstep.engine.presets import shape
     from everstep.engine.state.optimizer import adamw
+    from everstep.job.presets import shape
 
     torch.set_float32_matmul_precision("high")
     torch.cuda.set_device(0)

@@ -42,7 +42,7 @@ class Rank:
     def __init__(self, rank: int, queues: list[Any]) -> None:
         import torch
 
-        from everstep.engine.data_plane import nccl
+        from everstep.net import nccl
 
         self.rank, self.queues = rank, queues
         os.environ.setdefault("NCCL_DEBUG", "ERROR")

@@ -18,8 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where nothing can be installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from everstep.engine.job import Job
 from everstep.engine.telemetry.faults import parse_fault
+from everstep.job.job import Job
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 from everstep.schedule.profile import PEAK

@@ -29,9 +29,9 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from everstep.engine import device as devices
-    from everstep.engine.job import Job
     from everstep.engine.layers import regions
     from everstep.engine.prepare.program import Program
+    from everstep.job.job import Job
 
     words = spec["variant"].split("+")
     device = devices.pick("cuda")

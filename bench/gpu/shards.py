@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # where nothing can be installed
 os.environ["PYTHONPATH"] = ":".join(filter(None, (f"{ROOT / 'src'}:{ROOT}", os.environ.get("PYTHONPATH"))))
 
-from everstep.engine.job import Job  # noqa: E402
 from everstep.engine.telemetry.faults import parse_fault  # noqa: E402
+from everstep.job.job import Job  # noqa: E402
 from everstep.launch.local.outcome import Outcome  # noqa: E402
 from everstep.launch.local.run import LocalTask  # noqa: E402
 from everstep.node.fork_server import ForkServer  # noqa: E402

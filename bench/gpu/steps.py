@@ -25,8 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # where nothing can be installed
 
-from everstep.engine.job import Job
-from everstep.engine.presets import flops_per_token, shape
+from everstep.job.job import Job
+from everstep.job.presets import flops_per_token, shape
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 

@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # also when run by
 import torch
 
 from everstep.engine import device as devices
-from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.engine.layers.model import Slot, partition
 from everstep.engine.prepare.figures import layer_figures, settings_of, stage_figures
 from everstep.engine.prepare.program import Program
 from everstep.engine.sums import kernels
 from everstep.engine.sums.sum_parts import SumPart
 from everstep.engine.sums.sums import GradientSums
+from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.schedule import footprint
 from harness.one_worker import OneWorker
 from harness.quick_weights import quick_weights

@@ -39,7 +39,7 @@ def rank_main(given: argparse.Namespace) -> dict[str, Any]:
     from everstep.engine.datasets.data import Synthetic
     from everstep.engine.layers.gpt import gpt
     from everstep.engine.layers.model import drawn
-    from everstep.engine.presets import shape
+    from everstep.job.presets import shape
 
     on_gpu = given.device == "cuda"
     device = torch.device(given.device, 0) if on_gpu else torch.device("cpu")

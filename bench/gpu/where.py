@@ -26,9 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # also when run by path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from everstep.engine.job import Job
 from everstep.engine.layers.model import Model
-from everstep.engine.presets import MODELS
+from everstep.job.job import Job
+from everstep.job.presets import MODELS
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint.convert import Target, read_state, write_state
+from everstep.convert.conversion import Target, read_state, write_state
 
 HERE = Path(__file__).parent
 SAVE_AT, STEPS, WORLD = 3, 6, 2

@@ -168,10 +168,10 @@ def compared(folder: Path) -> dict[str, Any]:
     """Every logical tensor as we read it, against what DeepSpeed said it holds."""
     import torch
 
-    from everstep.checkpoint.convert import read_state
-    from everstep.checkpoint.formats.format import Reading
-    from everstep.checkpoint.stored import read_all
+    from everstep.convert.conversion import read_state
+    from everstep.convert.formats.format import Reading
     from everstep.layout.patterns import read_patterns
+    from everstep.store.stored import read_all
 
     held = [torch.load(folder / f"held-{t}.pt", weights_only=True)["held"] for t in range(TP)]
     reading = Reading(patterns=read_patterns(PATTERNS, "patterns"))

@@ -11,10 +11,10 @@ from typing import Any
 
 from trial import CHECKPOINT_EVERY, WORKERS, Diary
 
-from everstep.core.words.ops import Worker
-from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
+from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.ops import Worker
 
 
 def job(folder: str, steps: int, device: str) -> Job:

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from everstep.checkpoint import dtypes
-from everstep.checkpoint.compare import compare
-from everstep.checkpoint.convert import Target, read_state, write_state
-from everstep.checkpoint.formats import dialects
-from everstep.checkpoint.formats.llama_config import config_of
-from everstep.checkpoint.state import TrainingState, scalar
-from everstep.checkpoint.stored import Held
+from everstep.convert.compare import compare
+from everstep.convert.conversion import Target, read_state, write_state
+from everstep.convert.formats import dialects
+from everstep.convert.formats.llama_config import config_of
+from everstep.convert.state import TrainingState, scalar
 from everstep.engine.layers.gpt import gpt
+from everstep.store import dtypes
+from everstep.store.stored import Held
 
 CHAIN = [
     Target(format="universal"),

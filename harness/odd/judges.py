@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from everstep.checkpoint import dtypes
-from everstep.checkpoint.state import TrainingState
-from everstep.checkpoint.stored import read_all
+from everstep.convert.state import TrainingState
+from everstep.store import dtypes
+from everstep.store.stored import read_all
 from harness.odd.model import Spec
 
 Truth = dict[str, Tensor]

@@ -24,10 +24,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint.convert import Accepted, Reading, Target, read_state, write_state
-from everstep.checkpoint.state import TrainingState
-from everstep.checkpoint.stored import Stored
+from everstep.convert.conversion import Accepted, Reading, Target, read_state, write_state
+from everstep.convert.state import TrainingState
 from everstep.errors import EverstepError, UserError
+from everstep.store.stored import Stored
 from harness.odd.frameworks import (
     DEEPSPEED,
     TORCH,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from everstep.checkpoint.export import export, load
+    from everstep.convert.export import export, load
     from everstep.engine.datasets.rows import rows
     from everstep.engine.datasets.stream import stream
     from everstep.engine.datasets.table import table
@@ -61,8 +61,8 @@ _HOMES = {
     "tokens": "everstep.engine.datasets.tokens",
     "table": "everstep.engine.datasets.table",
     "stream": "everstep.engine.datasets.stream",
-    "load": "everstep.checkpoint.export",
-    "export": "everstep.checkpoint.export",
+    "load": "everstep.convert.export",
+    "export": "everstep.convert.export",
     "UserError": "everstep.errors",
     "EverstepError": "everstep.errors",
 }

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from everstep.checkpoint.convert import Target, write_state
-from everstep.checkpoint.state import TrainingState
-from everstep.checkpoint.stored import Held
 from everstep.cli import main
+from everstep.convert.conversion import Target, write_state
+from everstep.convert.state import TrainingState
+from everstep.store.stored import Held
 
 Converts = Callable[..., str]
 
@@ -143,5 +143,5 @@ def test_a_full_disk_is_one_sentence(made: Path, refusal: Converts, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("everstep.checkpoint.formats.hf.write_file", full)
+    monkeypatch.setattr("everstep.convert.formats.hf.write_file", full)
     assert "is not written: [Errno 28] No space left on device." in refusal(made / "dcp", None, "--to", "hf")

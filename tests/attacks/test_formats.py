@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from everstep.checkpoint.convert import read_state
-from everstep.checkpoint.formats import pickles
+from everstep.convert.conversion import read_state
+from everstep.convert.formats import pickles
 from everstep.errors import UserError
-from tests.checkpoint.test_formats import REAL
+from tests.store.test_formats import REAL
 
 
 class Runs:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from everstep.checkpoint import index as indexes
-from everstep.checkpoint.folder import newest_valid, open_checkpoint, write_part
 from everstep.errors import UserError
-from tests.checkpoint.states import all_of, same, save, tensors
+from everstep.store import index as indexes
+from everstep.store.folder import newest_valid, open_checkpoint, write_part
+from tests.store.states import all_of, same, save, tensors
 
 
 def rewrite(path: Path, change: Callable[[dict], object]) -> None:

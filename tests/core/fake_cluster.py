@@ -12,14 +12,14 @@ from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.copy_placement import memory_for
-from everstep.core.words import actions as act
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.ops import Microbatch, Worker
-from everstep.core.words.shape import Shape
-from everstep.core.words.worker_messages import Ledger
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
+from everstep.protocol import actions as act
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.ops import Microbatch, Worker
+from everstep.protocol.shape import Shape
+from everstep.protocol.worker_messages import Ledger
 
 
 @dataclass

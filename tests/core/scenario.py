@@ -27,15 +27,15 @@ from typing import Any
 from everstep.core.task.owed import Owed
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Over, Planning, RecoveryPolicy
-from everstep.core.words import actions as act
-from everstep.core.words import events as ev
-from everstep.core.words import worker_messages as msg
-from everstep.core.words.ops import Op, Worker, parse_worker
-from everstep.core.words.shape import Shape
 from everstep.core.worker.joining import FrameUse
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState
 from everstep.core.worker.worker_state import WorkerState
+from everstep.protocol import actions as act
+from everstep.protocol import events as ev
+from everstep.protocol import worker_messages as msg
+from everstep.protocol.ops import Op, Worker, parse_worker
+from everstep.protocol.shape import Shape
 from everstep.schedule import Instance, uniform
 from everstep.schedule.answer import answer
 from everstep.schedule.cache import PlanCache

@@ -24,11 +24,11 @@ from everstep.core.agent.process import AgentLimits, ProcessState
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.agent.reports import ReportQueue
 from everstep.core.faults.detector import DetectorLimits, Glance
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.actions import InterruptWorkers
-from everstep.core.words.agent_messages import SAVING, EndWorker, OrderTaken
-from everstep.core.words.ops import Worker
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.actions import InterruptWorkers
+from everstep.protocol.agent_messages import SAVING, EndWorker, OrderTaken
+from everstep.protocol.ops import Worker
 
 LIMITS = AgentLimits(finish_s=5.0, save_s=60.0, leave_s=20.0, kill_s=30.0)
 A, B = Worker(0, 0), Worker(1, 0)

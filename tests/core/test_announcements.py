@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from everstep.core.words.ops import Microbatch, Worker
-from everstep.core.words.worker_messages import Members, Part, Resume, TellSealed
 from everstep.core.worker.announcements import Announcements
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState
+from everstep.protocol.ops import Microbatch, Worker
+from everstep.protocol.worker_messages import Members, Part, Resume, TellSealed
 
 RULES = TaskRules(replicas=2, stages=1, microbatches=1, steps=900)
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.actions import ComputePlan, ResumeStep
-from everstep.core.words.codec import decode, encode
-from everstep.core.words.ops import Kind, Microbatch, Op, Worker
-from everstep.core.words.shape import Shape
-from everstep.core.words.worker_messages import Ledger, Members, Parcel, ParcelKind, Resume
 from everstep.errors import PeerError
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.actions import ComputePlan, ResumeStep
+from everstep.protocol.codec import decode, encode
+from everstep.protocol.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.shape import Shape
+from everstep.protocol.worker_messages import Ledger, Members, Parcel, ParcelKind, Resume
 
 W = Worker(1, 2)
 M = Microbatch(0, 3)

@@ -13,12 +13,12 @@ from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import TaskState
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.task.states import Copied, Member
-from everstep.core.words import actions as act
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.moment import Moment
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
+from everstep.protocol import actions as act
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.moment import Moment
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 
 W00, W01, W10, W11 = Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)

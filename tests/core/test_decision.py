@@ -7,10 +7,10 @@ import json
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import TaskState
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
 from everstep.plan.measured import ENOUGH_STEPS
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 
 ANY_STAGES = {"least_stages": 1, "most_stages": 8}

@@ -15,8 +15,8 @@ from everstep.core.faults.detector import (
     Stalled,
     locate,
 )
-from everstep.core.words.cluster_messages import OpOverdue, WorkerMoved
-from everstep.core.words.ops import Worker
+from everstep.protocol.cluster_messages import OpOverdue, WorkerMoved
+from everstep.protocol.ops import Worker
 
 W, V, X = Worker(0, 0), Worker(0, 1), Worker(1, 0)
 LIMITS = DetectorLimits()

@@ -1,8 +1,8 @@
 """A worker that dies before it can say that its eager update does not hold."""
 
 from everstep.core.task.doubts import unreported
-from everstep.core.words.ops import Kind, Microbatch, Op, Worker
-from everstep.core.words.worker_messages import Ledger, Parcel, ParcelKind
+from everstep.protocol.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.worker_messages import Ledger, Parcel, ParcelKind
 
 DEAD = Worker(1, 0)  # of two stages and two replicas
 HELD = (Op(Kind.R, None, 0),)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from everstep.core.cluster.checkpoints import NOT_COPIED, NOT_SAVED
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.agent_messages import SAVING
-from everstep.core.words.incidents import Incident
-from everstep.core.words.ops import Worker
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.agent_messages import SAVING
+from everstep.protocol.incidents import Incident
+from everstep.protocol.ops import Worker
 from tests.core.fake_cluster import FakeCluster
 
 W00, W01 = Worker(0, 0), Worker(0, 1)

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.actions import InterruptWorkers, ResumeStep
-from everstep.core.words.agent_messages import EndWorker, FromWorker, PlantFaults, WorkerHello, WorkerOrder
-from everstep.core.words.framing import Unpacker, pack
-from everstep.core.words.ops import Microbatch, Worker, parse_op
-from everstep.core.words.worker_messages import Ledger, Members, Parcel, ParcelKind, Resume
 from everstep.errors import PeerError
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.actions import InterruptWorkers, ResumeStep
+from everstep.protocol.agent_messages import EndWorker, FromWorker, PlantFaults, WorkerHello, WorkerOrder
+from everstep.protocol.framing import Unpacker, pack
+from everstep.protocol.ops import Microbatch, Worker, parse_op
+from everstep.protocol.worker_messages import Ledger, Members, Parcel, ParcelKind, Resume
 
 OPS = tuple(map(parse_op, ["1F0.0", "1F1.2", "1I0.0", "1W0.0", "1B1.2", "1R", "1U"]))
 W = Worker(0, 1)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from everstep.core.faults.severity import TABLE, ErrorKind
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.ops import Worker
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.ops import Worker
 from tests.core.fake_cluster import FakeCluster
 
 GOLDEN = Path(__file__).parent.parent / "golden"

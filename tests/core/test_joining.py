@@ -1,9 +1,9 @@
 """States between peers: which transfer counts, and that a state is never made of two."""
 
-from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import Resume, StateTransfer, TellCopied
 from everstep.core.worker.joining import Feeder, FrameUse, Joiner, WorkerLife
 from everstep.core.worker.mailbox import Mailbox
+from everstep.protocol.ops import Worker
+from everstep.protocol.worker_messages import Resume, StateTransfer, TellCopied
 
 DROP, BEGIN, ADD = FrameUse
 

@@ -2,8 +2,8 @@
 
 from everstep.core.faults.detector import DetectorLimits, Hung, locate
 from everstep.core.faults.lagging_shard import ShardProgress, hung_shard, slow_shard
-from everstep.core.words.cluster_messages import OpOverdue
-from everstep.core.words.ops import Worker
+from everstep.protocol.cluster_messages import OpOverdue
+from everstep.protocol.ops import Worker
 
 W = Worker(0, 1)
 

@@ -5,8 +5,8 @@ from enum import StrEnum
 
 import pytest
 
-from everstep.core.words.lifecycle import become, move
 from everstep.errors import InternalError
+from everstep.protocol.lifecycle import become, move
 
 
 class Door(StrEnum):

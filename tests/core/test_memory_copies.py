@@ -4,13 +4,13 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.copy_placement import copies_at_end, copies_for, memory_for
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import TaskState
-from everstep.core.words import actions as act
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.node_reports import FailedRead
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
 from everstep.plan.change_times import PACE, copying_s
+from everstep.protocol import actions as act
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.node_reports import FailedRead
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 
 

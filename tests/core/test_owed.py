@@ -1,9 +1,9 @@
 """What is owed after a death, from the survivors' ledgers."""
 
 from everstep.core.task.owed import what_is_owed
-from everstep.core.words.ops import Kind, Microbatch, Op, Worker
-from everstep.core.words.shape import Shape
-from everstep.core.words.worker_messages import Ledger, Parcel, ParcelKind
+from everstep.protocol.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.shape import Shape
+from everstep.protocol.worker_messages import Ledger, Parcel, ParcelKind
 
 SHAPE = Shape(replicas=2, stages=2, microbatches=2)
 STEP = 5

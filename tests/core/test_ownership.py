@@ -11,7 +11,7 @@ from everstep.core.task.ownership import (
     reassigned,
     without_dead,
 )
-from everstep.core.words.shape import Shape
+from everstep.protocol.shape import Shape
 
 
 def whole(holders: Holders, live: list[int]) -> dict[int, frozenset[int]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from everstep.core.cluster.task import TaskState
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.shape import Shape
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 
 

@@ -20,13 +20,13 @@ from everstep.core.task.states import (
     Running,
     Started,
 )
-from everstep.core.words import actions as act
-from everstep.core.words import events as ev
-from everstep.core.words.incidents import IncidentLog
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
-from everstep.core.words.worker_messages import Ledger
 from everstep.errors import InternalError
+from everstep.protocol import actions as act
+from everstep.protocol import events as ev
+from everstep.protocol.incidents import IncidentLog
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
+from everstep.protocol.worker_messages import Ledger
 
 W00, W01, W10, W11 = Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)
 

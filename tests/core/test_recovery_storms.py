@@ -1,17 +1,17 @@
 """Random deaths at random moments: every microbatch reaches every sealed sum exactly once, and it always
-ends. Here deaths only, by shape and rules; `tests/sim` has all the other faults.
+ends. Here deaths only, by shape and rules; `tests/lab` has all the other faults.
 """
 
 from dataclasses import replace
 
 import pytest
 
-from everstep.core.words.shape import CHUNKS_PER_REPLICA
 from everstep.core.worker.rules import TaskRules
-from everstep.sim.draw import Draw
-from everstep.sim.storm.faults import FaultKind
-from everstep.sim.storm.run import run_storm
-from everstep.sim.storm.spec import Spec, Weather, draw_fault, run_time_us
+from everstep.protocol.shape import CHUNKS_PER_REPLICA
+from everstep_lab.draw import Draw
+from everstep_lab.storm.faults import FaultKind
+from everstep_lab.storm.run import run_storm
+from everstep_lab.storm.spec import Spec, Weather, draw_fault, run_time_us
 
 CASES = {
     "one death": {"deaths": 1},

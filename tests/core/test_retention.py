@@ -10,10 +10,10 @@ import pytest
 from everstep.core.cluster import retention
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest, freeze, thaw
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.incidents import MOST_EVIDENCE, Evidence, IncidentLog
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.incidents import MOST_EVIDENCE, Evidence, IncidentLog
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from everstep.server.record import KEPT_ROWS_OVER, ClusterRecord
 from tests.core.fake_cluster import FakeCluster
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.agent_messages import EndWorker
-from everstep.core.words.framing import Unpacker, pack
-from everstep.core.words.shape import Shape
-from everstep.core.words.shard_messages import ShardTakes, ToShard
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.agent_messages import EndWorker
+from everstep.protocol.framing import Unpacker, pack
+from everstep.protocol.shape import Shape
+from everstep.protocol.shard_messages import ShardTakes, ToShard
 from tests.core.fake_cluster import FakeCluster
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from everstep.core.cluster.silence import why_given_up
 from everstep.core.cluster.task import KeptState
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.shape import Shape
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 
 PATIENCE = msg.Patience()

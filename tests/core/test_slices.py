@@ -1,10 +1,10 @@
 """The slices of a worker's shards: a parcel counts for all of them or for none."""
 
-from everstep.core.words.ops import Microbatch
-from everstep.core.words.shard_messages import ParcelIsHere
-from everstep.core.words.worker_messages import Parcel, ParcelKind, StateTransfer
 from everstep.core.worker.joining import FrameUse
 from everstep.core.worker.slices import SliceCount, SlicesInHand
+from everstep.protocol.ops import Microbatch
+from everstep.protocol.shard_messages import ParcelIsHere
+from everstep.protocol.worker_messages import Parcel, ParcelKind, StateTransfer
 
 
 def activation(step: int, attempt: int = 1) -> Parcel:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from everstep.core.cluster.slowness import slow_links
 from everstep.core.task.states import Gathering, Running
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.actions import ComputePlan
-from everstep.core.words.incidents import Incident
-from everstep.core.words.ops import Kind, Worker
-from everstep.core.words.shape import Shape
-from everstep.core.words.worker_messages import Ledger
 from everstep.drive.thinking import Thinking
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.actions import ComputePlan
+from everstep.protocol.incidents import Incident
+from everstep.protocol.ops import Kind, Worker
+from everstep.protocol.shape import Shape
+from everstep.protocol.worker_messages import Ledger
 from everstep.schedule.task_scheduler import TaskScheduler
 from tests.core.fake_cluster import FakeCluster
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from everstep.core.words.ops import Kind, Microbatch, Op
-from everstep.core.words.worker_messages import Part
 from everstep.core.worker.step_state import SEAL, SUM, UPDATE, StepState, SumState, UpdateState
 from everstep.errors import InternalError
+from everstep.protocol.ops import Kind, Microbatch, Op
+from everstep.protocol.worker_messages import Part
 
 PART = Part((Microbatch(0, 0),), (), 3, (1.0,))
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.scripts.supervision import Supervision
-from everstep.scripts.words import (
+from everstep.ranks.supervision import Supervision
+from everstep.ranks.words import (
     Action,
     DiagnoseHang,
     EndRun,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.actions import CopyState, InterruptWorkers, ResumeStep
-from everstep.core.words.agent_messages import EndWorker, OrderTaken
-from everstep.core.words.links import LinkBroke, LinkOpened
-from everstep.core.words.ops import Worker, parse_op
-from everstep.core.words.worker_messages import Finished, Ledger, Members, Paused, Restore, Resume, Wait
 from everstep.core.worker.control import KeepLinks, SendReport, WorkerControl, raised
 from everstep.core.worker.mending import LinkMending, MendLimits
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.actions import CopyState, InterruptWorkers, ResumeStep
+from everstep.protocol.agent_messages import EndWorker, OrderTaken
+from everstep.protocol.links import LinkBroke, LinkOpened
+from everstep.protocol.ops import Worker, parse_op
+from everstep.protocol.worker_messages import Finished, Ledger, Members, Paused, Restore, Resume, Wait
 
 ME, PEER = Worker(0, 0), Worker(1, 0)
 SENDER = msg.Sender("t", ME, 3)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from everstep.core.words.cluster_messages import SlowLinkEnded, SlowLinkFound, TimesReported
-from everstep.core.words.ops import Worker
 from everstep.diagnose.link_watch import CALM_LOOKS, COMPARED, KNOWN, LOOKS, LinkWatch
+from everstep.protocol.cluster_messages import SlowLinkEnded, SlowLinkFound, TimesReported
+from everstep.protocol.ops import Worker
 
 WORKERS = [Worker(replica, stage) for replica in range(2) for stage in range(2)]
 PEERS = {str(worker): worker for worker in WORKERS}

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everstep.core.words.ops import Microbatch, Worker
-from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.diagnose import Group, Record, analyse, read
 from everstep.diagnose import ring as layout
 from everstep.diagnose.record import UNKNOWN
 from everstep.diagnose.stream import DiagnosisStream
 from everstep.engine.telemetry.recorder import COMPUTE, RECV, SEND, Recorder, WorkerRecorder
+from everstep.protocol.ops import Microbatch, Worker
+from everstep.protocol.worker_messages import Parcel, ParcelKind
 
 MS = 1_000_000
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from everstep.core.words.cluster_messages import SlownessEnded, SlownessFound, TimesReported
-from everstep.core.words.ops import Worker
 from everstep.diagnose.watch import CALM_LOOKS, Watch
+from everstep.protocol.cluster_messages import SlownessEnded, SlownessFound, TimesReported
+from everstep.protocol.ops import Worker
 
 Speed = Callable[[Worker, int], float]  # how many times as long a worker takes in a step
 SLOW = Worker(1, 0)

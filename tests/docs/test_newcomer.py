@@ -14,9 +14,9 @@ from rich.console import Console
 
 from everstep.cli import demo
 from everstep.cli.live import LiveView
-from everstep.core.words import actions as act
-from everstep.core.words.incidents import Incident
-from everstep.core.words.ops import Worker
+from everstep.protocol import actions as act
+from everstep.protocol.incidents import Incident
+from everstep.protocol.ops import Worker
 from tools import newcomer
 from tools.pages import ROOT
 

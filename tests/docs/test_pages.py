@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from everstep.cli.main import build_app
-from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
+from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from tools import api_reference, wrap
 from tools.pages import DOCS, PICTURES, ROOT, Block, blocks, commands, links, pages, picture_commands
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from everstep.scripts import report
-from everstep.scripts.supervision import Supervision
-from everstep.scripts.words import RankExited, RestartPolicy, RunRequested, StartRanks
+from everstep.ranks import report
+from everstep.ranks.supervision import Supervision
+from everstep.ranks.words import RankExited, RestartPolicy, RunRequested, StartRanks
 from tools.pages import DOCS, blocks
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

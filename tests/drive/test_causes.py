@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import get_args
 
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.ops import Worker
 from everstep.drive import causes as module
 from everstep.drive.causes import Causes
 from everstep.drive.ports import HandledEvent
 from everstep.drive.step_rows import begins_training
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.ops import Worker
 from everstep.server import words
 from tests.core.fake_cluster import FakeCluster
 

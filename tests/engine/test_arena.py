@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
-from everstep.engine.data_plane.arena import Arena, Location, Mappings, SharedFiles
 from everstep.errors import PeerError
+from everstep.net.arena import Arena, Location, Mappings, SharedFiles
 
 READER = """
 import sys, torch
-from everstep.engine.data_plane.arena import Location, Mappings, SharedFiles
+from everstep.net.arena import Location, Mappings, SharedFiles
 handle, slab, offset = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 read = Mappings(SharedFiles()).tensor("owner", Location(handle, slab, offset), (3,), torch.float32)
 print(read.tolist(), flush=True)
@@ -42,7 +42,7 @@ def test_another_process_reads_what_is_there_and_what_is_written_later() -> None
 
 def test_memory_outlives_the_owner_as_long_as_somebody_reads_it() -> None:
     code = (
-        "import torch\nfrom everstep.engine.data_plane.arena import Arena, SharedFiles\n"
+        "import torch\nfrom everstep.net.arena import Arena, SharedFiles\n"
         "a = Arena(SharedFiles())\nt = a.empty((4,), dtype=torch.int64)\nt.copy_(torch.arange(4))\n"
         "print(*a.location(t), sep='|', flush=True)\ninput()"
     )

@@ -15,6 +15,7 @@ from everstep.engine.layers.model import partition
 from everstep.engine.stage.recordings import CudaRecorder, has_room
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater
+from everstep.net import host_memory
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 DATA = Synthetic(vocab=512, sequence=128, rows=4)
@@ -96,10 +97,10 @@ def test_bf16_products_are_summed_without_being_rounded_to_bf16(accumulate: str)
 def test_tensors_go_to_the_host_and_back() -> None:
     cuda = device.pick("cuda")
     x = torch.randn(3, 5, device=cuda).bfloat16()
-    host = device.to_host(x)
+    host = host_memory.to_host(x)
     assert host.is_pinned()
-    assert torch.equal(device.to_device(host, cuda), x)
-    assert device.host_empty((2,), torch.float32, cuda).is_pinned()
+    assert torch.equal(host_memory.to_device(host, cuda), x)
+    assert host_memory.host_empty((2,), torch.float32, cuda).is_pinned()
 
 
 def test_an_undo_is_exact_and_a_state_moves() -> None:

@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from everstep.core.words.ops import Worker
-from everstep.engine.job import Job, ModelSpec
 from everstep.engine.telemetry.beacon import SIZE, Beacon
 from everstep.engine.telemetry.faults import PlantedFault, check_fault, parse_fault
 from everstep.errors import UserError
+from everstep.job.job import Job, ModelSpec
+from everstep.protocol.ops import Worker
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pipeline import CPU, stages
 
 from everstep.cli import main
 from everstep.engine.datasets.data import Synthetic
-from everstep.engine.job import Job, ModelSpec, OptimizerSpec
 from everstep.engine.layers import attention_library
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model, partition
@@ -19,6 +18,7 @@ from everstep.engine.prepare.figures import layer_figures, settings_of, stage_fi
 from everstep.engine.prepare.fitting import GIB, Memory, fit, fits, refuse_what_does_not_fit, room
 from everstep.engine.state.optimizer import Updater
 from everstep.errors import UserError
+from everstep.job.job import Job, ModelSpec, OptimizerSpec
 from everstep.schedule import footprint
 from everstep.schedule.footprint import Settings, StageFigures, per_parameter
 

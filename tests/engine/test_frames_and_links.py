@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.core.words.ops import Microbatch
-from everstep.core.words.worker_messages import Parcel, ParcelKind, Part
-from everstep.engine.data_plane import frames
-from everstep.engine.data_plane.handshake import ANSWER, HELLO, PROOF, Opener
-from everstep.engine.data_plane.links import Address, Links
 from everstep.errors import PeerError
+from everstep.net import frames
+from everstep.net.handshake import ANSWER, HELLO, PROOF, Opener
+from everstep.net.links import Address, Links
+from everstep.protocol.ops import Microbatch
+from everstep.protocol.worker_messages import Parcel, ParcelKind, Part
 
 TOKEN = b"t" * 32
 
@@ -197,7 +197,7 @@ def test_idle_connections_until_no_descriptor_is_left_do_not_end_a_worker() -> N
     code = """
 import resource, socket, sys, torch
 resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
-from everstep.engine.data_plane.links import Links
+from everstep.net.links import Links
 links = Links(token=b"t" * 32, host="127.0.0.1", deliver=lambda f: print(f.parcel.step, flush=True),
               broken=lambda a: None, failed=lambda e: print("failed", e, flush=True),
               empty=lambda shape, dtype: torch.empty(shape, dtype=dtype))

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from everstep.engine.hf import weights
 from everstep.engine.hf.model import hf
-from everstep.engine.job import DataSpec, Job, ModelSpec
 from everstep.engine.layers.linear import share_in_two
 from everstep.engine.layers.model import Model, partition, skeleton, slots
 from everstep.engine.prepare.preflight import preflight
 from everstep.engine.prepare.program import Program
 from everstep.engine.stage.stage import Stage
 from everstep.errors import UserError
+from everstep.job.job import DataSpec, Job, ModelSpec
 
 transformers = pytest.importorskip("transformers")
 NUMBERS = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}

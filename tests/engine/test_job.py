@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec, load_job
 from everstep.engine.prepare.preflight import preflight
 from everstep.errors import UserError
+from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec, load_job
 
 FULL = """
 steps = 50
@@ -186,7 +186,7 @@ def test_the_rate_rises_then_falls_to_its_floor() -> None:
 
 
 def test_reading_a_job_needs_no_torch() -> None:
-    code = "import sys; import everstep.engine.job; print('torch' in sys.modules)"
+    code = "import sys; import everstep.job.job; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
 

@@ -12,20 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from everstep.core.words.worker_messages import Parcel, ParcelKind
-from everstep.engine.data_plane import frames
-from everstep.engine.data_plane.lanes import Lane, Lanes, LaneState
-from everstep.engine.data_plane.links import Address, Links
-from everstep.engine.data_plane.pipe_wire import PipeWire
-from everstep.engine.data_plane.transport import (
-    Announcement,
-    Identity,
-    LaneOpening,
-    LaneOrder,
-    bits_differ,
-    chosen,
-)
 from everstep.errors import PeerError
+from everstep.net import frames
+from everstep.net.lanes import Lane, Lanes, LaneState
+from everstep.net.links import Address, Links
+from everstep.net.pipe_wire import PipeWire
+from everstep.net.transport import Announcement, Identity, LaneOpening, LaneOrder, bits_differ, chosen
+from everstep.protocol.worker_messages import Parcel, ParcelKind
 
 SIZES = [dtype.itemsize for dtype in frames.DTYPES]
 GPU_A, GPU_B = (Identity("ipc", f"boot {gpu}", "nccl 22809") for gpu in "ab")

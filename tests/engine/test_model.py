@@ -8,8 +8,8 @@ from torch import nn
 
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model, _balanced, check_tied, parameter_count, partition, slots
-from everstep.engine.presets import MODELS, GptShape, flops_per_token, matmul_parameters, shape
 from everstep.errors import UserError
+from everstep.job.presets import MODELS, GptShape, flops_per_token, matmul_parameters, shape
 
 SIZES = {
     "gpt-tiny": 0.25e6,

@@ -10,9 +10,6 @@ import torch
 from pipeline import forward, input_grad, stages
 from torch import Tensor
 
-from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import Parcel, ParcelKind, Send, SumChunk
-from everstep.engine.data_plane import frames
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.state.optimizer import Updater, adamw
@@ -21,6 +18,9 @@ from everstep.engine.worker import parts_ahead
 from everstep.engine.worker.parts_ahead import ArrivingParts
 from everstep.engine.worker.step_tensors import StepTensors, parted
 from everstep.errors import PeerError
+from everstep.net import frames
+from everstep.protocol.ops import Worker
+from everstep.protocol.worker_messages import Parcel, ParcelKind, Send, SumChunk
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
 SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 3}

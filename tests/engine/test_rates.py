@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from everstep.engine.datasets.data import dataset_of
-from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.engine.layers.model import Model
 from everstep.engine.prepare.preflight import preflight
 from everstep.errors import UserError
+from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 
 STEPS = 6
 

@@ -11,7 +11,7 @@ from everstep.engine.layers import regions
 from everstep.engine.layers.gpt import Block
 from everstep.engine.layers.linear import LinearGrad, Queue, of_one_input, take_over
 from everstep.engine.layers.residual import branched
-from everstep.engine.presets import shape
+from everstep.job.presets import shape
 
 
 def test_a_branch_gives_its_input_and_its_norm_with_right_gradients() -> None:

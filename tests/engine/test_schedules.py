@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.engine.job import Job, ModelSpec, OptimizerSpec
 from everstep.engine.layers.model import Model
 from everstep.engine.prepare.resolve import optimizer_of
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater, torch_optimizer
 from everstep.engine.state.schedules import rate_of
 from everstep.errors import UserError
+from everstep.job.job import Job, ModelSpec, OptimizerSpec
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import pytest
 import torch
 from pipeline import stages
 
-from everstep.checkpoint import folder
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.state.sharded import ShardedUpdater, chunk_ranges, pieces_in
 from everstep.errors import UserError
+from everstep.store import folder
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
 SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 2}

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from everstep.engine.datasets.data import Synthetic
-from everstep.engine.job import Job, ModelSpec
 from everstep.engine.layers.boundary import Boundary
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model
@@ -30,6 +29,7 @@ from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater, adamw
 from everstep.errors import UserError
+from everstep.job.job import Job, ModelSpec
 from everstep.layout.box import Box
 
 CPU = torch.device("cpu")

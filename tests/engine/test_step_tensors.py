@@ -8,15 +8,15 @@ import pytest
 import torch
 from pipeline import run_step, stages
 
-from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import AssembleSum, Parcel, ParcelKind, SumChunk
-from everstep.engine.data_plane import frames
-from everstep.engine.data_plane.handshake import Acceptor
-from everstep.engine.data_plane.links import Address, Links
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.worker.step_tensors import Payload, StepTensors
+from everstep.net import frames
+from everstep.net.handshake import Acceptor
+from everstep.net.links import Address, Links
+from everstep.protocol.ops import Worker
+from everstep.protocol.worker_messages import AssembleSum, Parcel, ParcelKind, SumChunk
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
 SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 2}

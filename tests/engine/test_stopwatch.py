@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from everstep.core.words.ops import Kind
 from everstep.engine.telemetry.stopwatch import Stopwatch, WaitForCore
+from everstep.protocol.ops import Kind
 
 MS = 1_000_000
 

@@ -12,8 +12,8 @@ import torch
 
 import everstep
 from everstep.engine.datasets.stream import BufferedStream
-from everstep.engine.job import Job, ModelSpec
 from everstep.errors import UserError
+from everstep.job.job import Job, ModelSpec
 
 
 def numbers(start: int = 0) -> Iterator[tuple[Any, Any]]:

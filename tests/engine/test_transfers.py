@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import Parcel, ParcelKind, StateTransfer
 from everstep.core.worker.joining import Joiner
 from everstep.core.worker.mailbox import Mailbox
-from everstep.engine.data_plane import frames
-from everstep.engine.data_plane.fills import ArrivingFills
-from everstep.engine.data_plane.links import Address, Links
-from everstep.engine.data_plane.transfers import ArrivingState, StateSender
 from everstep.errors import PeerError
+from everstep.net import frames
+from everstep.net.fills import ArrivingFills
+from everstep.net.links import Address, Links
+from everstep.net.transfers import ArrivingState, StateSender
+from everstep.protocol.ops import Worker
+from everstep.protocol.worker_messages import Parcel, ParcelKind, StateTransfer
 
 TOKEN = b"t" * 32
 NAMES = ("model/w", "adam/m", "adam/v")

@@ -10,13 +10,13 @@ import time
 import pytest
 import torch
 
-from everstep.core.words.worker_messages import Parcel, ParcelKind
-from everstep.engine.data_plane.links import Links
-from everstep.engine.data_plane.sockets import progress_of
 from everstep.errors import UserError
 from everstep.fabric.catalogue import Tuple4
 from everstep.fabric.topology import FabricNode, Port, Switch, Topology
+from everstep.net.links import Links
+from everstep.net.sockets import progress_of
 from everstep.node.probe import REACHED, Budget, Prober, probe
+from everstep.protocol.worker_messages import Parcel, ParcelKind
 
 HOME = Topology(
     name="home",

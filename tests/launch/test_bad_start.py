@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from everstep.engine.job import ModelSpec
+from everstep.job.job import ModelSpec
 from everstep.node.fork_server import ForkServer
 from harness.sweep import Sweep
 

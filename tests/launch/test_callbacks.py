@@ -12,8 +12,8 @@ import pytest
 
 import everstep
 from everstep.drive.step_rows import StepRow
-from everstep.engine.job import CheckpointSpec, Job, ModelSpec
 from everstep.errors import UserError
+from everstep.job.job import CheckpointSpec, Job, ModelSpec
 from everstep.launch.local.callbacks import CallbackWatcher, checked
 from everstep.launch.local.history import History, settings_of
 from everstep.launch.local.outcome import Outcome

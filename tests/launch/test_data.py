@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from everstep.core.words.cluster_messages import Patience
-from everstep.core.words.ops import Worker
-from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.engine.prepare.resolve import data_of
+from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.ops import Worker
 from harness.counted_rows import ROWS, elements
 
 JOB = Job(

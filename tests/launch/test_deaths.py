@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from everstep.core.words.ops import Worker
-from everstep.engine.job import CheckpointSpec, DataSpec, ModelSpec, OptimizerSpec
+from everstep.job.job import CheckpointSpec, DataSpec, ModelSpec, OptimizerSpec
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.ops import Worker
 from harness.sweep import SHORT, TOLERANCE, Point, Sweep, ahead, compare, points, sharded
 
 CHOSEN = [

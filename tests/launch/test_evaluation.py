@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.checkpoint.folder import open_step
-from everstep.core.words.cluster_messages import Patience
-from everstep.core.words.ops import Worker
-from everstep.engine.job import CheckpointSpec, DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
 from everstep.engine.telemetry.faults import parse_fault
+from everstep.job.job import CheckpointSpec, DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.api import run_with_callbacks
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.ops import Worker
+from everstep.store.folder import open_step
 from harness.evaluated_model import Data, error, model
 
 JOB = Job(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from everstep.core.faults.kinds import ErrorKind
-from everstep.core.words.incidents import Incident
+from everstep.protocol.incidents import Incident
 from harness.sweep import Sweep, compare, points
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from everstep.drive.step_rows import StepRow
-from everstep.engine.job import DataSpec, Job, ModelSpec
 from everstep.engine.prepare.preflight import preflight
+from everstep.job.job import DataSpec, Job, ModelSpec
 from everstep.launch.local.live_line import LiveLine
 from everstep.launch.local.pace import Pace, Workload, peak_named, workload_of
 

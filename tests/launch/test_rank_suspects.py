@@ -2,7 +2,7 @@
 
 import json
 
-from everstep.scripts.suspects import suspect
+from everstep.ranks.suspects import suspect
 
 LINE = """Thread 0x0000ffffaf14f1a0 (most recent call first):
   File "/x/everstep/scripts/rank_main.py", line 60 in answer_questions

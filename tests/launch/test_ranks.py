@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from everstep.errors import EverstepError, UserError
-from everstep.scripts import report as rank_report
-from everstep.scripts import words
-from everstep.scripts.environment import RankPlace, rank_environment
-from everstep.scripts.fork_server import ForkingStarter, PlainStarter, RankStarter
-from everstep.scripts.run import Ran, Ranks, ScriptLaunch
-from everstep.scripts.words import RestartPolicy
+from everstep.ranks import report as rank_report
+from everstep.ranks import words
+from everstep.ranks.environment import RankPlace, rank_environment
+from everstep.ranks.fork_server import ForkingStarter, PlainStarter, RankStarter
+from everstep.ranks.run import Ran, Ranks, ScriptLaunch
+from everstep.ranks.words import RestartPolicy
 
 HEAD = """
 import os, signal, sys, time

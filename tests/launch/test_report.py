@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep.core.words.incidents import Incident, Remedy, Verdict
 from everstep.launch.local.report import incident_line, summary_line
+from everstep.protocol.incidents import Incident, Remedy, Verdict
 
 
 def run(**changed: Any) -> dict[str, Any]:

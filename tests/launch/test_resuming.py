@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import folder
 from everstep.cli import main
-from everstep.engine.job import CheckpointSpec, Job, ModelSpec
 from everstep.engine.layers.model import drawn, every_parameter
 from everstep.engine.prepare.resolve import model_of
 from everstep.errors import UserError
+from everstep.job.job import CheckpointSpec, Job, ModelSpec
 from everstep.launch.local.resuming import refuse_another_model
 from everstep.layout.box import Box
+from everstep.store import folder
 
 TINY = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24}
 

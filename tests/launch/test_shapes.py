@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from everstep.core.words.cluster_messages import Patience
-from everstep.core.words.ops import Worker
-from everstep.engine.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.errors import UserError
+from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.ops import Worker
 
 JOB = Job(
     model=ModelSpec(preset="gpt-tiny", options={"tied": True, "dropout": 0.1}),

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint import folder
-from everstep.core.words.cluster_messages import Patience
-from everstep.core.words.ops import Worker
-from everstep.engine.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
+from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.ops import Worker
+from everstep.store import folder
 from harness.sweep import Sweep, compare
 
 HERE = str(Path(__file__).parent)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import everstep
-from everstep.core.words.ops import Worker
-from everstep.engine.job import CheckpointSpec, DataSpec, ModelSpec
 from everstep.engine.shards.marks import read_marks
+from everstep.job.job import CheckpointSpec, DataSpec, ModelSpec
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.ops import Worker
 from harness.sweep import SHORT, Sweep, compare, points
 
 CHOSEN = [

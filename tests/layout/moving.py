@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from everstep.layout.box import Shape
 from everstep.layout.layout import Holder, Layout, Piece
-from everstep.layout.reshard import Transfers
+from everstep_lab.reshard import Transfers
 
 Array = NDArray[Any]
 Buffers = Mapping[tuple[Holder, str], Array]  # one-dimensional

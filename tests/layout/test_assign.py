@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import UserError
-from everstep.layout import Layout, Tensor, merged, reshard
+from everstep.layout import Layout, Tensor, merged
 from everstep.layout import builders as build
+from everstep_lab import reshard
 from harness.assignment import least_cost, renamed, settled
 from tests.layout.drawn import layouts, tensors
 

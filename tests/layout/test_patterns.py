@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from everstep.errors import UserError
-from everstep.layout import Tensor, reshard
+from everstep.layout import Tensor
 from everstep.layout import builders as build
 from everstep.layout.patterns import Patterns, read_patterns
 from everstep.layout.picture import draw
+from everstep_lab import reshard
 from tests.layout.moving import gathered, move, placed
 
 LLAMA = r"""

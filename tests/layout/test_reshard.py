@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import UserError
-from everstep.layout import Layout, Tensor, merged, reshard
+from everstep.layout import Layout, Tensor, merged
 from everstep.layout import builders as build
 from everstep.layout.box import Box, flat_range, uncovered
 from everstep.layout.layout import doubly_held
-from everstep.layout.reshard import least_bytes
+from everstep_lab import reshard
+from everstep_lab.reshard import least_bytes
 from tests.layout.drawn import layouts, tensors
 from tests.layout.moving import gathered, move, placed
 

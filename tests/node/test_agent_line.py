@@ -17,8 +17,8 @@ import pytest
 from aiohttp import web
 
 from everstep.cli.client import Client
-from everstep.engine.data_plane.sockets import UNANSWERED_MS, watch_path
 from everstep.errors import UserError
+from everstep.net.sockets import UNANSWERED_MS, watch_path
 from everstep.node import agent as module
 from everstep.node.agent import Agent, AgentSettings
 from harness.cluster import small_job

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from everstep.checkpoint import memory
-from everstep.core.words.cluster_messages import MemoryAddress, Sender, StateFetched
-from everstep.core.words.ops import Worker
 from everstep.core.worker.control import StateDirections
-from everstep.engine.job import Job, ModelSpec
+from everstep.job.job import Job, ModelSpec
 from everstep.layout.box import whole
-from everstep.node.memory_store import MemoryServer, MemoryStore
-from everstep.node.state_keeper import States
+from everstep.protocol.cluster_messages import MemoryAddress, Sender, StateFetched
+from everstep.protocol.ops import Worker
+from everstep.store import memory
+from everstep.store.memory_server import MemoryServer, MemoryStore
+from everstep.store.state_keeper import States
 
 SECRET, STEP = "ab" * 32, 8
 NAMES = [f"s{stage}.{name}" for stage in (0, 1) for name in "abc"]

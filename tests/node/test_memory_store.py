@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from everstep.checkpoint import memory
 from everstep.errors import UserError
 from everstep.layout.box import Box, whole
-from everstep.node.memory_store import MemoryServer, MemoryStore, token_of
+from everstep.store import memory
+from everstep.store.memory_server import MemoryServer, MemoryStore, token_of
 
 SECRET = "ab" * 32
 
@@ -92,7 +92,7 @@ def test_a_state_that_is_gone_or_damaged_is_refused(door: MemoryServer, here: Pa
 
 def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_is_not(door: MemoryServer) -> None:
     code = (
-        "from everstep.node.memory_store import MemoryStore\nimport os, signal\n"
+        "from everstep.store.memory_server import MemoryStore\nimport os, signal\n"
         "print(MemoryStore().folder, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)

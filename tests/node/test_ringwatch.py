@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everstep.core.words.cluster_messages import SlowLinkEnded, SlowLinkFound
-from everstep.core.words.ops import Microbatch, Worker
-from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.engine.telemetry import recorder as recording
 from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.node.ring_watch import ENDED_LOOKS, LOOK_EVERY_S, RingWatch
+from everstep.protocol.cluster_messages import SlowLinkEnded, SlowLinkFound
+from everstep.protocol.ops import Microbatch, Worker
+from everstep.protocol.worker_messages import Parcel, ParcelKind
 
 MS = 1_000_000
 STEP_MS = 200

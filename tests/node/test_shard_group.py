@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.core.words import shard_messages as sh
-from everstep.core.words.worker_messages import StateTransfer
 from everstep.node.shard_group import ShardGroup, fork, neighbouring_ports
+from everstep.protocol import shard_messages as sh
+from everstep.protocol.worker_messages import StateTransfer
 
 HOST = "127.0.0.1"
 

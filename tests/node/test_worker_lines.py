@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from everstep.core.agent.messages import ProcessEvent, ProcessGreeted, ProcessMisspoke, ProcessSpoke
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.actions import InterruptWorkers
-from everstep.core.words.agent_messages import EndWorker, WorkerHello, WorkerOrder
-from everstep.core.words.framing import Unpacker, pack
-from everstep.core.words.ops import Worker
 from everstep.node import worker_lines
 from everstep.node.worker_lines import WorkerLines
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.actions import InterruptWorkers
+from everstep.protocol.agent_messages import EndWorker, WorkerHello, WorkerOrder
+from everstep.protocol.framing import Unpacker, pack
+from everstep.protocol.ops import Worker
 
 ME = msg.Sender("t", Worker(0, 0), 1)
 HELLO = WorkerHello(task="t", worker=Worker(0, 0), incarnation=1, pid=7)

@@ -14,13 +14,13 @@ import pytest
 
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.faults.detector import DetectorLimits
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.actions import InterruptWorkers
-from everstep.core.words.ops import Worker
-from everstep.engine.job import DataSpec, Job, ModelSpec
+from everstep.job.job import DataSpec, Job, ModelSpec
 from everstep.node.fork_server import ForkServer, ForkServerDied
 from everstep.node.worker_processes import WorkerProcesses
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.actions import InterruptWorkers
+from everstep.protocol.ops import Worker
 
 JOB = Job(
     model=ModelSpec(preset="gpt-tiny"),

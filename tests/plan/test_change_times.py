@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from everstep.core.cluster.task import Fetched, KeptState
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.shape import Shape
 from everstep.plan.ask import choose
 from everstep.plan.change_times import AGREE_S, START_S, TRANSITION_S, change_times, copying_s
 from everstep.plan.measured import ENOUGH_STEPS, Measurements
 from everstep.plan.offers import ChangeTimes, TimeSource
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 
 HERE, THERE = Shape(2, 2, 6), Shape(4, 1, 3)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.core.words.ops import Worker
 from everstep.plan import Assignment, Cluster, Costs, TaskSpec, assign, decide, from_table, replicated
 from everstep.plan.events import PlanWorld, after
 from everstep.plan.explain import least_change
@@ -15,6 +14,7 @@ from everstep.plan.option import OptionKind
 from everstep.plan.reroute import throughput_ratio
 from everstep.plan.shape import ParallelShape
 from everstep.plan.transition import StateSource
+from everstep.protocol.ops import Worker
 from everstep.schedule import Instance, plan, uniform
 from tests.plan.worlds import nodes, pipeline, random_world, seated, table_task
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from everstep.core.words.ops import Worker
 from everstep.plan import Assignment, Cluster, PlanNode, SlotPlace, TaskSpec, assign
 from everstep.plan.curve import Curve, from_model, from_table
 from everstep.plan.hardware import gpu
@@ -16,8 +15,9 @@ from everstep.plan.models import model
 from everstep.plan.option import OptionKind
 from everstep.plan.reroute import throughput_ratio
 from everstep.plan.shape import ParallelShape, StepShares
-from everstep.plan.stacks import stack
 from everstep.plan.throughput import PlannedCut, step_time
+from everstep.protocol.ops import Worker
+from everstep_lab.plan.stacks import stack
 
 BATCH = 64
 

@@ -8,8 +8,8 @@ import pytest
 
 from everstep.plan import Cluster, assign
 from everstep.plan.events import PlanWorld, after, next_events
-from everstep.plan.mixes import MIXES, share
-from everstep.plan.table import NextEvents
+from everstep_lab.plan.mixes import MIXES, share
+from everstep_lab.plan.table import NextEvents
 from tests.plan.worlds import nodes, pipeline, random_world, seated
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from everstep.core.words.shape import Shape
 from everstep.plan.measured import ENOUGH_STEPS, LEAST_STEPS, PROMISE_S, Measurements
 from everstep.plan.shapes import learn, offered
+from everstep.protocol.shape import Shape
 
 HERE, THERE = Shape(2, 2, 4), Shape(4, 1, 2)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from everstep.core.words.shape import Shape
 from everstep.plan import (
     Assignment,
     Cluster,
@@ -33,6 +32,7 @@ from everstep.plan.measured import TaskMeasurements
 from everstep.plan.offers import ChangeTimes
 from everstep.plan.shapes import offered
 from everstep.plan.weigh import named, weigh
+from everstep.protocol.shape import Shape
 
 FILES = sorted((Path(__file__).parent / "situations").glob("*.toml"))
 

@@ -13,9 +13,9 @@ from everstep.plan.curve import from_model, from_table
 from everstep.plan.hardware import GPUS
 from everstep.plan.models import PRESETS
 from everstep.plan.pipeline_orders import ORDERS
-from everstep.plan.published import ROWS
-from everstep.plan.stacks import EVERSTEP, MEGATRON, MEGATRON_2022, MEGATRON_ZERO_1
 from everstep.schedule import Instance, plan, uniform
+from everstep_lab.plan.published import ROWS
+from everstep_lab.plan.stacks import EVERSTEP, MEGATRON, MEGATRON_2022, MEGATRON_ZERO_1
 
 
 def test_published_rows_are_met() -> None:

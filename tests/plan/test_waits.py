@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from everstep.core.cluster.wishes import WishedShape
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.shape import Shape
 from everstep.plan.expected import next_event_s
 from everstep.plan.measured import ENOUGH_STEPS
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 
 ANY_STAGES = {"least_stages": 1, "most_stages": 8}

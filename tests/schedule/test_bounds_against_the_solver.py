@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.schedule import Instance, Worker, per_stage, polish
+from everstep.schedule import Instance, Worker, per_stage
 from everstep.schedule.bounds import lower_bound
 from everstep.schedule.compact import compact
 from everstep.schedule.dispatch import HABITS, dispatch
 from everstep.schedule.modes import MODES
 from everstep.schedule.timing import run
+from everstep_lab.schedule import polish
 
 
 def small_step(seed: int) -> Instance:

@@ -14,9 +14,9 @@ from everstep.schedule.bounds import lower_bound, relative_throughput
 from everstep.schedule.cache import PlanCache
 from everstep.schedule.check import violations
 from everstep.schedule.compact import compact
-from everstep.schedule.compare import compare
 from everstep.schedule.hosts import choose_hosts
 from everstep.schedule.normalize import normalize
+from everstep_lab.schedule.compare import compare
 
 
 def step(

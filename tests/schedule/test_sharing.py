@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.core.words.shape import Shape
+from everstep.protocol.shape import Shape
 from everstep.schedule import Instance, Worker, plan, uniform
 from everstep.schedule.profile import Profile
 from everstep.schedule.sharing import Machine, shared_period

@@ -2,10 +2,10 @@
 
 import pytest
 
-from everstep.core.words.actions import BrokenStep, ComputePlan
-from everstep.core.words.cluster_messages import TimesReported
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
+from everstep.protocol.actions import BrokenStep, ComputePlan
+from everstep.protocol.cluster_messages import TimesReported
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from everstep.schedule import Instance, per_stage, plan, uniform
 from everstep.schedule.footprint import stash_cap
 from everstep.schedule.stash import LONGER, StashRoom, capped

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from everstep.core.words.actions import ComputePlan
-from everstep.core.words.cluster_messages import TimesReported
-from everstep.core.words.ops import Kind, Worker
-from everstep.core.words.shape import Shape
+from everstep.protocol.actions import ComputePlan
+from everstep.protocol.cluster_messages import TimesReported
+from everstep.protocol.ops import Kind, Worker
+from everstep.protocol.shape import Shape
 from everstep.schedule.task_scheduler import FIRST_LOOK, LEAST_STEPS, TaskScheduler
 
 SHAPE = Shape(2, 2, 8)

@@ -11,12 +11,13 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.cli.schedule import schedule_command
-from everstep.core.words.ops import Kind
 from everstep.errors import UserError
-from everstep.schedule import Instance, Microbatch, Op, Schedule, Worker, gantt, grid, plan, uniform
-from everstep.schedule.document import instance_from
-from everstep.schedule.notation import parse_schedule
+from everstep.protocol.ops import Kind
+from everstep.schedule import Instance, Microbatch, Op, Schedule, Worker, gantt, plan, uniform
+from everstep_lab.cli.schedule import schedule_command
+from everstep_lab.schedule import grid
+from everstep_lab.schedule.document import instance_from
+from everstep_lab.schedule.notation import parse_schedule
 
 numbers = st.integers(0, 120)
 of_a_microbatch = st.builds(
@@ -216,7 +217,7 @@ def test_a_bad_document_names_the_field(change: dict[str, object], message: str)
 
 def test_polish_proves_the_example() -> None:
     pytest.importorskip("ortools")
-    from everstep.schedule.polish import polish
+    from everstep_lab.schedule.polish import polish
 
     planned = polish(example(), "reroute", seconds=10)
     assert (planned.value, planned.lower_bound) == (33, 33)

@@ -13,10 +13,10 @@ from everstep.errors import UserError
 from everstep.schedule import Instance, Worker, plan
 from everstep.schedule.bounds import lower_bound
 from everstep.schedule.compact import compact
-from everstep.schedule.compare import compare
 from everstep.schedule.dispatch import HABITS, dispatch
 from everstep.schedule.modes import MODES, ScheduleMode
 from everstep.schedule.search import time_order, value_of
+from everstep_lab.schedule.compare import compare
 from tests.schedule.free_hosts import solve
 
 SEARCHED = ("staggered", "decoupled", "reroute")

@@ -14,9 +14,9 @@ from typing import Any
 import aiohttp
 
 from everstep.cli.client import Client
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.codec import decode, encode
-from everstep.core.words.ops import Worker
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.codec import decode, encode
+from everstep.protocol.ops import Worker
 from everstep.server.serve import ServerSettings, serve
 
 

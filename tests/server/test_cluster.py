@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from everstep.engine.job import Job
+from everstep.job.job import Job
 from everstep.launch.local.api import run_job
 from everstep.node.fork_server import ForkServer
 from harness.cluster import Cluster, replayed, small_job

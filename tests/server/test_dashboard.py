@@ -17,10 +17,10 @@ import pytest
 
 from everstep.cli.client import Client
 from everstep.core.cluster.node_states import NodeState
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.ops import Kind
-from everstep.core.words.worker_messages import ParcelKind
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.ops import Kind
+from everstep.protocol.worker_messages import ParcelKind
 from everstep.server import pages, viewers, words
 from everstep.server.record import ClusterRecord
 from harness.browser import CHROMIUM, LIVE, Page, browser

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from everstep.engine.job import Job
 from everstep.errors import UserError
+from everstep.job.job import Job
 from everstep.launch.local.api import run_job
 from harness.cluster import Cluster, small_job
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everstep.core.words.actions import ComputePlan
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
 from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.node.recent_ops import last_steps
+from everstep.protocol.actions import ComputePlan
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from everstep.cli.client import Client
-from everstep.core.words.cluster_messages import Patience
-from everstep.engine.job import Job
+from everstep.job.job import Job
 from everstep.launch.local.api import run_job
+from everstep.protocol.cluster_messages import Patience
 from harness.cluster import descendants, small_job
 from tests.server.served import served
 

@@ -23,15 +23,15 @@ import pytest
 from everstep.cli.client import Client
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
 from everstep.drive.driver import Handled
 from everstep.errors import EverstepError
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.run import _Loop
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from harness.browser import CHROMIUM, browser
 
 NODE, TASK = "here", "task"

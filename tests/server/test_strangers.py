@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from everstep.node import strangers
-from everstep.node.memory_store import MemoryServer, MemoryStore
+from everstep.net import strangers
+from everstep.store.memory_server import MemoryServer, MemoryStore
 from tests.server.served import served
 
 TOKEN = "a-token-of-the-cluster"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from everstep.core.words.incidents import Evidence, Incident, IncidentState, Remedy, Verdict
-from everstep.core.words.ops import Worker
+from everstep.protocol.incidents import Evidence, Incident, IncidentState, Remedy, Verdict
+from everstep.protocol.ops import Worker
 from everstep.server.scalars import RunScalars
 from everstep.server.tfevents import crc32c
 

@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 
 from everstep.cli.client import Client
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
 from everstep.errors import EverstepError, UserError
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from everstep.server import views
 from everstep.server.daemon import Daemon
 from everstep.server.gateway import Gateway, text_of

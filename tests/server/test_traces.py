@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from everstep.cli.client import Client
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
 from everstep.errors import UserError
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
 from everstep.server.record import ClusterRecord
 from everstep.server.traces import IncidentTraces, provider
 from tests.server.served import agent, served

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from everstep.engine.job import Job
+from everstep.job.job import Job
 from everstep.launch.local.api import run_job
 from harness.cluster import Cluster, small_job
 

@@ -11,15 +11,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from everstep.checkpoint.formats.dialects import DIALECTS
-from everstep.checkpoint.formats.table import FORMATS
 from everstep.cli.ckpt_text import document, picture, progress_bar, show, show_difference, size_text
 from everstep.cli.render import emit, note
+from everstep.convert.formats.dialects import DIALECTS
+from everstep.convert.formats.table import FORMATS
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.checkpoint.formats.format import Reading
-    from everstep.checkpoint.state import TrainingState
+    from everstep.convert.formats.format import Reading
+    from everstep.convert.state import TrainingState
     from everstep.layout.patterns import Patterns
 
 ckpt_app = typer.Typer(
@@ -123,8 +123,8 @@ def convert_command(
 
         everstep ckpt convert dcp-run/ universal/ --accept 'lost:lr_scheduler*'
     """
-    from everstep.checkpoint.convert import Accepted, Reading, Target, format_named, write_state
-    from everstep.checkpoint.formats.dialects import Heads
+    from everstep.convert.conversion import Accepted, Reading, Target, format_named, write_state
+    from everstep.convert.formats.dialects import Heads
 
     if names != "keep" and names not in DIALECTS:
         raise UserError(f"--names {names} is not keep, {', '.join(DIALECTS)}.")
@@ -209,7 +209,7 @@ def export_command(
 
         everstep ckpt export checkpoints/step-00000100 tuned --dtype bfloat16 --json
     """
-    from everstep.checkpoint.export import export
+    from everstep.convert.export import export
 
     made = export(source, target, model=model or None, dtype=dtype)
     if as_json:
@@ -234,8 +234,8 @@ def verify_command(
 
         everstep ckpt verify checkpoints --all --json
     """
-    from everstep.checkpoint import folder
-    from everstep.checkpoint.places import STEP, place_of
+    from everstep.store import folder
+    from everstep.store.places import STEP, place_of
 
     root, names = path, [name for _, name in place_of(path).complete()]
     if STEP.fullmatch(path.rstrip("/").rpartition("/")[2]):
@@ -272,7 +272,7 @@ def diff_command(a: PathOf, b: PathOf, as_json: AsJson = False) -> None:
 
         everstep ckpt diff deepspeed-run/ universal/ --json
     """
-    from everstep.checkpoint.compare import compare
+    from everstep.convert.compare import compare
 
     (_, first), (_, second) = _read(a), _read(b)
     with progress_bar("compare", first.num_bytes()) as advance:
@@ -301,7 +301,7 @@ def prune_command(
 
         everstep ckpt prune checkpoints --keep 2 --keep-every 1000 --dry-run
     """
-    from everstep.checkpoint import folder
+    from everstep.store import folder
 
     if keep < 1 or keep_every < 0:
         raise UserError("--keep must be at least 1, and --keep-every at least 0.")
@@ -321,7 +321,7 @@ def prune_command(
 
 
 def _read(path: str, reading: Reading | None = None) -> tuple[str, TrainingState]:
-    from everstep.checkpoint.convert import detect, read_state
+    from everstep.convert.conversion import detect, read_state
 
     kind = detect(path)
     return kind, read_state(path, kind, reading)
@@ -341,8 +341,8 @@ def _patterns(path: Path | None) -> Patterns | None:
 def _give_config(state: TrainingState, to: str, heads: int, kv_heads: int) -> None:
     """A Hugging Face folder needs a config.json; for our own GPT it can be made."""
     if to == "hf" and "hf_config" not in state.meta:
-        from everstep.checkpoint.formats.dialects import dialect_of
-        from everstep.checkpoint.formats.llama_config import config_of
+        from everstep.convert.formats.dialects import dialect_of
+        from everstep.convert.formats.llama_config import config_of
 
         if dialect_of(state) == "everstep":
             state.meta["hf_config"] = config_of(state, heads, kv_heads)

@@ -22,7 +22,7 @@ from everstep.cli.render import note
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.checkpoint.state import TrainingState
+    from everstep.convert.state import TrainingState
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def document(path: str, kind: str, state: TrainingState, match: str) -> dict[str, Any]:
-    from everstep.checkpoint.stored import num_bytes
+    from everstep.store.stored import num_bytes
 
     try:
         wanted = re.compile(match)
@@ -80,7 +80,7 @@ def _parts(path: str, kind: str) -> list[dict[str, Any]]:
     """The files of a universal checkpoint and the slices in each."""
     if kind != "universal":
         return []
-    from everstep.checkpoint.formats.universal import find
+    from everstep.convert.formats.universal import find
 
     found = find(path)
     rows: dict[str, dict[str, Any]] = {
@@ -97,7 +97,7 @@ def _parts(path: str, kind: str) -> list[dict[str, Any]]:
 def picture(path: str, kind: str) -> list[str]:
     if kind != "universal":
         return []
-    from everstep.checkpoint.formats.universal import find
+    from everstep.convert.formats.universal import find
     from everstep.layout.picture import draw
 
     lines = draw(find(path).layout())

@@ -57,7 +57,7 @@ def submit_command(
 
       everstep submit job.toml --name llama-8b --weight 2 --wait
     """
-    from everstep.engine.job import load_job
+    from everstep.job.job import load_job
 
     job, client = load_job(job_file), Client(address=address, token=token, ca=ca)
     body: dict[str, Any] = {"name": name or job_file.stem, "job": job.to_dict(), "weight": weight}

@@ -106,8 +106,8 @@ def coordinator_command(
 
       everstep coordinator --etcd http://10.0.0.1:2379,http://10.0.0.2:2379
     """
-    from everstep.core.words.cluster_messages import Patience
     from everstep.launch import tokens
+    from everstep.protocol.cluster_messages import Patience
     from everstep.server.serve import LOOPBACK, ServerSettings, serve
 
     settings = ServerSettings(

@@ -17,9 +17,9 @@ import typer
 
 from everstep.cli import render
 from everstep.cli.train import JSON, own_page
-from everstep.core.words.ops import Worker
-from everstep.engine.job import Job
 from everstep.errors import EverstepError, UserError
+from everstep.job.job import Job
+from everstep.protocol.ops import Worker
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -190,8 +190,8 @@ def _run_twice(
     *,
     as_json: bool,
 ) -> tuple[Outcome, Outcome]:
-    from everstep.core.words.cluster_messages import Patience
     from everstep.launch.local import api
+    from everstep.protocol.cluster_messages import Patience
 
     patience = Patience(
         rejoin_after_steps=script.rejoin_after_steps,

@@ -89,7 +89,7 @@ def slurm_command(
     if show:
         print(slurm_shell.SCRIPT.read_text(), end="")
         return 0
-    from everstep.engine.job import load_job
+    from everstep.job.job import load_job
 
     job = load_job(job_file)
     if job.checkpoint is None:

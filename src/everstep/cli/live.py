@@ -18,15 +18,15 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from everstep.core.words import actions as act
-from everstep.core.words.ops import Kind, Worker, parse_op
 from everstep.drive.step_rows import StepRow
-from everstep.engine.job import Job
 from everstep.engine.telemetry.beacon import BeaconReading
 from everstep.errors import UserError
+from everstep.job.job import Job
 from everstep.launch.local.pace import Pace
 from everstep.launch.local.report import death, evaluation_line, resume_line, times, tried
 from everstep.launch.local.run import LocalTask
+from everstep.protocol import actions as act
+from everstep.protocol.ops import Kind, Worker, parse_op
 
 FRAME_S = 0.1
 _CELL = 27

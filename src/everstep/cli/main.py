@@ -10,14 +10,14 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 
 from everstep.errors import EverstepError, UserError
 
-_COMMANDS = {  # name: module and function
+_COMMANDS = {  # name: module and function, or a typer app of subcommands
     "demo": "everstep.cli.demo:demo_command",
     "train": "everstep.cli.train:train_command",
     "run": "everstep.cli.run:run_command",
@@ -34,17 +34,12 @@ _COMMANDS = {  # name: module and function
     "resize": "everstep.cli.cluster:resize_command",
     "logs": "everstep.cli.cluster:logs_command",
     "explain": "everstep.cli.explain:explain_command",
-    "schedule": "everstep.cli.schedule:schedule_command",
-    "plan": "everstep.cli.plan:plan_command",
-    "simulate": "everstep.cli.simulate:simulate_command",
     "diagnose": "everstep.cli.diagnose:diagnose_command",
-}
-_GROUPS = {  # name: module and typer app, for commands with subcommands
-    "sim": "everstep.cli.sim:sim_app",
     "fabric": "everstep.cli.fabric:fabric_app",
     "ckpt": "everstep.cli.ckpt:ckpt_app",
     "launch": "everstep.cli.launch:launch_app",
 }
+_ADDED = "everstep.commands"  # entry points: the laboratory adds its commands here, and so can others
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the script belongs to the script
 
 
@@ -69,13 +64,11 @@ def build_app(first: str | None = None) -> typer.Typer:
         ] = False,
     ) -> None: ...
 
-    places = _COMMANDS | _GROUPS
+    places = _COMMANDS | {entry.name: entry.value for entry in entry_points(group=_ADDED)}
     for name in [first] if first in places else places:
         module, function = places[name].split(":")
-        if find_spec(module) is None:
-            continue
         command = getattr(import_module(module), function)
-        if name in _GROUPS:
+        if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
             app.command(name, context_settings=_SETTINGS.get(name))(command)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from everstep.launch import console
 
 if TYPE_CHECKING:
-    from everstep.engine.job import Job
+    from everstep.job.job import Job
     from everstep.launch.local.run import Watcher
 
 

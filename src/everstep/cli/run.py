@@ -21,10 +21,10 @@ from everstep.cli.train import EVERY, JSON, KILL, WEB, own_page, scalars
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.engine.job import Job
+    from everstep.job.job import Job
     from everstep.launch.local.page import RunPage
     from everstep.launch.local.run import Watcher
-    from everstep.scripts.words import RestartPolicy
+    from everstep.ranks.words import RestartPolicy
 
 _OWN, _ANY = "Scripts that call everstep.train", "Any script (with --nproc)"
 
@@ -152,7 +152,7 @@ def run_command(
     _check("--grace", grace, least=0)
     if not 0 <= rdzv_port < 2**16:
         raise UserError(f"--rdzv-port is {rdzv_port}; give a port from 1 to 65535, or 0 for a free one.")
-    from everstep.scripts.words import RestartPolicy
+    from everstep.ranks.words import RestartPolicy
 
     ranks = _count(nproc)
     policy = RestartPolicy(ranks=ranks, max_restarts=max_restarts, hang_after_s=hang_after, grace_s=grace)
@@ -163,9 +163,9 @@ def run_command(
 def _supervise(
     command: list[str], policy: RestartPolicy, port: int, log_dir: Path, preload: list[str], as_json: bool
 ) -> int:
-    from everstep.scripts import report as rank_report
-    from everstep.scripts.fork_server import ForkingStarter, PlainStarter, RankStarter
-    from everstep.scripts.run import Ranks, ScriptLaunch
+    from everstep.ranks import report as rank_report
+    from everstep.ranks.fork_server import ForkingStarter, PlainStarter, RankStarter
+    from everstep.ranks.run import Ranks, ScriptLaunch
 
     launch = ScriptLaunch(
         command=command,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from everstep.cli import render
-from everstep.engine.job import Job, load_job
 from everstep.errors import EverstepError, UserError
+from everstep.job.job import Job, load_job
 
 if TYPE_CHECKING:
     from everstep.launch.local.page import RunPage

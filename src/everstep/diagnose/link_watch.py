@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from everstep.core.words.cluster_messages import SlowLinkEnded, SlowLinkFound, TimesReported
-from everstep.core.words.ops import Worker
+from everstep.protocol.cluster_messages import SlowLinkEnded, SlowLinkFound, TimesReported
+from everstep.protocol.ops import Worker
 
 WINDOW_S, WINDOW_BYTES = 0.05, 1 << 16  # a window ends when so much was on its way
 MOST_BYTES, MOST_S = 1 << 60, 1e6  # no report can be right that says more

@@ -32,9 +32,9 @@ from math import exp, log
 from statistics import median
 
 from everstep.core.faults.lagging_shard import slow_shard
-from everstep.core.words.cluster_messages import SlownessEnded, SlownessFound, TimesReported
-from everstep.core.words.facts import OpsTook
-from everstep.core.words.ops import Worker
+from everstep.protocol.cluster_messages import SlownessEnded, SlownessFound, TimesReported
+from everstep.protocol.facts import OpsTook
+from everstep.protocol.ops import Worker
 
 RATIO = 1.2  # hot: so many times as long as usual
 WORTH = 0.10  # of a step

@@ -15,10 +15,10 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from everstep.core.words import actions as act
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
 from everstep.drive.ports import HandledEvent
+from everstep.protocol import actions as act
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
 
 KEPT = 4000  # events, and names of actions
 LONGEST = 50  # links of one chain

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.cluster_messages import ClusterAction, ClusterEvent
 from everstep.drive.driver import Driver, Handled
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.cluster_messages import ClusterAction, ClusterEvent
 
 ClusterDriver = Driver[ClusterEvent, ClusterAction]
 HandledEvent = Handled[ClusterEvent, ClusterAction]

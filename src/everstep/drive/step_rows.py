@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everstep.core.words import actions as act
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.actions import RecordStep
+from everstep.protocol import actions as act
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.actions import RecordStep
 
 KEPT_ROWS = 2000  # of a task, for those who look
 KEPT_EVALUATIONS = 200

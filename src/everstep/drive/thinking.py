@@ -14,8 +14,6 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.slowness import slow_links
 from everstep.core.cluster.task import Task
 from everstep.core.task.states import Member
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
 from everstep.diagnose.link_watch import LinkWatch
 from everstep.diagnose.watch import Watch
 from everstep.drive.ports import HandledEvent
@@ -23,6 +21,8 @@ from everstep.plan.ahead import ReadyAnswers
 from everstep.plan.ask import choose
 from everstep.plan.change_times import copying_s
 from everstep.plan.measured import Measurements
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
 from everstep.schedule.modes import training_mode
 from everstep.schedule.task_scheduler import TaskScheduler
 

@@ -26,7 +26,6 @@ from typing import Any
 
 import aiohttp
 
-from everstep.checkpoint.owned_folders import temporary_folder
 from everstep.core.agent.agent import (
     AgentEvent,
     AgentState,
@@ -39,21 +38,22 @@ from everstep.core.agent.agent import (
 )
 from everstep.core.faults.detector import DetectorLimits
 from everstep.core.faults.xids import place_of_xid
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.codec import decode, encode
-from everstep.core.words.ops import parse_worker
-from everstep.engine.data_plane.sockets import watch_path
-from everstep.engine.job import Job
 from everstep.errors import PeerError, UserError
+from everstep.job.job import Job
+from everstep.net.sockets import watch_path
 from everstep.node import slot_devices
 from everstep.node.coordinator_address import current
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkServer
 from everstep.node.kernel import KernelLog
 from everstep.node.leave_notice import LOOK_S, LeaveNotice
-from everstep.node.memory_store import MemoryServer
 from everstep.node.recent_ops import last_steps
 from everstep.node.worker_processes import WorkerProcesses
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.codec import decode, encode
+from everstep.protocol.ops import parse_worker
+from everstep.store.memory_server import MemoryServer
+from everstep.store.owned_folders import temporary_folder
 
 BEAT_EVERY_S = 0.25
 LOOK_EVERY_S = 0.02

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from everstep.core.words.agent_messages import EndWorker, FromWorker, WorkerOrder
-from everstep.core.words.framing import Unpacker, pack
 from everstep.errors import PeerError
+from everstep.protocol.agent_messages import EndWorker, FromWorker, WorkerOrder
+from everstep.protocol.framing import Unpacker, pack
 
 
 class AgentLine:

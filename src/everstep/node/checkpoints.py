@@ -8,14 +8,14 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Any, assert_never
 
-from everstep.checkpoint import folder
-from everstep.checkpoint.places import place_of
-from everstep.checkpoint.search import Newest, NoStart, newest_to_use
 from everstep.core.agent.messages import DiskOrder
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.text import clipped
-from everstep.engine.job import Job
+from everstep.job.job import Job
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.text import clipped
+from everstep.store import folder
+from everstep.store.places import place_of
+from everstep.store.search import Newest, NoStart, newest_to_use
 
 
 class CheckpointDirectory:

@@ -14,10 +14,10 @@ from everstep.core.agent import messages as ag
 from everstep.core.agent.processes import Curiosity
 from everstep.core.faults.detector import Glance
 from everstep.core.faults.lagging_shard import ShardProgress, hung_shard
-from everstep.core.words.cluster_messages import Sender
 from everstep.engine.shards.marks import read_marks
 from everstep.engine.telemetry.beacon import Beacon
 from everstep.node.process_facts import active_s, is_stopped
+from everstep.protocol.cluster_messages import Sender
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from everstep.core.words.cluster_messages import LeaveNoticed
 from everstep.errors import UserError
 from everstep.plan.events import duration
+from everstep.protocol.cluster_messages import LeaveNoticed
 
 LOOK_S = 0.5
 MOST_BYTES = 4096

@@ -12,11 +12,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from everstep.core.words.cluster_messages import SlowLinkEnded, SlowLinkFound
-from everstep.core.words.ops import Worker
 from everstep.diagnose import Syndrome, UnusableFileError, read
 from everstep.diagnose.finding import Finding, Where
 from everstep.diagnose.stream import DiagnosisStream
+from everstep.protocol.cluster_messages import SlowLinkEnded, SlowLinkFound
+from everstep.protocol.ops import Worker
 
 LOOK_EVERY_S = 4.0
 ENDED_LOOKS = 3  # without it, on end

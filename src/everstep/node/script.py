@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from everstep.engine.job import Job
 from everstep.engine.prepare import context
 from everstep.engine.prepare.program import Program
 from everstep.errors import UserError
+from everstep.job.job import Job
 
 
 def run(spec: dict[str, Any], train: Callable[[Program], None]) -> None:

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.core.words import shard_messages as sh
-from everstep.core.words.framing import Unpacker, pack
 from everstep.errors import UserError
+from everstep.protocol import shard_messages as sh
+from everstep.protocol.framing import Unpacker, pack
 
 _PR_SET_PDEATHSIG = 1
 _TRIES = 64  # to find neighbouring ports that are free

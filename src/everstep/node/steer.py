@@ -19,8 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.engine.data_plane.links import Address, Links
-from everstep.engine.data_plane.sockets import progress_of
 from everstep.errors import UserError
 from everstep.fabric.allocate import allocate
 from everstep.fabric.catalogue import Hops, Tuple4
@@ -28,6 +26,8 @@ from everstep.fabric.document import hops_of, tasks_from, topology_from
 from everstep.fabric.flows import flows_of
 from everstep.fabric.routing import Routing
 from everstep.fabric.watch import Action, CannotMove, FlowMeasured, MoveFlow, PathWatch, WatchLimits
+from everstep.net.links import Address, Links
+from everstep.net.sockets import progress_of
 from everstep.node.probe import Budget, Prober
 
 _PROBE_PACKETS = 1024  # of one connection

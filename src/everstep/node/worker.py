@@ -16,32 +16,10 @@ from typing import Any
 
 import torch
 
-from everstep.core.words import shard_messages as sh
-from everstep.core.words.agent_messages import (
-    ShardEnded,
-    WorkerHello,
-    WorkerReport,
-)
-from everstep.core.words.cluster_messages import (
-    PartWritten,
-    SaveFailed,
-    Sender,
-    StateFetched,
-    TimesReported,
-)
-from everstep.core.words.links import LinkBroke, LinkOpened
-from everstep.core.words.ops import parse_worker
-from everstep.core.words.text import MOST_TRACEBACK, clipped
 from everstep.core.worker.control import WorkerControl, raised
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
-from everstep.engine.data_plane import nccl
-from everstep.engine.data_plane.courier import Courier, identity_of
-from everstep.engine.data_plane.frames import Incoming
-from everstep.engine.data_plane.links import Address, Links
-from everstep.engine.data_plane.sockets import allow_many_files
 from everstep.engine.datasets.loading import Loader
-from everstep.engine.job import Job
 from everstep.engine.layers import regions
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.layers.software import computes_with
@@ -56,12 +34,24 @@ from everstep.engine.worker.follower import Follower
 from everstep.engine.worker.leader import FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.worker_loop import WorkerLoop
+from everstep.job.job import Job
+from everstep.net import host_memory, nccl
+from everstep.net.courier import Courier, identity_of
+from everstep.net.frames import Incoming
+from everstep.net.links import Address, Links
+from everstep.net.sockets import allow_many_files
 from everstep.node import slot_devices
 from everstep.node.agent_line import AgentLine
 from everstep.node.lifeline import Lifeline
 from everstep.node.shard_group import ShardGroup, fork
-from everstep.node.state_keeper import States
 from everstep.node.steer import steering_from, watch_links
+from everstep.protocol import shard_messages as sh
+from everstep.protocol.agent_messages import ShardEnded, WorkerHello, WorkerReport
+from everstep.protocol.cluster_messages import PartWritten, SaveFailed, Sender, StateFetched, TimesReported
+from everstep.protocol.links import LinkBroke, LinkOpened
+from everstep.protocol.ops import parse_worker
+from everstep.protocol.text import MOST_TRACEBACK, clipped
+from everstep.store.state_keeper import States
 
 ECHO_S = 0.5  # after a shard has ended, the others' collectives fail within this time
 
@@ -175,7 +165,7 @@ def train(
         broken=broke,
         opened=lambda address: inbox.put(LinkOpened(address)),
         failed=inbox.put,
-        empty=lambda shape, dtype: devices.host_empty(shape, dtype, device),
+        empty=lambda shape, dtype: host_memory.host_empty(shape, dtype, device),
         source_port=None if steering is None else steering.ports,
         identity=identity.encode(),
         listener=None if group is None else group.listener,

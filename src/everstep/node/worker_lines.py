@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 from everstep.core.agent.messages import ProcessEvent, ProcessGreeted, ProcessMisspoke, ProcessSpoke
-from everstep.core.words.agent_messages import PROTOCOL, FromWorker, WorkerHello, WorkerOrder
-from everstep.core.words.cluster_messages import Sender
-from everstep.core.words.framing import Unpacker, pack
 from everstep.errors import PeerError
+from everstep.protocol.agent_messages import PROTOCOL, FromWorker, WorkerHello, WorkerOrder
+from everstep.protocol.cluster_messages import Sender
+from everstep.protocol.framing import Unpacker, pack
 
 MOST_UNSENT = 64 << 20  # bytes that one worker has not read
 MOST_UNGREETED = 1024

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from everstep.core.words.ops import Worker
-from everstep.engine.job import Job
 from everstep.errors import UserError
+from everstep.job.job import Job
+from everstep.protocol.ops import Worker
 
 MOST_PATHS = 10_000
 

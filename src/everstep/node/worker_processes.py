@@ -18,24 +18,24 @@ from typing import Any
 
 from everstep.core.agent import messages as ag
 from everstep.core.agent.processes import NodeProcesses
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.agent_messages import PlantFaults
-from everstep.core.words.cluster_messages import Sender
-from everstep.core.words.ops import Worker
-from everstep.engine.job import Job
 from everstep.engine.telemetry.beacon import Beacon, BeaconReading
 from everstep.engine.telemetry.faults import parse_fault
 from everstep.errors import EverstepError
+from everstep.job.job import Job
 from everstep.node.checkpoints import failure, work_on_disk
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkedProcess, ForkServer, ForkServerDied, exit_reason
 from everstep.node.glances import Glances
 from everstep.node.lifeline import Bell, Lifeline
-from everstep.node.memory_store import MemoryStore
 from everstep.node.process_facts import parent_of
 from everstep.node.ring_watch import RingWatch
 from everstep.node.worker_lines import Loop, WorkerLines
 from everstep.node.worker_logs import WorkerLogs
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.agent_messages import PlantFaults
+from everstep.protocol.cluster_messages import Sender
+from everstep.protocol.ops import Worker
+from everstep.store.memory_server import MemoryStore
 
 _PLANTED = ("dies at", "raises at")  # what a beacon shows of a fault that a script asked for
 Report = Callable[[msg.NodeReport, Sender | None], None]  # None: the agent speaks for itself

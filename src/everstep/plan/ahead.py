@@ -21,11 +21,11 @@ from everstep.core.cluster.node_states import NodeAdmin, NodeLiveness
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER, Task, TaskState
 from everstep.core.cluster.tasks import WANTS_WORKERS
-from everstep.core.words.cluster_messages import Patience
-from everstep.core.words.incidents import IncidentLog
 from everstep.plan.answer import Decision
 from everstep.plan.ask import ClusterView, question, think
 from everstep.plan.measured import Measurements
+from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.incidents import IncidentLog
 
 MOST_READY = 256
 LOOKED_AT = 2  # events whose question is made at once

@@ -24,9 +24,6 @@ from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.task import OVER, TaskState
 from everstep.core.cluster.task import Task as RunningTask
 from everstep.core.cluster.wishes import circumstances
-from everstep.core.words.cluster_messages import AssignmentChosen, ChosenShape, Patience
-from everstep.core.words.incidents import IncidentLog
-from everstep.core.words.shape import Shape
 from everstep.plan.answer import Decision, decide, explained
 from everstep.plan.change_times import change_times
 from everstep.plan.cluster import DAY_S, FAILURES_PER_1000_NODE_DAYS, Assignment, Cluster, PlanNode, SlotPlace
@@ -39,6 +36,9 @@ from everstep.plan.shapes import learn, offered, rounded, throughput_now, throug
 from everstep.plan.task import TaskSpec
 from everstep.plan.waits import held_back, in_cut
 from everstep.plan.weigh import weigh
+from everstep.protocol.cluster_messages import AssignmentChosen, ChosenShape, Patience
+from everstep.protocol.incidents import IncidentLog
+from everstep.protocol.shape import Shape
 
 
 class ClusterView(Protocol):

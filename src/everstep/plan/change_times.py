@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from statistics import median
 
 from everstep.core.cluster.task import Task
-from everstep.core.words.incidents import IncidentLog
 from everstep.plan.measured import Measurements, TaskMeasurements
 from everstep.plan.offers import ChangeTimes, TimeSource
 from everstep.plan.shapes import rounded
+from everstep.protocol.incidents import IncidentLog
 
 TRANSITION_S = 2.0  # of a task of whose state nothing is known yet
 AGREE_S = 0.2  # to stop between two ops, report ledgers and resume

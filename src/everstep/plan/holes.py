@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from everstep.core.words.ops import Worker
 from everstep.plan.curve import Curve, SameCut
 from everstep.plan.memory import Floats
 from everstep.plan.pipeline_orders import ORDERS
 from everstep.plan.reroute import throughput_ratio
+from everstep.protocol.ops import Worker
 
 Ints = npt.NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from everstep.core.words.shape import Shape
+from everstep.protocol.shape import Shape
 from everstep.schedule.instance import Instance
 
 KEPT_STEPS = 9

@@ -2,7 +2,7 @@
 
 A model is a stack of equal transformer layers between an embedding and an output head. Everything the planner
 asks of it is arithmetic on these numbers: parameters, FLOPs, bytes. The engine's own presets
-(`everstep.engine.presets`) are what we can build; these are what a cluster may be asked to plan for.
+(`everstep.job.presets`) are what we can build; these are what a cluster may be asked to plan for.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from everstep.core.words.ops import Worker
 from everstep.plan.pipeline_orders import ORDERS, PipelineOrder
 from everstep.plan.shape import ParallelShape, StepShares
+from everstep.protocol.ops import Worker
 from everstep.schedule import Instance, plan, uniform
 from everstep.schedule.bounds import lower_bound
 

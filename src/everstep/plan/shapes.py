@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
 from everstep.plan.measured import TaskMeasurements
 from everstep.plan.offers import Offer
 from everstep.plan.shape import ParallelShape
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from everstep.schedule.bounds import lower_bound
 from everstep.schedule.instance import Grid, Instance, uniform
 from everstep.schedule.modes import TRAINING

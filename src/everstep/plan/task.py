@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from everstep.core.words.ops import Worker
 from everstep.errors import UserError
 from everstep.plan.cluster import Assignment, Cluster
 from everstep.plan.curve import Curve
@@ -13,6 +12,7 @@ from everstep.plan.offers import ChangeTimes, Offer
 from everstep.plan.reroute import dead_groups, live_per_stage, throughput_ratio
 from everstep.plan.shape import ParallelShape
 from everstep.plan.transition import StateSource
+from everstep.protocol.ops import Worker
 
 UNKNOWN_TIMES = ChangeTimes(agree_s=1.0, copy_s=0.0, reshape_s=10.0, restore_s=60.0)
 

@@ -19,11 +19,11 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from everstep.core.cluster.task import Task
-from everstep.core.words.shape import Shape
 from everstep.plan.answer import Decision
 from everstep.plan.measured import Measurements
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.weigh import KINDS, with_only
+from everstep.protocol.shape import Shape
 
 STAY = frozenset().union(*(kinds for kinds in KINDS if OptionKind.RESHAPE not in kinds)) - {OptionKind.STOP}
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from everstep.core.words.decisions import WeighedOption
 from everstep.plan.allocate import best_split
 from everstep.plan.answer import Decision
 from everstep.plan.explain import span
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.task import TaskSituation
+from everstep.protocol.decisions import WeighedOption
 
 MOST_TASKS = 16  # whose alternatives are weighed
 LARGE = 20_000  # tasks x slots: from here on those of one task only

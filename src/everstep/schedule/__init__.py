@@ -1,6 +1,6 @@
 """A step as ops on workers: notation, generators, bounds, checker, pictures. Pure."""
 
-from everstep.core.words.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.ops import Kind, Microbatch, Op, Worker
 from everstep.schedule.instance import Done, Instance, per_stage, same_cap, uniform
 from everstep.schedule.modes import MODES, ScheduleMode
 from everstep.schedule.planner import plan

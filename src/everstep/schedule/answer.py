@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from everstep.core.words.actions import ComputePlan
-from everstep.core.words.events import PlanComputed
-from everstep.core.words.worker_messages import Place
+from everstep.protocol.actions import ComputePlan
+from everstep.protocol.events import PlanComputed
+from everstep.protocol.worker_messages import Place
 from everstep.schedule.cache import PlanCache
 from everstep.schedule.instance import Done
 from everstep.schedule.planner import plan

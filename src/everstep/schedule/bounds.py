@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from everstep.core.words.ops import Worker
+from everstep.protocol.ops import Worker
 from everstep.schedule.compact import UNLIMITED, stash_limit
 from everstep.schedule.hosts import least_busiest, work_time
 from everstep.schedule.instance import Instance

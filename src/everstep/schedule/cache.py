@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from everstep.core.words.ops import Microbatch, Op, Worker
+from everstep.protocol.ops import Microbatch, Op, Worker
 from everstep.schedule.compact import stash_limit
 from everstep.schedule.instance import Instance
 from everstep.schedule.planner import plan

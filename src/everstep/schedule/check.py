@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from everstep.core.words.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.ops import Kind, Microbatch, Op, Worker
 from everstep.schedule.instance import Instance
 from everstep.schedule.schedule import Planned, Schedule
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from everstep.core.words.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.ops import Kind, Microbatch, Op, Worker
 from everstep.schedule.hosts import Place, choose_hosts
 from everstep.schedule.instance import Instance
 

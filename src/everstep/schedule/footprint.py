@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from everstep.core.words.shape import CHUNKS_PER_REPLICA
+from everstep.protocol.shape import CHUNKS_PER_REPLICA
 
 SUMS = {"strict": 8.0, "strict32": 4.0, "fp64": 8.0, "fp32": 4.0}  # bytes per parameter
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0}
@@ -39,11 +39,11 @@ HOLDERS = 2  # of each chunk of a sharded optimizer state
 # Whatever the device.
 ON_THE_HOST = ("state for a joiner", "states being saved", "chunks for new holders")
 RECORDED = "recorded ops"
-SAVED_COPIES = 2  # in host memory: one being written, one that waits (`checkpoint.saver`)
+SAVED_COPIES = 2  # in host memory: one being written, one that waits (`store.saver`)
 BUCKET = 16 << 20  # parameters that are updated at once where a step needs scratch
 CHUNK = 4 << 20  # elements of the reduce that are summed at once
 # Bytes of a state on its way to a joiner or a new holder, in host memory: queued for each while a step is
-# computed; left for the moment before an update; copied at once (`engine.data_plane.transfers`).
+# computed; left for the moment before an update; copied at once (`net.transfers`).
 SNAPSHOT_WINDOW, SNAPSHOT_REST, SNAPSHOT_PIECE = 256 << 20, 1 << 30, 8 << 20
 # Of what comes and goes inside an op, what a recording keeps: measured as 2.2 to 2.6 on an H200. A pool of
 # memory is cut into pieces that do not always fit what is asked for next.

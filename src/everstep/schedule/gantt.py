@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
-from everstep.core.words.ops import Kind, Worker
 from everstep.errors import UserError
+from everstep.protocol.ops import Kind, Worker
 from everstep.schedule.instance import Instance
 from everstep.schedule.modes import MODES
 from everstep.schedule.schedule import Planned

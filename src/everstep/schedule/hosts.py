@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from everstep.core.words.ops import Kind, Microbatch, Worker
+from everstep.protocol.ops import Kind, Microbatch, Worker
 from everstep.schedule.instance import Instance
 
 Place = tuple[int, int, int]  # home replica, number, stage

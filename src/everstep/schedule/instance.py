@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from everstep.core.words.ops import Kind, Microbatch, Worker
 from everstep.errors import UserError
+from everstep.protocol.ops import Kind, Microbatch, Worker
 
 Grid = tuple[tuple[float, ...], ...]  # [replica][stage]
 

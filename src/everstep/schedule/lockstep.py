@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from everstep.core.words.ops import Microbatch, Op, Worker
+from everstep.protocol.ops import Microbatch, Op, Worker
 from everstep.schedule.compact import FUSED_KINDS, SPLIT_KINDS, Compact, compact, stash_limit
 from everstep.schedule.hosts import Place
 from everstep.schedule.instance import Instance

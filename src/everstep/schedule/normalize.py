@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.core.words.ops import Worker
 from everstep.errors import UserError
+from everstep.protocol.ops import Worker
 from everstep.schedule.bounds import stage_costs, steady_bound
 from everstep.schedule.instance import Instance
 

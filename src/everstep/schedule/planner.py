@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from everstep.core.words.ops import Kind, Op, Worker
 from everstep.errors import UserError
+from everstep.protocol.ops import Kind, Op, Worker
 from everstep.schedule.bounds import lower_bound, stash_of_mode
 from everstep.schedule.compact import Compact, compact
 from everstep.schedule.hosts import Place, is_uneven

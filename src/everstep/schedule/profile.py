@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import fmean, median_low
 
-from everstep.core.words.ops import Kind, Worker
-from everstep.core.words.shape import Shape
+from everstep.protocol.ops import Kind, Worker
+from everstep.protocol.shape import Shape
 from everstep.schedule import Instance
 from everstep.schedule.stash import StashRoom
 

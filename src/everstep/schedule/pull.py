@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from everstep.core.words.ops import Worker
+from everstep.protocol.ops import Worker
 from everstep.schedule.compact import stash_limit
 from everstep.schedule.hosts import Place, stage_quotas, work_time
 from everstep.schedule.instance import Instance

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from everstep.core.words.ops import Worker
+from everstep.protocol.ops import Worker
 from everstep.schedule.compact import Compact, compact
 from everstep.schedule.dispatch import HABITS, Habit, dispatch
 from everstep.schedule.hosts import Place, choose_hosts, work_time

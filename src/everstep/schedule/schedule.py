@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from everstep.core.words.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.ops import Kind, Microbatch, Op, Worker
 from everstep.schedule.modes import MODES
 
 V = TypeVar("V")

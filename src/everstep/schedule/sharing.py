@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from everstep.core.words.ops import Kind, Op, Worker
+from everstep.protocol.ops import Kind, Op, Worker
 from everstep.schedule.instance import Instance
 from everstep.schedule.modes import MODES
 from everstep.schedule.schedule import Planned

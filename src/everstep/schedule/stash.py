@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from everstep.core.words.ops import Worker
+from everstep.protocol.ops import Worker
 from everstep.schedule.bounds import lower_bound
 from everstep.schedule.footprint import stash_cap
 from everstep.schedule.instance import Instance

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from everstep.core.words.actions import ComputePlan
-from everstep.core.words.cluster_messages import TimesReported
-from everstep.core.words.events import PlanComputed
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
+from everstep.protocol.actions import ComputePlan
+from everstep.protocol.cluster_messages import TimesReported
+from everstep.protocol.events import PlanComputed
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from everstep.schedule.answer import answer
 from everstep.schedule.cache import PlanCache
 from everstep.schedule.instance import Grid, Instance

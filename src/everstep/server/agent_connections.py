@@ -13,11 +13,11 @@ import aiohttp
 from aiohttp import web
 
 from everstep.core.cluster import fences
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.codec import decode, encode
-from everstep.core.words.text import clipped
-from everstep.engine.data_plane.sockets import watch_path
 from everstep.errors import PeerError
+from everstep.net.sockets import watch_path
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.codec import decode, encode
+from everstep.protocol.text import clipped
 from everstep.server.journal import LostLeadership
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.retention import MOST_CLOSED
 from everstep.core.cluster.snapshot import digest
 from everstep.core.cluster.task import OVER, Task
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.ops import parse_worker
 from everstep.errors import EverstepError, PeerError, UserError
-from everstep.node.strangers import StrangerLimit
+from everstep.net.strangers import StrangerLimit
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.ops import parse_worker
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, requests, views
 from everstep.server.access import AccessControl

@@ -1,14 +1,14 @@
 """What a diagnosis found, for a picture: who waits for whom, and how fast each worker is.
 
-It is made of the facts behind the evidence of an incident (`core.words.facts`), not of its sentences.
+It is made of the facts behind the evidence of an incident (`protocol.facts`), not of its sentences.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from everstep.core.words.facts import OpsTook, PacesSeen, WorkerWaits
-from everstep.core.words.incidents import Incident
+from everstep.protocol.facts import OpsTook, PacesSeen, WorkerWaits
+from everstep.protocol.incidents import Incident
 
 
 def picture(one: Incident) -> dict[str, Any]:

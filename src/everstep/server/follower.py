@@ -30,10 +30,10 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import thaw
 from everstep.core.cluster.task import OVER
 from everstep.core.faults.detector import Heartbeats
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.codec import decode
 from everstep.drive.driver import Handled
 from everstep.errors import PeerError, UserError
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.codec import decode
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import requests, views
 from everstep.server.api import Api

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.core.words.ops import Worker, parse_worker
+from everstep.protocol.ops import Worker, parse_worker
 from everstep.schedule.task_scheduler import TaskScheduler
 
 MAX_WORKERS = 128

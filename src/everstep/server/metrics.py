@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.task import TaskState
-from everstep.core.words.incidents import RECOVERY_EDGES_S, ForgottenIncidents
+from everstep.protocol.incidents import RECOVERY_EDGES_S, ForgottenIncidents
 from everstep.server import views
 from everstep.server.outlook import waf
 from everstep.server.record import ClusterRecord

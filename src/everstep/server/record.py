@@ -16,11 +16,11 @@ from typing import Any
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.task import OVER
 from everstep.core.faults.detector import Heartbeats
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.codec import encode
 from everstep.drive.causes import Causes
 from everstep.drive.ports import HandledEvent
 from everstep.drive.step_rows import StepRows, begins_training, metric_names, rows_document, rows_from
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.codec import encode
 from everstep.server import words
 from everstep.server.step_files import StepFiles
 

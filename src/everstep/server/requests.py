@@ -15,16 +15,11 @@ from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.progress import costs_of_drain
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import Task, TaskState
-from everstep.core.words.cluster_messages import (
-    DrainRequested,
-    LeaveAnnounced,
-    ReshapeRequested,
-    TaskSubmitted,
-)
-from everstep.engine.job import MOST_WORKERS, Job
-from everstep.engine.tables import shown
 from everstep.engine.telemetry.faults import check_fault, parse_fault
 from everstep.errors import UserError
+from everstep.job.job import MOST_WORKERS, Job
+from everstep.job.tables import shown
+from everstep.protocol.cluster_messages import DrainRequested, LeaveAnnounced, ReshapeRequested, TaskSubmitted
 
 MOST_WEIGHT = 1_000_000
 MOST_REPAIR_S = 365 * 86_400

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.core.task.recovery import Recovery
-from everstep.core.words.incidents import Incident
+from everstep.protocol.incidents import Incident
 from everstep.server.record import ClusterRecord
 from everstep.server.tfevents import EventFile
 

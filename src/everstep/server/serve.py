@@ -11,9 +11,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from everstep.core.words.cluster_messages import Patience, PolicySet
-from everstep.engine.data_plane.sockets import allow_many_files
 from everstep.errors import UserError
+from everstep.net.sockets import allow_many_files
+from everstep.protocol.cluster_messages import Patience, PolicySet
 from everstep.server.api import Api
 from everstep.server.daemon import Daemon
 from everstep.server.journal import Journal, LostLeadership, SqliteJournal

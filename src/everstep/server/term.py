@@ -23,11 +23,11 @@ from typing import Any
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.faults.detector import Heartbeats
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.codec import decode, encode
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
 from everstep.errors import PeerError, UserError
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.codec import decode, encode
 from everstep.server.agent_connections import AgentConnections
 from everstep.server.journal import Journal, JournalEntry, JournalFull, LostLeadership
 from everstep.server.record import ClusterRecord

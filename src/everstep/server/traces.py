@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from everstep.core.words.incidents import Incident
 from everstep.errors import UserError
+from everstep.protocol.incidents import Incident
 from everstep.server.record import ClusterRecord
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.progress import empty_stages, why_stalled
 from everstep.core.cluster.task import Task
 from everstep.core.task.states import Absent, Copied, Copying, Entering, Member, Started, Starting
-from everstep.core.words.codec import encode
-from everstep.core.words.incidents import Incident
 from everstep.drive.causes import CauseLink
 from everstep.drive.step_rows import StepRows
+from everstep.protocol.codec import encode
+from everstep.protocol.incidents import Incident
 from everstep.server import findings
 from everstep.server.record import ClusterRecord
 

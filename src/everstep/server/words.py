@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.core.cluster.node_states import NodeState
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.ops import Kind
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.ops import Kind
 
 MOST_TEXT = 300  # characters of an event
 NODE_STATES: Mapping[str, Mapping[str, Any]] = {

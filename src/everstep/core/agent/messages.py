@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everstep.core.faults.detector import Glance
-from everstep.core.words.agent_messages import ShardEnded, WorkerOrder, WorkerReport
-from everstep.core.words.cluster_messages import (
+from everstep.protocol.agent_messages import ShardEnded, WorkerOrder, WorkerReport
+from everstep.protocol.cluster_messages import (
     CommitCheckpoint,
     DiscardPartial,
     DropCopies,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from everstep.core.words.cluster_messages import Sender, StartProcess
-from everstep.core.words.lifecycle import move
+from everstep.protocol.cluster_messages import Sender, StartProcess
+from everstep.protocol.lifecycle import move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,11 +41,11 @@ from everstep.core.agent.messages import (
 from everstep.core.agent.process import ALIVE, AgentLimits, Process
 from everstep.core.agent.process import ProcessState as _S
 from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.agent_messages import SAVING, EndWorker, OrderTaken, ShardEnded
-from everstep.core.words.cluster_messages import Sender, StartProcess
-from everstep.core.words.text import clipped
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.agent_messages import SAVING, EndWorker, OrderTaken, ShardEnded
+from everstep.protocol.cluster_messages import Sender, StartProcess
+from everstep.protocol.text import clipped
 
 Actions = list[AgentAction]
 

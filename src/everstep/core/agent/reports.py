@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
 
 MOST_KEPT = 200_000  # some 60 MB
 _FLEETING = (msg.TimesReported, msg.OpOverdue, msg.WorkerMoved, msg.SlowLinkFound, msg.SlowLinkEnded)

@@ -20,8 +20,8 @@ from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.task import Task, WrittenParts
 from everstep.core.faults.severity import ErrorKind, judge, known
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.moment import Moment
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.moment import Moment
 
 NOT_SAVED = "its checkpoint cannot be saved"  # what an incident says
 NOT_COPIED = "its state cannot be copied to memory"

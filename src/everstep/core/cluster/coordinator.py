@@ -35,11 +35,11 @@ from everstep.core.cluster.task import Task, TaskState
 from everstep.core.cluster.tasks import PlannerQuestion, Tasks
 from everstep.core.cluster.training import Training
 from everstep.core.faults.detector import DetectorLimits
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.cluster_messages import ClusterEvent, Patience
-from everstep.core.words.incidents import IncidentLog
-from everstep.core.words.moment import Moment
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.cluster_messages import ClusterEvent, Patience
+from everstep.protocol.incidents import IncidentLog
+from everstep.protocol.moment import Moment
 
 TaskRequest = (
     msg.CancelRequested

@@ -19,13 +19,13 @@ from everstep.core.faults.kinds import NEVER_OF_THE_INPUT
 from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, judge, known
 from everstep.core.task.states import Member
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.facts import WorkerWaits, usual_sender
-from everstep.core.words.incidents import Incident
-from everstep.core.words.moment import Moment
-from everstep.core.words.ops import Worker
 from everstep.errors import InternalError
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.facts import WorkerWaits, usual_sender
+from everstep.protocol.incidents import Incident
+from everstep.protocol.moment import Moment
+from everstep.protocol.ops import Worker
 
 SHOWN_WITNESSES = 8
 ALL_WORKERS = "all workers"  # what is retried when they all wait

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from everstep.core.cluster.task import Task
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
 
 # No worker's words.
 _OF_AGENTS = (msg.CheckpointFound, msg.CheckpointUnusable, msg.KernelSpoke, msg.SlotFreed, msg.LeaveNoticed)

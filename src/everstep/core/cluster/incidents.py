@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Task
 from everstep.core.faults.severity import Judgement
-from everstep.core.words.cluster_messages import IncidentClosed, StateFetched
-from everstep.core.words.facts import Fact
-from everstep.core.words.incidents import Evidence, Incident, IncidentLog, Remedy, TaskIncidents, Verdict
-from everstep.core.words.moment import Moment
-from everstep.core.words.ops import Worker
+from everstep.protocol.cluster_messages import IncidentClosed, StateFetched
+from everstep.protocol.facts import Fact
+from everstep.protocol.incidents import Evidence, Incident, IncidentLog, Remedy, TaskIncidents, Verdict
+from everstep.protocol.moment import Moment
+from everstep.protocol.ops import Worker
 
 
 class Incidents:

@@ -14,11 +14,11 @@ from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER, Fetched, KeptState, Task
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.moment import Moment
-from everstep.core.words.node_reports import FailedRead
-from everstep.core.words.ops import Worker
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.moment import Moment
+from everstep.protocol.node_reports import FailedRead
+from everstep.protocol.ops import Worker
 
 KEPT_MOVES = 8  # of a task, for the planner and for the page
 MOST_ATTEMPTS = 3  # to load a state of which a worker could not read a part, each with all holders asked

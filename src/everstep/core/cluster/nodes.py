@@ -20,10 +20,10 @@ from everstep.core.cluster.tasks import Tasks
 from everstep.core.cluster.training import Training
 from everstep.core.faults import remedies
 from everstep.core.faults.severity import ErrorKind, known
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.moment import Moment
-from everstep.core.words.ops import Worker
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.moment import Moment
+from everstep.protocol.ops import Worker
 
 BY_OPERATOR = "drained by an operator"
 LEAVE_EARLY_S = 30.0  # before a node that was announced to leave its workers go; half of a shorter notice

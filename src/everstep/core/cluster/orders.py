@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from everstep.core.cluster.node import Node
-from everstep.core.words.cluster_messages import ClusterAction, Dispatch, Order
-from everstep.core.words.moment import Moment
+from everstep.protocol.cluster_messages import ClusterAction, Dispatch, Order
+from everstep.protocol.moment import Moment
 
 Actions = list[ClusterAction]
 

@@ -16,7 +16,7 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER
-from everstep.core.words.incidents import IncidentLog
+from everstep.protocol.incidents import IncidentLog
 
 MOST_TASKS_OVER = 200
 MOST_NODES_GONE = 500

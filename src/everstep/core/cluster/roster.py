@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeLiveness, NodeState
 from everstep.core.cluster.task import OVER, Seat, Task
-from everstep.core.words.ops import Worker
+from everstep.protocol.ops import Worker
 
 
 class Roster:

@@ -21,9 +21,9 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER, Task
 from everstep.core.task.states import Assembling, Gathering, Member, Started, Starting
-from everstep.core.words.cluster_messages import Patience
-from everstep.core.words.facts import usual_sender
-from everstep.core.words.ops import Worker
+from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.facts import usual_sender
+from everstep.protocol.ops import Worker
 
 
 def why_given_up(roster: Roster, node: Node, patience: Patience, now: float) -> str:

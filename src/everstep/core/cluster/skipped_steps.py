@@ -12,8 +12,8 @@ from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Task
 from everstep.core.faults.severity import ErrorKind, known
-from everstep.core.words.actions import RecordStep
-from everstep.core.words.moment import Moment
+from everstep.protocol.actions import RecordStep
+from everstep.protocol.moment import Moment
 
 MOST_IN_A_ROW = 10
 NOT_FINITE = "its steps are skipped"  # what an incident says

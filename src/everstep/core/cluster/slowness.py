@@ -19,12 +19,12 @@ from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import Task
 from everstep.core.faults.remedies import Effect, Situation, choose, name_of
 from everstep.core.faults.severity import ErrorKind, known
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.facts import PacesSeen
-from everstep.core.words.incidents import Incident, IncidentLog
-from everstep.core.words.moment import Moment
-from everstep.core.words.ops import Kind, Worker
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.facts import PacesSeen
+from everstep.protocol.incidents import Incident, IncidentLog
+from everstep.protocol.moment import Moment
+from everstep.protocol.ops import Kind, Worker
 
 SLOW = "is slow"
 

@@ -16,10 +16,10 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.task import Task
 from everstep.core.cluster.tasks import PlannerQuestion
 from everstep.core.task.recovery import Recovery
-from everstep.core.words.cluster_messages import Patience
-from everstep.core.words.codec import decode, encode
-from everstep.core.words.incidents import ForgottenIncidents, Incident
 from everstep.errors import UserError
+from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.codec import decode, encode
+from everstep.protocol.incidents import ForgottenIncidents, Incident
 
 FORMAT = 3  # of a snapshot: another one is refused, not guessed at
 

@@ -6,10 +6,10 @@ from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.training import Training
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.moment import Moment
-from everstep.core.words.ops import Worker
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.moment import Moment
+from everstep.protocol.ops import Worker
 
 
 class Staffing:

@@ -10,11 +10,11 @@ from typing import Any
 from everstep.core.cluster.wishes import WishedShape
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Lived
-from everstep.core.words.actions import ComputePlan, StartWorker
-from everstep.core.words.cluster_messages import OpOverdue, TaskSubmitted
-from everstep.core.words.lifecycle import move
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
+from everstep.protocol.actions import ComputePlan, StartWorker
+from everstep.protocol.cluster_messages import OpOverdue, TaskSubmitted
+from everstep.protocol.lifecycle import move
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 
 
 class TaskState(StrEnum):

@@ -25,10 +25,10 @@ from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import OVER, Bounds, Ending, NextShape, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.cluster.wishes import WishedShape, circumstances
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.incidents import Incident
-from everstep.core.words.moment import Moment
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.incidents import Incident
+from everstep.protocol.moment import Moment
 
 WANTS_WORKERS = frozenset({TaskState.WAITING, TaskState.SEARCHING, TaskState.RUNNING})
 

@@ -20,12 +20,12 @@ from everstep.core.cluster.slowness import Slowness
 from everstep.core.cluster.task import Ending, Task, TaskState
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import RecoveryPolicy
-from everstep.core.words import actions as act
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.moment import Moment
-from everstep.core.words.ops import Worker
 from everstep.errors import InternalError
+from everstep.protocol import actions as act
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.moment import Moment
+from everstep.protocol.ops import Worker
 
 WorkerWords = act.InterruptWorkers | act.ResumeStep | act.CopyState | act.StopFeeding
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
-from everstep.core.words.shape import Shape
+from everstep.protocol.shape import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from everstep.core.words.agent_messages import SAVING
-from everstep.core.words.cluster_messages import OpOverdue, WorkerMoved
-from everstep.core.words.ops import Worker
+from everstep.protocol.agent_messages import SAVING
+from everstep.protocol.cluster_messages import OpOverdue, WorkerMoved
+from everstep.protocol.ops import Worker
 
 # ------------------------------------------------------------------ heartbeats
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from everstep.core.task.groups import Groups
 from everstep.core.task.places import Places
 from everstep.core.task.states import Assembling, Restoring
-from everstep.core.words.actions import ComputePlan
+from everstep.protocol.actions import ComputePlan
 
 
 @dataclass(slots=True, kw_only=True)

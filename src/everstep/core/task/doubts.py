@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from everstep.core.words.ops import Kind, Worker
-from everstep.core.words.worker_messages import Ledger
+from everstep.protocol.ops import Kind, Worker
+from everstep.protocol.worker_messages import Ledger
 
 
 def unreported(dead: Iterable[Worker], ledgers: Mapping[Worker, Ledger]) -> int | None:

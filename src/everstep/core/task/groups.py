@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from everstep.core.task import ownership
 from everstep.core.task.ownership import Holders, without_dead
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
-from everstep.core.words.worker_messages import Ledger, Members
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
+from everstep.protocol.worker_messages import Ledger, Members
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from everstep.core.words.actions import BrokenStep
-from everstep.core.words.ops import Kind, Microbatch, Worker
-from everstep.core.words.shape import Shape
-from everstep.core.words.worker_messages import Ledger, Parcel, ParcelKind, Place
 from everstep.errors import InternalError
+from everstep.protocol.actions import BrokenStep
+from everstep.protocol.ops import Kind, Microbatch, Worker
+from everstep.protocol.shape import Shape
+from everstep.protocol.worker_messages import Ledger, Parcel, ParcelKind, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

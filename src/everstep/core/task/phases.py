@@ -31,11 +31,11 @@ from everstep.core.task.states import (
     Running,
 )
 from everstep.core.task.step_book import StepBook
-from everstep.core.words.actions import Action, ComputePlan, FailTask, InterruptWorkers
-from everstep.core.words.events import LedgerReported, PlanComputed
-from everstep.core.words.incidents import TaskIncidents
-from everstep.core.words.lifecycle import become
-from everstep.core.words.ops import Worker
+from everstep.protocol.actions import Action, ComputePlan, FailTask, InterruptWorkers
+from everstep.protocol.events import LedgerReported, PlanComputed
+from everstep.protocol.incidents import TaskIncidents
+from everstep.protocol.lifecycle import become
+from everstep.protocol.ops import Worker
 
 
 class Phases:

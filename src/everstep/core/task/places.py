@@ -23,10 +23,10 @@ from everstep.core.task.states import (
     Started,
     Starting,
 )
-from everstep.core.words.actions import Action, CopyState, StartWorker
-from everstep.core.words.lifecycle import become
-from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import Ledger
+from everstep.protocol.actions import Action, CopyState, StartWorker
+from everstep.protocol.lifecycle import become
+from everstep.protocol.ops import Worker
+from everstep.protocol.worker_messages import Ledger
 
 
 @dataclass(slots=True, kw_only=True)

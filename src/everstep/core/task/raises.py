@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from everstep.core.words.events import WorkerRaised
-from everstep.core.words.ops import Worker
+from everstep.protocol.events import WorkerRaised
+from everstep.protocol.ops import Worker
 
 _KEPT = 100  # the most recent ones
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")

@@ -45,14 +45,14 @@ from everstep.core.task.states import (
     Starting,
 )
 from everstep.core.task.step_book import StepBook
-from everstep.core.words import actions as act
-from everstep.core.words import events as ev
-from everstep.core.words.actions import Action
-from everstep.core.words.codec import decode, encode
-from everstep.core.words.incidents import Incident, IncidentLog, TaskIncidents
-from everstep.core.words.ops import Worker
-from everstep.core.words.shape import Shape
-from everstep.core.words.worker_messages import Members
+from everstep.protocol import actions as act
+from everstep.protocol import events as ev
+from everstep.protocol.actions import Action
+from everstep.protocol.codec import decode, encode
+from everstep.protocol.incidents import Incident, IncidentLog, TaskIncidents
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
+from everstep.protocol.worker_messages import Members
 
 
 class Recovery:

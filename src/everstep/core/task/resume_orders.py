@@ -9,10 +9,10 @@ from everstep.core.task.owed import Owed
 from everstep.core.task.places import Places
 from everstep.core.task.states import Planning, Restoring
 from everstep.core.task.step_book import StepBook
-from everstep.core.words.actions import Action, ResumeStep
-from everstep.core.words.events import PlanComputed
-from everstep.core.words.ops import Kind, Op, Worker
-from everstep.core.words.worker_messages import Ledger, Resume
+from everstep.protocol.actions import Action, ResumeStep
+from everstep.protocol.events import PlanComputed
+from everstep.protocol.ops import Kind, Op, Worker
+from everstep.protocol.worker_messages import Ledger, Resume
 
 
 def restore_orders(

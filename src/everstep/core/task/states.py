@@ -8,7 +8,7 @@ A *phase* is what the task as a whole does:
 
     Assembling ──► Restoring ──► Running ──► Gathering ──► Planning ──► Running
 
-Each state carries its own data. The two tables list every transition that is allowed; `core.words.lifecycle`
+Each state carries its own data. The two tables list every transition that is allowed; `protocol.lifecycle`
 checks each one.
 """
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.core.task.owed import Owed
-from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import Ledger
+from everstep.protocol.ops import Worker
+from everstep.protocol.worker_messages import Ledger
 
 # ------------------------------------------------------------------ a place
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from everstep.core.words.actions import RecordStep
-from everstep.core.words.events import StepSealed
-from everstep.core.words.shape import Shape
+from everstep.protocol.actions import RecordStep
+from everstep.protocol.events import StepSealed
+from everstep.protocol.shape import Shape
 
 _KEPT_SHARES = 4  # steps
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from everstep.core.words.worker_messages import ParcelKind, TellSealed
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState, SumState
+from everstep.protocol.worker_messages import ParcelKind, TellSealed
 
 _KEPT = 4  # steps, for other stages
 _KEPT_FOR_RECORD = 512  # for the coordinator

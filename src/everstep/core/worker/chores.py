@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from everstep.core.words.worker_messages import SaveCheckpoint, StoreCopy, WorkItem
 from everstep.core.worker.chunks import Chunks
 from everstep.core.worker.joining import Feeder
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.open_steps import OpenSteps
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState
+from everstep.protocol.worker_messages import SaveCheckpoint, StoreCopy, WorkItem
 
 
 def next_chore(

@@ -10,8 +10,11 @@ is a step ahead: then it has no update to make in the step it is in.
 
 from __future__ import annotations
 
-from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import (
+from everstep.core.worker.mailbox import Mailbox
+from everstep.core.worker.rules import TaskRules
+from everstep.core.worker.step_state import StepState, UpdateState
+from everstep.protocol.ops import Worker
+from everstep.protocol.worker_messages import (
     AdoptWeights,
     LoadFill,
     Parcel,
@@ -24,9 +27,6 @@ from everstep.core.words.worker_messages import (
     Wait,
     WorkItem,
 )
-from everstep.core.worker.mailbox import Mailbox
-from everstep.core.worker.rules import TaskRules
-from everstep.core.worker.step_state import StepState, UpdateState
 
 
 class Chunks:

@@ -11,11 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from everstep.core.words import events as ev
-from everstep.core.words import worker_messages as wrk
-from everstep.core.words.actions import CopyState, InterruptWorkers, ResumeStep, StopFeeding
-from everstep.core.words.agent_messages import EndWorker, OrderTaken, WorkerReport
-from everstep.core.words.cluster_messages import (
+from everstep.core.worker.mending import LinkMending, MendLimits
+from everstep.core.worker.worker_state import WorkerState
+from everstep.protocol import events as ev
+from everstep.protocol import worker_messages as wrk
+from everstep.protocol.actions import CopyState, InterruptWorkers, ResumeStep, StopFeeding
+from everstep.protocol.agent_messages import EndWorker, OrderTaken, WorkerReport
+from everstep.protocol.cluster_messages import (
     LinkMended,
     MemoryAddress,
     NotifyWorker,
@@ -23,11 +25,9 @@ from everstep.core.words.cluster_messages import (
     TaskEvent,
     TimePassed,
 )
-from everstep.core.words.links import LinkBroke, LinkOpened, PeerAddress
-from everstep.core.words.ops import Worker
-from everstep.core.words.text import MOST_TRACEBACK, clipped
-from everstep.core.worker.mending import LinkMending, MendLimits
-from everstep.core.worker.worker_state import WorkerState
+from everstep.protocol.links import LinkBroke, LinkOpened, PeerAddress
+from everstep.protocol.ops import Worker
+from everstep.protocol.text import MOST_TRACEBACK, clipped
 
 ControlEvent = NotifyWorker | EndWorker | LinkBroke | LinkOpened | TimePassed
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from everstep.core.words.cluster_messages import MemoryAddress
-from everstep.core.words.node_reports import FailedRead
-from everstep.core.words.text import clipped
 from everstep.core.worker.control import StateDirections
+from everstep.protocol.cluster_messages import MemoryAddress
+from everstep.protocol.node_reports import FailedRead
+from everstep.protocol.text import clipped
 
 Holder = tuple[MemoryAddress, Any]  # whose memory, part
 MOST_FAILED_READS = 64  # that are reported

@@ -17,8 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from everstep.core.words.lifecycle import move
-from everstep.core.words.worker_messages import (
+from everstep.core.worker.mailbox import Mailbox
+from everstep.core.worker.step_state import StepState
+from everstep.protocol.lifecycle import move
+from everstep.protocol.worker_messages import (
     ApplyFeed,
     Parcel,
     ParcelKind,
@@ -30,8 +32,6 @@ from everstep.core.words.worker_messages import (
     Wait,
     WorkItem,
 )
-from everstep.core.worker.mailbox import Mailbox
-from everstep.core.worker.step_state import StepState
 
 
 class WorkerLife(StrEnum):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from everstep.core.words.ops import Microbatch, Worker
-from everstep.core.words.worker_messages import Command, Forget, Parcel, ParcelKind, Resume, Send
+from everstep.protocol.ops import Microbatch, Worker
+from everstep.protocol.worker_messages import Command, Forget, Parcel, ParcelKind, Resume, Send
 
 
 class Mailbox:

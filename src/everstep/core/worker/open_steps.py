@@ -5,8 +5,11 @@ Walks the op list of the current step: which op is next, which parcel it needs, 
 
 from __future__ import annotations
 
-from everstep.core.words.ops import Kind, Op
-from everstep.core.words.worker_messages import (
+from everstep.core.worker.mailbox import Mailbox
+from everstep.core.worker.rules import TaskRules
+from everstep.core.worker.step_state import StepState, SumState
+from everstep.protocol.ops import Kind, Op
+from everstep.protocol.worker_messages import (
     Compute,
     DropStashes,
     Parcel,
@@ -15,9 +18,6 @@ from everstep.core.words.worker_messages import (
     Wait,
     WorkItem,
 )
-from everstep.core.worker.mailbox import Mailbox
-from everstep.core.worker.rules import TaskRules
-from everstep.core.worker.step_state import StepState, SumState
 
 
 class OpenSteps:

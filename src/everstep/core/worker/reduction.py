@@ -24,8 +24,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from everstep.core.words.ops import Microbatch, Worker
-from everstep.core.words.worker_messages import (
+from everstep.core.worker.chunks import Chunks
+from everstep.core.worker.mailbox import Mailbox
+from everstep.core.worker.rules import TaskRules
+from everstep.core.worker.step_state import StepState, SumState
+from everstep.errors import InternalError
+from everstep.protocol.ops import Microbatch, Worker
+from everstep.protocol.worker_messages import (
     AssembleSum,
     Contribute,
     Parcel,
@@ -37,11 +42,6 @@ from everstep.core.words.worker_messages import (
     Wait,
     WorkItem,
 )
-from everstep.core.worker.chunks import Chunks
-from everstep.core.worker.mailbox import Mailbox
-from everstep.core.worker.rules import TaskRules
-from everstep.core.worker.step_state import StepState, SumState
-from everstep.errors import InternalError
 
 
 class Reduction:

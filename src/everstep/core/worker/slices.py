@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from everstep.core.words import shard_messages as sh
-from everstep.core.words.worker_messages import Parcel, ParcelKind, StateTransfer
 from everstep.core.worker.joining import FrameUse
+from everstep.protocol import shard_messages as sh
+from everstep.protocol.worker_messages import Parcel, ParcelKind, StateTransfer
 
 SMALL = frozenset({ParcelKind.HELD, ParcelKind.NEWS})  # without tensors: only leaders send them
 

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from everstep.core.words.lifecycle import move
-from everstep.core.words.ops import Kind, Microbatch, Op
-from everstep.core.words.worker_messages import Part
+from everstep.protocol.lifecycle import move
+from everstep.protocol.ops import Kind, Microbatch, Op
+from everstep.protocol.worker_messages import Part
 
 
 class SumState(StrEnum):

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 import math
 
-from everstep.core.words.worker_messages import (
+from everstep.core.worker.announcements import Announcements
+from everstep.core.worker.mailbox import Mailbox
+from everstep.core.worker.open_steps import OpenSteps
+from everstep.core.worker.reduction import Reduction
+from everstep.core.worker.rules import TaskRules
+from everstep.core.worker.step_state import SealState, StepState, SumState, UpdateState
+from everstep.protocol.worker_messages import (
     AdoptWeights,
     CombineTied,
     ParcelKind,
@@ -19,12 +25,6 @@ from everstep.core.words.worker_messages import (
     Wait,
     WorkItem,
 )
-from everstep.core.worker.announcements import Announcements
-from everstep.core.worker.mailbox import Mailbox
-from everstep.core.worker.open_steps import OpenSteps
-from everstep.core.worker.reduction import Reduction
-from everstep.core.worker.rules import TaskRules
-from everstep.core.worker.step_state import SealState, StepState, SumState, UpdateState
 
 
 class Updates:

@@ -21,8 +21,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep.core.words.ops import Kind, Worker
-from everstep.core.words.worker_messages import (
+from everstep.core.worker.announcements import Announcements
+from everstep.core.worker.chores import next_chore
+from everstep.core.worker.chunks import Chunks
+from everstep.core.worker.joining import Feeder, FrameUse, Joiner, WorkerLife
+from everstep.core.worker.mailbox import Mailbox
+from everstep.core.worker.open_steps import OpenSteps
+from everstep.core.worker.reduction import Reduction
+from everstep.core.worker.rules import TaskRules
+from everstep.core.worker.step_state import StepState, SumState, UpdateState
+from everstep.core.worker.updates import Updates
+from everstep.errors import InternalError
+from everstep.protocol.ops import Kind, Worker
+from everstep.protocol.worker_messages import (
     AdoptWeights,
     ApplyFeed,
     AssembleSum,
@@ -51,17 +62,6 @@ from everstep.core.words.worker_messages import (
     Wait,
     WorkItem,
 )
-from everstep.core.worker.announcements import Announcements
-from everstep.core.worker.chores import next_chore
-from everstep.core.worker.chunks import Chunks
-from everstep.core.worker.joining import Feeder, FrameUse, Joiner, WorkerLife
-from everstep.core.worker.mailbox import Mailbox
-from everstep.core.worker.open_steps import OpenSteps
-from everstep.core.worker.reduction import Reduction
-from everstep.core.worker.rules import TaskRules
-from everstep.core.worker.step_state import StepState, SumState, UpdateState
-from everstep.core.worker.updates import Updates
-from everstep.errors import InternalError
 
 
 class WorkerState:

@@ -29,9 +29,9 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map_only
 
-from everstep.engine import device as devices
 from everstep.engine.datasets.data import Dataset
 from everstep.errors import EverstepError, UserError
+from everstep.net import host_memory
 
 AHEAD = 2  # batches, where nothing else is said
 _SHOW_AFTER_S = 0.02
@@ -84,7 +84,7 @@ class Loader:
         batch = self._data.batch(step, microbatch)
         if self.device.type == "cpu":
             return batch
-        return tree_map_only(torch.Tensor, partial(devices.pinned, device=self.device), batch)
+        return tree_map_only(torch.Tensor, partial(host_memory.pinned, device=self.device), batch)
 
     def _wait(self, future: Future[Any], step: int, microbatch: int) -> Any:
         began, said_s, within_s = time.monotonic(), 0.0, _SHOW_AFTER_S

@@ -22,7 +22,7 @@ from everstep.engine.layers.boundary import Value, described
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.engine.job import Job
+    from everstep.job.job import Job
 
 Collate = Callable[[list[Any]], Any]
 _FILL = {"labels": -100}  # what a short row is filled up with; 0 elsewhere

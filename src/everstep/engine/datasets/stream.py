@@ -26,7 +26,7 @@ from everstep.engine.layers.boundary import Value
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.engine.job import Job
+    from everstep.job.job import Job
 
 MOST_BYTES = 8 << 30
 _POLL_S, _SLOWEST_POLL_S = 0.001, 0.02

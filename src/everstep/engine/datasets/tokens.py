@@ -20,7 +20,7 @@ from everstep.engine.datasets.order import Order
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.engine.job import Job
+    from everstep.job.job import Job
 
 TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _LLM_C_MAGIC, _LLM_C_HEADER = 20240520, 1024  # llm.c's .bin: 256 int32, then uint16 tokens

@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from everstep.engine.presets import closest
 from everstep.errors import UserError
+from everstep.job.presets import closest
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

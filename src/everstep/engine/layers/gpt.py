@@ -20,9 +20,9 @@ from everstep.engine.layers.linear import of_one_input
 from everstep.engine.layers.model import Model, ModelAssembly
 from everstep.engine.layers.regions import region
 from everstep.engine.layers.residual import branched
-from everstep.engine.presets import GptShape
-from everstep.engine.presets import shape as named_shape
 from everstep.errors import UserError
+from everstep.job.presets import GptShape
+from everstep.job.presets import shape as named_shape
 
 SHARD_PLAN = {
     "embed.tokens": "vocab",

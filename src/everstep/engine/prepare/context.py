@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from everstep.engine.job import Job
     from everstep.engine.prepare.program import Program
+    from everstep.job.job import Job
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from everstep.engine.job import Job
 from everstep.engine.layers import attention_library
 from everstep.engine.layers.boundary import Value, mapped, tensors_in
 from everstep.engine.layers.linear import Queue, take_over
@@ -28,6 +27,7 @@ from everstep.engine.layers.model import (
     slots,
 )
 from everstep.engine.stage.stage import DTYPES
+from everstep.job.job import Job
 from everstep.schedule.footprint import ADAM, Settings, StageFigures
 
 Storages = dict[int, int]  # by identity, their bytes

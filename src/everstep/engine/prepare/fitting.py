@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
-from everstep.engine.job import Job
 from everstep.engine.layers.boundary import Value
 from everstep.engine.layers.model import Model, partition, slots
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.prepare.figures import LayerFigures, layer_figures, settings_of, stage_figures
 from everstep.engine.stage.stage import Stage
 from everstep.errors import UserError
+from everstep.job.job import Job
 from everstep.schedule import footprint
 from everstep.schedule.footprint import Item, StageFigures
 

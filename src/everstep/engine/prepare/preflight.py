@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from everstep.engine import device
 from everstep.engine.datasets.data import Dataset, split
-from everstep.engine.job import Job
 from everstep.engine.layers.boundary import Value, advice, described, mapped, take_apart, tensors_in
 from everstep.engine.layers.linear import largest_in_one, share_in_two
 from everstep.engine.layers.model import (
@@ -41,12 +40,13 @@ from everstep.engine.prepare.resolve import (
     schedule_of,
     tried_optimizer,
 )
-from everstep.engine.presets import refuse_shards
 from everstep.engine.stage.stage import DTYPES
 from everstep.engine.state.optimizer import OptimizerFactory
 from everstep.engine.state.schedules import Rate
 from everstep.engine.state.sharded import refuse_unless_elementwise, tied_refused
 from everstep.errors import UserError
+from everstep.job.job import Job
+from everstep.job.presets import refuse_shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

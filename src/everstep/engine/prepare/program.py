@@ -10,7 +10,6 @@ import torch
 from everstep.core.worker.rules import TaskRules
 from everstep.engine import device as devices
 from everstep.engine.datasets.data import Dataset
-from everstep.engine.job import Job
 from everstep.engine.layers.model import Model, partition, slots
 from everstep.engine.prepare.resolve import data_of, evaluation_of, model_of, optimizer_of, schedule_of
 from everstep.engine.shards.collectives import Collectives
@@ -22,6 +21,7 @@ from everstep.engine.state.schedules import Rate
 from everstep.engine.state.sharded import ShardedUpdater, tied_refused
 from everstep.engine.sums.sums import Empty
 from everstep.errors import UserError
+from everstep.job.job import Job
 
 AnyUpdater = Updater | ShardedUpdater
 

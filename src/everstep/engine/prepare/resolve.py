@@ -19,13 +19,13 @@ from torch import nn
 from everstep.engine.datasets.data import Dataset, Synthetic, TokenFile, of_job
 from everstep.engine.datasets.table import table
 from everstep.engine.datasets.tokens import tokens
-from everstep.engine.job import Job
 from everstep.engine.layers.model import Model, in_short, slots
-from everstep.engine.presets import MODELS, SMALLEST, closest
 from everstep.engine.stage.evaluation import Evaluation, Metric
 from everstep.engine.state.optimizer import Named, OptimizerFactory, adamw, torch_optimizer
 from everstep.engine.state.schedules import Rate, rate_of
 from everstep.errors import UserError
+from everstep.job.job import Job
+from everstep.job.presets import MODELS, SMALLEST, closest
 
 
 def resolve(name: str, where: str, base: str | Path = ".") -> Callable[..., Any]:

@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from everstep.engine import device as devices
 from everstep.engine.layers.boundary import Boundary, Gradients
 from everstep.engine.shards.collectives import Collectives
+from everstep.net import host_memory
 
 
 def sliced(value: Boundary | Gradients, shards: Collectives | None) -> Boundary | Gradients:
@@ -42,6 +42,6 @@ def together(
     made: list[Tensor] = []
     for tensor, shape in zip(value.tensors, value.shapes, strict=True):
         if shape is not None:
-            tensor = torch.cat(shards.gather(devices.to_device(tensor, device))).view(shape)
+            tensor = torch.cat(shards.gather(host_memory.to_device(tensor, device))).view(shape)
         made.append(tensor)
     return replace(value, tensors=tuple(made), shapes=())

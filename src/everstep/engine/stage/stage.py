@@ -47,6 +47,7 @@ from everstep.engine.sums.grids import Limits
 from everstep.engine.sums.sum_units import Accumulate
 from everstep.engine.sums.sums import Empty, GradientSums
 from everstep.errors import InternalError
+from everstep.net import host_memory
 
 Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -243,7 +244,7 @@ class Stage:
         elif given is None:
             pass  # the closing step
         elif given.tensors:
-            grads = [devices.to_device(grad, self.device) for grad in given.tensors]
+            grads = [host_memory.to_device(grad, self.device) for grad in given.tensors]
             torch.autograd.backward([stash.outputs[i] for i in given.of], grads)
             if self.recordings is not None:
                 self.recordings.of = given.of
@@ -265,7 +266,7 @@ class Stage:
     def _input_grad_recorded(
         self, stash: Stash, ops: RecordedOps, given: Gradients | None, weight: float
     ) -> Gradients | None:
-        grads = [devices.to_device(grad, self.device) for grad in given.tensors] if given else []
+        grads = [host_memory.to_device(grad, self.device) for grad in given.tensors] if given else []
         found = ops.run_backward(grads, given.of if given else ())
         stash.queue, stash.others, stash.outputs = ops.queue, ops.others, None
         return None if self.is_first else Gradients(tuple(found.values()), tuple(found), weight)
@@ -355,7 +356,7 @@ class Stage:
         """A batch as the first layer gets it: on the device, numbers in the precision of the layers."""
 
         def fed(tensor: Tensor) -> Tensor:
-            tensor = devices.to_device(tensor.detach(), self.device)
+            tensor = host_memory.to_device(tensor.detach(), self.device)
             return tensor.to(DTYPES[self.precision]) if tensor.is_floating_point() else tensor
 
         return mapped(fed, inputs)
@@ -364,7 +365,7 @@ class Stage:
         """What the stage before has sent, and those of its tensors that want a gradient."""
         if given is None:
             raise InternalError("a stage that is not the first was given no boundary tensor.")
-        tensors = [devices.to_device(tensor.detach(), self.device) for tensor in given.tensors]
+        tensors = [host_memory.to_device(tensor.detach(), self.device) for tensor in given.tensors]
         wanted = {index: tensors[index].requires_grad_() for index in given.graded}
         return wanted, put_together(given.tree, tensors)
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everstep.engine import device as devices
 from everstep.engine.datasets.data import uneven
 from everstep.engine.layers.boundary import Value, mapped, tensors_in
 from everstep.engine.layers.model import Loss, Model, cross_entropy, token_loss
@@ -16,6 +15,7 @@ from everstep.engine.shards import loss as sharded
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.shards.layers import gathered
 from everstep.errors import UserError
+from everstep.net import host_memory
 
 _OF_PARTS = ((cross_entropy, sharded.cross_entropy), (token_loss, sharded.token_loss))
 
@@ -64,7 +64,7 @@ class StageLoss:
 
     def there(self, targets: Value) -> Any:
         """On the device."""
-        return mapped(lambda tensor: devices.to_device(tensor, self._device), targets)
+        return mapped(lambda tensor: host_memory.to_device(tensor, self._device), targets)
 
 
 def _in_fp32(output: Value) -> Value:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everstep.core.words.worker_messages import AssembleSum, Parcel, SumChunk
-from everstep.engine import device as devices
 from everstep.engine.stage.counted import counted, squares_of
 from everstep.engine.stage.stage import Stage
 from everstep.engine.sums.sum_parts import SumPart, peaks_of
+from everstep.net import host_memory
+from everstep.protocol.worker_messages import AssembleSum, Parcel, SumChunk
 from everstep.schedule.footprint import CHUNK
 
 Received = Mapping[Parcel, tuple[tuple[Tensor, ...], Any]]
@@ -79,6 +79,6 @@ class ChunkSums:
         rest = iter(tensors)
         parts = []
         for count, promoted in facts:
-            own = tuple(devices.to_device(next(rest), stage.device) for _ in range(count))
+            own = tuple(host_memory.to_device(next(rest), stage.device) for _ in range(count))
             parts.append(SumPart(own, peaks, [(int(slot), int(level)) for slot, level in promoted]))
         return parts, list(peaks)

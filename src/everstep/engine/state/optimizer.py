@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from everstep.engine.layers.model import Slot
-from everstep.engine.presets import closest
 from everstep.engine.stage.counted import counted, counts, squares_of
 from everstep.engine.stage.stage import Stage
 from everstep.errors import UserError
+from everstep.job.presets import closest
 from everstep.schedule.footprint import BUCKET
 
 Named = list[tuple[str, nn.Parameter]]

@@ -14,9 +14,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from everstep.engine import device as devices
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums import kernels
+from everstep.net import host_memory
 
 
 class DeviceSums:
@@ -31,7 +31,7 @@ class DeviceSums:
     def begin(self, units: Sequence[int]) -> None:
         """The exponents of the units, by slot."""
         offsets = torch.tensor([kernels.OFFSET * 2.0**unit for unit in units], dtype=torch.float64)
-        self._offsets = devices.to_device(offsets, self._device)
+        self._offsets = host_memory.to_device(offsets, self._device)
         self._units = [2.0**unit for unit in units]
         self._peaks = torch.zeros(len(units), dtype=torch.int32, device=self._device)
         self._untouched = {index for index, slot in enumerate(self._slots) if slot.size}
@@ -63,7 +63,7 @@ class DeviceSums:
             self._tables = self._make_tables()
         blocks = range(bisect_right(self._starts, stretch.start) - 1, bisect_left(self._starts, stretch.stop))
         scales = torch.tensor([*self._units, reciprocal(weight)], dtype=torch.float64)
-        there = devices.to_device(scales, self._device)
+        there = host_memory.to_device(scales, self._device)
         kernels.mean_of(out, parts, self._tables, there, blocks, stretch, origin)
 
     def _make_tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -76,7 +76,7 @@ class DeviceSums:
         tables = (slots, self._starts, ends, self._rooms)
         kinds = (torch.int32, torch.int64, torch.int64, torch.int64)
         a, b, c, d = (
-            devices.to_device(torch.tensor(table, dtype=kind), self._device)
+            host_memory.to_device(torch.tensor(table, dtype=kind), self._device)
             for table, kind in zip(tables, kinds, strict=True)
         )
         return a, b, c, d

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everstep.engine import device as devices
+from everstep.net import host_memory
 
 OFFSET = 1.5 * 2.0**52  # where an fp64's last bit is 1: added to x / unit, it rounds
 BLOCK = 2048  # elements
@@ -137,7 +137,7 @@ def mean_of(
     _, _, mean, kinds = _compiled()
     first, *others = parts
     places = torch.tensor([other.data_ptr() for other in others] or [0], dtype=torch.int64)
-    there = devices.to_device(places, out.device)
+    there = host_memory.to_device(places, out.device)
     counts = blocks.start, stretch.start, stretch.stop, origin, len(others), scales.numel() - 1
     if len(blocks):
         kind = kinds[first.dtype]

@@ -24,12 +24,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from everstep.engine import device as devices
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels
 from everstep.engine.sums.device_sums import DeviceSums
 from everstep.engine.sums.sum_parts import SumPart
 from everstep.engine.sums.sum_units import Accumulate, Addition, units_of
+from everstep.net import host_memory
 from everstep.schedule.footprint import CHUNK
 
 Product = Callable[[], Tensor]  # makes a contribution; the same bits whenever it is called
@@ -184,7 +184,7 @@ class GradientSums:
             places = list(range(len(found)))
             if self._device_sums is not None:
                 found, places = [self._device_sums.take_peaks()], [index for index, _, _ in adding]
-            peaks, ready = devices.on_its_way(torch.cat(found))
+            peaks, ready = host_memory.on_its_way(torch.cat(found))
             self._late = _Late([(index, product) for index, product, _ in adding], places, peaks, ready)
 
     def settle(self) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from everstep.core.words.ops import Worker
-from everstep.engine.job import Job
 from everstep.errors import UserError
+from everstep.job.job import Job
+from everstep.protocol.ops import Worker
 
 WHENS = ("before", "after", "during", "sending", "inside")
 LASTING = ("slow", "lag")

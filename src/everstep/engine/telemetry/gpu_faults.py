@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
-from everstep.engine.data_plane.arena import CudaMemory, cuda_runtime
 from everstep.errors import UserError
+from everstep.net.arena import CudaMemory, cuda_runtime
 
 KINDS = ("illegal", "oom", "spin")
 _SPIN_CYCLES = 2_000_000_000 * 600  # about ten minutes

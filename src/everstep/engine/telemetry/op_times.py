@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from everstep.core.words.ops import Kind
-from everstep.engine.data_plane.completions import Completions
 from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.engine.telemetry.stopwatch import ClockReading, Stopwatch
+from everstep.net.completions import Completions
+from everstep.protocol.ops import Kind
 
 Began = tuple[ClockReading, Any]  # and the device's event, where there is a device
 

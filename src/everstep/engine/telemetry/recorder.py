@@ -24,9 +24,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import Parcel, ParcelKind
 from everstep.diagnose import ring
+from everstep.protocol.ops import Worker
+from everstep.protocol.worker_messages import Parcel, ParcelKind
 
 KIND = {name: number for number, name in enumerate(ring.KINDS)}
 SEND, RECV, COMPUTE = KIND["send"], KIND["recv"], KIND["compute"]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from everstep.core.words.ops import Kind
+from everstep.protocol.ops import Kind
 
 _REPORT_AFTER_S = 0.25
 _MOST_STEPS = 16

@@ -9,16 +9,16 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
-from everstep.core.words import shard_messages as sh
-from everstep.core.words import worker_messages as msg
-from everstep.core.words.links import LinkBroke, LinkOpened
-from everstep.core.words.worker_messages import Parcel
 from everstep.core.worker.slices import SMALL, SlicesInHand
-from everstep.engine.data_plane import frames
-from everstep.engine.data_plane.transfers import ArrivingState
 from everstep.engine.worker.leader import Contents
 from everstep.engine.worker.worker_loop import WorkerLoop
 from everstep.errors import InternalError
+from everstep.net import frames
+from everstep.net.transfers import ArrivingState
+from everstep.protocol import shard_messages as sh
+from everstep.protocol import worker_messages as msg
+from everstep.protocol.links import LinkBroke, LinkOpened
+from everstep.protocol.worker_messages import Parcel
 
 FollowerItem = frames.Incoming | LinkBroke | LinkOpened | BaseException | sh.ToShard
 

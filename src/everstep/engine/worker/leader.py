@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from everstep.core.words import shard_messages as sh
-from everstep.core.words.agent_messages import WorkerReport
-from everstep.core.words.cluster_messages import PartWritten
 from everstep.core.worker.slices import SliceCount
+from everstep.protocol import shard_messages as sh
+from everstep.protocol.agent_messages import WorkerReport
+from everstep.protocol.cluster_messages import PartWritten
 
 
 @dataclass(frozen=True, slots=True)

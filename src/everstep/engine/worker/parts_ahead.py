@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from everstep.core.words.worker_messages import Parcel
-from everstep.engine.data_plane import frames
 from everstep.engine.sums.sums import GradientSums
 from everstep.errors import PeerError
+from everstep.net import frames
+from everstep.protocol.worker_messages import Parcel
 
 PIECE = {"cpu": 1 << 20, "cuda": 16 << 20}  # bytes, at least
 AHEAD = "ahead"  # among a message's facts

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from everstep.core.words import worker_messages as msg
-from everstep.core.words.ops import Kind, Worker
 from everstep.core.worker.control import WorkerControl
-from everstep.engine.data_plane.courier import Courier
-from everstep.engine.data_plane.links import Address
 from everstep.engine.stage.weight_sums import Begins, Finished
 from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.engine.telemetry.signs import WorkerSigns
 from everstep.engine.worker.step_tensors import StepTensors
+from everstep.net.courier import Courier
+from everstep.net.links import Address
+from everstep.protocol import worker_messages as msg
+from everstep.protocol.ops import Kind, Worker
 
 
 class SendingAhead:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from everstep.core.words import worker_messages as msg
 from everstep.core.worker.chunks import Chunks
 from everstep.core.worker.control import StateDirections
-from everstep.engine import device as devices
 from everstep.engine.state.sharded import ShardedUpdater
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.step_tensors import StepTensors
+from everstep.net import host_memory
+from everstep.protocol import worker_messages as msg
 
 
 class ShardedSteps:
@@ -29,7 +29,9 @@ class ShardedSteps:
     def adopt(self, task: msg.AdoptWeights) -> None:
         for parcel in task.weights:
             (weights,) = self.tensors.payloads[parcel].tensors
-            self.updater.weights_of(parcel.owner).copy_(devices.to_device(weights, self.updater.stage.device))
+            self.updater.weights_of(parcel.owner).copy_(
+                host_memory.to_device(weights, self.updater.stage.device)
+            )
 
     def load_fill(self, task: msg.LoadFill) -> None:
         payload = self.tensors.payloads[task.fill]

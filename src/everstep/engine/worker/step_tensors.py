@@ -24,18 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import (
-    AssembleSum,
-    CombineTied,
-    Parcel,
-    ParcelKind,
-    Send,
-    SumChunk,
-)
 from everstep.core.worker.buffers import Buffers
-from everstep.engine import device as devices
-from everstep.engine.data_plane import frames
 from everstep.engine.layers.boundary import Boundary, Gradients
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.chunk_sums import ChunkSums
@@ -43,6 +32,9 @@ from everstep.engine.state.optimizer import Updater
 from everstep.engine.state.sharded import ShardedUpdater
 from everstep.engine.sums.sum_parts import SumPart, owned, peaks_of, virtual_chunks
 from everstep.engine.worker.parts_ahead import ArrivingParts, PartsAhead
+from everstep.net import frames, host_memory
+from everstep.protocol.ops import Worker
+from everstep.protocol.worker_messages import AssembleSum, CombineTied, Parcel, ParcelKind, Send, SumChunk
 
 Borrowed = Callable[[Tensor], bool]  # is any of this tensor's memory queued for sending?
 
@@ -158,7 +150,7 @@ class StepTensors:
             case ParcelKind.FILL:
                 return Payload(*self.updater.fill_of(parcel.owner))
             case ParcelKind.FEED:
-                return Payload((devices.for_queue(self.stage.working),), self._peaks[parcel.step])
+                return Payload((host_memory.for_queue(self.stage.working),), self._peaks[parcel.step])
             case _:
                 return Payload(())
 
@@ -336,4 +328,4 @@ class StepTensors:
         return slice(chunks[0].start, chunks[-1].stop)
 
     def _on_device(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(devices.to_device(tensor, self.stage.device) for tensor in tensors)
+        return tuple(host_memory.to_device(tensor, self.stage.device) for tensor in tensors)

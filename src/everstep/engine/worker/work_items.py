@@ -12,17 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everstep.core.words import worker_messages as msg
-from everstep.core.words.agent_messages import SAVING
-from everstep.core.words.cluster_messages import TimesReported
-from everstep.core.words.ops import Kind, Microbatch, Worker
 from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.joining import WorkerLife
-from everstep.engine import device as devices
-from everstep.engine.data_plane.courier import Courier
-from everstep.engine.data_plane.links import Address
-from everstep.engine.data_plane.sockets import FlowProgress
-from everstep.engine.data_plane.transfers import StateSender
 from everstep.engine.datasets.loading import Loader
 from everstep.engine.layers.boundary import Boundary, Gradients
 from everstep.engine.prepare.fitting import allocated
@@ -37,6 +28,15 @@ from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.sending_ahead import SendingAhead
 from everstep.engine.worker.sharded_steps import ShardedSteps
 from everstep.engine.worker.step_tensors import StepTensors
+from everstep.net import host_memory
+from everstep.net.courier import Courier
+from everstep.net.links import Address
+from everstep.net.sockets import FlowProgress
+from everstep.net.transfers import StateSender
+from everstep.protocol import worker_messages as msg
+from everstep.protocol.agent_messages import SAVING
+from everstep.protocol.cluster_messages import TimesReported
+from everstep.protocol.ops import Kind, Microbatch, Worker
 from everstep.schedule.profile import ALLOCATED, HELD_FORWARD, HELD_WEIGHT, PEAK, ROOM
 
 # What changes the state that a joiner is being sent.
@@ -267,7 +267,7 @@ class WorkItems:
     def _apply(self, step: int, mean: Tensor, scale: float | None) -> None:
         self._touched = True
         if scale is not None:
-            self.updater.apply(step, devices.to_device(mean, self.stage.device), scale)
+            self.updater.apply(step, host_memory.to_device(mean, self.stage.device), scale)
 
     def _snapshot(self, task: msg.Snapshot) -> None:
         address = self.control.book.get(Worker(task.joiner, self.me.stage))

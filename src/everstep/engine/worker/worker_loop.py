@@ -18,21 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from everstep.core.words import shard_messages as sh
-from everstep.core.words import worker_messages as msg
-from everstep.core.words.actions import InterruptWorkers
-from everstep.core.words.agent_messages import SAVING, PlantFaults, WorkerOrder
-from everstep.core.words.cluster_messages import NotifyWorker, TimePassed
-from everstep.core.words.links import LinkBroke, LinkOpened
-from everstep.core.words.ops import Worker
-from everstep.core.words.worker_messages import ParcelKind
 from everstep.core.worker.control import KeepLinks, SendReport, ShellAction, WorkerAction, WorkerControl
 from everstep.core.worker.slices import SMALL
-from everstep.engine import device as devices
-from everstep.engine.data_plane import frames
-from everstep.engine.data_plane.courier import Courier
-from everstep.engine.data_plane.links import Address
-from everstep.engine.data_plane.transfers import ArrivingState
 from everstep.engine.datasets.loading import Loader
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater
@@ -47,6 +34,18 @@ from everstep.engine.worker.leader import Contents, FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.work_items import WorkItems
 from everstep.errors import PeerError
+from everstep.net import frames, host_memory
+from everstep.net.courier import Courier
+from everstep.net.links import Address
+from everstep.net.transfers import ArrivingState
+from everstep.protocol import shard_messages as sh
+from everstep.protocol import worker_messages as msg
+from everstep.protocol.actions import InterruptWorkers
+from everstep.protocol.agent_messages import SAVING, PlantFaults, WorkerOrder
+from everstep.protocol.cluster_messages import NotifyWorker, TimePassed
+from everstep.protocol.links import LinkBroke, LinkOpened
+from everstep.protocol.ops import Worker
+from everstep.protocol.worker_messages import ParcelKind
 
 # the last: the links failed
 InboxItem = frames.Incoming | WorkerOrder | LinkBroke | LinkOpened | FollowerSays | BaseException
@@ -288,7 +287,7 @@ class WorkerLoop:
             return
         lag_s = self.signs.lag_s(parcel.step, command.stage)
         if lag_s:  # the timer's own copy: not borrowed yet
-            copies = tuple(devices.to_host(tensor).clone() for tensor in tensors)
+            copies = tuple(host_memory.to_host(tensor).clone() for tensor in tensors)
             late = threading.Timer(lag_s, self.links.send, (address, parcel.what, parcel, facts, *copies))
             late.daemon = True
             late.start()

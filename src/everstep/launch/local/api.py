@@ -18,9 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.core.words.cluster_messages import Patience
 from everstep.engine.datasets.data import Dataset, dataset_of, of_job
-from everstep.engine.job import Job
 from everstep.engine.layers.model import Loss
 from everstep.engine.prepare import context
 from everstep.engine.prepare.preflight import batch_of, preflight
@@ -31,6 +29,7 @@ from everstep.engine.state.optimizer import OptimizerFactory
 from everstep.engine.state.schedules import Rate
 from everstep.engine.telemetry.faults import PlantedFault, check_fault, parse_fault
 from everstep.errors import EverstepError, UserError
+from everstep.job.job import Job
 from everstep.launch.local import callbacks as callbacks_module
 from everstep.launch.local import fork_servers
 from everstep.launch.local.arguments import (
@@ -52,6 +51,7 @@ from everstep.launch.local.report import document
 from everstep.launch.local.resuming import refuse_another_model
 from everstep.launch.local.run import LocalTask, Watcher
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.cluster_messages import Patience
 
 Batch = Callable[[int, int], Any]
 USUAL_STEPS = 100  # if neither steps nor epochs are given

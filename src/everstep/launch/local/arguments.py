@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from everstep.engine.job import Job, OptimizerSpec
 from everstep.engine.layers.model import Factory, Loss, Model
-from everstep.engine.presets import closest_key
 from everstep.errors import UserError
+from everstep.job.job import Job, OptimizerSpec
+from everstep.job.presets import closest_key
 
 Layers = Model | Mapping[str, Factory] | Sequence[Factory]
 _OPTIMIZER_KEYS = frozenset(f.name for f in fields(OptimizerSpec)) - {"build", "options"}

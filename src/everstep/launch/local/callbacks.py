@@ -14,14 +14,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from everstep.core.words.incidents import Incident
 from everstep.drive.step_rows import StepRow
-from everstep.engine.job import Job
 from everstep.engine.state.schedules import Rate
 from everstep.errors import UserError
+from everstep.job.job import Job
 from everstep.launch.local.history import History
 from everstep.launch.local.report import incident_document
 from everstep.launch.local.run import LocalTask, Watcher
+from everstep.protocol.incidents import Incident
 
 METHODS = ("on_start", "on_step", "on_eval", "on_checkpoint", "on_incident", "on_end")
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from everstep.checkpoint.search import NoStart
-from everstep.core.words.ops import Worker
 from everstep.engine.datasets.stream import BUFFER, BufferedStream, Stream
-from everstep.engine.job import Job
 from everstep.errors import UserError
+from everstep.job.job import Job
 from everstep.node.checkpoints import CheckpointDirectory
+from everstep.protocol.ops import Worker
+from everstep.store.search import NoStart
 
 LEAST_S, SHARE = 0.05, 0.2  # of a step: a wait that is worth a sentence
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from everstep.engine.job import Job
+from everstep.job.job import Job
 from everstep.launch.local.outcome import Outcome
 
 NAME = "history.jsonl"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from everstep.checkpoint.export import load
+from everstep.convert.export import load
 from everstep.engine.datasets.rows import Rows, rows, seeded
 from everstep.engine.datasets.stream import Stream, stream
 from everstep.engine.lightning import hooks

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from everstep.engine.job import Job
+from everstep.job.job import Job
 from everstep.launch.local.pace import Pace
 from everstep.launch.local.plain_lines import PlainLines
 from everstep.launch.local.run import LocalTask

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from everstep.core.words.actions import RecordStep
-from everstep.core.words.incidents import Incident
-from everstep.core.words.ops import Microbatch
 from everstep.drive.step_rows import StepRow, StepRows
+from everstep.protocol.actions import RecordStep
+from everstep.protocol.incidents import Incident
+from everstep.protocol.ops import Microbatch
 
 
 @dataclass(slots=True, kw_only=True)

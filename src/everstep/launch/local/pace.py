@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from everstep.drive.step_rows import StepRow
-from everstep.engine.job import Job
 from everstep.engine.layers.boundary import Value, tensors_in
 from everstep.engine.layers.model import Model, multiplications
+from everstep.job.job import Job
 
 RECENT = 9  # steps whose median counts
 # Dense bf16 with fp32 sums, FLOP/s, by words of the device's name; of two that match the first counts. The

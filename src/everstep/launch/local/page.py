@@ -25,13 +25,13 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from everstep.core.cluster.snapshot import freeze
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words.codec import encode
-from everstep.core.words.ops import Worker, parse_worker
 from everstep.drive.ports import HandledEvent
 from everstep.drive.step_rows import KEPT_ROWS, rows_document
 from everstep.errors import UserError
 from everstep.node.worker_lines import Loop
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol.codec import encode
+from everstep.protocol.ops import Worker, parse_worker
 
 if TYPE_CHECKING:
     from everstep.launch.local.run import LocalTask

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from everstep.core.words import actions as act
-from everstep.engine.job import Job
+from everstep.job.job import Job
 from everstep.launch import console
 from everstep.launch.local.pace import Pace
 from everstep.launch.local.report import evaluation_line, incident_line, resume_line, step_line
 from everstep.launch.local.run import LocalTask
+from everstep.protocol import actions as act
 
 
 class PlainLines:

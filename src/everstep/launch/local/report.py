@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from everstep.core.words.incidents import Incident
 from everstep.drive.step_rows import StepRow
 from everstep.launch.local.outcome import Outcome
+from everstep.protocol.incidents import Incident
 
 
 def healthy_step_s(outcome: Outcome) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
-from everstep.checkpoint import folder
-from everstep.checkpoint.places import place_of
-from everstep.engine.job import Job
 from everstep.engine.layers.model import Model, slots
 from everstep.errors import EverstepError, UserError
+from everstep.job.job import Job
+from everstep.store import folder
+from everstep.store.places import place_of
 
 
 def refuse_another_model(job: Job, model: Model) -> None:

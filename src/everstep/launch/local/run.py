@@ -15,30 +15,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everstep.checkpoint.owned_folders import temporary_folder
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.faults.detector import DetectorLimits
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Running
-from everstep.core.words import actions as act
-from everstep.core.words import cluster_messages as msg
-from everstep.core.words import events as ev
-from everstep.core.words.codec import encode
-from everstep.core.words.ops import Worker
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.step_rows import begins_training, means
 from everstep.drive.thinking import Thinking
-from everstep.engine.job import Job
 from everstep.engine.telemetry.beacon import BeaconReading
 from everstep.engine.telemetry.faults import PlantedFault
+from everstep.job.job import Job
 from everstep.launch.local.data import DataWaits
 from everstep.launch.local.outcome import Outcome, StepLog
 from everstep.node.fork_server import ForkServer
 from everstep.node.recent_ops import last_steps
 from everstep.node.worker_processes import WorkerProcess, WorkerProcesses
+from everstep.protocol import actions as act
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.codec import encode
+from everstep.protocol.ops import Worker
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt
+from everstep.store.owned_folders import temporary_folder
 
 if TYPE_CHECKING:
     from everstep.launch.local.page import RunPage

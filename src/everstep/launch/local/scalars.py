@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from everstep.core.words.incidents import Incident
 from everstep.drive.step_rows import StepRow
 from everstep.launch.local.run import LocalTask, Watcher
+from everstep.protocol.incidents import Incident
 from everstep.server.scalars import RunScalars
 
 

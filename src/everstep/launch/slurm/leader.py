@@ -96,7 +96,7 @@ class Leader:
         return self.settings.job_file.stem
 
     def _give(self) -> None:
-        from everstep.engine.job import load_job
+        from everstep.job.job import load_job
 
         try:
             job = load_job(self.settings.job_file)

@@ -1,0 +1,211 @@
+"""PyTorch's distributed checkpoints as training states. The files are in `dcp_files`; here is what keys mean:
+
+    model.<parameter>                          model/<parameter>, or buffer/<name>: the format does not say
+    optimizer.state.<parameter>.<key>          optimizer/<parameter>/<key>
+    optimizer.param_groups.<parameter>.<n>     the parameter's group (flattened, as pipelines need it)
+    optimizer.param_groups.<i>.<n>             the groups by number (not flattened)
+    everstep.state, everstep.tensors.<name>    ours: see `sidecar`
+    any other                                  extra/dcp/<key>, or a value of meta["extra"]
+
+Both forms of the groups are written, and every name of a tied parameter: torch finds what it asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.convert.formats import sidecar
+from everstep.convert.formats.dcp_files import SavedKeys, is_one, read_keys, write_keys
+from everstep.convert.formats.format import Format, Reading, Target
+from everstep.convert.state import TrainingState, encoded_group, group_numbers, keyed_value, value_of_key
+from everstep.convert.values import Encoder, decode, tensors_in
+from everstep.errors import UserError
+from everstep.store.index import Refused
+from everstep.store.parts import Progress
+
+_MODEL, _OPTIMIZER = ("model", "module"), ("optimizer", "optim")
+_OURS, _OUR_TENSORS = "everstep.state", "everstep.tensors."
+_STEPS = ("step", "iteration", "global_step", "train_state.step")
+
+
+def read(path: str | Path, reading: Reading) -> TrainingState:
+    saved = read_keys(Path(path))
+    state = TrainingState()
+    model = _prefix(saved.tensors, saved, _MODEL)
+    optimizer = _prefix((*saved.tensors, *saved.values), saved, _OPTIMIZER)
+    if (model, optimizer) not in (("model.", "optimizer."), ("model.", "")):
+        state.meta["dcp_prefixes"] = [model, optimizer or "optimizer."]
+    of_optimizer: dict[str, Any] = {}
+    for key, stored in saved.tensors.items():
+        if key.startswith(_OUR_TENSORS):
+            state.tensors[key.removeprefix(_OUR_TENSORS)] = stored
+        elif optimizer and key.startswith(optimizer):
+            of_optimizer[key] = stored
+        elif key.startswith(model):
+            state.tensors[f"model/{key.removeprefix(model)}"] = stored
+        else:
+            state.tensors[f"extra/dcp/{key}"] = stored
+    others: dict[str, Any] = {}
+    for key, value in saved.values.items():
+        (of_optimizer if optimizer and key.startswith(optimizer) else others)[key] = value
+    ours = others.pop(_OURS, None)
+    groups = _take_optimizer(state, of_optimizer, optimizer, saved)
+    if ours is None:
+        state.groups = groups.found()
+        state.take(groups.encoder)
+    _take_values(state, others)
+    if isinstance(ours, str):
+        try:
+            sidecar.apply(state, json.loads(ours))
+        except (Refused, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {error}.") from error
+        for alias in state.tied:
+            state.tensors.pop(f"model/{alias}", None)
+    else:
+        sidecar.find_ties(state, reading)
+        sidecar.guess_roles(state, reading)
+    return state
+
+
+def _prefix(keys: Iterable[str], saved: SavedKeys, words: tuple[str, ...]) -> str:
+    """What the keys of the model, or of the optimizer, begin with; empty if none do."""
+    for key in keys:
+        for word in words:
+            path = saved.paths[key]
+            if path[0] == word if path else key.startswith(f"{word}."):
+                return f"{word}."
+    return ""
+
+
+@dataclass(slots=True)
+class _Groups:
+    """The optimizer's groups as they were saved: a list, or numbers of every parameter."""
+
+    listed: dict[int, dict[str, Any]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    encoder: Encoder = field(default_factory=Encoder)
+
+    def found(self) -> list[dict[str, Any]]:
+        if not self.numbers:
+            return [self._encoded(self.listed[i], f"param_groups.{i}") for i in sorted(self.listed)]
+        found: dict[str, dict[str, Any]] = {}
+        for name, table in self.numbers.items():  # parameters with the same numbers are a group
+            group = self._encoded(table, f"param_groups.{name}")
+            group.pop("params")
+            same = json.dumps(group, sort_keys=True)
+            found.setdefault(same, {"params": [], **group})["params"].append(name)
+        return list(found.values())
+
+    def _encoded(self, table: dict[str, Any], path: str) -> dict[str, Any]:
+        names = table.get("params")
+        return encoded_group(
+            self.encoder, map(str, names) if isinstance(names, list) else (), table, f"dcp/{path}"
+        )
+
+
+def _take_optimizer(state: TrainingState, found: dict[str, Any], prefix: str, saved: SavedKeys) -> _Groups:
+    """States of parameters go to the state. Names have dots: parameters are known by now."""
+    groups, encoder = _Groups(), Encoder()
+    known = state.parameters()
+    for key, value in found.items():
+        bare, path = key.removeprefix(prefix), saved.paths[key]
+        if len(path) == 4 and path[1] == "state":
+            _add_state(state, encoder, str(path[2]), str(path[3]), value)
+        elif (split := _split(bare, "state.", known)) is not None:
+            _add_state(state, encoder, *split, value)
+        elif bare == "param_groups" and isinstance(value, list):
+            groups.listed |= {i: group for i, group in enumerate(value) if isinstance(group, dict)}
+        elif (match := re.fullmatch(r"param_groups\.(\d+)\.(\w+)", bare)) is not None:
+            groups.listed.setdefault(int(match[1]), {})[match[2]] = value
+        elif (split := _split(bare, "param_groups.", known)) is not None:
+            groups.numbers.setdefault(split[0], {})[split[1]] = value
+        else:
+            state.meta.setdefault("extra", {})[key] = encoder.encode(value, f"dcp/{key}")
+    state.take(encoder)
+    return groups
+
+
+def _add_state(state: TrainingState, encoder: Encoder, parameter: str, key: str, value: Any) -> None:
+    found = keyed_value(key, value)
+    if found is None:
+        encoder.lost.append(f"optimizer/{parameter}/{key}")
+    else:
+        state.tensors[f"optimizer/{parameter}/{found[0]}"] = found[1]
+
+
+def _split(key: str, prefix: str, parameters: Any) -> tuple[str, str] | None:
+    if not key.startswith(prefix):
+        return None
+    rest = key[len(prefix) :]
+    at = rest.rfind(".")
+    while at > 0:
+        if rest[:at] in parameters:
+            return rest[:at], rest[at + 1 :]
+        at = rest.rfind(".", 0, at)
+    name, _, last = rest.rpartition(".")
+    return (name, last) if name else None
+
+
+def _take_values(state: TrainingState, values: dict[str, Any]) -> None:
+    encoder = Encoder()
+    extra = {key: encoder.encode(value, f"dcp/{key}") for key, value in values.items()}
+    encoder.lost = [name.removeprefix("dcp/") for name in encoder.lost]
+    state.take(encoder)
+    if extra:
+        state.meta["extra"] = {**state.meta.get("extra", {}), **extra}
+        steps = (extra.get(key) for key in _STEPS)
+        state.step = next((value for value in steps if type(value) is int and value >= 0), 0)
+
+
+# Writing.
+
+
+def write(path: Path, state: TrainingState, target: Target, progress: Progress) -> None:
+    model, optimizer = state.meta.get("dcp_prefixes") or ("model.", "optimizer.")
+    extra = state.meta.get("extra") or {}
+    inside = tensors_in(extra)
+    keys: dict[str, Any] = {}
+    for name, stored in state.tensors.items():
+        if name not in inside:
+            keys[_key(name, model, optimizer)] = value_of_key(name, stored)
+    keys |= _group_keys(state, optimizer)
+    keys |= {key: decode(value, state.tensors) for key, value in extra.items()}
+    keys[_OURS] = json.dumps(sidecar.table_of(state, without=["extra"]))
+    aliases = {f"{model}{alias}": f"{model}{name}" for alias, name in state.tied.items()}
+    write_keys(path, keys, progress, aliases=aliases)
+
+
+def _key(name: str, model: str, optimizer: str) -> str:
+    kind, _, rest = name.partition("/")
+    if kind == "optimizer":
+        parameter, _, key = rest.rpartition("/")
+        return f"{optimizer}state.{parameter}.{key.partition('#')[0]}"
+    if kind in ("model", "buffer"):
+        return f"{model}{rest}"
+    return rest.removeprefix("dcp/") if name.startswith("extra/dcp/") else f"{_OUR_TENSORS}{name}"
+
+
+def _group_keys(state: TrainingState, optimizer: str) -> dict[str, Any]:
+    groups = [{**group_numbers(group, state.tensors), "params": group["params"]} for group in state.groups]
+    keys: dict[str, Any] = {}
+    for group in groups:
+        for name in group["params"]:
+            keys |= {f"{optimizer}param_groups.{name}.{k}": v for k, v in group.items() if k != "params"}
+    return keys | {f"{optimizer}param_groups.{i}.{k}": v for i, g in enumerate(groups) for k, v in g.items()}
+
+
+FORMAT = Format(
+    name="dcp",
+    title="PyTorch DCP",
+    reads="yes, DTensors of any mesh",
+    writes="yes, for flattened and plain optimizer states",
+    optimizer="yes",
+    detects=is_one,
+    read=read,
+    write=write,
+)

@@ -1,0 +1,381 @@
+"""A training job in words: what a person writes in job.toml, checked before anything is started.
+
+The file's tables are these dataclasses, key by key. A mistake is one sentence that names the key and says
+what to write instead. No torch here: the launcher reads a job, and the workers get it back from JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Self, get_type_hints
+
+from everstep.errors import UserError
+from everstep.job import presets
+from everstep.job.tables import at_least, at_most, checked, one_of, positive, read, refuse_unknown
+from everstep.protocol.shape import CHUNKS_PER_REPLICA, Shape
+
+# A schedule holds every op of a step: beyond this the coordinator would plan for minutes.
+MOST_WORKERS, MOST_OPS = 16_384, 1 << 20
+MOST_SHARDS = 64  # of a worker: they are on one node
+HF_ARGUMENTS = ("weights", "train", "freeze", "prepare")  # of `everstep.hf`; other keys are its config's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One of our models by `preset`, `hf` for a folder of a Hugging Face model, or
+    `build = "module:function"` that returns a Model or its layers.
+
+    Every other key goes to it: numbers of the preset (`dropout = 0.1`), arguments of `everstep.hf`, or
+    arguments of the function.
+    """
+
+    preset: str | None = None
+    build: str | None = None
+    hf: str | None = None  # config.json and, to start from weights, safetensors
+    card: dict[str, Any] = field(default_factory=dict)  # what checkpoints say of the model besides
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (self.preset or self.build or self.hf):  # one of them may be misspelt
+            refuse_unknown("model", self.options, [f.name for f in fields(ModelSpec)])
+        one_of("model", preset=self.preset, build=self.build, hf=self.hf)
+        self.shape()
+
+    def shape(self) -> presets.GptShape | None:
+        """The numbers of the preset, as changed by the options; None for any other model."""
+        if self.preset is None:
+            return None
+        hints = get_type_hints(presets.GptShape)
+        known = {
+            name: checked(hints[name], value, f"model.{name}")
+            for name, value in self.options.items()
+            if name in hints
+        }
+        for name, value in known.items():
+            if isinstance(value, int):
+                at_most(f"model.{name}", value, 10_000 if name == "depth" else 2**24)
+        return presets.shape(self.preset, **{**self.options, **known})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """A microbatch is `rows` of `sequence` tokens: synthetic text, windows of a file drawn at random, packed
+    tokens or a table in shuffled epochs, or a user's own.
+
+    `build = "module:function"` is called with the other keys, and returns an object with
+    `batch(step, microbatch) -> (inputs, targets)`.
+    """
+
+    kind: Literal["synthetic", "file", "tokens", "table"] | None = None
+    build: str | None = None
+    rows: int = 4
+    sequence: int | None = None  # None: the model's context
+    path: str | None = None
+    token: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint8"
+    columns: list[str] | None = None  # of a table; all that are numbers, if not given
+    shuffle: bool = True  # of tokens and tables, anew in every epoch
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("data", kind=self.kind, build=self.build)
+        at_least("data.rows", self.rows, 1)
+        at_least("data.sequence", self.sequence, 1)
+        at_most("data.rows", self.rows, 2**20)
+        at_most("data.sequence", self.sequence, 2**30)
+        if self.kind in ("file", "tokens", "table") and self.path is None:
+            raise UserError(f'data.path is missing; data.kind = "{self.kind}" needs a path.')
+        if self.build is None and self.options:
+            refuse_unknown("data", self.options, [f.name for f in fields(DataSpec)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW, one of torch's by `name`, or `build = "module:function"` called with named parameters; the rate;
+    what bounds a step.
+    """
+
+    build: str | None = None
+    name: str | None = None  # of torch.optim; other keys go to it
+    lr: float = 3e-4  # the highest, after the warm-up
+    betas: tuple[float, float] = (0.9, 0.95)  # this and the next two: of AdamW
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup: int = 0  # steps over which the rate rises from 0
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    floor: float = 0.1  # what the rate falls to by the last step, as a part of lr
+    schedule: str | None = None  # of torch's schedulers, or "module:function" of the step; instead of decay
+    schedule_options: dict[str, Any] = field(default_factory=dict)  # arguments of torch's scheduler
+    ema: float | None = None  # decay of an average of the weights, kept beside them
+    clip: float | None = 1.0  # global gradient norm; `clip = false` for none
+    shard: bool = False  # share master weights and optimizer states among the replicas of a stage (ZeRO-1)
+    stagger: Literal["auto", "always", "never"] = "auto"  # step a stage before the global norm is known
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        positive("optimizer.lr", self.lr)
+        positive("optimizer.eps", self.eps)
+        if self.clip is not None:
+            positive("optimizer.clip", self.clip)
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
+        at_least("optimizer.warmup", self.warmup, 0)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optimizer.betas is {list(self.betas)}; each must be at least 0 and below 1.")
+        if not 0 <= self.floor <= 1:
+            raise UserError(f"optimizer.floor is {self.floor}; it is a part of lr, from 0 to 1.")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise UserError(
+                f"optimizer.ema is {self.ema}; it is a decay, above 0 and below 1, such as 0.999."
+            )
+        if self.build is not None and self.name is not None:
+            raise UserError("optimizer.build and optimizer.name are both given; give one.")
+        if self.build is None and self.name is None and self.options:
+            refuse_unknown("optimizer", self.options, [f.name for f in fields(OptimizerSpec)])
+
+    def changed(self) -> dict[str, Any]:
+        """The numbers of AdamW that are not ours; another optimizer has its own defaults."""
+        ours = {
+            f.name: f.default for f in fields(OptimizerSpec) if f.name in ("betas", "eps", "weight_decay")
+        }
+        return {name: getattr(self, name) for name, usual in ours.items() if getattr(self, name) != usual}
+
+    def rate(self, step: int, steps: int) -> float:
+        """What lr is multiplied with at a step; of the step alone, so that a resumed run agrees."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.decay == "constant":
+            return 1.0
+        done = min(1.0, (step - self.warmup) / max(1, steps - 1 - self.warmup))
+        left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.floor + (1 - self.floor) * left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """Where checkpoints go, how often, and how many stay."""
+
+    folder: str  # or any URL that fsspec knows
+    interval: int = 100  # steps
+    keep: int = 3  # older ones are removed
+    start_over: bool = False  # continue without checkpoints that cannot be used, from step 1 if none can
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.interval", self.interval, 1)
+        at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSpec:
+    """How often the weights are evaluated, and on what. The last step's always are."""
+
+    every: int = 100  # steps
+    batches: int = 8
+    data: DataSpec = DataSpec(kind="synthetic")  # as [data]: the table [evaluation.data]
+    metrics: list[str] = field(default_factory=list)  # "module:function" of (output, targets)
+
+    def __post_init__(self) -> None:
+        at_least("evaluation.every", self.every, 1)
+        at_least("evaluation.batches", self.batches, 1)
+        at_most("evaluation.batches", self.batches, 2**16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """`replicas` x `stages` workers; each replica brings `microbatches` to every step."""
+
+    model: ModelSpec
+    data: DataSpec = DataSpec(kind="synthetic")
+    optimizer: OptimizerSpec = OptimizerSpec()
+    checkpoint: CheckpointSpec | None = None  # None: a stage that is lost whole starts the run over
+    evaluation: EvaluationSpec | None = None  # None: there is none
+    steps: int = 100  # optimizer steps
+    replicas: int = 1  # data-parallel copies
+    stages: int = 1  # pipeline parts; at most as many as there are layers
+    min_stages: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `stages`
+    shards: int = 1  # processes, each with a device of its own, that share every layer of a worker
+    min_shards: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `shards`
+    sequence_parallel: bool = False  # shards split the sequence where they do not split the layers
+    microbatches: int = 4  # that each replica brings to a step
+    precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; weights are kept in fp32
+    accumulate: Literal["strict", "strict32", "fp64", "fp32"] = "strict"  # how gradients are summed
+    compile: bool = False  # fuse what lies between the Linears, by torch.compile
+    graphs: Literal["auto", "always", "never"] = "auto"  # launch F and I of a GPU as CUDA graphs
+    recompute: bool = False  # keep a layer's input only, and run the layer again in the backward
+    seed: int = 0  # of weights, data and dropout
+    device: str = "cpu"  # or "cuda"
+    threads: int = 1  # of each worker
+    memory_gib: float | None = None  # that each worker may use; None: its device's, shared evenly
+    transport: Literal["auto", "tcp", "nccl", "shm", "pipe"] = "auto"  # of tensors; auto: the best per pair
+    load_ahead: int | None = None  # microbatches of data; by default 2, for functions of your own 0
+    memory_interval: int = 0  # steps between copies of the state in the memory of nodes; 0: none
+    callbacks: list[str] = field(default_factory=list)  # "module:function" or class, called without arguments
+    log: str | None = None  # folder of the step log
+    base: str = "."  # the job file's folder: paths and modules are looked up from here
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "replicas", "stages", "shards", "microbatches", "threads"):
+            at_least(name, getattr(self, name), 1)
+        at_least("seed", self.seed, 0)
+        at_least("min_stages", self.min_stages, 0)
+        at_least("min_shards", self.min_shards, 0)
+        at_least("memory_interval", self.memory_interval, 0)
+        if self.memory_gib is not None:
+            positive("memory_gib", self.memory_gib)
+        at_most("steps", self.steps, 10**9)
+        at_most("threads", self.threads, 1024)
+        at_least("load_ahead", self.load_ahead, 0)
+        at_most("load_ahead", self.load_ahead, 1024)
+        at_most("shards", self.shards, MOST_SHARDS)
+        form = self.model.shape()
+        if form is not None:
+            presets.refuse_shards(self.shards, form.shared_out())
+            if self.sequence_parallel:
+                length = {"data.sequence": self.data.sequence or form.context}
+                if self.evaluation is not None:
+                    length["evaluation.data.sequence"] = self.evaluation.data.sequence or form.context
+                presets.refuse_shards(self.shards, length)
+        at_most("replicas * stages", self.replicas * self.stages, MOST_WORKERS)
+        at_most("replicas * stages * microbatches", self.replicas * self.stages * self.microbatches, MOST_OPS)
+
+    def refuse_contradictions(self) -> None:
+        """In a job that a user gives: a later change of its shape can leave such settings behind."""
+        for least, most in (("min_stages", "stages"), ("min_shards", "shards")):
+            if getattr(self, least) > getattr(self, most):
+                raise UserError(
+                    f"{least} is {getattr(self, least)}, more than {most}, which is {getattr(self, most)}; "
+                    f"give at most {getattr(self, most)}, or leave {least} out."
+                )
+        if self.sequence_parallel and self.shards == 1:
+            raise UserError(
+                "sequence_parallel = true splits the sequence over the shards of a worker, and shards is 1; "
+                "give 2 shards or more, or leave sequence_parallel out."
+            )
+
+    @property
+    def microbatches_in_step(self) -> int:
+        return self.replicas * self.microbatches
+
+    @property
+    def chunks(self) -> int:
+        """Of each stage's optimizer state; 0: it is not sharded."""
+        return CHUNKS_PER_REPLICA * self.replicas if self.optimizer.shard else 0
+
+    def task_shape(self) -> Shape:
+        return Shape(self.replicas, self.stages, self.microbatches, chunks=self.chunks, shards=self.shards)
+
+    def reshaped(self, replicas: int, stages: int, shards: int | None = None) -> Self:
+        """The same training, the same batch, cut otherwise. `shards`: as many as now, if not given."""
+        total, shards = self.microbatches_in_step, self.shards if shards is None else shards
+        if replicas < 1 or stages < 1 or total % replicas:
+            raise UserError(
+                f"shape {replicas}x{stages} does not fit: a step has {total} microbatches, which "
+                f"{replicas} replicas cannot share evenly; give a divisor of {total}."
+            )
+        each = total // replicas
+        made = replace(self, replicas=replicas, stages=stages, shards=shards, microbatches=each)
+        presets.refuse_shards(shards, made.heads())
+        return made
+
+    def rate(self, step: int) -> float:
+        return self.optimizer.rate(step, self.steps)
+
+    def path(self, name: str) -> Path:
+        """A path of the job file, seen from the job file's folder."""
+        return Path(self.base, name)
+
+    def language(self) -> tuple[int, int | None] | None:
+        """The vocabulary and the usual length of a row, where the model's words say."""
+        form, config = self.model.shape(), self._hf_config()
+        if form is not None:
+            return form.vocab, form.context
+        return (int(config["vocab_size"]), None) if "vocab_size" in config else None
+
+    def most_stages(self) -> int | None:
+        """How many stages the model can be cut into, where its words say: its layers and both ends."""
+        form, config = self.model.shape(), self._hf_config()
+        if form is not None:
+            return form.depth + 2
+        depth = config.get("num_hidden_layers", config.get("n_layer"))
+        return depth + 2 if isinstance(depth, int) else None
+
+    def heads(self) -> dict[str, int | None]:
+        """Of a Hugging Face model, where its config says: shards share them out."""
+        config = self._hf_config() if self.shards > 1 else {}
+        keys = ("num_attention_heads", "num_key_value_heads")
+        return {key: config[key] for key in keys if isinstance(config.get(key), int)}
+
+    def model_card(self) -> dict[str, Any]:
+        """What a checkpoint says about the model, so that others can build it."""
+        spec, form = self.model, self.model.shape()
+        if form is not None:
+            return {"model": asdict(form), **spec.card}
+        if spec.hf is not None:
+            started = {} if spec.options.get("weights") is False else {"hf_folder": str(self.path(spec.hf))}
+            model = {"hf": spec.hf, **spec.options}
+            return {"model": model, "hf_config": self._hf_config(), **started, **spec.card}
+        return {"model": {"build": spec.build}, **spec.card}
+
+    def modules(self) -> tuple[str, ...]:
+        """What its workers import besides torch: better once, before they are forked."""
+        if self.model.hf is None:
+            return ()
+        kind = str(self._hf_config().get("model_type", "auto"))
+        return "everstep.engine.hf.model", f"transformers.models.{kind}.modeling_{kind}"
+
+    def _hf_config(self) -> dict[str, Any]:
+        """The config.json of a Hugging Face model with what the job changes; read without transformers."""
+        if self.model.hf is None:
+            return {}
+        path = self.path(self.model.hf)
+        path = path if path.name == "config.json" else path / "config.json"
+        try:
+            table = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # said in words when the model is built
+            return {}
+        changes = {key: value for key, value in self.model.options.items() if key not in HF_ARGUMENTS}
+        return {**table, **changes} if isinstance(table, dict) else {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON, with an exact inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Self:
+        return read(cls, _from_home(table), "")
+
+
+def _from_home(value: Any, key: str = "") -> Any:
+    """`~` in the paths of a job is the home folder of whoever writes it."""
+    if isinstance(value, Mapping):
+        return {n: inner if n == "options" else _from_home(inner, n) for n, inner in value.items()}
+    is_path = key in ("folder", "log", "path", "hf") and isinstance(value, str) and value.startswith("~")
+    return str(Path(value).expanduser()) if is_path else value
+
+
+def load_job(path: str | Path) -> Job:
+    """Read a job file."""
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a mark in front
+    except FileNotFoundError:
+        raise UserError(f"job file {str(path)!r} is not there.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"job file {str(path)!r} is not UTF-8 text; save it as UTF-8.") from None
+    except OSError as error:
+        raise UserError(f"job file {str(path)!r} cannot be read: {error}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"job file {str(path)!r} is not TOML: {error}.") from None
+    try:
+        return Job.from_dict({**table, "base": str(path.resolve().parent)})
+    except UserError as error:
+        misplaced = re.match(r"\w+\.(\w+) is not a key of \[(\w+)\]", str(error))
+        if misplaced is None or misplaced[1] not in {f.name for f in fields(Job)}:
+            raise
+        raise UserError(
+            f"{misplaced[1]} stands below [{misplaced[2]}] and is a key of the job; move it above all tables."
+        ) from None

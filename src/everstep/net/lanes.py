@@ -1,0 +1,348 @@
+"""Lanes: tensors between two workers, in order, over a wire of its own; names and order stay on the links.
+
+    sender                                            receiver
+    open ── link: LANE open, name ──────────────────► open          a first, empty transfer connects both ends
+    ready
+    post ── link: the parcel, "number 7, these forms" ─► takes memory, receives number 7
+         ══ wire: the bytes ═════════════════════════►   delivers the parcel, whole
+
+One thread per lane and end uses the wire, so nothing else ever touches it. A lane has one direction: two
+workers that send to each other have two, and neither waits for the other.
+
+Ownership. A posted tensor is borrowed from `reserve` on, until the wire has let go of it: `borrows` says so,
+and `step_tensors` gives the buffer away instead of writing to it. What is received belongs to the receiver.
+A broken lane lets go of its tensors once the device has: its thread leaves the wire by itself, and no one
+waits for it.
+
+When something breaks, the lane is dropped at both ends and the link to that peer counts as broken, so that
+what was under way is sent again, by tcp until a new lane is open. The death of a peer breaks the lanes that
+lead to it and from it, and no others.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from everstep.errors import PeerError
+from everstep.net import frames
+from everstep.net.links import Address, Links
+from everstep.net.transport import ANNOUNCED, Announcement, LaneOpening, LaneOrder, lane_name
+from everstep.protocol.worker_messages import Parcel, ParcelKind
+
+OPEN_WITHIN_S = 60.0
+MOST_ATTEMPTS = 3  # to open a lane to one address; after that tcp has to do
+_ITEM_SIZES = [dtype.itemsize for dtype in frames.DTYPES]
+
+
+class Wire(Protocol):
+    """What moves the bytes of one lane. Used by one thread. Every call may raise PeerError: it is broken."""
+
+    def name(self) -> bytes:
+        """A new name by which the two ends meet; asked at the sending end."""
+        ...
+
+    def begin_open(self, name: bytes, *, sends: bool) -> None: ...
+
+    def is_open(self) -> bool: ...
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory to receive into."""
+        ...
+
+    def begin(self, tensors: tuple[Tensor, ...]) -> None:
+        """Send these, or receive into these."""
+        ...
+
+    def is_done(self) -> bool:
+        """Is what was begun over?"""
+        ...
+
+    def leave(self) -> None:
+        """Whatever its state, get out. Returns when the device uses no tensor of it any more."""
+        ...
+
+    def close(self) -> None:
+        """Clear up what is left; may take long."""
+        ...
+
+
+class LaneState(StrEnum):
+    OPENING = "opening"
+    READY = "ready"
+    BROKEN = "broken"
+
+
+@dataclass(slots=True, eq=False)
+class LaneTransfer:
+    """A message on its way: at the sender its tensors are borrowed, at the receiver they are being filled."""
+
+    tensors: tuple[Tensor, ...]
+    forms: tuple[tuple[tuple[int, ...], int], ...] = ()
+    message: tuple[ParcelKind, Parcel, Any] | None = None  # at the sender: what announces it
+    frame: frames.Incoming | None = None  # at the receiver: what is delivered in the end
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One end of a lane."""
+
+    name: str
+    peer: Address
+    sends: bool
+    wire: Wire
+    state: LaneState = LaneState.OPENING
+    because: str = ""  # it is broken
+    order: LaneOrder = field(default_factory=LaneOrder)
+    held: dict[int, LaneTransfer] = field(default_factory=dict)  # by id: borrowed, at the sender
+    work: queue.SimpleQueue[LaneTransfer | None] = field(default_factory=queue.SimpleQueue)
+    opened_s: float = 0.0  # how long opening took
+    left_s: float = 0.0  # how long it took to get out of the broken wire
+
+    def give_up(self, because: str) -> bool:
+        """Break it, from any thread. False: it is broken already."""
+        if self.state is LaneState.BROKEN:
+            return False
+        self.state, self.because = LaneState.BROKEN, because
+        self.work.put(None)
+        return True
+
+
+class Lanes:
+    """All lanes of one worker. `deliver` and `failed` are called in the lanes' threads."""
+
+    def __init__(
+        self,
+        links: Links,
+        wire: Callable[[], Wire],
+        *,
+        deliver: Callable[[frames.Incoming], None],
+        kind: str,
+        log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    ) -> None:
+        self._links, self._wire, self._deliver, self.kind, self._log = links, wire, deliver, kind, log
+        self._to: dict[Address, Lane] = {}
+        self._from: dict[str, Lane] = {}
+        self._attempts: dict[Address, int] = {}
+        self._opened = 0
+        self._leaving: list[Lane] = []
+        self._stopped = False
+
+    # -------------------------------------------------------------- sending (the worker's own thread)
+
+    def lane(self, to: Address) -> Lane | None:
+        """The lane to this peer, opened if it can be; None: use tcp."""
+        lane = self._to.get(to)
+        if lane is not None:
+            return None if lane.state is LaneState.BROKEN else lane
+        if self._stopped or self._attempts.get(to, 0) >= MOST_ATTEMPTS:
+            return None
+        self._attempts[to] = self._attempts.get(to, 0) + 1
+        self._opened += 1
+        host, port = self._links.address
+        lane = Lane(f"{host}:{port}/{self._opened}", to, sends=True, wire=self._wire())
+        self._to[to] = lane
+        self._start(lane, None)
+        return lane
+
+    def reserve(self, lane: Lane, tensors: tuple[Tensor, ...]) -> LaneTransfer:
+        """From now on the lane borrows these."""
+        whole = tuple(tensor.detach().contiguous() for tensor in tensors)
+        forms = tuple((tuple(t.shape), frames.DTYPES.index(t.dtype)) for t in whole)
+        transfer = LaneTransfer(whole, forms)
+        lane.held[id(transfer)] = transfer
+        return transfer
+
+    @staticmethod
+    def send(lane: Lane, what: ParcelKind, parcel: Parcel, facts: Any, transfer: LaneTransfer) -> None:
+        """Its tensors are whole: announce it and send it, in turn. A lane that broke meanwhile drops it: the
+        link counts as broken then, and what is owed is sent again.
+        """
+        transfer.message = (what, parcel, facts)
+        lane.work.put(transfer)
+
+    def borrows(self, tensor: Tensor) -> bool:
+        """Is any of the memory behind this tensor still to be sent?"""
+        storage = tensor.untyped_storage()
+        memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+        return any(
+            part.data_ptr() in memory
+            for lane in [*self._to.values(), *self._leaving]
+            for transfer in list(lane.held.values())
+            for part in transfer.tensors
+            if part.numel()
+        )
+
+    # -------------------------------------------------------------- receiving (the links' thread)
+
+    def take(self, frame: frames.Incoming) -> bool:
+        """False: this message has nothing to do with lanes."""
+        facts = frame.facts
+        if frame.kind == frames.LANE:
+            self._control(facts)
+            return True
+        if not isinstance(facts, dict) or ANNOUNCED not in facts:
+            return False
+        announced = Announcement.decode(facts[ANNOUNCED], _ITEM_SIZES)
+        lane = self._from.get(announced.lane)
+        if lane is None or lane.state is LaneState.BROKEN:
+            return True  # the sender hears of it, or has heard
+        frame.facts = facts["facts"]
+        try:
+            lane.order.expect(announced.number)
+        except PeerError as error:
+            self._broke(lane, str(error))
+            return True
+        lane.work.put(LaneTransfer((), announced.forms, frame=frame))
+        return True
+
+    def _control(self, facts: Any) -> None:
+        if not isinstance(facts, dict):
+            raise PeerError("a peer sent a message about lanes that cannot be read")
+        if "broken" in facts:
+            name = lane_name(facts["broken"])
+            for lane in [lane for lane in self._to.values() if lane.name == name]:
+                self._broke(lane, "the receiver says so")
+            return
+        opening = LaneOpening.decode(facts.get("open"))
+        peer = Address(opening.host, opening.port)
+        for old in [lane for lane in self._from.values() if lane.peer == peer]:
+            old.give_up("the sender has opened another")
+            self._from.pop(old.name, None)
+        lane = Lane(opening.lane, peer, sends=False, wire=self._wire())
+        self._from[lane.name] = lane
+        self._start(lane, opening.meet)
+
+    # -------------------------------------------------------------- ends
+
+    def forget(self, keep: set[Address]) -> None:
+        """Only these are peers now. The lanes of others are left in the background."""
+        self._drop(lambda peer: peer not in keep, "its peer is gone")
+        self._attempts = {to: count for to, count in self._attempts.items() if to in keep}
+
+    def link_broke(self, peer: Address) -> None:
+        """The link to a peer broke: announcements may be lost."""
+        self._drop(lambda other: other == peer, "the link to its peer broke", to_only=True)
+
+    def stop(self) -> None:
+        """The process ends: wires go with it."""
+        self._stopped = True
+
+    def ready(self) -> dict[Address, Lane]:
+        return {to: lane for to, lane in list(self._to.items()) if lane.state is LaneState.READY}
+
+    def _drop(self, gone: Callable[[Address], bool], because: str, *, to_only: bool = False) -> None:
+        for to, lane in list(self._to.items()):
+            if gone(to):
+                lane.give_up(because)
+                self._leaving.append(lane)
+                self._to.pop(to, None)
+        for name, lane in list(self._from.items()):
+            if not to_only and gone(lane.peer):
+                lane.give_up(because)
+                self._from.pop(name, None)
+
+    def _broke(self, lane: Lane, because: str) -> None:
+        """A lane between two live workers, as far as is known here. Both ends must hear of it. One that never
+        was open and has nothing queued has lost nothing: its link stays.
+        """
+        unused = lane.state is LaneState.OPENING and not lane.held
+        if self._stopped or not lane.give_up(because):
+            return
+        self._log(f"the {self.kind} lane {lane.name} broke: {because}")
+        if lane.sends:
+            if self._to.get(lane.peer) is lane:
+                self._leaving.append(lane)
+                del self._to[lane.peer]
+            if not unused:
+                self._links.move(lane.peer)
+        else:
+            self._from.pop(lane.name, None)
+            self._links.send(lane.peer, frames.LANE, None, {"broken": lane.name})
+
+    # -------------------------------------------------------------- a lane's thread
+
+    def _start(self, lane: Lane, meet: bytes | None) -> None:
+        threading.Thread(target=self._run, args=(lane, meet), name=f"lane {lane.name}", daemon=True).start()
+
+    def _run(self, lane: Lane, meet: bytes | None) -> None:
+        try:
+            self._open(lane, meet)
+            while (transfer := lane.work.get()) is not None and lane.state is not LaneState.BROKEN:
+                self._carry(lane, transfer)
+        except _Left:
+            pass
+        except (PeerError, RuntimeError, OSError) as error:  # torch's own errors are RuntimeErrors
+            self._broke(lane, str(error))
+        if self._stopped:
+            return
+        began = time.monotonic()
+        try:
+            lane.wire.leave()
+        except RuntimeError as error:  # the device itself is broken: the worker leaves for that reason
+            self._log(f"{self.kind}: lane {lane.name} cannot be left: {error}")
+            return
+        lane.left_s = time.monotonic() - began
+        lane.held.clear()
+        if lane in self._leaving:
+            self._leaving.remove(lane)
+        self._log(f"{self.kind}: left lane {lane.name} in {lane.left_s * 1e3:.0f} ms ({lane.because})")
+        lane.wire.close()
+
+    def _open(self, lane: Lane, meet: bytes | None) -> None:
+        began = time.monotonic()
+        if meet is None:
+            meet = lane.wire.name()
+            opening = LaneOpening(lane.name, *self._links.address, meet)
+            self._links.send(lane.peer, frames.LANE, None, opening.encode())
+        lane.wire.begin_open(meet, sends=lane.sends)
+        self._until(lane, lane.wire.is_open, began + OPEN_WITHIN_S)
+        first = lane.wire.empty((1,), torch.uint8)  # connects both ends
+        lane.wire.begin((first,))
+        self._until(lane, lane.wire.is_done, began + OPEN_WITHIN_S)
+        lane.opened_s = time.monotonic() - began
+        if lane.state is LaneState.OPENING:
+            lane.state = LaneState.READY
+            if lane.sends:
+                self._log(f"{self.kind}: opened lane {lane.name} in {lane.opened_s * 1e3:.0f} ms")
+
+    def _carry(self, lane: Lane, transfer: LaneTransfer) -> None:
+        if transfer.frame is not None:
+            transfer.tensors = tuple(
+                lane.wire.empty(shape, frames.DTYPES[dtype]) for shape, dtype in transfer.forms
+            )
+        elif transfer.message is not None:  # from this thread, so that it follows the opening
+            what, parcel, facts = transfer.message
+            announced = Announcement(lane.name, lane.order.take(), transfer.forms)
+            self._links.send(lane.peer, what, parcel, {ANNOUNCED: announced.encode(), "facts": facts})
+        lane.wire.begin(tuple(tensor for tensor in transfer.tensors if tensor.numel()))
+        self._until(lane, lane.wire.is_done, None)
+        lane.held.pop(id(transfer), None)
+        if transfer.frame is not None:
+            transfer.frame.tensors = transfer.tensors
+            self._deliver(transfer.frame)
+
+    @staticmethod
+    def _until(lane: Lane, over: Callable[[], bool], deadline: float | None) -> None:
+        """Asked again and again, so that a lane that is given up gets out at once."""
+        pause_s = 20e-6
+        while not over():
+            if lane.state is LaneState.BROKEN:
+                raise _Left
+            if deadline is not None and time.monotonic() > deadline:
+                raise PeerError(f"it was not open within {OPEN_WITHIN_S:.0f} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 200e-6 if deadline is None else 5e-3)
+
+
+class _Left(Exception):
+    """The lane was given up from outside."""

@@ -1,0 +1,245 @@
+"""NCCL as the wire of a lane: a communicator of two ranks, the first sends, the second receives.
+
+Called through ctypes, in the library that torch has brought along: torch's own process groups cannot be left
+by one member while the others continue, and a collective of theirs waits for the dead. The communicator is
+non-blocking: every call returns at once and is asked about later, so a lane's thread can always leave.
+
+Two ranks and one direction, because operations of one communicator run one after the other: with both
+directions on it, two workers that send at the same time would wait for each other's receive.
+
+The ways out of a communicator whose other rank is dead, and what each takes, are in `docs/data-plane.md`. The
+fastest is `ncclCommShrink` with NCCL_SHRINK_ABORT: it tells the kernels on the device to stop. What it leaves
+is aborted afterwards, when no one waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from everstep.errors import PeerError
+from everstep.net.arena import cuda_runtime
+
+SUCCESS, IN_PROGRESS = 0, 7
+BYTES = 1  # ncclUint8
+SHRINK_ABORT = 1
+NAME_BYTES = 128
+MAX_CTAS = 4  # a transfer needs few of the device's multiprocessors
+LOOK_AT_ERRORS_EVERY_S = 0.02
+LEAVE_WITHIN_S = 5.0
+_DEFAULT = -(2**31)  # NCCL's word for "not given"
+_AS_OF = 21800  # the version whose fields `_Config` has; a later library knows how to read it
+
+
+class _Name(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * NAME_BYTES),)
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+        ("split_share", ctypes.c_int),
+    )
+
+
+def _config() -> _Config:
+    return _Config(
+        ctypes.sizeof(_Config), 0xCAFEBEEF, _AS_OF, 0, _DEFAULT, _DEFAULT, MAX_CTAS, None, _DEFAULT
+    )
+
+
+@functools.cache
+def library() -> Any:
+    """None: torch has no NCCL here."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "libnccl.so" in line:
+            return _declared(ctypes.CDLL(line.split()[-1]))
+    try:
+        import nvidia.nccl
+    except ImportError:
+        return None
+    found = [path for folder in nvidia.nccl.__path__ for path in Path(folder, "lib").glob("libnccl.so*")]
+    return _declared(ctypes.CDLL(str(found[0]))) if found else None
+
+
+def _declared(nccl: ctypes.CDLL) -> ctypes.CDLL:
+    nccl.ncclGetErrorString.restype = ctypes.c_char_p
+    nccl.ncclGetLastError.restype = ctypes.c_char_p
+    return nccl
+
+
+@functools.cache
+def version() -> int:
+    """22809 is 2.28.9; 0: there is no NCCL here."""
+    nccl, found = library(), ctypes.c_int()
+    if nccl is None or nccl.ncclGetVersion(ctypes.byref(found)):
+        return 0
+    return found.value
+
+
+def prepare(host: str, *, alone: bool) -> None:
+    """Settings of this process, before CUDA and NCCL are first used. What the user has set stays.
+
+    `alone`: as if on a node of its own. NCCL refuses two ranks on one GPU, or on two MIG instances of one,
+    unless it takes them for different machines.
+    """
+    # Queues to the device: under MPS a process has 2 by default, and lanes would wait behind the computation.
+    # With 32 each, the fourth process that shares a GPU under MPS finds no memory for its context (measured).
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    if alone:
+        os.environ.setdefault("NCCL_HOSTID", f"everstep-{os.getpid()}-{time.monotonic_ns()}")
+    interface = next(
+        (name for name, at in psutil.net_if_addrs().items() if any(a.address == host for a in at)), None
+    )
+    if interface is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+class NcclWire:
+    """One end of a lane between two GPUs. Made and used by the lane's thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._nccl = library()
+        self._comm, self._shrunk = ctypes.c_void_p(), ctypes.c_void_p()
+        self._sends = self._opened = False
+        self._stream: torch.cuda.Stream | None = None
+        self._event: torch.cuda.Event | None = None
+        self._launching = False
+        self._looked_at = 0.0
+
+    def name(self) -> bytes:
+        torch.cuda.set_device(self._device)
+        found = _Name()
+        self._check(self._nccl.ncclGetUniqueId(ctypes.byref(found)))
+        return ctypes.string_at(ctypes.byref(found), NAME_BYTES)
+
+    def begin_open(self, name: bytes, *, sends: bool) -> None:
+        if len(name) != NAME_BYTES:
+            raise PeerError("a peer named a communicator by something that is not a name of NCCL's")
+        torch.cuda.set_device(self._device)
+        self._sends = sends
+        self._stream = _own_stream(self._device)
+        given, config = _Name(), _config()
+        ctypes.memmove(ctypes.byref(given), name, NAME_BYTES)
+        self._check(
+            self._nccl.ncclCommInitRankConfig(
+                ctypes.byref(self._comm), 2, given, 0 if sends else 1, ctypes.byref(config)
+            )
+        )
+
+    def is_open(self) -> bool:
+        self._opened = self._state() == SUCCESS
+        return self._opened
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        tensor.record_stream(torch.cuda.default_stream(self._device))  # where it is read
+        return tensor
+
+    def begin(self, tensors: tuple[Tensor, ...]) -> None:
+        """The sender's tensors are whole: the device has made them. So no stream waits for another here."""
+        assert self._stream is not None
+        call = self._nccl.ncclSend if self._sends else self._nccl.ncclRecv
+        stream, other = ctypes.c_void_p(self._stream.cuda_stream), 1 if self._sends else 0
+        self._check(self._nccl.ncclGroupStart())
+        codes = [
+            call(ctypes.c_void_p(t.data_ptr()), ctypes.c_size_t(t.nbytes), BYTES, other, self._comm, stream)
+            for t in tensors
+        ]
+        codes.append(self._nccl.ncclGroupEnd())
+        for code in codes:
+            self._check(code)
+        self._launching, self._event = True, None
+
+    def is_done(self) -> bool:
+        assert self._stream is not None
+        if self._launching:
+            if self._state() == IN_PROGRESS:
+                return False
+            self._launching = False
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(self._stream)
+        assert self._event is not None
+        if self._event.query():  # type: ignore[no-untyped-call]
+            self._event = None
+            return True
+        if time.monotonic() - self._looked_at > LOOK_AT_ERRORS_EVERY_S:
+            self._looked_at = time.monotonic()
+            self._state()
+        return False
+
+    def leave(self) -> None:
+        """By shrinking, where a transfer is on the device: the quickest way to stop its kernel. A library
+        without it, or a communicator that never was open, is left by an abort.
+        """
+        if not self._comm:
+            return
+        torch.cuda.set_device(self._device)
+        busy = self._opened and not self._launching and self._event is not None
+        if not (busy and self._shrink() and self._stream_ends()):
+            self.close()
+
+    def _shrink(self) -> bool:
+        if not hasattr(self._nccl, "ncclCommShrink"):
+            return False
+        other = (ctypes.c_int * 1)(1 if self._sends else 0)
+        self._nccl.ncclCommShrink(self._comm, other, 1, ctypes.byref(self._shrunk), None, SHRINK_ABORT)
+        return True
+
+    def close(self) -> None:
+        for comm in (self._shrunk, self._comm):
+            if comm:
+                self._nccl.ncclCommAbort(comm)
+        self._shrunk, self._comm = ctypes.c_void_p(), ctypes.c_void_p()
+        self._stream_ends()
+
+    def _stream_ends(self) -> bool:
+        """False: the device is still in it after a time."""
+        if self._stream is None:
+            return True
+        until = time.monotonic() + LEAVE_WITHIN_S
+        while not self._stream.query():
+            if time.monotonic() > until:
+                return False
+            time.sleep(5e-4)
+        return True
+
+    def _state(self) -> int:
+        state = ctypes.c_int(IN_PROGRESS)
+        self._check(self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(state)))
+        self._check(state.value)
+        return state.value
+
+    def _check(self, code: int) -> None:
+        if code not in (SUCCESS, IN_PROGRESS):
+            words = self._nccl.ncclGetErrorString(code).decode(errors="replace")
+            last = (self._nccl.ncclGetLastError(None) or b"").decode(errors="replace").strip()
+            raise PeerError(f"NCCL: {words}{f' ({last[:300]})' if last else ''}")
+
+
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    """Not from torch's pool: two lanes that shared a stream would wait for each other."""
+    stream = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        non_blocking, high = ctypes.c_uint(1), ctypes.c_int(-1)
+        code = cuda_runtime().cudaStreamCreateWithPriority(ctypes.byref(stream), non_blocking, high)
+    if code or stream.value is None:
+        raise PeerError(f"no stream for a lane (CUDA error {code})")
+    return torch.cuda.ExternalStream(stream.value, device=device)  # type: ignore[no-untyped-call]

@@ -1,0 +1,212 @@
+"""core's values as JSON and back: the one codec of the journal, its snapshots, and every line between
+coordinator, agents and workers.
+
+The types are the schema. A dataclass becomes an object of its fields, and "is" names its class. Ops, workers
+and microbatches are their own text, several ops one text. A mapping with keys that are not text becomes a
+list of pairs. A field of type Any is JSON already and is left alone.
+
+Nothing is listed by hand, so no field can be forgotten. Decoding checks every value against its type: a
+message that is not what it claims to be is refused by name before it reaches a decision. A field that this
+version does not know is ignored and one that is missing takes its default, so two versions understand each
+other as long as new fields have defaults.
+
+For every type one function is made, once, and kept: an order to resume a large task holds thousands of ops.
+Written by hand because core is standard library only.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import cache, lru_cache
+from operator import attrgetter
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from everstep.errors import PeerError, UserError
+from everstep.protocol.ops import Microbatch, Op, Worker, parse_microbatch, parse_op, parse_worker
+
+Coder = Callable[[Any], Any]
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+_op_text = lru_cache(maxsize=1 << 16)(str)  # of ops alone: a worker and a microbatch can be equal tuples
+_FROM_TEXT: dict[Any, Coder] = {
+    Op: lru_cache(maxsize=1 << 16)(parse_op),
+    Worker: lru_cache(maxsize=1 << 12)(parse_worker),
+    Microbatch: lru_cache(maxsize=1 << 12)(parse_microbatch),
+}
+
+# ------------------------------------------------------------------ out
+
+
+def encode(value: Any) -> Any:
+    """A value of core in JSON's terms."""
+    kind: Any = type(value)
+    return value if kind in _PLAIN else _encoder(kind)(value)
+
+
+@cache
+def _encoder(kind: type) -> Coder:
+    if kind in _FROM_TEXT:
+        return str
+    if issubclass(kind, Enum):
+        return lambda value: value.value
+    if is_dataclass(kind):
+        return _object_encoder(kind)
+    if issubclass(kind, Mapping):
+        return _encode_mapping
+    if issubclass(kind, set | frozenset):
+        return lambda value: _encode_items(sorted(value))
+    if issubclass(kind, list | tuple):
+        return _encode_items
+    raise TypeError(f"{kind.__name__} is not one of core's types")
+
+
+def _object_encoder(kind: Any) -> Coder:
+    name = kind.__name__
+    getters = [(field.name, attrgetter(field.name)) for field in fields(kind)]
+    return lambda value: {"is": name, **{field: encode(get(value)) for field, get in getters}}
+
+
+def _encode_items(value: Any) -> Any:
+    if value and type(value[0]) is Op:
+        return " ".join(map(_op_text, value))
+    return [item if type(item) in _PLAIN else encode(item) for item in value]
+
+
+def _encode_mapping(value: Mapping[Any, Any]) -> Any:
+    if all(type(key) is str for key in value):
+        return {key: encode(item) for key, item in value.items()}
+    return [[encode(key), encode(item)] for key, item in value.items()]
+
+
+# ------------------------------------------------------------------ in
+
+
+def decode(kind: Any, data: Any) -> Any:
+    """The value of type `kind` that `data` describes; PeerError names what does not fit."""
+    try:
+        return _decoder(kind)(data)
+    except (TypeError, ValueError, KeyError, OverflowError, RecursionError, UserError) as error:
+        raise PeerError(f"not a {_name(kind)}: {error}") from error
+
+
+@cache
+def _decoder(kind: Any) -> Coder:
+    if kind is Any:
+        return lambda data: data
+    if kind in _FROM_TEXT:
+        parse = _FROM_TEXT[kind]
+        return lambda data: parse(_of(str, data))
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return _union_decoder(get_args(kind))
+    if origin is Literal:
+        return lambda data: _literal(get_args(kind), data)
+    if origin in (list, set, frozenset):
+        item = _decoder(get_args(kind)[0])
+        return lambda data: origin(map(item, _of(list, data)))
+    if origin is tuple:
+        return _tuple_decoder(kind, get_args(kind))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _mapping_decoder(*map(_decoder, get_args(kind)))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind
+    if is_dataclass(kind):
+        return _object_decoder(kind)
+    if hasattr(kind, "_fields"):  # a NamedTuple
+        return _named_tuple_decoder(kind)
+    if kind is float:
+        return lambda data: float(_of((int, float), data))
+    plain = type(None) if kind is None else kind
+    return lambda data: _of(plain, data)
+
+
+def _of(kind: Any, data: Any) -> Any:
+    if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
+        raise TypeError(f"{data!r:.60} is not {_name(kind)}")
+    return data
+
+
+def _literal(values: tuple[Any, ...], data: Any) -> Any:
+    if data not in values:
+        raise ValueError(f"{data!r} is not one of {values}")
+    return data
+
+
+def _union_decoder(kinds: tuple[Any, ...]) -> Coder:
+    objects = {kind.__name__: kind for kind in kinds if is_dataclass(kind)}  # type: ignore[union-attr]
+    others = [kind for kind in kinds if kind is not type(None) and not is_dataclass(kind)]
+    names = ", ".join(map(_name, kinds))
+    optional = type(None) in kinds
+
+    def one_of(data: Any) -> Any:
+        if data is None and optional:
+            return None
+        if isinstance(data, dict) and objects:
+            kind: Any = objects.get(data.get("is", ""))
+            if kind is None:
+                raise TypeError(f"{data.get('is')!r:.40} is not one of {names}")
+            return _decoder(kind)(data)
+        for kind in others:
+            try:
+                return _decoder(kind)(data)
+            except (TypeError, ValueError, UserError):
+                continue
+        raise TypeError(f"{data!r:.60} is not one of {names}")
+
+    return one_of
+
+
+def _tuple_decoder(kind: Any, items: tuple[Any, ...]) -> Coder:
+    if len(items) == 2 and items[1] is Ellipsis:
+        item = _decoder(items[0])
+        if items[0] is not Op:
+            return lambda data: tuple(map(item, _of(list, data)))
+        return lambda data: tuple(map(item, data.split() if type(data) is str else _of(list, data)))
+    coders = list(map(_decoder, items))
+
+    def whole(data: Any) -> tuple[Any, ...]:
+        if len(_of(list, data)) != len(coders):
+            raise ValueError(f"{len(data)} items where {kind} has {len(coders)}")
+        return tuple([coder(x) for coder, x in zip(coders, data, strict=True)])
+
+    return whole
+
+
+def _mapping_decoder(key: Coder, item: Coder) -> Coder:
+    def mapping(data: Any) -> dict[Any, Any]:
+        pairs = data.items() if isinstance(data, dict) else _of(list, data)
+        return {key(k): item(v) for k, v in pairs}
+
+    return mapping
+
+
+def _named_tuple_decoder(kind: Any) -> Coder:
+    coders = [_decoder(hint) for hint in get_type_hints(kind).values()]
+
+    def named(data: Any) -> Any:
+        return kind(*(coder(x) for coder, x in zip(coders, _of(list, data), strict=True)))
+
+    return named
+
+
+def _object_decoder(kind: Any) -> Coder:
+    hints = get_type_hints(kind)
+    coders = {field.name: _decoder(hints[field.name]) for field in fields(kind)}
+    needed = [
+        field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING
+    ]
+
+    def whole(data: Any) -> Any:
+        _of(dict, data)
+        for name in needed:
+            if name not in data:
+                raise TypeError(f"{kind.__name__} lacks {name!r}")
+        return kind(**{name: coders[name](value) for name, value in data.items() if name in coders})
+
+    return whole
+
+
+def _name(kind: Any) -> str:
+    return getattr(kind, "__name__", None) or str(kind)

@@ -1,0 +1,381 @@
+"""What a worker reports, what it is ordered, and what its state asks of the loop that runs it.
+
+Parcels, which workers send each other, are in `parcels` and exported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.protocol.ops import Microbatch, Op
+from everstep.protocol.parcels import Parcel as Parcel
+from everstep.protocol.parcels import ParcelKind as ParcelKind
+from everstep.protocol.parcels import Part as Part
+from everstep.protocol.parcels import Scores as Scores
+from everstep.protocol.parcels import StateTransfer as StateTransfer
+
+Place = tuple[Microbatch, int]  # (microbatch, stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Who makes up the stages, from a step on."""
+
+    from_step: int
+    live: tuple[tuple[int, ...], ...]  # per stage, the replicas, ascending
+    rounds: tuple[int, ...]  # per stage, the epoch in which this group was formed
+    holders: tuple[tuple[tuple[int, ...], ...], ...] = ()  # sharded: per stage and chunk, the owner first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What a worker has done, reported when it is asked to pause."""
+
+    step: int  # the step it is in; all earlier ones are updated
+    done: tuple[Op, ...] = ()  # its ops of that step; R once it holds the sum
+    done_before: tuple[Op, ...] = ()  # its ops of the step before, while that one is open somewhere
+    holding: tuple[Parcel, ...] = ()  # activations and gradients it has received and not used
+    joining: bool = False  # not yet a member: its state is that after `step - 1`
+    chunks: tuple[int, ...] = ()  # sharded: those whose optimizer state it has
+    shares: tuple[tuple[int, int, float], ...] = ()  # step, stage, its part of the norm, of other stages
+    norms: tuple[tuple[int, bool], ...] = ()  # step, did its norm allow an eager update; where it is known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """All a worker needs to resume: the rest of the broken steps, and the step that repeats after them."""
+
+    epoch: int
+    attempts: tuple[tuple[int, int], ...]  # (from this step on, attempt), ascending
+    step: int  # the step the worker is in when it goes on
+    lists: Mapping[int, tuple[Op, ...]] = field(default_factory=dict)  # for these steps
+    steady: tuple[Op, ...] = ()  # for all later ones
+    hosts: Mapping[int, Mapping[Place, int]] = field(default_factory=dict)  # where it is not the home
+    steady_hosts: Mapping[Place, int] = field(default_factory=dict)
+    members: tuple[Members, ...] = ()
+    ghosts: frozenset[tuple[int, Microbatch]] = frozenset()  # (step, microbatch) to run for outputs only
+    give: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # step -> peers that lack its sum
+    awaits: frozenset[int] = frozenset()  # steps whose sum this worker is given: it adds up nothing itself
+    feeds: Mapping[int, int | None] = field(default_factory=dict)  # joining replica -> last step to feed it
+    rewind: int | None = None  # undo this step's eager update, and decide it anew
+    shares: tuple[tuple[int, int, float], ...] = ()  # step, stage, its part of the norm: who knew may be dead
+    fills: tuple[tuple[int, int, int], ...] = ()  # sharded: chunk, replica to send its state to, from step
+    restore: int | None = None  # load the state kept of this step (0: the initial state)
+    until: int | None = (
+        None  # the last step of this shape: after it the state is copied to memory, and that is all
+    )
+    saves: bool = False  # the state of the step `until` is saved as a checkpoint
+    recorded: int = 0  # the coordinator knows that this step and all before it are sealed
+
+    def attempt(self, step: int) -> int:
+        if len(self.attempts) == 1:
+            return self.attempts[0][1]
+        return [attempt for first, attempt in self.attempts if first <= step][-1]
+
+    def ops(self, step: int) -> tuple[Op, ...]:
+        return self.lists.get(step, self.steady)
+
+    def host(self, step: int, microbatch: Microbatch, stage: int) -> int:
+        return self.hosts.get(step, self.steady_hosts).get((microbatch, stage), microbatch.home)
+
+    def members_at(self, step: int) -> Members:
+        if len(self.members) == 1:
+            return self.members[0]
+        fitting = [m for m in self.members if m.from_step <= step]
+        return fitting[-1] if fitting else self.members[0]
+
+
+# ------------------------------------------------------------------ what a worker's state asks its loop to do
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run F, I, W or B of one microbatch. Its input is the parcel in hand, if any; its output is `output`.
+
+    A ghost is run for its output alone, which died with its holder; its gradients are in the sum already. But
+    its stash is kept until `DropStashes`: if the sum is lost too, its W is owed after all.
+    """
+
+    op: Op
+    step: int
+    input: Parcel | None
+    output: Parcel | None
+    ghost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Contribute:
+    """Close the step's gradients. Answer: the losses of the microbatches run here, at the last stage, the
+    weight of each microbatch, and in a step that evaluates, the scores found here.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SumChunk:
+    """Add up the parts of the chunks that are ours, in the order of `members`, and divide by `weight`.
+
+    Answer: the sum of squares of each chunk's quotient. Chunks are the same whoever lives: only their owners
+    change.
+    """
+
+    step: int
+    members: tuple[int, ...]
+    parts: tuple[Parcel, ...]
+    weight: float  # of all the step's microbatches
+    chunks: tuple[int, ...] = ()  # sharded: those that this worker owns
+
+
+@dataclass(frozen=True, slots=True)
+class AssembleSum:
+    """Put the chunks of all owners together, or take a peer's whole sum.
+
+    Answer: the whole sum's sum of squares where it is not that of its chunks (a tied pair inside one stage),
+    else None.
+    """
+
+    step: int
+    members: tuple[int, ...]
+    chunks: tuple[Parcel, ...]  # sharded: of each owner, the chunks that this worker holds too
+
+
+@dataclass(frozen=True, slots=True)
+class CombineTied:
+    """Add the tied tensor's other half, lower stage first. Answer: the stage's sum of squares."""
+
+    step: int
+    other: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer step. `scale` None: a skipped step.
+
+    `keep`: it may have to be undone. Then only what the layers compute with changes; the optimizer's own
+    state follows with `Commit`, or never.
+    """
+
+    step: int
+    scale: float | None
+    keep: bool
+    chunks: tuple[int, ...] = ()  # sharded: those that this worker holds
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptWeights:
+    """Sharded: take over the working weights of the chunks that others have updated."""
+
+    step: int
+    weights: tuple[Parcel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFill:
+    """Sharded: take over the optimizer state of a chunk."""
+
+    fill: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The update that was made eagerly holds: make it again, in the optimizer's state."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """Take the eager update back, exactly: compute with the weights that the optimizer's state has."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Copy the state as it is now, and stream the copy to a joining peer."""
+
+    joiner: int
+    transfer: StateTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyFeed:
+    """A joining worker follows a step it took no part in."""
+
+    step: int
+    scale: float | None
+    feed: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Load the state kept of this step, or build the initial state for 0. Answer: False if it is gone."""
+
+    state_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheckpoint:
+    """Write a share of this stage's part of the checkpoint: the `index`-th of `count`, one a live peer."""
+
+    state_step: int
+    attempt: int  # at that step
+    index: int = 0
+    count: int = 1
+    chunks: tuple[int, ...] = ()  # sharded: these of `count` chunks, one part each
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCopy:
+    """Copy the state to memory that outlives this worker. `leaving`: it is this worker's last deed."""
+
+    state_step: int
+    attempt: int  # at that step
+    leaving: bool = False
+    chunks: tuple[int, ...] = ()  # sharded: these alone
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do until something arrives."""
+
+    missing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Between an interrupt and the order to resume."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last step is updated, sealed and valid."""
+
+
+WorkItem = (
+    Compute
+    | Contribute
+    | SumChunk
+    | AssembleSum
+    | CombineTied
+    | Update
+    | AdoptWeights
+    | LoadFill
+    | Commit
+    | Undo
+    | Snapshot
+    | ApplyFeed
+    | Restore
+    | SaveCheckpoint
+    | StoreCopy
+    | Wait
+    | Paused
+    | Finished
+)
+
+
+# ------------------------------------------------------------------ what it asks its shell to do meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a parcel to the worker of this replica and stage. `value` are the small facts that go with it."""
+
+    parcel: Parcel
+    replica: int
+    stage: int
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Free the payloads of these parcels."""
+
+    parcels: tuple[Parcel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseGradients:
+    """This worker holds the sum of this step: its local gradients are not needed again."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropStashes:
+    """Let go of what F and I of these microbatches left for a W: their gradients are in the sum, here."""
+
+    step: int
+    microbatches: tuple[Microbatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSum:
+    """Sealed, valid and fed: the sum of this step is not needed again."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardWork:
+    """Throw away the stashes and gradients of this step and later ones (None: everything of every step)."""
+
+    from_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TellSealed:
+    """For the record: this stage's sum of this step is in the hands of every live peer."""
+
+    step: int
+    microbatches: int
+    executed: int
+    losses: tuple[tuple[Microbatch, float], ...]
+    sum_of_squares: float
+    attempt: int
+    scores: Scores = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TellInvalid:
+    """The norm of all stages forbids an update that was made eagerly."""
+
+    step: int
+    norm: float
+    attempt: int  # of the step after it, which is in vain
+
+
+@dataclass(frozen=True, slots=True)
+class TellCopied:
+    """A joining worker holds the whole state of this transfer."""
+
+    transfer: StateTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseChunks:
+    """Sharded: other replicas hold these chunks now; their state here is not needed again."""
+
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TellFilled:
+    """Sharded: this worker has the state of every chunk that it is a holder of."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellUnrestored:
+    """No holder of the state that was to be loaded could be read. `epoch`: of the order to load it."""
+
+    state_step: int
+    epoch: int = 0
+
+
+Told = TellSealed | TellInvalid | TellCopied | TellUnrestored | TellFilled  # what becomes a report
+Command = Send | Forget | ReleaseGradients | DropStashes | ReleaseSum | ReleaseChunks | DiscardWork | Told

@@ -1,0 +1,60 @@
+"""Ranks seen from outside, without their help: state and CPU time from /proc."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from everstep.ranks.words import Look
+
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+def look(pid: int, *, output_bytes: int, family_cpu_s: float) -> Look | None:
+    own = _stat(pid)
+    if own is None:
+        return None
+    return Look(state=own[0], cpu_s=own[1] + family_cpu_s, output_bytes=output_bytes)
+
+
+def family_cpu_s(pid: int) -> float:
+    """Of its descendants that live; a rank may leave all work to them."""
+    return sum(stat[1] for child in family(pid) if (stat := _stat(child)) is not None)
+
+
+def _stat(pid: int) -> tuple[str, float] | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], sum(map(int, fields[11:15])) * _TICK_S  # own, and of children that are reaped
+
+
+def family(pid: int) -> list[int]:
+    """All descendants."""
+    found: list[int] = []
+    try:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(child) for child in (thread / "children").read_text().split()]
+    except OSError:
+        return found
+    return [*found, *(grandchild for child in found for grandchild in family(child))]
+
+
+def handles(pid: int, signum: int) -> bool:
+    """Has the process a handler for this signal? Sent without one, most signals end a process."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+def oom_kills() -> int:
+    """OOM kills since the machine started."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

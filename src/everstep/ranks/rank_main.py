@@ -1,0 +1,193 @@
+"""`python -m everstep.ranks.rank_main script.py args...`: a person's script, as Python would run it, with a
+line to its supervisor.
+
+What it adds to the process, and nothing else: an uncaught exception is reported with its traceback, after it
+has been printed as always; a real-time signal writes the stacks of all threads to a file, in C, whatever the
+script is stuck in; and once the script imports torch, a thread answers when the supervisor asks for PyTorch's
+record of collectives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib.abc
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+LINE, STACKS = (
+    "EVERSTEP_RANK_LINE",
+    "EVERSTEP_RANK_STACKS",
+)  # of the environment, gone before the script starts
+STACKS_SIGNAL = signal.SIGRTMIN + 7  # scripts have uses of their own for SIGUSR1 and SIGUSR2
+MAX_MESSAGE_BYTES = 1 << 16
+_MAX_TRACEBACK = 10_000  # characters; its end is what matters, and a character may take 6 bytes as JSON
+_PR_SET_PDEATHSIG = 1
+
+
+class SupervisorLine:
+    """The rank's end of the socket to its supervisor. A child that the script forks says nothing on it."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._pid = os.getpid()
+        self._socket = None if fd is None else socket.socket(fileno=fd)
+        if fd is not None:
+            os.set_inheritable(fd, False)
+
+    def say(self, **message: Any) -> None:
+        if self._socket is None or os.getpid() != self._pid:
+            return
+        try:
+            self._socket.send(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
+        except OSError:
+            self._socket = None  # the supervisor has gone; what the script does is not changed by that
+
+    def answer_questions(self) -> None:
+        """One thread, for as long as the process lives: write what is asked for, say when it is written."""
+        while self._socket is not None:
+            try:
+                question = json.loads(self._socket.recv(MAX_MESSAGE_BYTES) or b"{}")
+            except (OSError, ValueError):
+                return
+            if "record" not in question:
+                return
+            self.say(kind="recorded", is_written=_write_record(question["record"]))
+
+
+class _TorchWatch(importlib.abc.MetaPathFinder):
+    """Finds nothing; notices that the script is about to load torch."""
+
+    def __init__(self, line: SupervisorLine) -> None:
+        self._line = line
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == "torch":
+            sys.meta_path.remove(self)
+            self._line.say(kind="torch")
+            threading.Thread(target=self._line.answer_questions, name="everstep-line", daemon=True).start()
+        return None
+
+
+def main(arguments: list[str]) -> None:
+    line = attach()
+    run(arguments, line)
+
+
+def attach() -> SupervisorLine:
+    """What a supervisor relies on. To be called once, before anything of the script runs."""
+    fd = os.environ.pop(LINE, None)
+    stacks = os.environ.pop(STACKS, None)
+    faulthandler.enable()
+    if stacks is not None:
+        file = open(stacks, "a")  # noqa: SIM115 - open as long as the process lives
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    die_with_parent()
+    line = SupervisorLine(None if fd is None else int(fd))
+    if "torch" in sys.modules:
+        line.say(kind="torch")
+        threading.Thread(target=line.answer_questions, name="everstep-line", daemon=True).start()
+    else:
+        sys.meta_path.insert(0, _TorchWatch(line))
+    line.say(kind="ready")
+    return line
+
+
+def die_with_parent() -> None:
+    """The kernel sends SIGKILL when the process that started this one dies, however it dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run(arguments: list[str], line: SupervisorLine) -> None:
+    """The script (or `-m module`), then the process's exit as Python's own would be."""
+    try:
+        if arguments[0] == "-m":
+            _run_module(arguments[1], arguments[2:])
+        else:
+            _run_script(arguments[0], arguments[1:])
+    except SystemExit:
+        raise
+    except BaseException as error:
+        own = _own_frames(error.__traceback__)
+        _report(line, error.with_traceback(own), own)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    sys.argv = [path, *arguments]
+    sys.path[0] = str(Path(path).resolve().parent)
+    main_module = ModuleType("__main__")
+    main_module.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path), __spec__=None)
+    main_module.__dict__.update(__cached__=None, __builtins__=__builtins__)
+    sys.modules["__main__"] = main_module  # pickles and spawned children look for the script here
+    with io.open_code(str(Path(path).resolve())) as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, main_module.__dict__)
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _own_frames(found: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames that are ours, and runpy's."""
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    own = found
+    while own is not None and own.tb_frame.f_code.co_filename in ours:
+        own = own.tb_next
+    return own or None
+
+
+def _report(line: SupervisorLine, error: BaseException, frames: TracebackType | None) -> None:
+    """Printed first: whoever reads the report may end this process."""
+    raised_at = time.monotonic()
+    sys.excepthook(type(error), error, frames)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    innermost = traceback.extract_tb(frames)[-1:] if frames else []
+    line.say(
+        kind="raised",
+        error=f"{type(error).__name__}: {error}"[:500],
+        where="".join(f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in innermost)[:300],
+        traceback="".join(traceback.format_exception(type(error), error, frames))[-_MAX_TRACEBACK:],
+        raised_at=raised_at,
+    )
+
+
+def _write_record(path: str) -> bool:
+    """PyTorch's flight recorder, as JSON: the collectives of this rank, and the one it is in."""
+    try:
+        from torch._C import _distributed_c10d as c10d
+
+        names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL and of every other backend
+        dumps = [getattr(c10d, name)(True, False) for name in names if hasattr(c10d, name)]
+        filled = [d if isinstance(d, bytes) else d.encode() for d in dumps if d and b'"entries"' in _bytes(d)]
+        if not filled:
+            return False
+        Path(path).write_bytes(max(filled, key=len))
+    except Exception:  # of torch's private parts we know nothing; without a record we have the stacks
+        return False
+    return True
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,228 @@
+"""States in memory: the files of a checkpoint in the memory stores of nodes, which are directories in RAM.
+
+    <store>/<task>/step-00000010/stage-1-0.safetensors      the state of stage 1, from replica 0
+                                 stage-1-0.json             what is in it, and the hashes of its chunks
+
+A copy in memory is a part like any other; what makes parts a checkpoint is that the coordinator says so. Of
+each it knows the name, the size and the hash of its description (`Label`), and no more: descriptions of large
+models are long. A reader gets the labels and where each part lies, on its own node (a file) or on another
+one (range requests), and reads of each what it needs.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from everstep.errors import UserError
+from everstep.layout.box import Box
+from everstep.store import index as indexes
+from everstep.store import parts
+from everstep.store.index import Part, Refused, digest
+from everstep.store.owned_folders import new_folder
+from everstep.store.places import STEP, step_name
+from everstep.store.ranges import Access, LocalFile, RangeFile
+from everstep.store.reader import Checkpoint, read_small, unusable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHUNK_BYTES = 4 << 20  # hashed as one: parts in memory are read whole or nearly so
+TIMEOUT_S = 10.0
+_RAM = Path("/dev/shm")
+_PREFIX = "everstep-memory-"
+Label = dict[str, Any]  # JSON: name, bytes, index_bytes, xxh3
+
+
+def new_directory() -> tuple[Path, int]:
+    """An empty folder, in RAM where the system has such folders, and the lock that says it is in use.
+
+    Stores whose owner was killed are removed on the way: their locks are free.
+    """
+    return new_folder(_PREFIX, _RAM if os.access(_RAM, os.W_OK) else Path(tempfile.gettempdir()))
+
+
+def folder_of(store: Path, task: str, step: int) -> Path:
+    return store / task / step_name(step)
+
+
+def put(
+    store: Path, task: str, step: int, name: str, slices: Iterable[tuple[str, Sequence[int], Box, Tensor]]
+) -> Label:
+    """Write a part to this node's store; returns what a reader needs to know. Slices as for
+    `folder.write_slices`.
+    """
+    planned = [
+        parts.PlannedSlice(key, tuple(shape), box, parts.stored_of(key, values))
+        for key, shape, box, values in slices
+    ]
+    folder = folder_of(store, task, step)
+    part = parts.write_part(folder, name, planned, chunk_bytes=CHUNK_BYTES)
+    text = json.dumps(part, separators=(",", ":")).encode()
+    (folder / f"{name}.json").write_bytes(text)
+    return {"name": name, "bytes": part["bytes"], "index_bytes": len(text), "xxh3": digest(memoryview(text))}
+
+
+def drop(store: Path, task: str, before: int) -> None:
+    """Make room: what is older than this step goes."""
+    for path in (store / task).glob("step-*"):
+        match = STEP.fullmatch(path.name)
+        if match and int(match[1]) < before:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Another node's memory store, as its agent serves it."""
+
+    host: str
+    port: int
+    token: str
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.host, self.port, timeout=TIMEOUT_S, blocksize=1 << 20)
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+
+def send(store: Path, label: Label, remote: Remote, task: str, step: int) -> None:
+    """Copy a part from this node's store to another node's."""
+    connection = remote.connect()
+    try:
+        for name in (f"{label['name']}.safetensors", f"{label['name']}.json"):
+            with (folder_of(store, task, step) / name).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                headers = remote.headers() | {"Content-Length": str(size)}
+                connection.request("PUT", f"/{task}/{step}/{name}", body=file, headers=headers)
+                answer = connection.getresponse()
+                reason = answer.read(1000).decode(errors="replace")
+            if answer.status != 201:
+                raise OSError(
+                    f"the memory store at {remote.host}:{remote.port} answers {answer.status}: {reason}"
+                )
+    except http.client.HTTPException as error:
+        raise OSError(
+            f"the memory store at {remote.host}:{remote.port} answers nothing of use: {error!r}"
+        ) from error
+    finally:
+        connection.close()
+
+
+class PeerFile:
+    """A part in another node's memory, over one connection per thread."""
+
+    def __init__(self, remote: Remote, path: str, size: int) -> None:
+        self.bytes_read = 0
+        self._remote, self._name, self._size = remote, path, size
+        self._mine = threading.local()
+
+    def __str__(self) -> str:
+        return f"{self._remote.host}:{self._remote.port}{self._name}"
+
+    def size(self) -> int:
+        return self._size
+
+    def read(self, offset: int, out: memoryview) -> None:
+        if not len(out):
+            return
+        connection = self._connection()
+        wanted = {"Range": f"bytes={offset}-{offset + len(out) - 1}"}
+        try:
+            connection.request("GET", self._name, headers=self._remote.headers() | wanted)
+            answer = connection.getresponse()
+            if answer.status != 206 or answer.length != len(out):
+                raise OSError(f"{self} answers {answer.status} with {answer.length} bytes")
+            done = 0
+            while done < len(out):
+                count = answer.readinto(out[done:])
+                if not count:
+                    raise OSError(f"{self} ends {len(out) - done} bytes too early")
+                done += count
+        except (OSError, http.client.HTTPException) as error:
+            self._hang_up()
+            raise OSError(f"{self}: {error}") from error
+        self.bytes_read += len(out)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if not hasattr(self._mine, "connection"):
+            self._mine.connection = self._remote.connect()
+        connection: http.client.HTTPConnection = self._mine.connection
+        return connection
+
+    def _hang_up(self) -> None:
+        if hasattr(self._mine, "connection"):
+            self._mine.connection.close()
+            del self._mine.connection
+
+    def close(self) -> None:
+        self._hang_up()
+
+
+@dataclass(slots=True)
+class MemoryPlace:
+    """Where the files of a checkpoint are that lies in the memory of several nodes. Only read from."""
+
+    task: str
+    step: int
+    sources: Mapping[str, Path | Remote]  # by file: this node's store, or another's
+    sizes: Mapping[str, int]
+    opened: dict[str, RangeFile] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"in memory, task {self.task}"
+
+    def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile:
+        source = self.sources[name]
+        if isinstance(source, Path):
+            return LocalFile(folder_of(source, self.task, self.step) / name, access)
+        return PeerFile(source, f"/{self.task}/{self.step}/{name}", self.sizes[name])
+
+
+def open_copies(task: str, step: int, copies: Sequence[tuple[Path | Remote, Label]]) -> Checkpoint:
+    """A step's state in memory, to be read like a checkpoint; every byte read is checked against its hash."""
+    parts = []
+    for source, label in copies:
+        try:
+            parts.append(_described(task, step, source, label))
+        except Refused as refused:
+            raise unusable(f"of step {step} in memory", refused, f"{label['name']}.safetensors") from refused
+    try:
+        index = indexes.parse(indexes.text_of(step, parts, {}, (), None).encode())
+    except Refused as refused:
+        raise UserError(f"the state of step {step} in memory is not whole: {refused}.") from refused
+    sources = {f"{label['name']}.safetensors": source for source, label in copies}
+    place = MemoryPlace(task=task, step=step, sources=sources, sizes=index.files)
+    return Checkpoint(place, step_name(step), index, "mmap")
+
+
+def _described(task: str, step: int, source: Path | Remote, label: Label) -> Part:
+    """The description of a part, if it is the one the label was made of."""
+    name, size = f"{label['name']}.json", int(label["index_bytes"])
+    if isinstance(source, Path):
+        file: RangeFile = LocalFile(folder_of(source, task, step) / name)
+    else:
+        file = PeerFile(source, f"/{task}/{step}/{name}", size)
+    try:
+        text = read_small(file, name, indexes.MAX_INDEX_BYTES)
+    finally:
+        file.close()
+    if digest(text) != label["xxh3"]:
+        raise Refused(f"{name} is not what was written")
+    part: Part = json.loads(text)
+    return part
+
+
+def bytes_read(checkpoint: Checkpoint) -> tuple[int, int]:
+    """So far: from this node's store, and from others'."""
+    files = checkpoint._files.values()
+    elsewhere = sum(file.bytes_read for file in files if isinstance(file, PeerFile))
+    return checkpoint.bytes_read - elsewhere, elsewhere

@@ -1,0 +1,1 @@
+"""The laboratory proves, predicts, compares and draws the product, which never imports it."""

@@ -1,0 +1,77 @@
+"""What every virtual world has: time, chance, the truth to compare with, disks, and what is seen of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from everstep.protocol.ops import Worker
+from everstep.schedule import Instance, uniform
+from everstep.schedule.cache import PlanCache
+from everstep_lab.agenda import Agenda
+from everstep_lab.draw import Draw, Steady
+from everstep_lab.storm.checkers import Checkers
+from everstep_lab.storm.disk import CheckpointDisk
+from everstep_lab.storm.network import Network
+from everstep_lab.storm.node_memory import NodeMemory
+from everstep_lab.storm.spec import Spec
+from everstep_lab.storm.trace import StormTrace
+from everstep_lab.storm.truth import Truth
+
+
+class Scene:
+    def __init__(self, spec: Spec, *, record: bool = False) -> None:
+        self.spec = spec
+        rules = spec.rules
+        self.trace = StormTrace(record=record)
+        self.agenda = Agenda()
+        steady = spec.weather.op_times_us is not None
+        self.weather = (Steady if steady else Draw)(spec.seed, "weather")
+        self.network = Network(self.agenda, self.weather)
+        self.truth = Truth(spec.seed, rules)
+        self.checkers = Checkers(self.truth, rules, calm=not spec.faults and not spec.moves)
+        self.disk = CheckpointDisk(rules.stages)
+        self.memory = NodeMemory()
+        self.plans = _plans(rules.replicas, rules.stages, rules.microbatches)
+        self.outcome: str | None = None
+        self.num_deaths = 0
+        self.num_stalls = 0
+        self.on_trigger: Callable[[str, int, Worker], None] | None = None
+        self._triggers: dict[str, int] = {}
+
+    def now(self) -> float:
+        return self.agenda.now_us / 1e6
+
+    def soon(self, typical_us: int, what: Callable[..., None], *args: object) -> None:
+        """After about so long."""
+        self.agenda.after(self.weather.spread(typical_us), what, *args)
+
+    def mix(self, code: int, worker: Worker | None) -> None:
+        """Into the trace's hash."""
+        self.trace.mix(self.agenda.now_us, code, 0 if worker is None else worker[0] * 64 + worker[1] + 1)
+
+    def note(self, what: str, worker: Worker, text: str) -> None:
+        self.mix(6 + len(what), worker)
+        self.trace.tell(self.agenda.now_us, text)
+
+    def trigger(self, what: str, worker: Worker) -> None:
+        """Something happens that a fault may be aimed at."""
+        count = self._triggers[what] = self._triggers.get(what, 0) + 1
+        if self.on_trigger is not None:
+            self.on_trigger(what, count, worker)
+
+
+@lru_cache(maxsize=64)
+def _plans(replicas: int, stages: int, microbatches: int) -> PlanCache:
+    """A pure function of the shape, so storms may share it."""
+    grid = uniform(replicas=replicas, stages=stages, value=1.0)
+    return PlanCache(
+        Instance(
+            replicas=replicas,
+            stages=stages,
+            microbatches=microbatches,
+            forward=grid,
+            input_grad=grid,
+            weight_grad=grid,
+        )
+    )

@@ -1,0 +1,249 @@
+"""One storm, drawn from one seed: shape, rules, weather and faults.
+
+A swarm, as in TigerBeetle's simulator: every seed switches a random few kinds of fault on and the others off.
+A mix of everything would be the same grey storm each time, where one common fault hides the rare ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from everstep.core.worker.rules import TaskRules
+from everstep.protocol.ops import Kind
+from everstep.protocol.shape import CHUNKS_PER_REPLICA
+from everstep_lab.draw import Draw
+from everstep_lab.storm.faults import HERE, OF_CLUSTERS, TRIGGERS, WHO_WORKERS, FaultKind, StormFault
+
+StormKind = Literal["", "cluster", "moves", "sharded", "sharded-cluster", "sharded-moves", "groups"]
+OP_US = 1_000  # a typical op; all else is in proportion to it
+FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # no end that anything could wait for
+FOR_GOOD_US = 3_600_000_000
+OF_TASKS = tuple(kind for kind in FaultKind if kind not in (*OF_CLUSTERS, FaultKind.SHARD, FaultKind.UNREAD))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weather:
+    """How long things take when nothing is wrong."""
+
+    op_us: int = OP_US
+    hop_us: int = 300  # between two workers
+    order_us: int = 300  # between coordinator and worker
+    plan_us: int = 2_000
+    sync_us: int = 100  # until a journal entry is on disk
+    start_us: int = 8_000  # until a process is up
+    exit_us: int = 500  # until an agent knows that a process is gone
+    clear_us: int = 300  # from then until its memory is free
+    silence_us: int = 6_000  # until the coordinator gives up on a node
+    overdue_us: int = 30_000  # until an agent kills a worker that stands still
+    save_us: int = 3_000  # until a checkpoint's part is on disk
+    wake_us: int = 0  # until a waiting process looks into its inbox; more may have come by then
+    copy_us: int = 0  # until a joiner holds a peer's state; 0: four hops
+    op_times_us: Mapping[Kind, int] | None = None  # measured ones; then nothing is left to chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    seed: int
+    rules: TaskRules
+    mode: str = "decoupled"
+    rejoin_after_steps: int = 0
+    max_restarts: int = 200
+    workers_per_node: int = 1
+    nodes_per_rack: int = 2
+    scattered: bool = False  # places are spread over nodes at random, else in order
+    weather: Weather = Weather()
+    faults: tuple[StormFault, ...] = ()
+    moves: tuple[int, ...] = ()  # when another shape is asked for, in us
+    shards: int = 1  # processes per worker
+
+    def keep(self, which: tuple[int, ...]) -> Spec:
+        return replace(self, faults=tuple(self.faults[i] for i in which))
+
+    def lines(self) -> list[str]:
+        """Seed first, then every parameter: what a reader needs before the storm begins."""
+        r, w = self.rules, self.weather
+        return [
+            f"seed {self.seed}",
+            f"shape {r.replicas} x {r.stages}, {r.microbatches} microbatches, {r.steps} steps, {self.mode}",
+            f"rules clip {r.clip}, stagger {r.stagger}, tied {r.tied}, checkpoint every {r.checkpoint_every}",
+            f"nodes of {self.workers_per_node} workers, racks of {self.nodes_per_rack} nodes, "
+            f"{'scattered' if self.scattered else 'in order'}; rejoin after {self.rejoin_after_steps} steps",
+            f"weather op {w.op_us} us, hop {w.hop_us}, order {w.order_us}, plan {w.plan_us}, "
+            f"sync {w.sync_us}, start {w.start_us}, exit {w.exit_us}, silence {w.silence_us}, "
+            f"save {w.save_us}",
+            *([f"optimizer states in {r.chunks} chunks per stage"] if r.chunks else []),
+            *([f"workers of {self.shards} processes"] if self.shards > 1 else []),
+            *([f"states in memory every {r.copy_every} steps"] if r.copy_every else []),
+            *(f"another shape at {at_us / 1e3:g} ms" for at_us in self.moves),
+            *(f"fault {i}: {fault}" for i, fault in enumerate(self.faults)),
+        ]
+
+
+def draw_spec(seed: int) -> Spec:
+    """Everything about one storm."""
+    draw = Draw(seed, "spec")
+    rules = _draw_rules(draw)
+    weather = Weather(
+        hop_us=draw.choice((30, 300, 3_000)),
+        order_us=draw.choice((30, 300, 3_000)),
+        plan_us=draw.choice((100, 2_000, 20_000)),
+        start_us=draw.choice((500, 8_000, 40_000)),
+        silence_us=draw.choice((2_000, 6_000, 30_000)),
+        save_us=draw.choice((100, 3_000, 20_000)),
+        wake_us=Draw(seed, "wake").choice((0, 0, 0, 40, 400)),
+        clear_us=Draw(seed, "clear").choice((300, 3_000, 20_000)),
+    )
+    spec = Spec(
+        seed=seed,
+        rules=rules,
+        mode=draw.choice(("decoupled", "decoupled", "staggered", "reroute")),
+        rejoin_after_steps=draw.choice((0, 0, 0, 1, 2)),
+        workers_per_node=draw.choice((1, 1, 2, 2, 3)),
+        nodes_per_rack=draw.choice((1, 2, 3)),
+        scattered=draw.chance(0.5),
+        weather=weather,
+    )
+    return replace(spec, faults=draw_faults(Draw(seed, "faults"), spec))
+
+
+def draw_storm(seed: int, kind: StormKind = "") -> Spec:
+    """For one task's recovery alone, for the whole cluster, or for that with other shapes asked for; each
+    also with sharded optimizer states. `groups`: for the whole cluster, with workers of several processes.
+    """
+    sharded, around = kind.startswith("sharded"), kind.removeprefix("sharded").removeprefix("-")
+    spec = draw_spec(seed)
+    if around:
+        spec = with_nodes(spec)
+    if around == "moves":
+        spec = with_moves(spec)
+    if around == "groups":
+        spec = with_groups(spec)
+    return with_sharded_states(spec) if sharded else spec
+
+
+def is_of_cluster(kind: StormKind) -> bool:
+    """Is it a storm around the whole coordinator?"""
+    return kind not in ("", "sharded")
+
+
+def with_nodes(spec: Spec) -> Spec:
+    """The same storm around a whole cluster, in two of three seeds with faults of nodes and coordinators."""
+    draw = Draw(spec.seed, "nodes")
+    if not spec.faults or draw.chance(1 / 3):
+        return spec
+    kinds = draw.shuffled(OF_CLUSTERS)[: draw.choice((1, 1, 2))]
+    if set(FOR_GOOD) <= set(kinds):  # there is one node to spare
+        kinds.pop()
+    duration = run_time_us(spec)
+    more = [_draw_node_fault(draw, kind, duration) for kind in kinds]
+    return replace(spec, faults=(*spec.faults, *more))
+
+
+def _draw_node_fault(draw: Draw, what: FaultKind, duration_us: int) -> StormFault:
+    fault = draw_fault(draw, what, duration_us)
+    if what in FOR_GOOD:
+        return replace(fault, span_us=FOR_GOOD_US)
+    return replace(fault, span_us=4 * fault.span_us) if what is FaultKind.FREEZE else fault
+
+
+def with_moves(spec: Spec) -> Spec:
+    """The same storm for a task that keeps states in memory and is asked for other shapes."""
+    draw = Draw(spec.seed, "moves")
+    rules = replace(spec.rules, copy_every=draw.choice((0, 1, 1, 2)))
+    duration = run_time_us(spec)
+    moves = tuple(draw.below(duration) for _ in range(draw.between(1, 3)))
+    return _with_unread_memory(replace(spec, rules=rules, moves=moves))
+
+
+def _with_unread_memory(spec: Spec) -> Spec:
+    """In two of three seeds with faults the memory of a node or two cannot be read, mostly around a move."""
+    draw = Draw(spec.seed, "unread")
+    if not spec.faults or draw.chance(1 / 3):
+        return spec
+    more = [
+        StormFault(
+            what=FaultKind.UNREAD,
+            at_us=max(0, draw.choice(spec.moves) + draw.below(20_000) - 10_000),
+            target=draw.below(64),
+            span_us=draw.choice((5_000, 50_000, 500_000)),
+        )
+        for _ in range(draw.choice((1, 1, 2)))
+    ]
+    return replace(spec, faults=(*spec.faults, *more))
+
+
+def with_sharded_states(spec: Spec) -> Spec:
+    """The same storm for a task whose replicas share the optimizer states of their stage."""
+    rules = spec.rules
+    return replace(spec, rules=replace(rules, tied=None, chunks=CHUNKS_PER_REPLICA * rules.replicas))
+
+
+def with_groups(spec: Spec) -> Spec:
+    """The same storm for workers of two or three processes; some kills hit one that is not the first. In one
+    of three seeds states are sharded too, in one of three copies are kept in memory.
+    """
+    draw = Draw(spec.seed, "groups")
+    faults = [
+        replace(fault, what=FaultKind.SHARD) if fault.what is FaultKind.KILL and draw.chance(0.5) else fault
+        for fault in spec.faults
+    ]
+    if spec.faults and draw.chance(0.5):
+        faults.append(draw_fault(draw, FaultKind.SHARD, run_time_us(spec)))
+    spec = replace(spec, shards=draw.choice((2, 2, 3)), faults=tuple(faults))
+    if draw.chance(1 / 3):
+        spec = replace(spec, rules=replace(spec.rules, copy_every=1))
+    return with_sharded_states(spec) if draw.chance(1 / 3) else spec
+
+
+def _draw_rules(draw: Draw) -> TaskRules:
+    replicas = draw.choice((1, 2, 2, 2, 3, 3, 3, 4))
+    stages = draw.choice((1, 2, 2, 2, 3, 3))
+    microbatches = draw.choice((1, 1, 2, 2, 3) if replicas * stages <= 6 else (1, 2))
+    clip = draw.chance(0.5)
+    return TaskRules(
+        replicas=replicas,
+        stages=stages,
+        microbatches=microbatches,
+        steps=draw.between(3, 6),
+        clip=1.0 if clip else None,
+        stagger=draw.choice(("auto", "always", "always", "never")),
+        checkpoint_every=draw.choice((0, 1, 2)) if replicas > 1 else draw.choice((1, 2)),
+        tied=(0, stages - 1) if stages > 1 and draw.chance(0.2) else None,
+    )
+
+
+def draw_faults(draw: Draw, spec: Spec, kinds: tuple[FaultKind, ...] = OF_TASKS) -> tuple[StormFault, ...]:
+    """A random few kinds of fault, some faults of these kinds. One seed in sixteen is calm."""
+    if draw.chance(1 / 16):
+        return ()
+    chosen = draw.shuffled(kinds)[: draw.choice((1, 1, 2, 2, 3, 5))]
+    if draw.chance(0.7):
+        chosen.append(FaultKind.KILL)
+    duration = run_time_us(spec)
+    return tuple(draw_fault(draw, draw.choice(chosen), duration) for _ in range(draw.between(1, 6)))
+
+
+def draw_fault(draw: Draw, what: FaultKind, duration_us: int) -> StormFault:
+    """One fault of this kind: aimed at something that happens, or at any moment."""
+    aimed = draw.chance(0.5)
+    target = draw.below(64)
+    if aimed and what in WHO_WORKERS and draw.chance(0.6):
+        target = HERE
+    return StormFault(
+        what=what,
+        at_us=draw.spread(draw.choice((20, 300, 2_000))) if aimed else draw.below(duration_us),
+        target=target,
+        span_us=draw.spread(draw.choice((1_000, 10_000, 60_000))),
+        factor=draw.choice((2, 5, 20)) if what in (FaultKind.SLOW, FaultKind.FLAP, FaultKind.LAG) else 1,
+        after=draw.choice(TRIGGERS) if aimed else "",
+        nth=draw.between(1, draw.choice((4, 40))),
+    )
+
+
+def run_time_us(spec: Spec) -> int:
+    """About how long the storm would take if nothing went wrong."""
+    rules, weather = spec.rules, spec.weather
+    a_step = 3 * weather.op_us * (rules.microbatches + rules.stages) + weather.hop_us * (2 * rules.stages + 3)
+    return weather.start_us + weather.plan_us + rules.steps * a_step

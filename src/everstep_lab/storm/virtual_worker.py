@@ -1,0 +1,385 @@
+"""A virtual worker: the real `WorkerControl`, with symbols where the engine has tensors.
+
+Buffers are cells that sends refer to, as the engine's sends borrow tensors: what a receiver gets is what the
+cell holds when the message arrives. The rules of who may write to a cell are the engine's own
+(`core.worker.buffers`); without them a queued message would change on its way, and a checker would see it.
+
+A payload that is asked for and not there raises, as it would in the engine: an outbox was dropped too early.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from everstep.core.worker.buffers import Buffers
+from everstep.core.worker.control import WorkerControl
+from everstep.core.worker.joining import FrameUse
+from everstep.core.worker.rules import TaskRules
+from everstep.core.worker.worker_state import WorkerState
+from everstep.protocol import worker_messages as msg
+from everstep.protocol.agent_messages import SAVING
+from everstep.protocol.cluster_messages import Sender
+from everstep.protocol.links import PeerAddress
+from everstep.protocol.node_reports import FailedRead
+from everstep.protocol.ops import Kind
+from everstep_lab.storm.checkers import Violation
+from everstep_lab.storm.network import MENDING, VirtualLink
+from everstep_lab.storm.scene import Scene
+from everstep_lab.storm.shard_group import VirtualGroup
+from everstep_lab.storm.truth import Cell, VirtualState, VirtualSum, applied, weight
+from everstep_lab.storm.virtual_chunks import VirtualChunks
+
+_HALVES = {Kind.B: (Kind.I, Kind.W)}
+
+
+class VirtualWorker:
+    """One process."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        rules: TaskRules,
+        *,
+        node: int,
+        address: PeerAddress,
+        scene: Scene,
+    ) -> None:
+        state = WorkerState(sender.worker, rules, incarnation=sender.incarnation)
+        self.control = WorkerControl(sender, state, MENDING)
+        self.worker_state = self.control.state
+        self.sender, self.me, self.incarnation = sender, sender.worker, sender.incarnation
+        self.node, self.address = node, address
+        self.truth, self.checkers = scene.truth, scene.checkers
+        self.disk, self.memory = scene.disk, scene.memory
+        self.failed_reads: tuple[FailedRead, ...] | None = None  # of a state it has just loaded from memory
+        self.state = VirtualState(0, 0)  # what the optimizer has
+        self.working = self.state  # what the layers compute with: ahead of it after an eager update
+        self.chunks = VirtualChunks(self.me, rules.chunks, scene.checkers)
+        self.payloads: dict[msg.Parcel, Any] = {}
+        self.inputs: dict[tuple[int, Any], bool] = {}  # (step, microbatch) -> right weights so far?
+        self.gradients = Cell([])  # of the step it is in
+        self.summed = 0  # sharded: the step whose gradients these are
+        self.released = 0  # the step whose gradients may be written over
+        self.buffers: Buffers[Cell] = Buffers(
+            borrowed=self._is_borrowed, new=Cell, copy=lambda cell: Cell(cell.value)
+        )
+        self.sums: dict[int, Cell] = {}
+        self.arriving: dict[str, int] = {}  # the frames of a state that this joiner copies
+        self.inbox: deque[Any] = deque()
+        self.links: dict[PeerAddress, VirtualLink] = {}
+        self.answered: set[PeerAddress] = set()  # since the link to them broke last
+        self.slots = frozenset({0})
+        self.group: VirtualGroup | None = None  # if it has shards: the others
+        self.lost_shard = 0  # the one whose end ended it
+        self.task: msg.WorkItem | None = None
+        self.began_us = 0  # when the task was begun
+        self.alive = True
+        self.hung = False
+        self.asleep = False  # in the kernel, where no signal reaches it
+        self.doomed = False  # killed in its sleep
+        self.leaving = False
+        self.woken = False
+        self.alarm_us: int | None = None
+        self.writing = 0  # checkpoints and copies under way
+        self.moment = 0  # changes whenever its beacon does
+        self.moved_us = 0
+        self.doing = "a snapshot of a peer's state"  # as the engine's beacon shows first
+        self.busy = False
+
+    def _is_borrowed(self, cell: Cell) -> bool:
+        return any(item[2] is cell for link in self.links.values() for item in link.queue)
+
+    def show(self, now_us: int, moment: int, *, busy: bool, doing: str) -> None:
+        """What its beacon shows, if that is news."""
+        if self.control.shows(busy=busy, doing=doing):
+            self.moment, self.moved_us, self.busy, self.doing = moment, now_us, busy, doing
+
+    # -------------------------------------------------------------- tasks
+
+    def do(self, task: msg.WorkItem) -> Any:
+        """Run a task to its end; its answer."""
+        return _DO[type(task)](self, task)
+
+    def _compute(self, task: msg.Compute) -> None:
+        working = self.chunks.weights if self.chunks.count else self.working
+        op, right = task.op, working == self.truth.states[task.step - 1]
+        key = (task.step, op.microbatch)
+        payloads, inputs = self.payloads, self.inputs
+        for kind in _HALVES.get(op.kind, (op.kind,)):
+            if kind is Kind.W:
+                self._gradients(task.step).value.append((op.microbatch, inputs.pop(key)))
+                continue
+            right = right and (task.input is None or payloads[task.input])
+            if kind is Kind.I:
+                right = right and inputs[key]
+            inputs[key] = right
+        if task.output is not None:
+            payloads[task.output] = right
+
+    def _contribute(self, task: msg.Contribute) -> tuple[Any, ...]:
+        weights = {
+            microbatch: weight(task.step, microbatch) for microbatch, _ in self._gradients(task.step).value
+        }
+        if self.me.stage != self.worker_state.rules.stages - 1:
+            return (), weights
+        return [(op.microbatch, 1.0) for op in self.worker_state.now.done if op.kind is Kind.F], weights
+
+    def _sum_chunk(self, task: msg.SumChunk) -> tuple[float]:
+        self.checkers.divisor(self.me, task.step, task.weight)
+        bag = list(self._gradients(task.step).value)
+        for part in task.parts:
+            bag += self.payloads[part]
+        bag.sort()
+        if self.chunks.count:
+            self.chunks.sum_chunks(task, tuple(bag))
+        else:
+            self._sum(task.step).value = VirtualSum(tuple(bag))
+        first = self.me.replica == task.members[0]
+        return (self.truth.squares(task.step, self.me.stage) if first else 0.0,)
+
+    def _assemble(self, task: msg.AssembleSum) -> None:
+        if self.chunks.count:
+            shares = [self.payloads[chunk] for chunk in task.chunks]
+            self.chunks.assemble(task.step, shares, self.worker_state.chunks.held(task.step))
+            return
+        mine = self._sum(task.step)
+        for chunk in task.chunks:
+            given: VirtualSum = self.payloads[chunk]
+            self.checkers.sum_is_as_reduced(self.me, task.step, given.combined)
+            if chunk.what is msg.ParcelKind.COPY:
+                mine.value = given
+            else:
+                self.checkers.sums_agree(self.me, task.step, given.bag, mine.value.bag)
+
+    def _sum(self, step: int) -> Cell:
+        if step not in self.sums:
+            self.sums[step] = self.buffers.take()
+        return self.sums[step]
+
+    def _combine(self, task: msg.CombineTied) -> float:
+        self.checkers.sum_is_whole(self.me, task.step, self.payloads[task.other].bag)
+        self.outgoing(task.other._replace(stage=self.me.stage))
+        cell = self.sums[task.step] = self.buffers.writable(self.sums[task.step])
+        cell.value = VirtualSum(cell.value.bag, combined=True)
+        return self.truth.squares(task.step, self.me.stage)
+
+    def _update(self, task: msg.Update) -> None:
+        for parcel in [p for p in self.payloads if p.what is msg.ParcelKind.TIED and p.step < task.step]:
+            del self.payloads[parcel]
+        if self.chunks.count:
+            self.chunks.update(task)
+            return
+        used = self.sums[task.step].value
+        self.checkers.sum_is_combined(self.me, task.step, used.combined)
+        if task.keep:  # it may be undone: then another stage's update was invalid, and so is this sum
+            self.checkers.sum_is_whole(self.me, task.step, used.bag)
+            self.working = applied(self.state, task.step, task.scale)
+        else:
+            self.checkers.sum_used(self.me, task.step, used.bag)
+            self.state = self.working = applied(self.state, task.step, task.scale)
+        self._begin_gradients()
+
+    def _adopt(self, task: msg.AdoptWeights) -> None:
+        self.chunks.adopt({parcel.owner: self.payloads[parcel] for parcel in task.weights})
+        self._agree(task.step)
+
+    def _agree(self, step: int) -> None:
+        """Sharded: the state of the whole stage, as the layers have it."""
+        found = self.chunks.weights
+        if found is None:
+            raise Violation(f"the right state: {self.me} computes with weights of different steps")
+        self.state = self.working = found
+
+    def _load_fill(self, task: msg.LoadFill) -> None:
+        self.chunks.fill(task.fill, self.payloads[task.fill])
+
+    def _gradients(self, step: int) -> Cell:
+        if self.chunks.count and step != self.summed:  # not every worker makes an update there
+            self._begin_gradients()
+            self.summed = step
+        self.checkers.gradients_used(self.me, step, self.released)
+        return self.gradients
+
+    def _begin_gradients(self) -> None:
+        """In the same buffer, unless a send still reads from it."""
+        self.released = 0
+        if self.buffers.is_borrowed(self.gradients):
+            self.gradients = Cell([])
+        else:
+            self.gradients.value = []
+
+    def _commit(self, task: msg.Commit) -> None:
+        self.checkers.sum_used(self.me, task.step, self.sums[task.step].value.bag)
+        self.state = applied(self.state, task.step, 1.0)
+        assert self.working == self.state, "a commit of something else than was computed with"
+
+    def _undo(self, task: msg.Undo) -> None:
+        assert self.working != self.state, "an undo without an eager update"
+        self.working = self.state
+
+    def _snapshot(self, task: msg.Snapshot) -> VirtualState:
+        if self.chunks.count:
+            self._agree(task.transfer.state_step)
+        return self.state
+
+    def _apply_feed(self, task: msg.ApplyFeed) -> None:
+        if self.chunks.count:
+            self.state = self.working = self.payloads[task.feed]
+            self.checkers.state_restored(self.me, task.step, self.state)
+            self.chunks.follow(self.state)
+            return
+        given: VirtualSum = self.payloads[task.feed]
+        self.checkers.sum_is_combined(self.me, task.step, given.combined)
+        self.checkers.sum_used(self.me, task.step, given.bag)
+        self.state = self.working = applied(self.state, task.step, task.scale)
+
+    def _restore(self, task: msg.Restore) -> bool:
+        if self.control.directions.copies:
+            given = self.me, self.worker_state.mail.order.epoch, task.state_step
+            state, self.failed_reads = self.memory.load(*given, self.control.directions)
+            if state is None:
+                return False
+        else:
+            state = self.disk.read(task.state_step, self.me.stage)
+        self.checkers.state_restored(self.me, task.state_step, state)
+        assert state is not None
+        self.state = self.working = state
+        self._begin_gradients()
+        if self.chunks.count:
+            self.chunks.load(state, self.worker_state.chunks.held(task.state_step + 1))
+        return True
+
+    def _shelve(self, task: msg.StoreCopy) -> None:
+        self.checkers.state_saved(self.me, task.state_step, self.state)
+        self.chunks.saved(task.state_step, task.chunks)
+
+    def _save(self, task: msg.SaveCheckpoint) -> None:
+        self.checkers.state_saved(self.me, task.state_step, self.state)
+        self.chunks.saved(task.state_step, task.chunks)
+        self.disk.begin(task.state_step, self.me.stage)
+
+    def take_state(self, transfer: msg.StateTransfer, name: str, value: int) -> None:
+        """One frame of two, so that a state could be made of two transfers' halves."""
+        use = self.worker_state.take_state(transfer)
+        if use is FrameUse.DROP:
+            return
+        if use is FrameUse.BEGIN:
+            self.arriving.clear()
+        self.arriving[name] = value
+        if len(self.arriving) == len(VirtualState._fields):
+            whole = VirtualState(**self.arriving)
+            self.arriving.clear()
+            if self.group is None:
+                self.load_state(transfer, whole)
+            elif self.group.slices.own_state(transfer, whole):
+                self.load_state(transfer, self.group.slices.take_state(transfer))
+
+    def load_state(self, transfer: msg.StateTransfer, state: VirtualState) -> None:
+        """All of it is here, on every shard."""
+        self.state = self.working = state
+        self._begin_gradients()
+        self.chunks.follow(self.state)
+        self.worker_state.state_arrived(transfer)
+        if self.group is not None:
+            self.group.loaded(transfer)
+
+    # -------------------------------------------------------------- commands
+
+    def outgoing(self, parcel: msg.Parcel) -> Any:
+        """What is sent under this name: a value that never changes, or a cell that might."""
+        match parcel.what:
+            case msg.ParcelKind.ACTIVATION | msg.ParcelKind.GRADIENT:
+                return self.payloads[parcel]
+            case msg.ParcelKind.PART:
+                return self._gradients(parcel.step)
+            case msg.ParcelKind.WEIGHTS | msg.ParcelKind.FILL:
+                return self.chunks.weights_of(parcel)
+            case msg.ParcelKind.SUM if self.chunks.count:
+                holders = self.worker_state.chunks.holders(parcel.step)
+                return self.chunks.sums_for(parcel.step, holders, parcel.owner)
+            case msg.ParcelKind.FEED if self.chunks.count:
+                self._agree(parcel.step)
+                return self.state
+            case msg.ParcelKind.SUM | msg.ParcelKind.COPY | msg.ParcelKind.FEED:
+                return self.sums[parcel.step]
+            case msg.ParcelKind.TIED:
+                if parcel not in self.payloads:
+                    self.payloads[parcel] = self.sums[parcel.step].value
+                return self.payloads[parcel]
+        return None
+
+    def forget(self, command: msg.Forget) -> None:
+        for parcel in command.parcels:
+            self.payloads.pop(parcel, None)
+
+    def release_gradients(self, command: msg.ReleaseGradients) -> None:
+        """The engine uses the buffer again when the next step's gradients begin; from now on it might."""
+        self.released = command.step
+
+    def drop_stashes(self, command: msg.DropStashes) -> None:
+        for microbatch in command.microbatches:
+            del self.inputs[command.step, microbatch]
+
+    def release_sum(self, command: msg.ReleaseSum) -> None:
+        if self.chunks.count:
+            self.chunks.sums.pop(command.step)
+        else:
+            cell = self.sums.pop(command.step)
+            self.checkers.sum_used(self.me, command.step, cell.value.bag)
+            self.buffers.give_back(cell)
+        self.checkers.kept(self.me, len(self.payloads), sum(step <= command.step for step, _ in self.inputs))
+
+    def discard(self, command: msg.DiscardWork) -> None:
+        first = command.from_step
+        for store in (self.sums, self.chunks.sums):
+            for step in [s for s in store if first is None or s >= first]:
+                del store[step]
+        self._begin_gradients()
+        self.inputs = {
+            key: right for key, right in self.inputs.items() if first is not None and key[0] < first
+        }
+
+    # -------------------------------------------------------------- looking at it
+
+    def summary(self) -> str:
+        """In words, for the report of a storm that does not end."""
+        if self.leaving:
+            return SAVING
+        return f"{self.worker_state.next()}{' paused' if self.worker_state.paused else ''}"
+
+
+def what_arrives(payload: Any) -> Any:
+    """The contents of a message at the moment its last byte leaves the sender's buffer."""
+    if type(payload) is not Cell:
+        return payload
+    value = payload.value
+    return tuple(value) if type(value) is list else value
+
+
+_DO: dict[type, Callable[[VirtualWorker, Any], Any]] = {
+    msg.Compute: VirtualWorker._compute,
+    msg.Contribute: VirtualWorker._contribute,
+    msg.SumChunk: VirtualWorker._sum_chunk,
+    msg.AssembleSum: VirtualWorker._assemble,
+    msg.CombineTied: VirtualWorker._combine,
+    msg.Update: VirtualWorker._update,
+    msg.AdoptWeights: VirtualWorker._adopt,
+    msg.LoadFill: VirtualWorker._load_fill,
+    msg.Commit: VirtualWorker._commit,
+    msg.Undo: VirtualWorker._undo,
+    msg.Snapshot: VirtualWorker._snapshot,
+    msg.ApplyFeed: VirtualWorker._apply_feed,
+    msg.Restore: VirtualWorker._restore,
+    msg.SaveCheckpoint: VirtualWorker._save,
+    msg.StoreCopy: VirtualWorker._shelve,
+}
+CARRY_OUT: dict[type, Callable[[VirtualWorker, Any], None]] = {
+    msg.Forget: VirtualWorker.forget,
+    msg.ReleaseGradients: VirtualWorker.release_gradients,
+    msg.DropStashes: VirtualWorker.drop_stashes,
+    msg.ReleaseSum: VirtualWorker.release_sum,
+    msg.ReleaseChunks: lambda process, command: process.chunks.release(command.chunks),
+    msg.DiscardWork: VirtualWorker.discard,
+}

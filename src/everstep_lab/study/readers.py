@@ -1,0 +1,251 @@
+"""Files of real failures: text in, a `Trace` out. `FORMS` has a row per form of file; the first line decides.
+
+Spot files say who came and went, or only how many were there. Which instance a count lost is not in the file,
+so it is drawn from the seed. A study begins when the fleet's first request has been filled: at the last join
+of the file's first ten minutes, with the nodes that are there then.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from everstep.errors import UserError
+from everstep_lab.draw import Draw
+from everstep_lab.study.failures import LOST, Failure, Trace
+from everstep_lab.study.slurm_events import job_records, node_events
+
+RAMP_S = 600.0
+Samples = list[tuple[float, int]]  # (time, nodes that are there), by time
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One form of file: what it is called, its first lines, how it is recognised and read."""
+
+    name: str
+    example: str
+    fits: Callable[[str], bool]  # the first line that is not empty
+    read: Callable[[str, str, int], Trace]  # text, name, seed
+
+
+def read(text: str, *, name: str, seed: int = 0) -> Trace:
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    for form in FORMS:
+        if form.fits(first):
+            return form.read(text, name, seed)
+    raise UserError(f"{name} is not a trace that can be read; use {forms()}.")
+
+
+def forms() -> str:
+    """All forms in words, for refusals and for help."""
+    each = [f"{form.name} ({form.example})" for form in (*FORMS, TITAN)]
+    return ", ".join(each[:-1]) + f" or {each[-1]}"
+
+
+# ------------------------------------------------------------------ who came and went
+
+
+def spot(text: str, name: str = "spot", seed: int = 0) -> Trace:
+    """Bamboo's form. A removed instance comes back only if the file says so."""
+    numbers: dict[str, int] = {}
+    events: list[tuple[float, int, int]] = []  # time, 0 for a loss and 1 for a join, node
+    for line, row in enumerate(csv.reader(io.StringIO(text)), 1):
+        if not row:
+            continue
+        cells = [cell.strip() for cell in row]
+        if len(cells) != 3 or cells[1] not in ("add", "remove") or not cells[0].isdigit():
+            raise UserError(f"{name}: line {line} is not of the form 1200,add,node7.")
+        node = numbers.setdefault(cells[2], len(numbers))
+        events.append((int(cells[0]) / 1e3, int(cells[1] == "add"), node))
+    if not any(kind for _, kind, _ in events):
+        raise UserError(f"{name} adds no node; give lines such as 1200,add,node7.")
+    events.sort()
+    start = _filled([(at, 1 if kind else -1) for at, kind, _ in events])
+    return _onto_places(name, start, events)
+
+
+def _onto_places(name: str, start: float, events: Sequence[tuple[float, int, int]]) -> Trace:
+    """Instances come and go under ever new names; what a policy sees is a pool of as many places as ever ran
+    at once.
+    """
+    there: dict[int, int] = {}
+    for at, kind, node in events:
+        if at <= start:
+            there[node] = kind
+    first = sorted(node for node, kind in there.items() if kind)
+    place_of = {node: place for place, node in enumerate(first)}
+    free: list[int] = []
+    places = len(first)
+    lost, come = [], []
+    for at, kind, node in events:
+        if at <= start:
+            continue
+        if not kind and node in place_of:
+            free.append(place_of.pop(node))
+            lost.append(_taken(at - start, free[-1]))
+        elif kind and node not in place_of:
+            if not free:
+                free.append(places)
+                places += 1
+            place_of[node] = free.pop()
+            come.append((at - start, place_of[node]))
+    return Trace(
+        name=name,
+        horizon_s=events[-1][0] - start,
+        nodes=places,
+        failures=tuple(lost),
+        joins=tuple(come),
+        absent=tuple(range(len(first), places)),
+        spot=True,
+    )
+
+
+def _filled(changes: Sequence[tuple[float, int]]) -> float:
+    """When the first request is filled: the last join within ten minutes of the first."""
+    joins = [at for at, change in changes if change > 0]
+    return max(at for at in joins if at <= joins[0] + RAMP_S)
+
+
+# ------------------------------------------------------------------ how many were there
+
+
+def available(text: str, name: str = "available", seed: int = 0) -> Trace:
+    """SkyPilot's form: {"metadata": {"gap_seconds": 195}, "data": [16, 15, ...]}."""
+    try:
+        document = json.loads(text)
+        gap, counts = float(document["metadata"]["gap_seconds"]), [int(x) for x in document["data"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{name} is not a spot-availability file: it needs metadata.gap_seconds and data, "
+            f"a list of counts ({type(error).__name__})."
+        ) from None
+    if not (math.isfinite(gap) and gap > 0):
+        raise UserError(f"{name}: metadata.gap_seconds is {gap:g}; make it more than 0.")
+    return from_counts(name, [(i * gap, count) for i, count in enumerate(counts)], seed, last_s=gap)
+
+
+def logged(text: str, name: str = "log", seed: int = 0) -> Trace:
+    """GCP availability logs as Bamboo has them: `2021-12-11, 11:11:30, 55`. Stamps may be out of order."""
+    samples: Samples = []
+    for line, row in enumerate(csv.reader(io.StringIO(text)), 1):
+        if not row:
+            continue
+        try:
+            date, clock, count = (cell.strip() for cell in row)
+            samples.append((datetime.fromisoformat(f"{date}T{clock}").timestamp(), int(count)))
+        except ValueError:
+            raise UserError(f"{name}: line {line} is not of the form 2021-12-11, 11:11:30, 55.") from None
+    return from_counts(name, samples, seed)
+
+
+def plain(text: str, name: str = "counts", seed: int = 0) -> Trace:
+    """`time,up`: seconds or dates with a clock, and how many nodes are up from then on."""
+    samples: Samples = []
+    for line, row in enumerate(csv.reader(io.StringIO(text)), 1):
+        cells = [cell.strip() for cell in row]
+        if not any(cells) or (line == 1 and [c.lower() for c in cells] == ["time", "up"]):
+            continue
+        try:
+            at, count = cells
+            samples.append((_moment(at), int(count)))
+        except ValueError:
+            raise UserError(
+                f"{name}: line {line} is not of the form 300,16 or 2024-05-01T10:00:00,16 (time,up)."
+            ) from None
+    return from_counts(name, samples, seed)
+
+
+def from_counts(name: str, samples: Samples, seed: int, *, last_s: float = 0.0) -> Trace:
+    """`last_s`: how long the last count holds."""
+    if any(count < 0 for _, count in samples):
+        raise UserError(f"{name}: a count of nodes is below 0.")
+    samples = sorted(samples)
+    most = max((count for _, count in samples), default=0)
+    if most < 1:
+        raise UserError(f"{name} holds no time at which a node was available.")
+    changes = [
+        (at, count - before)
+        for (at, count), before in zip(samples, (0, *(c for _, c in samples)), strict=False)
+        if count != before
+    ]
+    start = _filled(changes)
+    draw = Draw(seed, "victims")
+    here = list(range(sum(change for at, change in changes if at <= start)))
+    away = list(range(len(here), most))
+    absent, lost, come = tuple(away), [], []
+    for at, change in changes:
+        if at <= start:
+            continue
+        for _ in range(-change):
+            away.append(here.pop(draw.below(len(here))))
+            lost.append(_taken(at - start, away[-1]))
+        for _ in range(change):
+            here.append(away.pop(0))
+            come.append((at - start, here[-1]))
+    return Trace(
+        name=name,
+        horizon_s=samples[-1][0] + last_s - start,
+        nodes=most,
+        failures=tuple(lost),
+        joins=tuple(come),
+        absent=absent,
+        spot=True,
+    )
+
+
+def _moment(text: str) -> float:
+    try:
+        at = float(text)
+    except ValueError:
+        return datetime.fromisoformat(text).timestamp()
+    if not math.isfinite(at):
+        raise ValueError(text)
+    return at
+
+
+def _taken(at_s: float, node: int) -> Failure:
+    return Failure(at_s=at_s, node=node, severity=1, seen=LOST.seen, cause="taken away", repair_s=math.inf)
+
+
+# ------------------------------------------------------------------ the forms
+
+
+def _columns(*names: str) -> Callable[[str], bool]:
+    return lambda first: set(names) <= {cell.strip() for cell in first.split("|")}
+
+
+def _matches(pattern: str) -> Callable[[str], bool]:
+    return lambda first: re.fullmatch(pattern, first) is not None
+
+
+FORMS = (
+    Form("spot events", "1200,add,node7", _matches(r"[^,]*,\s*(add|remove)\s*,[^,]*"), spot),
+    Form(
+        "a GCP availability log",
+        "2021-12-11, 11:11:30, 55",
+        _matches(r"[^,]*-[^,]*,[^,]*:[^,]*,[^,]*"),
+        logged,
+    ),
+    Form("counts", "time,up", _matches(r"[^,|{]+,[^,]+"), plain),
+    Form(
+        "SkyPilot JSON",
+        '{"metadata": {"gap_seconds": 195}, "data": [16, 15]}',
+        lambda first: first.startswith("{"),
+        available,
+    ),
+    Form("Slurm node events", "sacctmgr -P show event", _columns("NodeName", "TimeStart"), node_events),
+    Form(
+        "Slurm jobs",
+        "sacct -P -o JobID,State,Start,End,NodeList,FailedNode",
+        _columns("JobID", "State", "End", "NodeList"),
+        job_records,
+    ),
+)
+TITAN = Form("Titan lifetimes", "SN,location,insert,remove,...", lambda first: first.startswith("SN,"), spot)

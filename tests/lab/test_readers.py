@@ -1,0 +1,164 @@
+"""Files of real failures: every form is known by its first line, from any start; a refusal names them all."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from everstep.cli.main import run as everstep
+from everstep.errors import UserError
+from everstep_lab.study import readers
+from everstep_lab.study.failures import Trace
+from everstep_lab.study.request import Request
+from everstep_lab.study.slurm_events import expand
+
+
+def read(text: str, seed: int = 0) -> Trace:
+    return readers.read(text, name="file", seed=seed)
+
+
+def losses(trace: Trace) -> list[tuple[float, int]]:
+    return [(f.at_s, f.node) for f in trace.failures]
+
+
+def test_spot_events_become_a_pool_of_places_from_any_start() -> None:
+    for start in (0, 480_000):
+        rows = (
+            (0, "add,a"),
+            (60_000, "add,b"),
+            (900_000, "remove,a"),
+            (901_000, "add,c"),
+            (902_000, "add,d"),
+        )
+        trace = read("".join(f"{start + at},{what}\n" for at, what in rows))
+        assert (trace.nodes, trace.absent, trace.spot) == (3, (2,), True)
+        assert losses(trace) == [(840.0, 0)], "time counts from the moment both were there"
+        assert trace.joins == ((841.0, 0), (842.0, 2))
+
+
+def test_a_node_lost_while_the_fleet_fills_is_not_there_at_the_start() -> None:
+    trace = read("0,add,a\n0,add,b\n60000,remove,a\n60000,add,c\n999000,remove,b\n")
+    assert (trace.nodes, trace.absent, losses(trace)) == (2, (), [(939.0, 0)])
+
+
+def test_counts_become_losses_and_joins_in_three_forms() -> None:
+    counts = [0, 2, 3, 1, 3]
+    gap = 1000
+    forms = {
+        "SkyPilot": json.dumps({"metadata": {"gap_seconds": gap}, "data": counts}),
+        "plain": "time,up\n" + "".join(f"{i * gap},{n}\n" for i, n in enumerate(counts)),
+        "plain, no header": "".join(f"{i * gap},{n}\n" for i, n in enumerate(counts)),
+        "GCP": "".join(
+            f"2021-12-11, {i * gap // 3600:02}:{i * gap % 3600 // 60:02}:{i * gap % 60:02}, {n}\n"
+            for i, n in reversed(list(enumerate(counts)))
+        ),
+    }
+    for name, text in forms.items():
+        trace = read(text)
+        assert (trace.nodes, trace.absent) == (3, (2,)), name
+        assert trace.joins[0] == (1000.0, 2), name
+        assert [at for at, _ in losses(trace)] == [2000.0, 2000.0], name
+        assert len({node for _, node in losses(trace)}) == 2, name
+        assert [at for at, _ in trace.joins[1:]] == [3000.0, 3000.0], name
+
+
+def test_which_node_a_count_loses_comes_from_the_seed() -> None:
+    text = "0,16\n1000,8\n2000,16\n3000,8\n"
+    assert read(text, 1) == read(text, 1)
+    assert losses(read(text, 1)) != losses(read(text, 2))
+    assert len(Request(trace="file", text=text, seeds=3).traces()) == 3
+    assert len(Request(trace="file", text="0,add,a\n1000,add,b\n", seeds=3).traces()) == 1
+
+
+EVENTS = """Cluster|NodeName|TimeStart|TimeEnd|State|Reason|User
+c||2024-05-01T00:00:00|2024-05-03T00:00:00||Cluster Registered TRES|root
+c|gpu02|2024-05-01T06:00:00|2024-05-01T08:00:00|DOWN*|Not responding|slurm
+c|gpu[01,03]|2024-05-02T00:00:00|Unknown|DRAIN|Xid 79|root
+c|gpu04|2024-05-02T00:00:00|2024-05-02T01:00:00|IDLE||root
+"""
+JOBS = """JobID|State|Start|End|NodeList|FailedNode
+1|NODE_FAIL|2024-05-01T00:00:00|2024-05-01T10:00:00|gpu[01-02]|gpu02
+1.0|CANCELLED|2024-05-01T00:00:00|2024-05-01T10:00:00|gpu[01-02]|
+2|COMPLETED|2024-05-01T11:00:00|2024-05-01T12:00:00|gpu01|
+3|COMPLETED|2024-05-01T14:00:00|2024-05-02T00:00:00|gpu[02-03]|
+4|NODE_FAIL|2024-05-01T12:00:00|2024-05-01T20:00:00|gpu01|
+"""
+
+
+def test_slurms_node_events_are_outages() -> None:
+    trace = read(EVENTS)
+    assert trace.horizon_s == 2 * 86_400
+    assert [(f.at_s / 3600, f.node, f.repair_s / 3600, f.cause) for f in trace.failures] == [
+        (6.0, 1, 2.0, "Not responding"),
+        (24.0, 0, math.inf, "Xid 79"),
+        (24.0, 2, math.inf, "Xid 79"),
+    ]
+    assert not trace.spot
+
+
+def test_jobs_that_lost_a_node_name_it_and_the_next_job_on_it_ends_the_outage() -> None:
+    trace = read(JOBS)
+    assert [(f.at_s / 3600, f.node, f.repair_s / 3600) for f in trace.failures] == [
+        (10.0, 1, 4.0),
+        (20.0, 0, math.inf),
+    ]
+    assert Request(trace="jobs", text=JOBS, nodes=16).traces()[0].nodes == 16
+    with pytest.raises(UserError, match="names 3; give at least those"):
+        Request(trace="jobs", text=JOBS, nodes=2).traces()
+
+
+def test_lists_of_nodes() -> None:
+    assert expand("gpu[08-10,3]-ib,login", "x") == ["gpu08-ib", "gpu09-ib", "gpu10-ib", "gpu3-ib", "login"]
+    assert expand("None assigned", "x") == []
+    for wrong in ("gpu[1-x]", "gpu[1", "a[0-99999999]"):
+        with pytest.raises(UserError):
+            expand(wrong, "line 7")
+
+
+def test_a_file_of_no_form_is_refused_by_a_sentence_that_names_all_forms() -> None:
+    with pytest.raises(UserError) as caught:
+        read("when;what\n1;2\n")
+    for words in (
+        "add,node7",
+        "2021-12-11, 11:11:30",
+        "time,up",
+        "gap_seconds",
+        "sacctmgr",
+        "sacct -P",
+        "SN,",
+    ):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0,add,a\n5,bring,b\n", "line 2"),
+        ("0,remove,a\n", "adds no node"),
+        ("2021-12-11, 11:11:30, 55\n2021-12-11, 25:00:00, 5\n", "line 2"),
+        ("time,up\n0,0\n10,0\n", "no time at which"),
+        ("0,4\n10,-1\n", "below 0"),
+        ("0,4\nnan,1\n", "line 2"),
+        ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds is 0"),
+        ("JobID|State|Start|End|NodeList\n1|NODE_FAIL|x|y|a\n", "line 2: Start is 'x'"),
+        ("NodeName|TimeStart\na|2024-05-01T00:00:00\n", None),
+    ],
+)
+def test_a_wrong_line_is_named(text: str, says: str | None) -> None:
+    if says is None:
+        assert read(text).nodes == 1
+        return
+    with pytest.raises(UserError, match=says):
+        read(text)
+
+
+def test_a_market_that_takes_everything_and_gives_it_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No policy, the planner's among them, trips over a cluster without a node."""
+    path = tmp_path / "log.txt"
+    path.write_text("0,4\n4000,0\n8000,4\n12000,2\n16000,0\n20000,4\n30000,4\n")
+    assert everstep(["simulate", "--trace", str(path), "--seeds", "1", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["policies"]
+    assert all(0 < row["share_of_healthy"] < 1 for name, row in rows.items() if name != "megatron")

@@ -1,0 +1,129 @@
+"""A disk that is full: training goes on, nothing half written stays, and it is an incident."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.core.cluster.checkpoints import NOT_SAVED
+from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
+from everstep.launch.local.api import result_of
+from everstep.launch.local.run import LocalTask
+from everstep.node.fork_server import ForkServer
+from everstep.store.folder import complete_steps
+
+DISK = 16 << 20
+STEPS = 8
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, to be filled."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb") as filler:
+        free = os.statvfs(disk)
+        filler.write(b"x" * (free.f_bavail * free.f_bsize - (64 << 10)))
+
+
+def trained(
+    fork_server: ForkServer, folder: Path, watch: Callable[[str, Any], None], interval: int
+) -> LocalTask:
+    job = Job(
+        model=ModelSpec(preset="gpt-tiny", options={"depth": 2}),
+        data=DataSpec(kind="synthetic", rows=1, sequence=16),
+        checkpoint=CheckpointSpec(folder=str(folder), interval=interval),
+        steps=STEPS,
+        replicas=2,
+        stages=2,
+        microbatches=2,
+    )
+    task = LocalTask(job, fork_server=fork_server, watch=watch)
+    task.run()
+    return task
+
+
+def left_over(disk: Path) -> list[str]:
+    return sorted(path.name for path in disk.iterdir() if path.name.endswith(".partial"))
+
+
+def test_a_full_disk_costs_checkpoints_and_nothing_else(fork_server: ForkServer, small_disk: Path) -> None:
+    """Before: `.partial` folders stayed and filled the disk, and only a worker's own log said so."""
+    fill(small_disk)
+
+    def watch(kind: str, what: Any) -> None:
+        if kind == "step" and what.step == 3:
+            (small_disk / "filler").unlink()
+
+    task = trained(fork_server, small_disk, watch, interval=1)
+    assert task.outcome.failure is None
+    assert len(task.outcome.by_step()) == STEPS
+    incident = next(i for i in task.coordinator.log.incidents if i.what == NOT_SAVED)
+    assert incident.verdict is not None
+    assert incident.verdict.kind == "disk full"
+    assert "No space left" in incident.evidence[0].text
+    assert incident.closed
+    assert "is saved" in incident.remedies[-1].outcome
+    assert complete_steps(small_disk)[-1] == STEPS
+    assert left_over(small_disk) == []
+
+
+def test_a_task_whose_last_state_is_not_saved_says_so(fork_server: ForkServer, small_disk: Path) -> None:
+    """Before: it "finished" with no checkpoint and without a word."""
+
+    def watch(kind: str, what: Any) -> None:
+        if kind == "step" and what.step == 6:
+            fill(small_disk)
+
+    task = trained(fork_server, small_disk, watch, interval=4)
+    known = task.coordinator.tasks["task"]
+    assert known.state == "finished"
+    assert known.protected == 4
+    assert "its last state is not saved" in known.because
+    assert "protected up to step 4" in known.because
+    assert [i.what for i in task.coordinator.log.incidents] == [NOT_SAVED]
+    assert complete_steps(small_disk) == [4]
+    assert left_over(small_disk) == []
+
+
+def test_the_last_step_is_saved_whatever_the_interval(fork_server: ForkServer, tmp_path: Path) -> None:
+    task = trained(fork_server, tmp_path, lambda kind, what: None, interval=5)
+    assert complete_steps(tmp_path) == [5, STEPS]
+    assert task.coordinator.tasks["task"].protected == STEPS
+
+
+def test_partial_folders_of_a_dead_run_are_removed_and_complete_ones_are_not(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    trained(fork_server, tmp_path, lambda kind, what: None, interval=5)
+    for name in ("step-00000006.partial", "step-00000090.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "stage-0-1-of-1-i1.safetensors").write_bytes(b"half")
+    trained(fork_server, tmp_path, lambda kind, what: None, interval=5)
+    assert left_over(tmp_path) == []
+    assert complete_steps(tmp_path) == [5, STEPS]
+
+
+def test_a_run_resumed_at_its_last_step_knows_its_loss(fork_server: ForkServer, tmp_path: Path) -> None:
+    """`result.losses[N]` was a KeyError."""
+    first = trained(fork_server, tmp_path, lambda kind, what: None, interval=5)
+    again = trained(fork_server, tmp_path, lambda kind, what: None, interval=5)
+    assert again.outcome.resumed_from == STEPS
+    assert result_of(again.outcome, again.job).losses == {STEPS: first.outcome.by_step()[STEPS].loss}

@@ -1,0 +1,83 @@
+"""An asynchronous save writes the state of the moment it was asked for, and holds two copies at most."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.store.saver import AsyncSaver, share_of
+
+
+def test_what_is_written_is_the_state_of_the_call_not_of_the_writing() -> None:
+    go, written = threading.Event(), {}
+
+    def write(step: int, tensors: dict) -> int:
+        assert go.wait(10)
+        written[step] = {name: tensor.clone() for name, tensor in tensors.items()}
+        return step
+
+    saver = AsyncSaver(write)
+    state = {"big": torch.zeros(1 << 17), "small": torch.zeros(3), "step": torch.tensor(0.0)}
+    futures = []
+    for step in (1, 2):
+        for tensor in state.values():
+            tensor.fill_(step)
+        futures.append(saver.save(step, state))
+    for tensor in state.values():
+        tensor.fill_(99)
+    go.set()
+    saver.finish()
+    assert [future.result() for future in futures] == [1, 2]
+    assert all((written[step][name] == step).all() for step in (1, 2) for name in state)
+
+
+def test_a_third_save_waits_for_the_first_and_reuses_its_memory() -> None:
+    order, places = [], []
+    gates = {step: threading.Event() for step in (1, 2, 3)}
+
+    def write(step: int, tensors: dict) -> None:
+        assert gates[step].wait(10)
+        order.append(step)
+        places.append(tensors["w"].data_ptr())
+
+    saver = AsyncSaver(write)
+    state = {"w": torch.zeros(1 << 17)}
+    first = saver.save(1, state)
+    saver.save(2, state)
+    assert not first.done()
+    third = threading.Thread(target=lambda: saver.save(3, state))
+    third.start()
+    for step in (1, 2, 3):
+        gates[step].set()
+    third.join()
+    saver.finish()
+    assert order == [1, 2, 3]
+    assert places[0] == places[2] != places[1]
+
+
+def test_a_failed_write_is_told_by_its_future_and_ends_nothing_else() -> None:
+    def write(step: int, tensors: dict) -> int:
+        if step == 1:
+            raise OSError("disk full")
+        return step
+
+    saver = AsyncSaver(write)
+    futures = [saver.save(step, {"w": torch.zeros(2)}) for step in (1, 2, 3)]
+    saver.finish()
+    with pytest.raises(OSError, match="disk full"):
+        futures[0].result()
+    assert [future.result() for future in futures[1:]] == [2, 3]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    count=st.integers(1, 5),
+)
+def test_peers_share_the_writing_of_a_state_they_all_have(sizes: list[int], count: int) -> None:
+    state = {f"t{i}": torch.zeros(size) for i, size in enumerate(sizes)}
+    shares = [share_of(state, index, count) for index in range(count)]
+    assert sorted(name for share in shares for name in share) == sorted(state)  # each by one of them
+    loads = [sum(t.nbytes for t in share.values()) for share in shares]
+    assert max(loads) - min(loads) <= 4 * max(sizes)
