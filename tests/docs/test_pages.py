@@ -129,7 +129,7 @@ def test_every_key_of_a_job_is_in_the_page_about_it() -> None:
 
 def test_the_words_of_the_glossary_are_those_of_the_code() -> None:
     words = re.findall(r"\*\*([^*]+)\*\*", (DOCS / "glossary.md").read_text())
-    code = "\n".join(path.read_text() for path in (ROOT / "src" / "everstep").rglob("*.py")).lower()
+    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py")).lower()
     foreign = [word for word in words if not re.search(rf"\b{re.escape(word.lower())}", code)]
     assert len(words) > 60
     assert not foreign, "one word, one meaning: these are not in the code"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from everstep.errors import UserError
 from everstep.layout import Layout, Tensor, merged
 from everstep.layout import builders as build
-from everstep_lab import reshard
+from everstep_lab.reshard import reshard
 from harness.assignment import least_cost, renamed, settled
 from tests.layout.drawn import layouts, tensors
 

@@ -8,7 +8,7 @@ from everstep.layout import Tensor
 from everstep.layout import builders as build
 from everstep.layout.patterns import Patterns, read_patterns
 from everstep.layout.picture import draw
-from everstep_lab import reshard
+from everstep_lab.reshard import reshard
 from tests.layout.moving import gathered, move, placed
 
 LLAMA = r"""

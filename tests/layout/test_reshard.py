@@ -10,8 +10,7 @@ from everstep.layout import Layout, Tensor, merged
 from everstep.layout import builders as build
 from everstep.layout.box import Box, flat_range, uncovered
 from everstep.layout.layout import doubly_held
-from everstep_lab import reshard
-from everstep_lab.reshard import least_bytes
+from everstep_lab.reshard import least_bytes, reshard
 from tests.layout.drawn import layouts, tensors
 from tests.layout.moving import gathered, move, placed
 
