@@ -12,6 +12,7 @@ from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.linear import add_product
 from everstep.engine.layers.model import partition
+from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.recordings import CudaRecorder, has_room
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater
@@ -53,6 +54,30 @@ def test_two_hosts_compute_the_same_bits(precision: str, recompute: bool) -> Non
     assert torch.equal(*losses)
     for (name, a), b in zip(gradients(one).items(), gradients(other).values(), strict=True):
         assert torch.equal(a.float(), b.float()), name
+
+
+def test_evaluation_beside_recorded_ops_has_the_bits_of_eager_ones() -> None:
+    cuda = device.pick("cuda")
+    model = gpt(**{**SMALL, "dropout": 0.0})
+    evaluation = Evaluation(data=DATA, every=2, batches=4, steps=5, microbatches=3)
+    eager, recorded = (
+        [
+            Stage(model, part, data=DATA, device=cuda, precision="bf16", evaluation=evaluation)
+            for part in partition(model, 2)
+        ]
+        for _ in range(2)
+    )
+    for stage in recorded:
+        stage.record(partial(CudaRecorder, cuda), partial(has_room, cuda))
+    for step in range(1, 7):
+        assert torch.equal(run_step(eager, step, 3), run_step(recorded, step, 3))
+        for (name, a), b in zip(gradients(eager).items(), gradients(recorded).values(), strict=True):
+            assert torch.equal(a, b), name
+        for microbatch in range(3):
+            scores = [pipe[1].scores(step, microbatch) for pipe in (eager, recorded)]
+            assert scores[0] == scores[1]
+            assert bool(scores[0]) == evaluation.evaluates(step)
+    assert all(stage.recordings is not None and stage.recordings.whole_bytes for stage in recorded)
 
 
 @pytest.mark.parametrize("limit", [None, -40])

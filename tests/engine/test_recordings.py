@@ -9,6 +9,7 @@ from torch import Tensor
 
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
+from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.recordings import ATTEMPTS, WARM_UP
 from everstep.engine.stage.stage import Stage
 from everstep.engine.sums.sums import GradientSums
@@ -36,8 +37,16 @@ class RunAgain:
         return 1000, 300
 
 
-def pipeline(count: int, *, recorded: bool, at_once: int = 9, late: bool = False, **shape) -> list[Stage]:
-    made = stages(gpt(**SMALL, **shape), count, DATA)
+def pipeline(
+    count: int,
+    *,
+    recorded: bool,
+    at_once: int = 9,
+    late: bool = False,
+    evaluation: Evaluation | None = None,
+    **shape,
+) -> list[Stage]:
+    made = stages(gpt(**SMALL, **shape), count, DATA, evaluation=evaluation)
     for stage in made:
         if late:
             stage.sums = GradientSums(
@@ -145,3 +154,53 @@ def test_weights_that_have_moved_are_recorded_anew() -> None:
         pipe[0].masters.zero_()
     assert_equal(eager, recorded, one_by_one, steps=2)
     assert RunAgain.made == 8
+
+
+EVALUATION = Evaluation(data=DATA, every=2, batches=6, steps=5, microbatches=4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("run", [run_step, one_by_one])
+def test_steps_that_evaluate_have_the_bits_of_eager_ones(count: int, run: RunStep) -> None:
+    """Also the closing step, and the recorded steps between."""
+    RunAgain.made = 0
+    eager, recorded = (pipeline(count, recorded=r, evaluation=EVALUATION) for r in (False, True))
+
+    def scored(pipe: list[Stage], step: int, microbatches: int) -> Tensor:
+        losses = run(pipe, step, microbatches)
+        scores = [pipe[-1].scores(step, microbatch) for microbatch in range(microbatches)]
+        assert all(map(bool, scores)) == EVALUATION.evaluates(step)
+        return torch.cat((losses.double(), torch.tensor(scores, dtype=torch.float64).flatten()))
+
+    assert_equal(eager, recorded, scored, steps=6)
+    assert RunAgain.made > 0
+
+
+def test_work_of_a_dead_worker_in_a_step_that_evaluates_has_the_bits_of_eager_ops() -> None:
+    """The last stage of the first replica dies after its forwards; that of the second does all of its work,
+    from what the first stages have sent.
+    """
+    eager = pipeline(2, recorded=False, evaluation=EVALUATION)
+    first, second = (pipeline(2, recorded=True, evaluation=EVALUATION) for _ in range(2))
+    for step in (1, 2):
+        for pipe in (eager, first, second):
+            run_step(pipe, step, 4)
+            for stage in pipe:
+                stage.take_gradients()
+    assert EVALUATION.evaluates(3)
+    expected = run_step(eager, 3, 4)
+    home = {0: first, 1: first, 2: second, 3: second}
+    sent = {microbatch: pipe[0].forward(3, microbatch) for microbatch, pipe in home.items()}
+    for microbatch in (0, 1):
+        first[1].forward(3, microbatch, sent[microbatch])
+    for microbatch, pipe in home.items():
+        second[1].forward(3, microbatch, sent[microbatch])
+        pipe[0].input_grad(3, microbatch, second[1].input_grad(3, microbatch))
+        second[1].weight_grad(3, microbatch)
+        pipe[0].weight_grad(3, microbatch)
+        assert torch.equal(second[1].loss(3, microbatch), expected[microbatch])
+        assert second[1].scores(3, microbatch) == eager[1].scores(3, microbatch) != ()
+    assert torch.equal(second[1].take_gradients(), eager[1].take_gradients())
+    torch.testing.assert_close(
+        first[0].take_gradients() + second[0].take_gradients(), eager[0].take_gradients()
+    )

@@ -2,17 +2,17 @@
 counted once, states as boxes of the logical tensors.
 """
 
-import json
-import os
-import signal
-import sys
+import gc
+import multiprocessing
 import tempfile
-import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -41,50 +41,48 @@ def small_gpt(**changes: Any) -> Model:
     return gpt(**{"width": 32, "heads": 4, "depth": 2, "vocab": 128, "context": 16, **changes})
 
 
+# Forked by a process that has only imported: a backward starts threads, which a fork leaves out.
+STARTS = multiprocessing.get_context("forkserver")
+STARTS.set_forkserver_preload(["everstep.engine.prepare.preflight", "everstep.engine.shards.collectives"])
+
+
 def in_shards(count: int, work: Callable[[GroupCollectives], Any], **more: Any) -> list[Any]:
-    """What `work` gives in each of `count` processes. All are children: this process never has the threads
-    of a group, which a later fork would leave out while they may hold a lock.
-    """
+    """What `work` gives in each of `count` processes."""
     with tempfile.TemporaryDirectory() as folder:
-        group = [
-            partial(GroupCollectives, Path(folder) / "store", index, count, CPU, **more)
-            for index in range(count)
-        ]
-        children = [_forked(lambda join=join: work(join())) for join in group]
+        pipes, shards = [], []
+        for index in range(count):
+            here, there = STARTS.Pipe(duplex=False)
+            join = partial(GroupCollectives, Path(folder) / "store", index, count, CPU, **more)
+            shard = STARTS.Process(target=_shard, args=(there, join, work), daemon=True)
+            shard.start()
+            there.close()
+            pipes.append(here)
+            shards.append(shard)
         try:
-            return [_result(read) for _, read in children]
+            return [_result(pipe) for pipe in pipes]
         finally:
-            for pid, _ in children:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+            for shard in shards:
+                shard.kill()
+                shard.join()
 
 
-def _forked(work: Callable[[], Any]) -> tuple[int, int]:
-    """A child's pid, and a pipe that its result comes through."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(write)
-        return pid, read
-    try:
-        signal.alarm(PATIENCE_S)  # one that hangs is ended, and its empty result fails the test
-        os.write(write, json.dumps(work()).encode())
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def _result(read: int) -> Any:
-    with os.fdopen(read, "rb") as pipe:
-        text = pipe.read()
-    assert text, "a shard failed or hung: see what it printed"
-    return json.loads(text)
-
-
-def trained(model: Model, shards: GroupCollectives | None, *, steps: int = 3, **more: Any) -> dict[str, Any]:
+def _shard(results: Connection, join: Callable[[], GroupCollectives], work: Callable[..., Any]) -> None:
     torch.set_num_threads(1)
+    results.send(work(join()))
+
+
+def _result(pipe: Connection) -> Any:
+    assert pipe.poll(PATIENCE_S), "a shard hangs"
+    try:
+        return pipe.recv()
+    except EOFError:
+        pytest.fail("a shard failed: see what it printed")
+
+
+def trained(
+    build: Callable[[], Model], shards: GroupCollectives | None = None, *, steps: int = 3, **more: Any
+) -> dict[str, Any]:
+    model = build()
     layers = range(len(model.layers))
     stage = Stage(model, layers, data=DATA, device=CPU, accumulate="fp32", shards=shards, **more)
     updater = Updater(stage, adamw(lr=1e-3))
@@ -98,22 +96,26 @@ def trained(model: Model, shards: GroupCollectives | None, *, steps: int = 3, **
         mean = updater.mean(stage.take_gradients(), 2).clone()
         norms.append(updater.sum_of_squares(mean))
         updater.apply(step, mean)
-    return {"losses": losses, "norms": norms}
+    whole = {
+        name: [float(number) for number in parameter.detach().flatten()]
+        for name, parameter in stage.parameters.items()
+        if not stage.cut.is_split(name)
+    }
+    return {"losses": losses, "norms": norms, "whole": whole}
 
 
 @pytest.mark.parametrize(("count", "changes"), [(2, {}), (4, {}), (2, {"tied": True}), (2, {"kv_heads": 2})])
 def test_losses_and_norms_are_those_of_one_process(count: int, changes: dict[str, Any]) -> None:
-    one = trained(small_gpt(**changes), None)
-    found = in_shards(count, lambda shards: trained(small_gpt(**changes), shards))
+    run = partial(trained, partial(small_gpt, **changes))
+    one, found = run(), in_shards(count, run)
     assert all(shard == found[0] for shard in found), "every shard has the same losses and norms, to the bit"
     assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
     assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
 
 
 def test_recompute_and_dropout_are_functions_of_the_logical_tensors() -> None:
-    model = small_gpt(dropout=0.1)
-    one = trained(model, None, recompute=True)
-    found = in_shards(2, lambda shards: trained(model, shards, recompute=True))
+    run = partial(trained, partial(small_gpt, dropout=0.1), recompute=True)
+    one, found = run(), in_shards(2, run)
     assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
 
 
@@ -122,23 +124,23 @@ def test_a_split_sequence_gives_the_losses_of_one_process(count: int) -> None:
     """Tied weights, dropout and recompute together: the norms' gradients are added up, masks are those of the
     whole sequence.
     """
-    model = small_gpt(dropout=0.1, tied=True)
-    one = trained(model, None, recompute=True)
-    found = in_shards(count, lambda shards: trained(model, shards, recompute=True), splits_sequence=True)
+    run = partial(trained, partial(small_gpt, dropout=0.1, tied=True), recompute=True)
+    one, found = run(), in_shards(count, run, splits_sequence=True)
     assert all(shard == found[0] for shard in found)
     assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
     assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
 
 
-def test_a_split_sequence_is_sent_to_the_next_stage_without_a_collective() -> None:
-    def held(shards: GroupCollectives) -> Any:
-        stage = Stage(small_gpt(), range(2), data=DATA, device=CPU, shards=shards)
-        made = stage.forward(1, 0)
-        assert made is not None
-        sent = sliced(made, shards)
-        return [list(sent.tensors[0].shape), sent is made, together(sent, shards, CPU) is made]
+def sent_on(shards: GroupCollectives) -> list[Any]:
+    stage = Stage(small_gpt(), range(2), data=DATA, device=CPU, shards=shards)
+    made = stage.forward(1, 0)
+    assert made is not None
+    sent = sliced(made, shards)
+    return [list(sent.tensors[0].shape), sent is made, together(sent, shards, CPU) is made]
 
-    assert in_shards(2, held, splits_sequence=True) == [[[2, 8, 32], True, True]] * 2
+
+def test_a_split_sequence_is_sent_to_the_next_stage_without_a_collective() -> None:
+    assert in_shards(2, sent_on, splits_sequence=True) == [[[2, 8, 32], True, True]] * 2
 
 
 def test_a_sequence_that_cannot_be_split_is_refused_by_name() -> None:
@@ -154,9 +156,9 @@ def test_a_sequence_that_cannot_be_split_is_refused_by_name() -> None:
         preflight(Job.from_dict({**words, "data": {"kind": "synthetic"}}), model=bare)
 
 
-def scored(model: Model, shards: GroupCollectives | None) -> list[float]:
+def scored(shards: GroupCollectives | None = None) -> list[float]:
     """The evaluation loss and a metric of the first weights."""
-    torch.set_num_threads(1)
+    model = small_gpt()
 
     def right(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (logits.argmax(-1) == targets).float().mean()
@@ -169,8 +171,7 @@ def scored(model: Model, shards: GroupCollectives | None) -> list[float]:
 
 
 def test_evaluation_sees_the_whole_vocabulary() -> None:
-    one = scored(small_gpt(), None)
-    found = in_shards(2, lambda shards: scored(small_gpt(), shards))
+    one, found = scored(), in_shards(2, scored)
     assert found[0] == found[1]
     assert found[0] == pytest.approx(one, rel=2e-6)
 
@@ -199,32 +200,165 @@ PLAN = {
 
 def own_model() -> Model:
     layers = {
-        "embed": lambda: nn.Embedding(128, 32),
+        "embed": partial(nn.Embedding, 128, 32),
         "net": Net,
         "more": Net,
-        "head": lambda: nn.Linear(32, 128),
+        "head": partial(nn.Linear, 32, 128),
     }
     return Model(layers=layers, shard_plan=PLAN)
 
 
 def test_a_model_of_ones_own_is_split_by_a_plan_of_patterns() -> None:
-    one = trained(own_model(), None)
-    found = in_shards(2, lambda shards: trained(own_model(), shards))
+    run = partial(trained, own_model)
+    one, found = run(), in_shards(2, run)
     assert found[0] == found[1]
     assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
     assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
 
 
+class Kept(nn.Module):
+    """Between a row and a column matrix, or between a column and a row one: a layer that no shard splits."""
+
+    def __init__(self, each: Callable[[], nn.Module], *, inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        self.up, self.each, self.down = nn.Linear(32, 64), each(), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.inside:
+            return x + self.down(torch.tanh(self.up(self.each(x))))
+        heads = self.up(x).unflatten(-1, (-1, 8))
+        return x + self.down(self.each(heads).flatten(-2))
+
+
+class Biased(nn.Module):
+    """Adds a row of a table to every head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + self.table(torch.arange(x.shape[-3], device=x.device) % 4)[:, None])
+
+
+def kept_model(each: Callable[[], nn.Module], inside: bool, style: str) -> Model:
+    layers = {"embed": partial(nn.Embedding, 128, 32), "net": partial(Kept, each, inside=inside)}
+    return Model(
+        layers={**layers, "head": partial(nn.Linear, 32, 128)},
+        shard_plan={**PLAN, "net.each": style, "net.each.table": style},
+    )
+
+
+PER_HEAD, PER_TOKEN = partial(nn.Linear, 8, 8), partial(nn.Linear, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("each", "inside", "style"),
+    [
+        (PER_HEAD, True, "whole_summed"),
+        (Biased, True, "whole_summed"),
+        (PER_TOKEN, False, "sequence"),
+        (PER_TOKEN, False, "whole"),
+    ],
+    ids=["a Linear per head", "an Embedding per head", "a Linear per token", "a Linear on whole values"],
+)
+def test_whole_linears_and_tables_are_trained_alike_on_every_shard(
+    each: Callable[[], nn.Module], inside: bool, style: str
+) -> None:
+    run = partial(trained, partial(kept_model, each, inside, style))
+    one, found = run(), in_shards(2, run, splits_sequence=style == "sequence")
+    assert found[0] == found[1], "losses, norms and whole parameters, to the bit"
+    assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
+    assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
+
+
+def refused(build: Callable[[], Model], shards: GroupCollectives) -> str:
+    with pytest.raises(UserError) as caught:
+        trained(build, shards)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("inside", "splits_sequence"), [(False, True), (True, False)], ids=["part of a sequence", "some heads"]
+)
+def test_a_whole_linear_on_split_values_is_refused_where_the_plan_does_not_name_it(
+    inside: bool, splits_sequence: bool
+) -> None:
+    build = partial(kept_model, PER_HEAD if inside else PER_TOKEN, inside, "whole")
+    for words in in_shards(2, partial(refused, build), splits_sequence=splits_sequence):
+        assert words.startswith("net.each.weight is whole on every shard, and its gradient differs")
+
+
+def left_behind(shards: GroupCollectives, *, recompute: bool) -> int:
+    """The inputs of column matrices that outlive their microbatch. The first one of the second stage is a
+    leaf, as it arrives from the stage before.
+    """
+    model = own_model()
+    pipe = [
+        Stage(model, layers, data=DATA, device=CPU, shards=shards, recompute=recompute)
+        for layers in (range(1), range(1, 4))
+    ]
+    inputs: list[weakref.ref[torch.Tensor]] = []
+    for path, part in ((p, m) for module in pipe[1]._modules for p, m in module.named_modules()):
+        if path in ("up", ""):
+            part.register_forward_pre_hook(lambda part, given: inputs.append(weakref.ref(given[0])))
+    for microbatch in range(3):
+        pipe[1].forward(1, microbatch, pipe[0].forward(1, microbatch))
+        pipe[0].input_grad(1, microbatch, pipe[1].input_grad(1, microbatch))
+        for stage in pipe:
+            stage.weight_grad(1, microbatch)
+    gc.collect()
+    assert len(inputs) >= 9
+    return sum(one() is not None for one in inputs)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("splits_sequence", [False, True])
+def test_no_input_of_a_column_matrix_outlives_its_microbatch(recompute: bool, splits_sequence: bool) -> None:
+    work = partial(left_behind, recompute=recompute)
+    assert in_shards(2, work, splits_sequence=splits_sequence) == [0, 0]
+
+
+def resident_mib(shards: GroupCollectives, *, recompute: bool) -> list[float]:
+    """After some microbatches, and after four times as many more."""
+    model = small_gpt(width=64, context=256)
+    data = Synthetic(vocab=128, sequence=256, rows=8, seed=3)
+    stage = Stage(model, range(len(model.layers)), data=data, device=CPU, shards=shards, recompute=recompute)
+    found = []
+    for step in range(1, 26):
+        stage.forward(step, 0)
+        stage.input_grad(step, 0)
+        stage.weight_grad(step, 0)
+        stage.take_gradients()
+        if step in (5, 25):
+            gc.collect()
+            found.append(psutil.Process().memory_info().rss / 2**20)
+    return found
+
+
+@pytest.mark.parametrize(("recompute", "splits_sequence"), [(False, False), (True, False), (True, True)])
+def test_the_memory_of_shards_does_not_grow_with_the_microbatches(
+    recompute: bool, splits_sequence: bool
+) -> None:
+    """Where the inputs of column matrices were kept, 20 microbatches left 240 MiB behind, or 435."""
+    work = partial(resident_mib, recompute=recompute)
+    for before, after in in_shards(2, work, splits_sequence=splits_sequence):
+        assert after - before < 20
+
+
+WHOLE = torch.arange(2 * 16 * 32, dtype=torch.float32).view(2, 16, 32)
+
+
+def sent_in_slices(shards: GroupCollectives) -> dict[str, Any]:
+    sent = sliced(Boundary.of(WHOLE), shards)
+    there = together(sent, shards, CPU)
+    return {"bytes": sum(t.nbytes for t in sent.tensors), "same": torch.equal(there.tensors[0], WHOLE)}
+
+
 def test_a_boundary_tensor_is_sent_once_by_all_shards_together() -> None:
-    whole = torch.arange(2 * 16 * 32, dtype=torch.float32).view(2, 16, 32)
-
-    def work(shards: GroupCollectives) -> dict[str, Any]:
-        sent = sliced(Boundary.of(whole), shards)
-        there = together(sent, shards, CPU)
-        return {"bytes": sum(t.nbytes for t in sent.tensors), "same": torch.equal(there.tensors[0], whole)}
-
-    found = in_shards(2, work)
-    assert sum(one["bytes"] for one in found) == whole.nbytes
+    found = in_shards(2, sent_in_slices)
+    assert sum(one["bytes"] for one in found) == WHOLE.nbytes
     assert all(one["same"] for one in found)
 
 
@@ -316,13 +450,10 @@ def test_what_cannot_be_split_is_said(words: str, mistake: Callable[[], Any]) ->
         mistake()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_hugging_face_model_comes_with_its_own_plan(kind: str) -> None:
-    """The losses are those of transformers in one process, to 2e-6."""
-    transformers = pytest.importorskip("transformers")
-    from everstep.engine.hf.model import hf
+def theirs(kind: str) -> Any:
+    import transformers
 
-    config = transformers.AutoConfig.for_model(
+    return transformers.AutoConfig.for_model(
         kind,
         vocab_size=128,
         hidden_size=32,
@@ -335,13 +466,22 @@ def test_a_hugging_face_model_comes_with_its_own_plan(kind: str) -> None:
         tie_word_embeddings=kind == "qwen3",
     )
 
-    def work(shards: GroupCollectives | None) -> dict[str, Any]:
-        return trained(hf(config), shards)
 
-    found = in_shards(2, work)
+def of_theirs(kind: str) -> Model:
+    from everstep.engine.hf.model import hf
+
+    return hf(theirs(kind))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_hugging_face_model_comes_with_its_own_plan(kind: str) -> None:
+    """The losses are those of transformers in one process, to 2e-6."""
+    pytest.importorskip("transformers")
+    run = partial(trained, partial(of_theirs, kind))
+    found = in_shards(2, run)
     assert found[0] == found[1]
-    assert found[0]["losses"] == pytest.approx(by_transformers(config), rel=2e-6)
-    assert found[0]["norms"] == pytest.approx(work(None)["norms"], rel=2e-5)
+    assert found[0]["losses"] == pytest.approx(by_transformers(theirs(kind)), rel=2e-6)
+    assert found[0]["norms"] == pytest.approx(run()["norms"], rel=2e-5)
 
 
 def by_transformers(config: Any) -> list[float]:

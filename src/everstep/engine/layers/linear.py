@@ -4,10 +4,11 @@
     I   dx = dy W                        returned to autograd; (W, b, x, dy) goes on a queue
     W   dW += dyᵀ x,  db += Σ dy         run from the queue, into the gradient buffer
 
-A plain `nn.Linear` in any user's module is taken over by swapping its class, and a plain `nn.Embedding` with
-it (its weight gradient is a dense table, too large to hold from I to W; its indices are not); of transformers
-also GPT-2's `Conv1D`, a Linear whose weight lies the other way, and Falcon's Linear. Every other parameter
-gets its gradient from autograd during I: for those, I and W are one op. `share_in_two` tells how many.
+A plain `nn.Linear` in any user's module is taken over by giving the instance a forward of ours, and a plain
+`nn.Embedding` with it (its weight gradient is a dense table, too large to hold from I to W; its indices are
+not); of transformers also GPT-2's `Conv1D`, a Linear whose weight lies the other way, and Falcon's Linear.
+Every other parameter gets its gradient from autograd during I: for those, I and W are one op. `share_in_two`
+tells how many.
 
 Rejected: `torch.distributed.pipelining`'s split of the autograd graph. It walks private graph state, fails on
 outputs that are views, and under activation checkpointing runs the forward once more per parameter group;
@@ -17,6 +18,7 @@ here the recompute happens once, in I, because W needs only tensors that I alrea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -203,10 +205,11 @@ def of_one_input(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """What these Linears make of x. Their gradients of x take no pass of their own to be added up, where all
     are plain ones of ours; it rounds otherwise than one Linear after the other.
     """
-    plain = [layer for layer in layers if type(layer) is QueuedLinear and layer.bias is None]
-    if len(plain) < len(layers) or not all(layer.weight.requires_grad for layer in plain):
+    forwards = [layer.forward for layer in layers]
+    plain = [one for one in forwards if isinstance(one, QueuedLinear) and one.module.bias is None]
+    if len(plain) < len(layers) or not all(one.module.weight.requires_grad for one in plain):
         return [layer(x) for layer in layers]
-    return list(_Linears.apply(x, plain[0].queue, *(layer.weight for layer in plain)))  # type: ignore[no-untyped-call]
+    return list(_Linears.apply(x, plain[0].queue, *(one.module.weight for one in plain)))  # type: ignore[no-untyped-call]
 
 
 def queued_embedding(tokens: Tensor, weight: Tensor, padding: int | None, queue: Queue) -> Tensor:
@@ -238,40 +241,47 @@ class _Linears(torch.autograd.Function):
         return total.view(x.shape), *none
 
 
-class QueuedLinear(nn.Linear):
-    queue: Queue  # set by take_over
+@dataclass(frozen=True, slots=True, eq=False)
+class QueuedLinear:
+    """What an nn.Linear runs as its forward, once it is taken over."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return queued_linear(input, self.weight, self.bias, self.queue)
+    module: Any  # with a weight and a bias, read at every call
+    queue: Queue
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return queued_linear(input, self.module.weight, self.module.bias, self.queue)
 
 
-class QueuedConv1D(nn.Module):
-    """transformers' Conv1D, which is not imported for this."""
+@dataclass(frozen=True, slots=True, eq=False)
+class QueuedConv1D:
+    """The same for transformers' Conv1D, which is not imported for this."""
 
-    queue: Queue  # set by take_over
-    weight: Tensor
-    bias: Tensor
+    module: Any
+    queue: Queue
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = _Conv1D.apply(x, self.weight, self.bias, self.queue)  # type: ignore[no-untyped-call]
+    def __call__(self, x: Tensor) -> Tensor:
+        output: Tensor = _Conv1D.apply(x, self.module.weight, self.module.bias, self.queue)  # type: ignore[no-untyped-call]
         return output
 
 
-class QueuedEmbedding(nn.Embedding):
-    queue: Queue  # set by take_over
+@dataclass(frozen=True, slots=True, eq=False)
+class QueuedEmbedding:
+    """The same for an nn.Embedding."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return queued_embedding(input, self.weight, self.padding_idx, self.queue)
+    module: Any
+    queue: Queue
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return queued_embedding(input, self.module.weight, self.module.padding_idx, self.queue)
 
 
 def take_over(module: nn.Module, queue: Queue) -> int:
     """Every plain Linear and Embedding in `module` queues its weight gradient from now on; how many."""
     taken = 0
     for part in module.modules():
-        replacement = _replacement(part)
-        if replacement is not None:
-            part.__class__ = _with_forward_of(replacement, type(part))
-            part.queue = queue  # type: ignore[assignment]
+        queued = _queued_forward(part)
+        if queued is not None:
+            part.forward = queued(part, queue)
             taken += 1
     return taken
 
@@ -282,7 +292,7 @@ def share_in_two(modules: Iterable[nn.Module]) -> float:
     for part in (part for module in modules for part in module.modules()):
         own = [p for p in part.parameters(recurse=False) if p.requires_grad]
         total += sum(p.numel() for p in own)
-        if isinstance(part, QueuedLinear | QueuedConv1D | QueuedEmbedding) or _replacement(part) is not None:
+        if _queued_forward(part) is not None:
             taken += sum(p.numel() for p in own)
     return taken / total if total else 1.0
 
@@ -294,14 +304,14 @@ def largest_in_one(layers: Mapping[str, nn.Module]) -> str | None:
         for layer, module in layers.items()
         for path, part in module.named_modules()
         for name, p in part.named_parameters(recurse=False)
-        if p.requires_grad and _replacement(part) is None
+        if p.requires_grad and _queued_forward(part) is None
     }
     return max(sizes, key=sizes.__getitem__, default=None)
 
 
-def _replacement(part: nn.Module) -> type[nn.Module] | None:
+def _queued_forward(part: nn.Module) -> Callable[[Any, Queue], Callable[..., Tensor]] | None:
     # A parametrized weight is no parameter of the module but computed from one: autograd must see it.
-    if not isinstance(part._parameters.get("weight"), nn.Parameter):
+    if not isinstance(part._parameters.get("weight"), nn.Parameter) or "forward" in vars(part):
         return None
     name = f"{type(part).__module__}.{type(part).__qualname__}"
     if isinstance(part, nn.Linear) and (type(part).forward is nn.Linear.forward or name in _LINEAR_TOO):
@@ -312,9 +322,3 @@ def _replacement(part: nn.Module) -> type[nn.Module] | None:
         plain = part.max_norm is None and not part.sparse and not part.scale_grad_by_freq
         return QueuedEmbedding if plain else None
     return None
-
-
-def _with_forward_of(replacement: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    if original in (nn.Linear, nn.Embedding):
-        return replacement
-    return type(original.__name__, (replacement, original), {})

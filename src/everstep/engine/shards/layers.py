@@ -12,18 +12,28 @@ norms, dropout and residual sums are computed once and not by every shard:
 
 The backward of `copied` is an all-reduce, that of `added_up` is none, and the other way round. Several column
 matrices that read the same tensor (query, key, value) share one copy of it, so its gradients are added up
-once.
+once. A copy leads to the tensor it is made of and to the graph behind it; so a layer keeps its copies while
+its forward runs and no longer.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from everstep.engine.layers.linear import QueuedEmbedding, QueuedLinear, queued_embedding, queued_linear
+from everstep.engine.layers.linear import (
+    Queue,
+    QueuedConv1D,
+    QueuedEmbedding,
+    QueuedLinear,
+    queued_embedding,
+    queued_linear,
+)
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.shards.collectives import Collectives
 from everstep.errors import UserError
@@ -94,17 +104,31 @@ def _own_part(x: Tensor, collectives: Collectives) -> Tensor:
     return collectives.sum_of_part(torch.stack(x.chunk(collectives.count, dim=-2)))
 
 
-def copied(x: Tensor, collectives: Collectives) -> Tensor:
+Copies = dict[int, tuple[Tensor, Tensor]]  # by the identity of a tensor: itself, its copy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WithCopies:
+    """The forward of a layer whose column matrices share `copies`."""
+
+    forward: Callable[..., Any]
+    copies: Copies
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.forward(*args, **kwargs)
+        finally:  # a recompute leaves a forward by an exception, too
+            self.copies.clear()
+
+
+def copied(x: Tensor, collectives: Collectives, copies: Copies) -> Tensor:
     """One copy for all that read this tensor; of the whole sequence, where each shard has a part."""
     if not x.requires_grad and not collectives.splits_sequence:
         return x
-    found = getattr(x, "_everstep_copied", None)
-    if found is None:
+    if id(x) not in copies:
         function = _GatheredSequence if collectives.splits_sequence else _Copied
-        found = function.apply(x, collectives)  # type: ignore[no-untyped-call]
-        x._everstep_copied = found  # type: ignore[attr-defined]
-    made: Tensor = found
-    return made
+        copies[id(x)] = x, function.apply(x, collectives)  # type: ignore[no-untyped-call]
+    return copies[id(x)][1]
 
 
 def added_up(x: Tensor, collectives: Collectives) -> Tensor:
@@ -118,45 +142,58 @@ def gathered(x: Tensor, collectives: Collectives) -> Tensor:
     return made
 
 
-class ColumnLinear(QueuedLinear):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ColumnLinear:
+    module: nn.Linear
+    queue: Queue
     collectives: Collectives
+    copies: Copies
     gathers: bool
 
-    def forward(self, input: Tensor) -> Tensor:
-        made = queued_linear(copied(input, self.collectives), self.weight, self.bias, self.queue)
+    def __call__(self, input: Tensor) -> Tensor:
+        whole = copied(input, self.collectives, self.copies)
+        made = queued_linear(whole, self.module.weight, self.module.bias, self.queue)
         return gathered(made, self.collectives) if self.gathers else made
 
 
-class RowLinear(QueuedLinear):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowLinear:
+    module: nn.Linear
+    queue: Queue
     collectives: Collectives
 
-    def forward(self, input: Tensor) -> Tensor:
-        made = added_up(queued_linear(input, self.weight, None, self.queue), self.collectives)
-        return made if self.bias is None else made + self.bias
+    def __call__(self, input: Tensor) -> Tensor:
+        made = added_up(queued_linear(input, self.module.weight, None, self.queue), self.collectives)
+        return made if self.module.bias is None else made + self.module.bias
 
 
-class VocabEmbedding(QueuedEmbedding):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VocabEmbedding:
+    module: nn.Embedding
+    queue: Queue
     collectives: Collectives
 
-    def forward(self, input: Tensor) -> Tensor:
-        rows = self.weight.shape[0]
-        local = input - self.collectives.index * rows
-        elsewhere = (local < 0) | (local >= rows)
-        found = queued_embedding(local.masked_fill(elsewhere, 0), self.weight, None, self.queue)
+    def __call__(self, input: Tensor) -> Tensor:
+        weight = self.module.weight
+        local = input - self.collectives.index * weight.shape[0]
+        elsewhere = (local < 0) | (local >= weight.shape[0])
+        found = queued_embedding(local.masked_fill(elsewhere, 0), weight, None, self.queue)
         return added_up(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.collectives)
 
 
-class PartDropout(nn.Dropout):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartDropout:
     """Of this shard's part of the sequence: drawn for the whole, so that it does not depend on the shards."""
 
+    module: nn.Dropout
     collectives: Collectives
 
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
+    def __call__(self, input: Tensor) -> Tensor:
+        if not self.module.training or self.module.p == 0:
             return input
         size, shards = input.shape[-2], self.collectives
         whole = (*input.shape[:-2], size * shards.count, input.shape[-1])
-        drawn = nn.functional.dropout(input.new_ones(whole), self.p)
+        drawn = nn.functional.dropout(input.new_ones(whole), self.module.p)
         return input * drawn.narrow(-2, shards.index * size, size)
 
 
@@ -175,39 +212,41 @@ def join(layer: str, module: nn.Module, plan: Cut, collectives: Collectives) -> 
     must be added up over the shards.
     """
     summed: list[nn.Parameter] = []
+    copies: Copies = {}
     for path, part in module.named_modules():
         name = ".".join(filter(None, (layer, path)))
         style = plan.style(name)
         if style == "whole_summed" or (style == "sequence" and collectives.splits_sequence):
+            if isinstance(part.forward, QueuedLinear | QueuedConv1D | QueuedEmbedding):
+                del part.forward  # a gradient that is added up before W must be there before W: autograd's
             summed += part.parameters(recurse=False)
             if isinstance(part, nn.Dropout) and style == "sequence":
-                _become(part, nn.Dropout, PartDropout, name, style, collectives)
+                part.forward = PartDropout(module=part, collectives=collectives)  # type: ignore[method-assign]
         elif style == "vocab":
-            _become(part, QueuedEmbedding, VocabEmbedding, name, style, collectives)
+            queue = _queue_of(part, QueuedEmbedding, name, style)
+            part.forward = VocabEmbedding(module=part, queue=queue, collectives=collectives)
         elif style == "row":
-            _become(part, QueuedLinear, RowLinear, name, style, collectives)
+            queue = _queue_of(part, QueuedLinear, name, style)
+            part.forward = RowLinear(module=part, queue=queue, collectives=collectives)
             if collectives.splits_sequence and isinstance(part.bias, nn.Parameter):
                 summed.append(part.bias)
         elif style not in ("whole", "sequence"):
-            _become(part, QueuedLinear, ColumnLinear, name, style, collectives)
-            part.gathers = style == "column_gather"
+            queue = _queue_of(part, QueuedLinear, name, style)
+            gathers = style == "column_gather"
+            part.forward = ColumnLinear(
+                module=part, queue=queue, collectives=collectives, copies=copies, gathers=gathers
+            )
+    module.forward = _WithCopies(module.forward, copies)
     return summed
 
 
-def _become(
-    part: nn.Module,
-    was: type[nn.Module],
-    becomes: type[nn.Module],
-    name: str,
-    style: str,
-    collectives: Collectives,
-) -> None:
-    if not isinstance(part, was):
-        kind = "an nn.Embedding" if was is QueuedEmbedding else "an nn.Linear"
-        raise UserError(f"shard_plan splits {name} as {style!r}; it is a {type(part).__name__}, not {kind}.")
-    original = type(part)
-    part.__class__ = becomes if original is was else type(original.__name__, (becomes, original), {})
-    part.collectives = collectives  # type: ignore[assignment]
+def _queue_of(
+    part: nn.Module, wanted: type[QueuedLinear] | type[QueuedEmbedding], name: str, style: str
+) -> Queue:
+    if isinstance(part.forward, wanted):
+        return part.forward.queue
+    kind = "an nn.Embedding" if wanted is QueuedEmbedding else "an nn.Linear"
+    raise UserError(f"shard_plan splits {name} as {style!r}; it is a {type(part).__name__}, not {kind}.")
 
 
 def sum_whole(parameters: list[nn.Parameter], collectives: Collectives | None) -> None:
@@ -219,3 +258,18 @@ def sum_whole(parameters: list[nn.Parameter], collectives: Collectives | None) -
     flat = collectives.sum(torch.cat([grad.reshape(-1) for grad in grads]))
     for grad, summed in zip(grads, flat.tensor_split(ends), strict=True):
         grad.copy_(summed.view_as(grad))
+
+
+def refuse_unequal(gradients: Mapping[str, Tensor], collectives: Collectives) -> None:
+    """Of parameters that every shard has whole and uses alike, so that their gradients are the same. What is
+    within rounding of the largest of them is not compared.
+    """
+    norms = {name: float(grad.norm()) for name, grad in gradients.items()}
+    for name, grad in gradients.items():
+        off = float((collectives.sum(grad.clone()) / collectives.count - grad).norm())
+        if off > 0.05 * norms[name] and off > 1e-4 * max(norms.values()):
+            raise UserError(
+                f"{name} is whole on every shard, and its gradient differs from shard to shard, because its "
+                'module works on split values; name the module in shard_plan: "sequence" if it works on each '
+                'token alone between split layers, "whole_summed" if it works inside of them.'
+            )

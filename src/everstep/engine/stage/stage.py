@@ -28,11 +28,11 @@ from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.datasets.data import Dataset, split
 from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
-from everstep.engine.layers.linear import Queue
+from everstep.engine.layers.linear import Queue, contributions_of
 from everstep.engine.layers.model import Model, Slot, end, slots
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.shards.collectives import Collectives
-from everstep.engine.shards.layers import sum_whole
+from everstep.engine.shards.layers import refuse_unequal, sum_whole
 from everstep.engine.stage.evaluation import SCORED, TRAINED, Evaluation
 from everstep.engine.stage.held_bytes import HeldBytes
 from everstep.engine.stage.microbatch_numbers import MicrobatchNumbers
@@ -122,6 +122,7 @@ class Stage:
         self._numbers = MicrobatchNumbers()
         self._held = HeldBytes(lambda: self.working)
         self.recordings: Recordings | None = None
+        self._whole_are_equal = shards is None  # whole parameters on all shards; looked at in the first W
 
     def record(self, recorder: Callable[[], OpRecorder], has_room: Callable[[int], bool]) -> None:
         """From now on F and I are recorded, where they can be."""
@@ -162,8 +163,11 @@ class Stage:
         wanted, value = ({}, self._fed(inputs)) if self.is_first else self._enter(given)
         if beside is not None and not self.is_first:
             value = value[TRAINED]
-        elif (found := self._take_recorded(step, value, targets)) is not None:
-            return self._forward_recorded(step, microbatch, *found, targets)
+        # What a recording gives goes to the next stage as it is, with nothing beside it.
+        if beside is None or self.is_last:
+            found = self._take_recorded(step, value, targets)
+            if found is not None:
+                return self._forward_recorded(step, microbatch, *found, targets)
         weight: Tensor | float | None = None
         with self._held.measured():
             devices.seed(self.device, self._key(step, microbatch, self.layers.start))
@@ -279,6 +283,16 @@ class Stage:
         if self.sums.step not in (None, step):
             raise InternalError(f"a weight gradient of step {step} for the sums of step {self.sums.step}.")
         with torch.no_grad():
+            if self.shards is not None and not self._whole_are_equal:
+                made = {
+                    self._index[parameter]: product
+                    for parameter, product in contributions_of(stash.queue, stash.others)
+                }
+                whole = {
+                    n: made[i]() for i, n in enumerate(self.slots) if i in made and not self.cut.is_split(n)
+                }
+                refuse_unequal(whole, self.shards)
+                self._whole_are_equal = True
             add_gradients(self.sums, self._index, stash, begins)
         if self.recordings is not None:
             self.recordings.late = stash.recorded if self.sums.is_strict else None
