@@ -328,6 +328,7 @@ EXCEPTIONS = [
     ("OSError: [Errno 122] Disk quota exceeded", E.DISK_FULL),
     ("OSError: [Errno 5] Input/output error", E.STORAGE),
     ("OSError: [Errno 116] Stale file handle: 'train.bin'", E.REMOTE_STORAGE),
+    ("the checkpoint storage does not answer; step 20 is still being written", E.REMOTE_STORAGE),
     ("RuntimeError: DataLoader worker (pid(s) 18294) exited unexpectedly", E.DATA),
     ("RuntimeError: DataLoader worker (pid 18294) is killed by signal: Killed. ", E.DATA),
     (

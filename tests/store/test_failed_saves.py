@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -44,13 +45,17 @@ def fill(disk: Path) -> None:
 
 
 def trained(
-    fork_server: ForkServer, folder: Path, watch: Callable[[str, Any], None], interval: int
+    fork_server: ForkServer,
+    folder: Path,
+    watch: Callable[[str, Any], None],
+    interval: int,
+    steps: int = STEPS,
 ) -> LocalTask:
     job = Job(
         model=ModelSpec(preset="gpt-tiny", options={"depth": 2}),
         data=DataSpec(kind="synthetic", rows=1, sequence=16),
         checkpoint=CheckpointSpec(folder=str(folder), interval=interval),
-        steps=STEPS,
+        steps=steps,
         replicas=2,
         stages=2,
         microbatches=2,
@@ -101,6 +106,41 @@ def test_a_task_whose_last_state_is_not_saved_says_so(fork_server: ForkServer, s
     assert [i.what for i in task.coordinator.log.incidents] == [NOT_SAVED]
     assert complete_steps(small_disk) == [4]
     assert left_over(small_disk) == []
+
+
+def test_storage_that_hangs_costs_saves_and_no_step(fork_server: ForkServer, tmp_path: Path) -> None:
+    """Before: training stood still at the third save, and no incident said so. A pipe that no process reads
+    blocks whoever opens it to write, as a dead file server does.
+    """
+    root, pipes = tmp_path / "checkpoints", tmp_path / "pipes"
+    pipes.mkdir()
+    readers: list[int] = []
+
+    def hang() -> None:
+        parts = itertools.product((40, 41), (0, 1), (1, 2))
+        for number, (step, stage, share) in enumerate(parts):
+            os.mkfifo(pipes / str(number))
+            folder = root / f"step-{step:08d}.partial"
+            folder.mkdir(exist_ok=True)
+            os.link(pipes / str(number), folder / f"stage-{stage}-{share}-of-2-i1.safetensors")
+
+    def watch(kind: str, what: Any) -> None:
+        if kind == "step" and what.step == 5:
+            hang()
+        if kind == "step" and what.step == 50:
+            readers.extend(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK) for pipe in sorted(pipes.iterdir()))
+
+    try:
+        task = trained(fork_server, root, watch, interval=1, steps=90)
+    finally:
+        for reader in readers:
+            os.close(reader)
+    assert len(task.outcome.by_step()) == 90
+    incident = next(i for i in task.coordinator.log.incidents if i.what == NOT_SAVED)
+    assert incident.verdict is not None
+    assert incident.verdict.kind == "remote storage error"
+    assert any("the checkpoint storage does not answer" in evidence.text for evidence in incident.evidence)
+    assert complete_steps(root)[-1] == 90
 
 
 def test_the_last_step_is_saved_whatever_the_interval(fork_server: ForkServer, tmp_path: Path) -> None:

@@ -57,6 +57,44 @@ def test_a_third_save_waits_for_the_first_and_reuses_its_memory() -> None:
     assert places[0] == places[2] != places[1]
 
 
+def test_storage_that_does_not_answer_costs_saves_and_holds_nothing_up() -> None:
+    """Before: the third save waited for ever, and training with it."""
+    answers, written = threading.Event(), []
+
+    def write(step: int, tensors: dict) -> None:
+        assert answers.wait(10)
+        written.append(step)
+
+    saver = AsyncSaver(write, num_written=lambda: len(written), stall_s=0.05)
+    state = {"w": torch.zeros(4)}
+    assert saver.save(1, state) is not None
+    second = saver.save(2, state)
+    assert saver.save(3, state) is None
+    assert saver.save(4, state) is None
+    answers.set()
+    assert second is not None
+    second.result(10)
+    assert saver.save(5, state) is not None
+    assert saver.finish(10)
+    assert written == [1, 2, 5]
+
+
+def test_storage_that_is_slow_and_alive_is_waited_for() -> None:
+    ticks, go = 0, threading.Event()
+
+    def written() -> int:
+        nonlocal ticks
+        ticks += 1
+        if ticks == 20:
+            go.set()
+        return ticks
+
+    saver = AsyncSaver(lambda step, tensors: go.wait(10), num_written=written, stall_s=0.01)
+    assert all(saver.save(step, {"w": torch.zeros(4)}) is not None for step in (1, 2, 3))
+    assert ticks >= 20
+    assert saver.finish(10)
+
+
 def test_a_failed_write_is_told_by_its_future_and_ends_nothing_else() -> None:
     def write(step: int, tensors: dict) -> int:
         if step == 1:

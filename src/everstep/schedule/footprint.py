@@ -39,7 +39,7 @@ HOLDERS = 2  # of each chunk of a sharded optimizer state
 # Whatever the device.
 ON_THE_HOST = ("state for a joiner", "states being saved", "chunks for new holders")
 RECORDED = "recorded ops"
-SAVED_COPIES = 2  # in host memory: one being written, one that waits (`store.saver`)
+SAVED_COPIES = 2  # in host memory, for disk and for memory: one being written, one that waits (`store.saver`)
 BUCKET = 16 << 20  # parameters that are updated at once where a step needs scratch
 CHUNK = 4 << 20  # elements of the reduce that are summed at once
 # Bytes of a state on its way to a joiner or a new holder, in host memory: queued for each while a step is

@@ -2,7 +2,10 @@
 
     step t      snapshot ─► buffer A ─► writer thread: hash, write, flush, tell
     step t + k  snapshot ─► buffer B      (A may still be on its way to disk)
-    step t + 2k waits for A, if it is not done: memory is bounded by two copies of the state
+    step t + 2k waits for A while A makes progress: memory is bounded by two copies of the state
+
+Storage that has stopped answering (a dead file server) must cost saves, not training: a save that finds both
+buffers taken and no byte written for `STALL_S` is refused, and later ones at once until bytes flow again.
 
 Buffers are kept from save to save, so that after the first two nothing is allocated and no page is touched
 for the first time. Tensors of a GPU are copied into pinned memory on a stream of their own: `save` returns
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 Write = Callable[[int, dict[str, Tensor]], Any]
+STALL_S = 5.0  # without a written byte, while a save waits for room
 
 
 def share_of(state: Mapping[str, Tensor], index: int, count: int) -> dict[str, Tensor]:
@@ -82,25 +86,35 @@ class Snapshots:
 
 
 class AsyncSaver:
-    """`write(step, tensors)` runs in a thread, on a copy; at most two copies exist."""
+    """`write(step, tensors)` runs in a thread, on a copy; at most two copies exist.
 
-    def __init__(self, write: Write = lambda step, tensors: None) -> None:
-        self._write = write
+    `num_written` counts the bytes that writes have got rid of: while it grows the storage is alive.
+    """
+
+    def __init__(
+        self,
+        write: Write = lambda step, tensors: None,
+        *,
+        num_written: Callable[[], int] = lambda: 0,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self._write, self._num_written, self._stall_s = write, num_written, stall_s
+        self._stalled_at: int | None = None  # bytes written when the storage was last found not to answer
         self._buffers = (Snapshots(), Snapshots())
         self._pending: list[tuple[Snapshots, Future[Any]]] = []
         self._newest: Snapshots | None = None
 
     def save(
         self, step: int, state: Mapping[str, Tensor], *, hold: bool = True, write: Write | None = None
-    ) -> Future[Any]:
-        """Copy the state and return; the future has what `write` returned.
+    ) -> Future[Any] | None:
+        """Copy the state and return; the future has what `write` returned. None: nothing was copied, for two
+        writes are under way and the storage does not answer.
 
         `hold=False`: the caller calls `before_update` before it changes a GPU's tensors. `write`: for this
         copy, instead of the saver's own.
         """
-        if len(self._pending) == 2:
-            self._pending[0][1].exception()  # wait; its owner hears of errors from the future
-            self._pending.pop(0)
+        if len(self._pending) == 2 and not self._make_room():
+            return None
         busy = [snapshots for snapshots, _ in self._pending]
         snapshots = next(one for one in self._buffers if one not in busy)
         snapshots.take(state)
@@ -110,7 +124,7 @@ class AsyncSaver:
         done: Future[Any] = Future()
         before = self._pending[-1][1] if self._pending else None
         work = (step, snapshots, before, done, write or self._write)
-        thread = threading.Thread(target=self._run, args=work, name="saver")
+        thread = threading.Thread(target=self._run, args=work, name="saver", daemon=True)
         self._pending.append((snapshots, done))
         thread.start()
         return done
@@ -129,6 +143,21 @@ class AsyncSaver:
                 return False
             self._pending.pop(0)
         return True
+
+    def _make_room(self) -> bool:
+        """Until the older write is done; False if the storage does not answer."""
+        while True:
+            seen = self._num_written()
+            try:
+                # Its owner hears of errors from the future.
+                self._pending[0][1].exception(0 if seen == self._stalled_at else self._stall_s)
+            except TimeoutError:
+                if self._num_written() == seen:
+                    self._stalled_at = seen
+                    return False
+            else:
+                self._pending.pop(0)
+                return True
 
     def _run(
         self,

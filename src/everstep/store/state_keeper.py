@@ -1,7 +1,8 @@
 """Where a worker's states go and come from: the checkpoint folder on disk, and copies in the memory of nodes.
 
 Training stands still for one copy of the state, nothing else: hashing, writing and sending happen behind its
-back, one state after the other, and two at most wait (see `store.saver`).
+back, one state after the other, and two at most wait for the disk and two for memory (see `store.saver`).
+Storage that does not answer costs saves, which are reported, and never training.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from everstep.store import folder, memory
 from everstep.store.copied_state import CopiedState
 from everstep.store.memory_server import token_of
 from everstep.store.reader import Checkpoint
-from everstep.store.saver import AsyncSaver, share_of
+from everstep.store.saver import AsyncSaver, Write, share_of
 
 LOOK_S = 1.0
+LAST_STALL_S = 60.0  # at the end of training: without a written byte, before the last states are given up
+STORAGE_IS_SILENT = "the checkpoint storage does not answer"  # `core.faults.symptoms` knows this sentence
 Say = Callable[[WorkerReport], None]
 Slice = tuple[str, tuple[int, ...], Box, Tensor]  # a logical tensor, its shape, and values of a box of it
 
@@ -55,8 +58,10 @@ class States:
         self._token = token_of(secret)
         self._say = say
         self._cut = cut or Cut({})
-        self._saver = AsyncSaver()
         self._written_bytes = 0
+        self._to_disk = AsyncSaver(num_written=lambda: self._written_bytes)
+        self._to_memory = AsyncSaver()
+        self._under_way: dict[int, int] = {}  # step -> attempt, of saves to disk without an answer yet
 
     # -------------------------------------------------------------- out
 
@@ -69,10 +74,11 @@ class States:
         groups: list[dict[str, Any]],
     ) -> None:
         """A share of this stage's part of the checkpoint on disk, and the optimizer's groups."""
-        self._saver.save(
+        self._save(
             step,
+            attempt,
             share_of(self._own(state), *share),
-            write=lambda step, tensors: self._write_to_disk(step, attempt, share, tensors, groups),
+            lambda step, tensors: self._write_to_disk(step, attempt, share, tensors, groups),
         )
 
     def save_chunks(
@@ -91,7 +97,19 @@ class States:
                 share = chunk * self._cut.count + self._cut.index, count * self._cut.count
                 self._write_chunk(step, attempt, share, slices, groups)
 
-        self._saver.save(step, _to_copy(chunks), write=write)
+        self._save(step, attempt, _to_copy(chunks), write)
+
+    def _save(self, step: int, attempt: int, state: Mapping[str, Tensor], write: Write) -> None:
+        def answered(step: int, tensors: dict[str, Tensor]) -> None:
+            write(step, tensors)
+            self._under_way.pop(step, None)
+
+        self._under_way[step] = attempt
+        if self._to_disk.save(step, state, write=answered) is None:
+            del self._under_way[step]
+            self._not_saved(
+                step, attempt, f"{STORAGE_IS_SILENT}; step {min(self._under_way)} is still being written"
+            )
 
     def copy_chunks(
         self,
@@ -113,7 +131,7 @@ class States:
                 put = partial(memory.put, self._memory_root, self._task, step, name, slices)
                 self._put_copies(step, attempt, (chunk, count), put, directions, leaving)
 
-        self._saver.save(step, _to_copy(chunks), write=write)
+        self._copy(step, attempt, _to_copy(chunks), write)
 
     def _write_chunk(
         self,
@@ -125,7 +143,7 @@ class States:
     ) -> None:
         name = f"stage-{self._me.stage}-chunk-{share[0]}-of-{share[1]}-i{self._incarnation}"
         try:
-            part = folder.write_slices(self._root, step, name, slices)
+            part = folder.write_slices(self._root, step, name, slices, progress=self._progressed)
         except Exception as error:  # whatever a disk or a store can say: training goes on
             self._not_saved(step, attempt, f"{type(error).__name__}: {error}")
             return
@@ -143,19 +161,30 @@ class States:
         """A copy in memory: on this node, and on another unless this worker ends anyway."""
         if leaving and not directions.copy_at_end:
             return
-        self._saver.save(
+        self._copy(
             step,
+            attempt,
             self._own(state),
-            write=lambda step, tensors: self._write_copies(step, attempt, tensors, directions, leaving),
+            lambda step, tensors: self._write_copies(step, attempt, tensors, directions, leaving),
         )
 
+    def _copy(self, step: int, attempt: int, state: Mapping[str, Tensor], write: Write) -> None:
+        if self._to_memory.save(step, state, write=write) is None:
+            self._not_saved(step, attempt, "the memory of nodes takes no more bytes", memory_of=self._node)
+
     def finish(self, alive: Callable[[], None] = lambda: None) -> None:
-        """Until everything is written. `alive` is called as long as bytes are: a slow disk is no hang."""
-        seen = self._written_bytes
-        while not self._saver.finish(LOOK_S):
+        """Until everything is written. `alive` is called as long as bytes are: a slow disk is no hang. States
+        that a silent storage does not take are reported as not saved.
+        """
+        seen, since = self._written_bytes, time.monotonic()
+        while not (self._to_disk.finish(LOOK_S) and self._to_memory.finish(LOOK_S)):
             if self._written_bytes != seen:
-                seen = self._written_bytes
+                seen, since = self._written_bytes, time.monotonic()
                 alive()
+            elif time.monotonic() - since > LAST_STALL_S:
+                break
+        for step, attempt in list(self._under_way.items()):
+            self._not_saved(step, attempt, f"{STORAGE_IS_SILENT} for {LAST_STALL_S:.0f} s")
 
     def _write_to_disk(
         self,

@@ -159,6 +159,7 @@ _ROWS: tuple[tuple[ErrorKind, frozenset[str], str, str], ...] = (
     (E.REMOTE_STORAGE, KERN, r": detected conn error", "kernel: iSCSI"),
     (E.REMOTE_STORAGE, KERN, r"mmfs: \[[EX]\]", "GPFS"),
     (E.REMOTE_STORAGE, KERN, r"beegfs: [^\n]{0,120}[Cc]ommunication error", "BeeGFS"),
+    (E.REMOTE_STORAGE, PROG, r"the checkpoint storage does not answer", "saves without progress"),
     (E.REMOTE_STORAGE, PROG, r"Stale file handle", "errno ENOTCONN, ESTALE, EREMOTEIO"),
     (E.REMOTE_STORAGE, PROG, r"Transport endpoint is not connected", "errno ENOTCONN, ESTALE, EREMOTEIO"),
     (E.REMOTE_STORAGE, PROG, r"Remote I/O error", "errno ENOTCONN, ESTALE, EREMOTEIO"),

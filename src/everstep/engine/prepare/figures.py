@@ -74,9 +74,9 @@ def _records(job: Job) -> bool:
 
 def _saved(job: Job) -> float:
     """Replicas share the work of a checkpoint, and with sharded states that of copies in memory."""
-    if job.memory_interval and not job.optimizer.shard:
-        return 1.0
-    return 1.0 / job.replicas if job.memory_interval or job.checkpoint is not None else 0.0
+    to_disk = 1.0 / job.replicas if job.checkpoint is not None else 0.0
+    in_memory = (1.0 / job.replicas if job.optimizer.shard else 1.0) if job.memory_interval else 0.0
+    return to_disk + in_memory
 
 
 def layer_figures(
