@@ -341,8 +341,8 @@ def _patterns(path: Path | None) -> Patterns | None:
 def _give_config(state: TrainingState, to: str, heads: int, kv_heads: int) -> None:
     """A Hugging Face folder needs a config.json; for our own GPT it can be made."""
     if to == "hf" and "hf_config" not in state.meta:
-        from everstep.convert.formats.dialects import dialect_of
+        from everstep.convert.formats.dialects import is_our_gpt
         from everstep.convert.formats.llama_config import config_of
 
-        if dialect_of(state) == "everstep":
+        if is_our_gpt(state):
             state.meta["hf_config"] = config_of(state, heads, kv_heads)

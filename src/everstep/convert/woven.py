@@ -4,14 +4,17 @@ Woven     boxes of others: fused, split, stacked, transposed, padded
 Cast      another type, converted block by block
 Flat      ranges of others one after the other, and zeros: a rank's flat buffer
 Mean      the mean of several that should be one
+Copies    several that must be one: all are read, and a difference is refused by name
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from everstep.errors import UserError
 from everstep.layout.box import Box, Shape
 from everstep.store import dtypes
 from everstep.store.dtypes import Array
@@ -129,3 +132,51 @@ class Mean:
             source.read(box, held)
             total += dtypes.tensor_of(held, self.dtype).to(torch.float64)
         out[...] = dtypes.array_of((total / len(self.sources)).to(dtypes.in_torch(self.dtype)))
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies of one tensor. `places` and `cure` are for the sentence of the refusal."""
+
+    what: str
+    places: tuple[str, ...]
+    cure: str
+    sources: tuple[Stored, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.sources[0].dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.sources[0].shape
+
+    def read(self, box: Box, out: Array) -> None:
+        self.sources[0].read(box, out)
+        held: Array = np.empty(box.size, out.dtype)
+        for place, other in zip(self.places[1:], self.sources[1:], strict=True):
+            other.read(box, held)
+            if not np.array_equal(held, out):
+                first = next(i for i, same in np.ndenumerate(held == out) if not same)
+                at = [int(a + b) for a, b in zip(box.start, first, strict=True)]
+                raise UserError(
+                    f"{self.what} is read as copies, and {self.places[0]} and {place} hold other values from "
+                    f"index {at} on; {self.cure}."
+                )
+
+
+def copies(what: str, places: Sequence[str], sources: Sequence[Stored], cure: str) -> Stored:
+    """One tensor that is there several times: taking one of them unread is how data gets lost."""
+    kinds = {(one.dtype, one.shape) for one in sources}
+    if len(kinds) > 1:
+        told = " and ".join(f"{dtype} {list(shape)}" for dtype, shape in sorted(kinds))
+        raise UserError(f"{what} is read as copies, and they are {told}; {cure}.")
+    return sources[0] if len(sources) == 1 else Copies(what, tuple(places), cure, tuple(sources))
+
+
+def one_type(what: str, sources: Sequence[Stored]) -> str:
+    """The type of tensors that are made one, by their bytes."""
+    kinds = sorted({one.dtype for one in sources})
+    if len(kinds) > 1:
+        raise UserError(f"{what} is made of parts of {' and '.join(kinds)}; convert them to one type first.")
+    return kinds[0]

@@ -16,21 +16,30 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from everstep.convert.formats import sidecar
 from everstep.convert.formats.dcp_files import SavedKeys, is_one, read_keys, write_keys
 from everstep.convert.formats.format import Format, Reading, Target
-from everstep.convert.state import TrainingState, encoded_group, group_numbers, keyed_value, value_of_key
-from everstep.convert.values import Encoder, decode, tensors_in
+from everstep.convert.state import (
+    TrainingState,
+    encoded_group,
+    group_numbers,
+    keyed_value,
+    number_of,
+    value_of_key,
+)
+from everstep.convert.values import Encoder, decode, is_stored, tensors_in
 from everstep.errors import UserError
+from everstep.store import dtypes
 from everstep.store.index import Refused
 from everstep.store.parts import Progress
 
 _MODEL, _OPTIMIZER = ("model", "module"), ("optimizer", "optim")
 _OURS, _OUR_TENSORS = "everstep.state", "everstep.tensors."
-_STEPS = ("step", "iteration", "global_step", "train_state.step")
+_STEPS = ("step", "global_step", "iteration")  # the last word of a key that counts training steps
 
 
 def read(path: str | Path, reading: Reading) -> TrainingState:
@@ -67,6 +76,7 @@ def read(path: str | Path, reading: Reading) -> TrainingState:
         for alias in state.tied:
             state.tensors.pop(f"model/{alias}", None)
     else:
+        state.step = _step(state, saved, (model, optimizer))
         sidecar.find_ties(state, reading)
         sidecar.guess_roles(state, reading)
     return state
@@ -158,8 +168,32 @@ def _take_values(state: TrainingState, values: dict[str, Any]) -> None:
     state.take(encoder)
     if extra:
         state.meta["extra"] = {**state.meta.get("extra", {}), **extra}
-        steps = (extra.get(key) for key in _STEPS)
-        state.step = next((value for value in steps if type(value) is int and value >= 0), 0)
+
+
+def _step(state: TrainingState, saved: SavedKeys, known: tuple[str, str]) -> int:
+    """The count of training steps by its usual names, a number or a tensor of one: the shortest key wins.
+    Without one it is the optimizer's count, if all parameters agree. Schedulers count calls of their own.
+    """
+    found: list[tuple[int, int, int]] = []
+    for key, value in {**saved.tensors, **saved.values}.items():
+        path, _, word = key.rpartition(".")
+        ours = path.startswith("everstep") or any(prefix and key.startswith(prefix) for prefix in known)
+        if word not in _STEPS or ours or "scheduler" in path or (path and not known[0]):
+            continue
+        number = value
+        if is_stored(value) and prod(value.shape) == 1 and not dtypes.is_trainable(value.dtype):
+            number = number_of(value)
+        if type(number) is int and number >= 0:
+            found.append((key.count("."), _STEPS.index(word), number))
+    if found:
+        return min(found)[2]
+    states = state.optimizer().values()
+    counts = {number_of(held[key]) for held in states for key in held if key.partition("#")[0] == "step"}
+    if len(counts) == 1 and (count := counts.pop()) >= 0:
+        state.notes.append(f"the checkpoint does not name its step; the optimizer has counted {count:g}")
+        return int(count)
+    state.notes.append("the checkpoint does not name its step; it is taken for step 0")
+    return 0
 
 
 # Writing.

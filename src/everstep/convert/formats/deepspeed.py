@@ -12,7 +12,7 @@ files. DeepSpeed need not be installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -22,8 +22,9 @@ from everstep.convert.formats import deepspeed_meta, deepspeed_write, pickles
 from everstep.convert.formats.deepspeed_files import LAYER, check_ranks, files_in, folder_of
 from everstep.convert.formats.format import Format, Reading
 from everstep.convert.formats.shards import ShardRules
-from everstep.convert.state import TrainingState, encoded_group, keyed_value
+from everstep.convert.state import TrainingState, encoded_group, equal, keyed_value
 from everstep.convert.values import Encoder
+from everstep.convert.woven import copies
 from everstep.errors import UserError
 from everstep.layout.box import Shape, flat_range, offset_of, row_major
 from everstep.layout.layout import ITEM_BYTES
@@ -48,18 +49,23 @@ def read(path: str | Path, reading: Reading) -> TrainingState:
     if folder is None:
         raise UserError(f"{path} has no *_optim_states.pt; give the folder of a DeepSpeed checkpoint.")
     optims, models, layers = files_in(folder)
-    ranks = [pickles.load(models[key]) for key in sorted(models)]
-    first = ranks[0]
+    ranks = {key: pickles.load(models[key]) for key in sorted(models)}
+    parts = {key: pickles.load(optims[key])["optimizer_state_dict"] for key in sorted(optims)}
+    first = ranks[min(ranks)]
     tp = int((first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree") or 1)
-    optim = pickles.load(optims[min(optims)])["optimizer_state_dict"]
-    check_ranks(folder, optims, optim.get("partition_count"))
-    stage = _stage(optim)
-    locals_ = [_local(stage, mp, optims, models) for mp in sorted({mp for mp, _ in optims})]
+    check_ranks(folder, optims, parts[min(parts)].get("partition_count"))
+    stage = _stage(parts[min(parts)])
+    locals_ = [
+        _local(
+            stage, *([held for (rank, _), held in table.items() if rank == mp] for table in (parts, ranks))
+        )
+        for mp in sorted({mp for mp, _ in optims})
+    ]
     if layers:
         _add_layers(locals_, layers, tp)
     rules = ShardRules(reading.patterns, _info(first), reading.vocab)
-    state = TrainingState(step=int(first.get("global_steps") or 0))
-    deepspeed_meta.take(state, ranks, optim)
+    state = TrainingState()
+    deepspeed_meta.take(state, list(ranks.values()), list(parts.values()))
     _join(state, locals_, tp, rules)
     state.groups = with_empty(state, (first.get("everstep") or {}).get("groups"))
     bf16 = any(name.name.startswith("bf16_") for name in optims.values())
@@ -90,15 +96,15 @@ def _stage(optim: Any) -> int:
     return int(stage if isinstance(stage, int) else stage.__dict__["args"][0])
 
 
-def _local(
-    stage: int, mp: int, optims: dict[tuple[int, int], Path], models: dict[tuple[int, int], Path]
-) -> _Local:
-    parts = [pickles.load(optims[key])["optimizer_state_dict"] for key in sorted(optims) if key[0] == mp]
-    ranks = [pickles.load(models[key]) for key in sorted(models) if key[0] == mp]
+def _local(stage: int, parts: Sequence[Any], ranks: Sequence[Any]) -> _Local:
+    """`parts`, `ranks`: the optimizer and model files of all data-parallel ranks."""
     first, found = ranks[0], _Local()
     shapes = {name: tuple(s) for group in first["param_shapes"] or [] for name, s in group.items()}
     for name in first.get("buffer_names") or []:
         _add_tensor(found, found.buffers, name, first["module"][name])
+        others = [one["module"].get(name) for one in ranks[1:]]
+        if name in found.buffers and not _all_equal([found.buffers[name], *others]):
+            found.encoder.lost.append(f"buffer/{name} of other data-parallel ranks")
     found.tied = dict(first.get("shared_params") or {})
     if stage == 3:
         _read_three(found, parts, ranks, shapes)
@@ -106,6 +112,10 @@ def _local(
         _read_one(found, parts, shapes)
         _read_module(found, first)
     return found
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+    return all(isinstance(one, Pieces) and equal(values[0], one) for one in values[1:])
 
 
 def _add_tensor(found: _Local, into: dict[str, Stored], name: str, value: Any) -> None:
@@ -123,11 +133,11 @@ def _read_one(found: _Local, parts: Sequence[Any], shapes: dict[str, Shape]) -> 
         names: dict[str, int] = {}
         weights: dict[str, _Fragments] = {}
         states: dict[str, dict[str, _Fragments]] = {}
-        scalars: dict[str, Stored] = {}
-        for part in parts:
+        scalars = _Scalars(f"group {g}")
+        for rank, part in enumerate(parts):
             flat = part["single_partition_of_fp32_groups"][g]
             mine = _group_state(part, g)
-            scalars |= _scalars(found, mine, flat, g)
+            scalars.take(found, mine, flat, rank)
             fragments = part["param_slice_mappings"][g].items()
             for name, place in sorted(fragments, key=lambda item: item[1].get("start")):
                 start, count = place.get("start"), place.get("numel")
@@ -139,9 +149,9 @@ def _read_one(found: _Local, parts: Sequence[Any], shapes: dict[str, Shape]) -> 
                         _add(states.setdefault(name, {}), key, shape, done, tensor, start, count)
                 names[name] = done + count
         _collect(found, shapes, names, weights, states, scalars)
-        base = parts[0]["base_optimizer_state"]
-        numbers = base["param_groups"][g] if isinstance(base, dict) else {}
-        found.groups.append(encoded_group(found.encoder, names, numbers, f"groups.{g}"))
+        bases = [part["base_optimizer_state"] for part in parts]
+        numbers = [base["param_groups"][g] if isinstance(base, dict) else {} for base in bases]
+        found.groups.append(_agreed(found, names, numbers, g))
 
 
 def _group_state(part: Any, g: int) -> dict[str, Any]:
@@ -164,22 +174,23 @@ def _read_module(found: _Local, first: Any) -> None:
 
 def _read_three(found: _Local, parts: Sequence[Any], ranks: Sequence[Any], shapes: dict[str, Shape]) -> None:
     world = len(parts)
-    numbers = parts[0]["optimizer_state_dict"]["param_groups"]
-    for g, group in enumerate(numbers):
-        found.groups.append(encoded_group(found.encoder, (), group, f"groups.{g}"))
+    tables = [part["optimizer_state_dict"]["param_groups"] for part in parts]
+    numbers = tables[0]
+    for g in range(len(numbers)):
+        found.groups.append(_agreed(found, (), [table[g] for table in tables], g))
     for sub, table in enumerate(ranks[0]["param_shapes"]):
         at = 0
         names: dict[str, int] = {}
         weights: dict[str, _Fragments] = {}
         states: dict[str, dict[str, _Fragments]] = {}
-        scalars: dict[str, Stored] = {}
+        scalars = _Scalars(f"group {sub}")
         for name in table:
             shape = _shape(shapes, name)
             each = -(-prod(shape) // world)
             for rank, part in enumerate(parts):
                 flat = part["fp32_flat_groups"][sub]
                 mine = dict(part["optimizer_state_dict"]["state"].get(sub, {}))
-                scalars |= _scalars(found, mine, flat, sub)
+                scalars.take(found, mine, flat, rank)
                 count = max(0, min(each, prod(shape) - rank * each))
                 _add(weights, name, shape, rank * each, flat, at, count)
                 for key, tensor in mine.items():
@@ -236,12 +247,13 @@ def _collect(
     names: Iterable[str],
     weights: dict[str, _Fragments],
     states: dict[str, dict[str, _Fragments]],
-    scalars: dict[str, Stored],
+    scalars: _Scalars,
 ) -> None:
+    shared = scalars.agreed()
     for name in names:
         found.weights[name] = Pieces(weights[name].dtype, shapes[name], tuple(weights[name].pieces))
         found.states[name] = {
-            **scalars,
+            **shared,
             **{
                 key: Pieces(p.dtype, shapes[name], tuple(p.pieces)) for key, p in states.get(name, {}).items()
             },
@@ -268,18 +280,45 @@ def _is_flat(value: Any, like: Pieces) -> bool:
     return isinstance(value, Pieces) and len(value.shape) == 1 and value.shape[0] >= like.shape[0]
 
 
-def _scalars(found: _Local, state: dict[str, Any], flat: Pieces, group: int) -> dict[str, Stored]:
-    """What all parameters of a group share: the count of steps, mostly."""
-    shared: dict[str, Stored] = {}
-    for key, value in state.items():
-        if _is_flat(value, flat):
-            continue
-        one = keyed_value(key, value)
-        if one is not None and not one[1].shape:
-            shared[one[0]] = one[1]
-        elif f"optimizer state {key} of group {group}" not in found.encoder.lost:
-            found.encoder.lost.append(f"optimizer state {key} of group {group}")
-    return shared
+@dataclass(slots=True)
+class _Scalars:
+    """What all parameters of a group share: the count of steps, mostly. Every data-parallel rank has it."""
+
+    group: str
+    held: dict[str, dict[int, Stored]] = field(default_factory=dict)
+
+    def take(self, found: _Local, state: dict[str, Any], flat: Pieces, rank: int) -> None:
+        for key, value in state.items():
+            if _is_flat(value, flat):
+                continue
+            one = keyed_value(key, value)
+            if one is not None and not one[1].shape:
+                self.held.setdefault(one[0], {})[rank] = one[1]
+            elif f"optimizer state {key} of {self.group}" not in found.encoder.lost:
+                found.encoder.lost.append(f"optimizer state {key} of {self.group}")
+
+    def agreed(self) -> dict[str, Stored]:
+        return {
+            key: copies(
+                f"{key.partition('#')[0]} of optimizer {self.group}",
+                [f"data-parallel rank {rank}" for rank in held],
+                list(held.values()),
+                "the files are of several checkpoints",
+            )
+            for key, held in self.held.items()
+        }
+
+
+def _agreed(found: _Local, names: Iterable[str], tables: Sequence[Any], g: int) -> dict[str, Any]:
+    """A group's numbers, which every data-parallel rank has."""
+    group = encoded_group(found.encoder, names, tables[0], f"groups.{g}")
+    for rank, table in enumerate(tables[1:], 1):
+        if encoded_group(Encoder(), group["params"], table, f"groups.{g}") != group:
+            raise UserError(
+                f"optimizer group {g} has other numbers on data-parallel rank {rank} than on rank 0; the "
+                "files are of several checkpoints."
+            )
+    return group
 
 
 def _shape(shapes: dict[str, Shape], name: str) -> Shape:
@@ -307,30 +346,66 @@ def _add_layers(locals_: list[_Local], layers: Sequence[Path], tp: int) -> None:
 
 def _join(state: TrainingState, locals_: Sequence[_Local], tp: int, rules: ShardRules) -> None:
     """Stages one after the other; within a stage, the tensor-parallel shards of a name made whole."""
-    for first in range(0, len(locals_), tp):
+    stages: dict[str, int] = {}  # which stage had a name first
+    for stage, first in enumerate(range(0, len(locals_), tp)):
         shards = locals_[first : first + tp]
-        for name in shards[0].weights:
-            if f"model/{name}" in state.tensors:
-                continue  # tied over stages: the first stage's copy is the one
-            state.tensors[f"model/{name}"] = rules.whole(name, [mine.weights[name] for mine in shards])
-            for key in shards[0].states[name]:
-                values = [mine.states[name][key] for mine in shards]
-                one = values[0] if not values[0].shape else rules.whole(name, values)
-                state.tensors[f"optimizer/{name}/{key}"] = one
-        for name in shards[0].frozen:
-            if f"model/{name}" not in state.tensors:
-                state.tensors[f"model/{name}"] = rules.whole(name, [mine.frozen[name] for mine in shards])
-                state.frozen.append(name)
-        for name, tensor in shards[0].buffers.items():
-            state.tensors[f"buffer/{name}"] = tensor
-        state.tied |= shards[0].tied
-        state.take(shards[0].encoder)
-        for g, group in enumerate(shards[0].groups):
-            if g < len(state.groups):
-                known = set(state.groups[g]["params"])
-                state.groups[g]["params"] += [name for name in group["params"] if name not in known]
-            else:
-                state.groups.append(group)
+        for name in _names(mine.weights for mine in shards):
+            held = {t: mine.weights[name] for t, mine in enumerate(shards) if name in mine.weights}
+            made = {f"model/{name}": rules.whole(name, held, tp)}
+            for key in _names(shards[t].states[name] for t in held):
+                states = {t: shards[t].states[name][key] for t in held if key in shards[t].states[name]}
+                made[f"optimizer/{name}/{key}"] = rules.whole(name, states, tp, key)
+            _add_stage(state, made, stages.setdefault(name, stage), stage)
+        for name in _names(mine.frozen for mine in shards):
+            if name not in stages or name in state.frozen:
+                held = {t: mine.frozen[name] for t, mine in enumerate(shards) if name in mine.frozen}
+                made = {f"model/{name}": rules.whole(name, held, tp)}
+                _add_stage(state, made, stages.setdefault(name, stage), stage)
+                state.frozen += [] if name in state.frozen else [name]
+        for mine in shards:
+            for name, tensor in mine.buffers.items():
+                if not equal(state.tensors.setdefault(f"buffer/{name}", tensor), tensor):
+                    mine.encoder.lost.append(f"buffer/{name} of other model-parallel ranks")
+            state.tied |= mine.tied
+            state.lost += [name for name in mine.encoder.lost if name not in state.lost]
+        state.tensors |= shards[0].encoder.tensors
+        _join_groups(state, [mine.groups for mine in shards])
+
+
+def _names(tables: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(name for table in tables for name in table))
+
+
+def _add_stage(state: TrainingState, made: Mapping[str, Stored], before: int, stage: int) -> None:
+    """A name that an earlier stage has is tied to it: the pipeline keeps the copies alike."""
+    for name, stored in made.items():
+        known = state.tensors.setdefault(name, stored)
+        if known is not stored:
+            places, cure = [f"pipeline stage {s}" for s in (before, stage)], "rename one of them"
+            state.tensors[name] = copies(f"{name!r}", places, [known, stored], cure)
+
+
+def _join_groups(state: TrainingState, ranks: Sequence[list[dict[str, Any]]]) -> None:
+    """A stage's groups join those that have their numbers, the one at the same place first."""
+    used: set[int] = set()
+    for g, group in enumerate(ranks[0]):
+        others = [groups[g] if g < len(groups) else {} for groups in ranks]
+        if any(_numbers(other) != _numbers(group) for other in others):
+            raise UserError(
+                f"the tensor-parallel ranks of a stage have other numbers in optimizer group {g}."
+            )
+        names = _names(other["params"] for other in others)
+        near = sorted(set(range(len(state.groups))) - used, key=lambda i: (i != g, i))
+        into = next((i for i in near if _numbers(state.groups[i]) == _numbers(group)), len(state.groups))
+        if into == len(state.groups):
+            state.groups.append({**group, "params": []})
+        known = set(state.groups[into]["params"])
+        state.groups[into]["params"] += [name for name in names if name not in known]
+        used.add(into)
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _precision(first: Any) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 
 from everstep.convert.formats import pickles
 from everstep.convert.formats.torchfile import Global, PickledObject
-from everstep.convert.state import TrainingState
+from everstep.convert.state import TrainingState, equal
 from everstep.convert.values import Encoder, decode
+from everstep.errors import UserError
 from everstep.store.stored import Stored
 
 VERSION = "0.19.8"
@@ -35,10 +36,16 @@ _DYNAMIC = {  # as DeepSpeed starts an fp16 run that has not said otherwise
 }  # fmt: skip
 
 
-def take(state: TrainingState, ranks: Sequence[Any], optim: Any = None) -> None:
-    """`ranks`: the model states of every rank, the first speaks for all; `optim`: a rank's optimizer."""
+def take(state: TrainingState, ranks: Sequence[Any], optims: Sequence[Any] = ()) -> None:
+    """`ranks`, `optims`: the model and optimizer states of every rank. What all should have alike is taken
+    from the first; a rank that has it otherwise is named among what is lost.
+    """
     encoder = Encoder()
     first = ranks[0]
+    steps = sorted({int(one.get("global_steps") or 0) for one in ranks})
+    if len(steps) > 1:
+        raise UserError(f"its files are of steps {' and '.join(map(str, steps))}; give those of one step.")
+    state.step = steps[0]
     ours = first.get("everstep")
     table = dict(ours) if isinstance(ours, dict) and isinstance(ours.get("meta"), dict) else {}
     state.meta |= table.get("meta", {})
@@ -52,12 +59,18 @@ def take(state: TrainingState, ranks: Sequence[Any], optim: Any = None) -> None:
     if client:
         found["client"] = encoder.encode(client, "client")
     for rank, other in enumerate(ranks[1:], 1):
-        if _differs(_client(other), client):
-            encoder.lost.append(f"client of rank {rank}")
-    if optim is not None:
-        found |= _scaler(optim, encoder)
-        if optim.get("clip_grad"):
-            found["clip_grad"] = optim["clip_grad"]
+        told = {"client": (_client(other), client)}
+        told |= {key: ({key: other.get(key)}, {key: first.get(key)}) for key in (*_CARRIED, *_COUNTERS)}
+        encoder.lost += [f"{key} of rank {rank}" for key, pair in told.items() if _differs(*pair)]
+    if optims:
+        found |= _scaler(optims[0], encoder)
+        if optims[0].get("clip_grad"):
+            found["clip_grad"] = optims[0]["clip_grad"]
+        for rank, other in enumerate(optims[1:], 1):
+            if _differs(
+                *(_scaler(one, Encoder()) | {"clip": one.get("clip_grad")} for one in (other, optims[0]))
+            ):
+                encoder.lost.append(f"loss_scaler of rank {rank}")
     elsewhere = table.get("deepspeed")
     if isinstance(elsewhere, dict):
         found = {**elsewhere, **found}
@@ -76,8 +89,6 @@ def _differs(a: dict[str, Any], b: dict[str, Any]) -> bool:
     first, second = Encoder(), Encoder()
     if first.encode(a, "") != second.encode(b, ""):
         return True
-    from everstep.convert.state import equal
-
     return any(not equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
 
 

@@ -13,15 +13,17 @@ groups the numbers of the first. `deepspeed_write` has neither limit.
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from everstep.convert.formats import deepspeed_meta, deepspeed_write, pickles, torchfile
 from everstep.convert.formats.deepspeed import frozen_of, with_empty
+from everstep.convert.formats.deepspeed_files import files_in
 from everstep.convert.formats.deepspeed_write import FlatGroup
 from everstep.convert.formats.format import Format, Reading, Target
-from everstep.convert.state import TrainingState, encoded_group, keyed_value, value_of_key
+from everstep.convert.state import TrainingState, encoded_group, equal, keyed_value, value_of_key
 from everstep.convert.values import Encoder
 from everstep.errors import UserError
 from everstep.layout.box import row_major, whole
@@ -46,11 +48,17 @@ def folder_of(path: Path) -> Path:
 
 def read(path: str | Path, reading: Reading) -> TrainingState:
     folder = folder_of(Path(path))
-    first = pickles.load(_model_file(folder))
-    names = [list(group) for group in first["param_shapes"] or []]
-    shapes = {name: tuple(s) for group in first["param_shapes"] or [] for name, s in group.items()}
-    shapes |= {name: tuple(s) for name, s in (first.get("frozen_param_shapes") or {}).items()}
-    state = TrainingState(step=int(first.get("global_steps") or 0))
+    ranks = _model_states(folder)
+    first = ranks[0]
+    tables = [
+        group for one in ranks for group in [*(one["param_shapes"] or []), one.get("frozen_param_shapes")]
+    ]
+    shapes = {name: tuple(s) for table in tables for name, s in (table or {}).items()}
+    names = [
+        list(dict.fromkeys(name for group in groups for name in group))
+        for groups in zip_longest(*(one["param_shapes"] or [] for one in ranks), fillvalue={})
+    ]
+    state = TrainingState()
     encoder = Encoder()
     for home in sorted(p for p in (folder / "zero").iterdir() if p.is_dir()):
         for file in sorted(home.glob("*.pt")):
@@ -60,9 +68,10 @@ def read(path: str | Path, reading: Reading) -> TrainingState:
     groups = optimizer.get("param_groups") or held.get("param_groups") or []
     for g, (group, mine) in enumerate(zip(groups, _names(groups, names), strict=False)):
         state.groups.append(encoded_group(encoder, mine, group, f"groups.{g}"))
-    deepspeed_meta.take(state, [first], optimizer)
+    deepspeed_meta.take(state, ranks, [optimizer])
     state.take(encoder)
-    _add_module(state, first)
+    for one in ranks:
+        _add_module(state, one)
     _add_frozen(state, folder)
     trained = {name for mine in names for name in mine}
     state.frozen = [name for name in state.parameters() if name not in trained]
@@ -85,12 +94,13 @@ def _names(groups: list[Any], names: list[list[str]]) -> list[list[str]]:
 
 def _add_module(state: TrainingState, first: Any) -> None:
     """Buffers, and parameters that have no atoms and are whole in the module."""
-    state.tied = dict(first.get("shared_params") or {})
+    state.tied |= first.get("shared_params") or {}
     buffers = set(first.get("buffer_names") or [])
     shapes = {name: tuple(s) for name, s in (first.get("frozen_param_shapes") or {}).items()}
     for name, stored in (first.get("module") or {}).items():
         if name in buffers and isinstance(stored, Pieces):
-            state.tensors[f"buffer/{name}"] = stored
+            if not equal(state.tensors.setdefault(f"buffer/{name}", stored), stored):
+                state.lost.append(f"buffer/{name} of other model-parallel ranks")
         elif name in shapes and isinstance(stored, Pieces) and stored.shape == shapes[name]:
             state.tensors.setdefault(f"model/{name}", stored)
 
@@ -112,11 +122,10 @@ def _add_frozen(state: TrainingState, folder: Path) -> None:
     state.lost += [f"model/{name}" for name in lost]
 
 
-def _model_file(folder: Path) -> Path:
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-        if (folder / name).is_file():
-            return folder / name
-    raise UserError(f"{folder} has no model states beside zero/.")
+def _model_states(folder: Path) -> list[Any]:
+    """Of every model-parallel rank; ZeRO-1 and 2 write one file for each, ZeRO-3 one for every rank."""
+    models = files_in(folder)[1]
+    return [pickles.load(models[mp, 0]) for mp in sorted({mp for mp, _ in models})]
 
 
 def _take(

@@ -10,12 +10,13 @@ a time. The table runs both ways, and what holds for a weight holds for its mome
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from everstep.convert.state import TrainingState
-from everstep.convert.woven import Woven, WovenBlock
+from everstep.convert.woven import Woven, WovenBlock, copies, one_type
 from everstep.errors import UserError
 from everstep.layout.box import Box
 from everstep.store.stored import Stored
@@ -80,6 +81,15 @@ def dialect_of(state: TrainingState) -> Dialect | None:
         if any(pattern.match(name) for name in names):
             return dialect  # type: ignore[return-value]
     return None
+
+
+def is_our_gpt(state: TrainingState) -> bool:
+    """Every parameter of our GPT is there, and no other: names may begin alike by accident."""
+    names = set(state.parameters())
+    layers = {int(match[1]) for name in names if (match := _LAYER["everstep"].match(name))}
+    return bool(layers) and names == {
+        ours.replace("{i}", str(i)) for ours in _EVERSTEP for i in range(1 + max(layers))
+    }
 
 
 def translated(state: TrainingState, to: Dialect, heads: Heads | None = None) -> TrainingState:
@@ -180,42 +190,51 @@ def _inverse(table: dict[str, list[RowSplit]], state: TrainingState) -> dict[str
 
 
 def _rewoven(state: TrainingState, table: dict[str, list[RowSplit]]) -> TrainingState:
-    used = {row.source for rows in table.values() for row in rows}
     names = state.parameters()
+    table = {target: rows for target, rows in table.items() if all(row.source in names for row in rows)}
+    used = {row.source for rows in table.values() for row in rows}
     unknown = next((name for name in names if name not in used), None)
     if unknown is not None:
         raise UserError(f"parameter {unknown!r} has no name in the other naming; use --names keep.")
-    table = {target: rows for target, rows in table.items() if all(row.source in names for row in rows)}
     optimizer = state.optimizer()
     tensors = {n: s for n, s in state.tensors.items() if not n.startswith(("model/", "optimizer/"))}
     for target, rows in table.items():
-        tensors[f"model/{target}"] = _rows([names[row.source] for row in rows], rows)
-        for key in optimizer.get(rows[0].source, {}):
-            parts = [optimizer.get(row.source, {}).get(key) for row in rows]
-            held = [part for part in parts if part is not None]
-            if len(held) < len(parts):
-                raise UserError(f"{key} of {rows[0].source!r} has no counterpart in what it is fused with.")
-            tensors[f"optimizer/{target}/{key}"] = held[0] if not held[0].shape else _rows(held, rows)
+        weights = [names[row.source] for row in rows]
+        tensors[f"model/{target}"] = _rows(repr(target), weights, rows)
+        for key in dict.fromkeys(key for row in rows for key in optimizer.get(row.source, {})):
+            held = [stored for row in rows if (stored := optimizer[row.source].get(key)) is not None]
+            what = f"{key} of {target!r}"
+            if len(held) < len(rows):
+                raise UserError(f"{what} is there for some of what is fused into it only; use --names keep.")
+            if any(one.shape not in ((), weight.shape) for one, weight in zip(held, weights, strict=True)):
+                raise UserError(f"{what} does not have the shape of its parameter; use --names keep.")
+            if held[0].shape:
+                tensors[f"optimizer/{target}/{key}"] = _rows(what, held, rows)
+            else:
+                places = [repr(row.source) for row in rows]
+                tensors[f"optimizer/{target}/{key}"] = copies(what, places, held, "use --names keep")
     owner = {row.source: target for target, rows in table.items() for row in rows}
     first = {rows[0].source: target for target, rows in table.items()}
     split: dict[str, list[str]] = {}
     for target, rows in table.items():
         for row in rows:
             split.setdefault(row.source, []).append(target)
-    return replace(
-        state,
-        tensors=tensors,
-        groups=[{**group, "params": _renamed(group["params"], split)} for group in state.groups],
-        frozen=_renamed(state.frozen, split),
-        tied={first.get(a, owner.get(a, a)): owner.get(b, b) for a, b in state.tied.items()},
-    )
+    groups = [{**group, "params": _renamed(group["params"], split)} for group in state.groups]
+    frozen = _renamed(state.frozen, split)
+    lists = [name for names in (frozen, *(group["params"] for group in groups)) for name in names]
+    twice = next((name for name, count in Counter(lists).items() if count > 1), None)
+    if twice is not None:
+        raise UserError(f"{twice!r} would be fused of parameters of two optimizer groups; use --names keep.")
+    tied = {first.get(a, owner.get(a, a)): owner.get(b, b) for a, b in state.tied.items()}
+    return replace(state, tensors=tensors, groups=groups, frozen=frozen, tied=tied)
 
 
 def _renamed(names: Iterable[str], split: Mapping[str, list[str]]) -> list[str]:
     return list(dict.fromkeys(target for name in names for target in split.get(name, [])))
 
 
-def _rows(sources: list[Stored], rows: list[RowSplit]) -> Stored:
+def _rows(what: str, sources: list[Stored], rows: list[RowSplit]) -> Stored:
+    one_type(what, sources)
     if len(rows) == 1 and rows[0].source_row == 0 and rows[0].count == sources[0].shape[0]:
         return sources[0]
     rest = sources[0].shape[1:]

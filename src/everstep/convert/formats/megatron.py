@@ -24,7 +24,7 @@ from everstep.convert.formats.shards import ShardRules, cut_for
 from everstep.convert.formats.torchfile import Global, PickledObject
 from everstep.convert.state import TrainingState
 from everstep.convert.values import Encoder, decode, tensors_in
-from everstep.convert.woven import Woven, WovenBlock
+from everstep.convert.woven import Woven, WovenBlock, copies
 from everstep.errors import UserError
 from everstep.layout.box import Box
 from everstep.layout.layout import Tensor
@@ -262,6 +262,9 @@ def _read_legacy(folder: Path, reading: Reading) -> TrainingState:
         raise Refused(f"it has {len(ranks)} ranks, which are not {pp} stages of {tp}")
     if any("model" not in held for held in ranks.values()):
         raise Refused("it is of a virtual pipeline (model0, model1, …), which is not supported")
+    steps = sorted({int(held.get("iteration") or 0) for held in ranks.values()})
+    if len(steps) > 1:
+        raise Refused(f"its files are of iterations {' and '.join(map(str, steps))}; give those of one")
     state = TrainingState()
     first = ranks[0, 0]
     args = first.get("args")
@@ -272,14 +275,19 @@ def _read_legacy(folder: Path, reading: Reading) -> TrainingState:
     for stage in range(pp):
         shards = [ranks[stage, t]["model"] for t in range(tp)]
         deepest = -1
-        for name, part in shards[0].items():
+        for name in dict.fromkeys(name for shard in shards for name in shard):
             match = _LAYER.fullmatch(name)
             full = f"decoder.layers.{before + int(match[1])}.{match[2]}" if match else name
             deepest = max(deepest, int(match[1]) if match else -1)
-            if not isinstance(part, Pieces):
-                state.lost += [f"model/{full}"] if part is not None else []
-            elif f"model/{full}" not in state.tensors:
-                state.tensors[f"model/{full}"] = rules.whole(name, [shard[name] for shard in shards])
+            held = {t: shard[name] for t, shard in enumerate(shards) if name in shard}
+            if all(isinstance(part, Pieces) for part in held.values()):
+                made = rules.whole(name, held, tp)
+                known = state.tensors.setdefault(f"model/{full}", made)
+                if known is not made:  # tied: the embedding, once more in the last stage
+                    places, cure = ("an earlier pipeline stage", f"stage {stage}"), "restore its files"
+                    state.tensors[f"model/{full}"] = copies(f"{full!r}", places, [known, made], cure)
+            elif any(part is not None for part in held.values()):
+                state.lost.append(f"model/{full}")
         before += deepest + 1
     _take_common(state, {key: value for key, value in first.items() if key != "optimizer"}, reading)
     state.lost += [f"legacy {key}" for key in ("optimizer", "rng_state") if first.get(key)]

@@ -1,7 +1,8 @@
 """Tensor-parallel shards of one parameter made whole again, by the rules a checkpoint or a user gives.
 
 `ShardRules.whole(name, shards)` weaves the shards of all tensor-parallel ranks into the logical tensor. The
-rules are our patterns, or the regular expressions of DeepSpeed's `universal_checkpoint_info`.
+rules are our patterns, or the regular expressions of DeepSpeed's `universal_checkpoint_info`. Where they say
+that all ranks hold the same, all are read and compared: a wrong rule is refused by the parameter's name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everstep.convert.woven import Mean, Woven, WovenBlock
+from everstep.convert.woven import Mean, Woven, WovenBlock, copies, one_type
 from everstep.errors import UserError
 from everstep.layout.box import Box, whole
 from everstep.layout.builders import Shard
@@ -38,16 +39,24 @@ class ShardRules:
             "not say how; give --patterns."
         )
 
-    def whole(self, name: str, shards: Sequence[Stored]) -> Stored:
-        if len(shards) == 1:
+    def whole(self, name: str, held: Mapping[int, Stored], ranks: int, key: str = "") -> Stored:
+        """`held`: the shard of every rank that has one; `key`: of an optimizer's state, for messages."""
+        shards = list(held.values())
+        if ranks == 1:
             return self._stripped(name, shards[0])
+        what = f"{key} of parameter {name!r}" if key else f"parameter {name!r}"
+        places = [f"tensor-parallel rank {rank}" for rank in held]
         pattern = self.pattern(name, shards)
-        if pattern.kind in ("replicated", "unique"):
-            return shards[0]
+        if len(held) < ranks and pattern.kind != "unique":
+            raise UserError(
+                f"{what} is on {len(held)} of {ranks} tensor-parallel ranks, and its pattern says "
+                f'{pattern.kind}; give it a pattern of kind = "unique", or restore the other files.'
+            )
+        if pattern.kind in ("replicated", "unique") or not shards[0].shape:  # no shape: a count of steps
+            return copies(what, places, shards, 'give it a pattern of kind = "fragment" or "average"')
         if pattern.kind == "average":
+            one_type(what, shards)
             return Mean(tuple(shards))
-        if not shards[0].shape:
-            return shards[0]  # a count of steps
         return self._stripped(name, _woven(name, pattern, shards))
 
     def _stripped(self, name: str, stored: Stored) -> Stored:
@@ -66,6 +75,7 @@ class ShardRules:
 
 def _woven(name: str, pattern: Pattern, shards: Sequence[Stored]) -> Stored:
     first = shards[0]
+    one_type(f"parameter {name!r}", shards)
     dim = pattern.dim or 0
     length = sum(shard.shape[dim] for shard in shards)
     if pattern.parts is not None:

@@ -68,12 +68,21 @@ class UniversalStaging:
     ) -> None:
         self._step = state.step
 
-        def write_one(numbered: tuple[int, list[PlannedSlice]]) -> Part:
+        failed: list[BaseException] = []  # in order of time: a part that fails takes the folder from others
+
+        def write_one(numbered: tuple[int, list[PlannedSlice]]) -> Part | None:
             i, slices = numbered
-            return self._place.write_part(state.step, f"part-{i:03d}", slices, progress=progress)
+            try:
+                return self._place.write_part(state.step, f"part-{i:03d}", slices, progress=progress)
+            except BaseException as error:
+                failed.append(error)
+                return None
 
         with ThreadPoolExecutor(target.threads, thread_name_prefix="part") as pool:
-            parts = list(pool.map(write_one, enumerate(_dealt(state, target.threads, part_bytes))))
+            made = list(pool.map(write_one, enumerate(_dealt(state, target.threads, part_bytes))))
+        if failed:
+            raise failed[0]
+        parts = [part for part in made if part is not None]
         meta = {**state.meta, **({"frozen": state.frozen} if state.frozen else {})}
         self._text = indexes.text_of(state.step, parts, meta, state.groups, state.tied)
 
