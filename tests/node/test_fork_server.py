@@ -16,7 +16,6 @@ def test_a_fork_server_whose_owner_is_gone_ends_its_children_and_says_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_ALWAYS", ())
-    monkeypatch.setattr(module.slot_devices, "found", lambda: None)
     monkeypatch.setattr(module, "_live", lambda spec, output: (time.sleep(60), os._exit(0)))
     owner, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     started: list[int] = []
@@ -37,7 +36,6 @@ def test_a_fork_server_whose_owner_is_gone_ends_its_children_and_says_nothing(
 
 def test_a_ping_that_nobody_waits_for_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ALWAYS", ())
-    monkeypatch.setattr(module.slot_devices, "found", lambda: None)
     owner, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     owner.send(b'{"ping": 1}')
     owner.close()

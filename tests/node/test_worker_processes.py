@@ -7,6 +7,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from everstep.core.agent.processes import NodeProcesses
 from everstep.core.faults.detector import DetectorLimits
 from everstep.job.job import DataSpec, Job, ModelSpec
 from everstep.node.fork_server import ForkServer, ForkServerDied
+from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_processes import WorkerProcesses
 from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
@@ -114,6 +116,32 @@ def test_a_start_waits_for_the_death_of_the_process_before_it(node: Node) -> Non
     assert (exited.incarnation, exited.reason) == (1, "killed by SIGKILL")
     assert node.pid != first
     assert not Path(f"/proc/{first}").exists(), "the new process came before the old one was gone"
+
+
+def test_a_worker_gets_the_devices_of_its_node_or_is_not_started(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an empty answer of nvidia-smi every worker of the node ran on GPU 0."""
+    asked: list[dict[str, Any]] = []
+
+    def spawn(server: ForkServer, spec: dict[str, Any], *, output: Path) -> Any:
+        asked.append(spec)
+        raise OSError("no process is wanted here")
+
+    monkeypatch.setattr(ForkServer, "warm_up", lambda server: None)
+    monkeypatch.setattr(ForkServer, "spawn", spawn)
+    node.workers.slots = 2
+    job = replace(JOB, device="cuda")
+    node.workers.carry_out(msg.OpenTask(task="t", job=job.to_dict(), secret="00" * 32))
+    node.workers.devices = NodeDevices(lambda: ())
+    node.start(1)
+    node.workers.devices = NodeDevices(lambda: (SlotDevice("GPU-6", "00:6", "GPU-6"), SlotDevice("GPU-7")))
+    node.start(2)
+    refused, spawned = (event.reason for event in node.events(ev.WorkerExited))
+    assert refused.startswith("could not be started: device")
+    assert "nvidia-smi shows no GPU for 2 slots" in refused
+    assert spawned == "could not be started: OSError: no process is wanted here"
+    assert [[uuid for uuid, *_ in spec["devices"]] for spec in asked] == [["GPU-6", "GPU-7"]]
 
 
 def test_a_dead_fork_server_is_replaced(node: Node, server: ForkServer) -> None:

@@ -123,6 +123,9 @@ def _fabric(path: Path, ports: str, node: str, slots: int) -> FabricSettings:
 
 def default_slots() -> int:
     """One per GPU or MIG instance; without any, one per CPU."""
-    from everstep.node import slot_devices
+    from everstep.node.slot_devices import DevicesUnknown, found
 
-    return len(slot_devices.found()) or os.cpu_count() or 1
+    try:
+        return len(found()) or os.cpu_count() or 1
+    except DevicesUnknown as error:
+        raise UserError(f"{error} Repair the driver, or give --slots.") from None

@@ -15,19 +15,12 @@ from everstep.errors import UserError
 
 
 def pick(name: str) -> torch.device:
-    """`cpu`, `cuda`, or `cuda:1`. A worker sees the GPU of its slot as the only one (`node.slot_devices`)."""
-    kind, _, number = name.partition(":")
-    if kind == "cpu" and not number:
+    """`cpu` or `cuda`. A worker sees the GPU of its slot as the only one (`node.slot_devices`)."""
+    if name == "cpu":
         return torch.device("cpu")
-    if kind != "cuda" or (number and not number.isdigit()):
-        raise UserError(f"device {name!r} is not known; use cpu, cuda or cuda:0.")
-    there = torch.cuda.device_count()
-    if there == 0:
+    if torch.cuda.device_count() == 0:
         raise UserError(f'device {name!r} asks for a GPU and this machine shows none; use device = "cpu".')
-    chosen = int(number or 0)
-    if chosen >= there:
-        raise UserError(f"device {name!r} is not there; the last GPU of this machine is cuda:{there - 1}.")
-    return torch.device("cuda", chosen)
+    return torch.device("cuda", 0)
 
 
 def seed(device: torch.device, value: int) -> None:

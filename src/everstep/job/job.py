@@ -220,6 +220,11 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("steps", "replicas", "stages", "shards", "microbatches", "threads"):
             at_least(name, getattr(self, name), 1)
+        if self.device not in ("cpu", "cuda"):
+            raise UserError(
+                f"device {self.device!r} is not known; use cpu or cuda. Each worker gets the GPU of its "
+                "slot; CUDA_VISIBLE_DEVICES=1,3 makes GPUs 1 and 3 the slots."
+            )
         at_least("seed", self.seed, 0)
         at_least("min_stages", self.min_stages, 0)
         at_least("min_shards", self.min_shards, 0)

@@ -41,13 +41,13 @@ from everstep.core.faults.xids import place_of_xid
 from everstep.errors import PeerError, UserError
 from everstep.job.job import Job
 from everstep.net.sockets import watch_path
-from everstep.node import slot_devices
 from everstep.node.coordinator_address import current
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkServer
 from everstep.node.kernel import KernelLog
 from everstep.node.leave_notice import LOOK_S, LeaveNotice
 from everstep.node.recent_ops import last_steps
+from everstep.node.slot_devices import NodeDevices, slots_named
 from everstep.node.worker_processes import WorkerProcesses
 from everstep.protocol import cluster_messages as msg
 from everstep.protocol.codec import decode, encode
@@ -88,6 +88,7 @@ class Agent:
         self.boot = secrets.token_hex(8)
         ahead_s = time.time() - time.monotonic()  # workers speak monotonic time; the coordinator, wall time
         self.state = AgentState(detector=settings.limits, ahead_s=ahead_s)
+        self.devices = NodeDevices()
         self._news = asyncio.Event()
         self._servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
         self._welcomed = False
@@ -113,8 +114,11 @@ class Agent:
             slots=self.settings.slots,
             logs=self.settings.words,
             fabric=self.settings.fabric,
+            devices=self.devices,
         )
         self.workers.open()
+        # Now: when a GPU breaks, its slots must be known, and nvidia-smi may no longer answer.
+        self._do_beside(self.devices.find, lambda found: None)
         self._door = MemoryServer(self.workers.memory, self.settings.host)
         self._door.open()
         kernel = KernelLog()
@@ -159,9 +163,7 @@ class Agent:
         slots: tuple[int, ...] = ()
         if (place := place_of_xid(text)) is not None:
             pids = self.workers.slots_by_pid()
-            slots = slot_devices.slots_named(
-                place, slot_devices.found(), slots=self.settings.slots, pids=pids
-            )
+            slots = slots_named(place, self.devices.known, slots=self.settings.slots, pids=pids)
         self._report(msg.KernelSpoke(text=text, slots=slots), None)
 
     def _look(self) -> None:
@@ -191,7 +193,8 @@ class Agent:
             try:
                 found = await asyncio.to_thread(work)
             except Exception as error:
-                self.say(f"{type(error).__name__}: {error}")
+                kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+                self.say(f"node {self.settings.node}: {kind}{error}")
                 found = error
             done(found)
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from everstep.errors import EverstepError
-from everstep.node import slot_devices
 
 WARM_S = 300.0  # to load torch, from a slow disk on a busy machine
 ANSWER_S = 20.0  # to fork
@@ -174,7 +173,6 @@ def serve(fd: int, preload: list[str]) -> None:
     for name in preload:
         with contextlib.suppress(Exception):  # a worker that needs it will say what is wrong
             importlib.import_module(name)
-    slot_devices.found()  # once, for all workers
     sock = socket.socket(fileno=fd)
     children: set[int] = set()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the owner was killed meanwhile

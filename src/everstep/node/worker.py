@@ -63,7 +63,8 @@ def main(spec: dict[str, Any]) -> int:
     folder = None if spec["beacon"] is None else Path(spec["beacon"]).parent
     group = fork(shards, spec["host"], folder) if shards > 1 else None
     if str(spec["job"]["device"]).startswith("cuda"):
-        there, slots = slot_devices.found(), [spec["slot"], *spec.get("more_slots", ())]
+        there = tuple(slot_devices.SlotDevice(*device) for device in spec["devices"])
+        slots = [spec["slot"], *spec.get("more_slots", ())]
         device = slot_devices.take(slots[0 if group is None else group.index % len(slots)], there)
         shared = slot_devices.is_shared(device, there, slots=spec["slots"])
         forced = spec["job"].get("transport") == "nccl" or shards > 1

@@ -12,7 +12,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from everstep.node.glances import Glances
 from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.process_facts import parent_of
 from everstep.node.ring_watch import RingWatch
+from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_lines import Loop, WorkerLines
 from everstep.node.worker_logs import WorkerLogs
 from everstep.protocol import cluster_messages as msg
@@ -93,14 +94,15 @@ class WorkerProcesses:
         logs: Path | None = None,
         detect: bool = True,
         fabric: FabricSettings | None = None,
+        devices: NodeDevices | None = None,
     ) -> None:
         """`folder`: for sockets and beacons; `logs`: for what workers print, if the job names no folder.
-        `slots`: of this node, to know whether they share devices.
+        `slots`: of this node, to know whether they share `devices`.
         `decide`: where `machine` is a part of a larger one. `beside`: how to do what takes long.
         `detect` off leaves pidfds alone to notice anything: to measure what the rest costs.
         """
         self.machine, self.report, self.folder, self.host, self.node = machine, report, folder, host, node
-        self.slots = slots
+        self.slots, self.devices = slots, devices or NodeDevices()
         self.memory = MemoryStore()
         self.tasks: dict[str, TaskHere] = {}
         self._loop, self._fork_server, self._beside = loop, fork_server, beside
@@ -257,7 +259,9 @@ class WorkerProcesses:
         self._beside(lambda: self._forked(sender, server), lambda found: self._fork_ended(sender, found))
 
     def _forked(self, sender: Sender, server: ForkServer) -> WorkerProcess:
-        """Beside the loop: a fork server may be loading torch, or be stopped."""
+        """Beside the loop: a fork server may be loading torch, or be stopped; so may nvidia-smi."""
+        computes_on_gpu = self.tasks[sender.task].job.device == "cuda"
+        devices = self.devices.for_slots(self.slots) if computes_on_gpu else ()
         if not server.warm:
             server.warm_up()
         name = f"{sender.task}-{sender.worker.replica}-{sender.worker.stage}-{sender.incarnation}"
@@ -265,7 +269,7 @@ class WorkerProcesses:
         beacon = Beacon(path, create=True)
         lifeline = Lifeline(path.with_suffix(".life"), create=True)
         output = self.log_path(sender.task, sender.worker)
-        child = server.spawn(self._spec(sender, path), output=output)
+        child = server.spawn(self._spec(sender, path, devices), output=output)
         glances = Glances(sender, child.pid, beacon, self.tasks[sender.task].job.shards)
         return WorkerProcess(sender, child, server, beacon, lifeline, glances)
 
@@ -284,10 +288,11 @@ class WorkerProcesses:
 
     def _not_forked(self, sender: Sender, error: Exception) -> None:
         died = isinstance(error, ForkServerDied)
-        because = str(error) if died else f"{type(error).__name__}: {error}"
+        said = isinstance(error, EverstepError)
+        because = str(error) if said else f"{type(error).__name__}: {error}"
         self.happened(ag.SpawnFailed(sender, because, server_died=died))
 
-    def _spec(self, sender: Sender, path: Path) -> dict[str, Any]:
+    def _spec(self, sender: Sender, path: Path, devices: tuple[SlotDevice, ...]) -> dict[str, Any]:
         here = self.tasks[sender.task]
         first = sender.incarnation == 1
         slot = self.machine.processes[sender].order.slot
@@ -306,6 +311,7 @@ class WorkerProcesses:
             "node": self.node,
             "slot": slot,
             "slots": self.slots,
+            "devices": [astuple(device) for device in devices],
             "fabric": None if self._fabric is None else self._fabric.of(sender, slot),
             "more_slots": self.machine.processes[sender].order.more_slots,
             "memory": str(self.memory.folder),

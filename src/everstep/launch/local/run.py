@@ -115,6 +115,8 @@ class LocalTask:
                 slots=self._slots,
                 detect=self._detect,
             )
+            if self.job.device == "cuda":
+                self.workers.devices.for_slots(self._slots)
             self.workers.open()
             if self._page is not None:
                 self._page.attach(self, self._loop)
