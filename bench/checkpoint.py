@@ -38,6 +38,8 @@ from everstep.store.parts import PlannedSlice, plan_whole, stored_of
 from everstep.store.places import place_of
 from everstep.store.saver import AsyncSaver
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 SECTIONS = ("convert", "part", "save", "stall", "kill")
 
 

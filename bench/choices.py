@@ -32,6 +32,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 from harness.choice_situations import (
     BATCH,
     BLOCKS,

@@ -28,6 +28,8 @@ from typing import Any
 import aiohttp
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 from harness.browser import Page, browser
 from harness.cluster import Cluster, small_job
 

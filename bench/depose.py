@@ -33,6 +33,9 @@ from aiohttp import web
 
 from everstep.job.job import Job
 from everstep.launch.local.api import run_job
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 from harness.cluster import Cluster, small_job
 from harness.etcd import ABSENT, BINARY, Etcd
 

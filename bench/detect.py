@@ -35,6 +35,9 @@ from everstep.node.fork_server import ForkServer
 from everstep.protocol.cluster_messages import Patience
 from everstep.protocol.incidents import Incident
 from everstep.protocol.ops import Worker
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 from harness.cluster import Cluster, small_job
 
 EAGER = Patience(restarts_per_place=10_000, restarts_per_node=10_000, backoff_s=0.0)  # faults come on and on

@@ -11,11 +11,15 @@ import json
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from everstep.fabric.catalogue import Tuple4
 from everstep.fabric.document import topology_from
 from everstep.node.probe import Budget, Prober
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 from harness.intercept import Interceptor
 
 PORTS = range(24000, 28000)

@@ -24,6 +24,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 from harness.storm_forecast import forecast, weighed
 
 NO_FAULTS = ("submit", "coordinator up", "agent up")

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 from harness import fuzz_targets as targets
 from harness.cluster import Cluster
 

@@ -30,6 +30,9 @@ from typing import Any
 from everstep.cli.client import Client
 from everstep.job.job import Job
 from everstep.launch.local.api import run_job
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 from harness.cluster import EVERSTEP, small_job
 from harness.machines import Machines, absent, inside
 

@@ -29,6 +29,9 @@ from everstep.job.job import Job
 from everstep.layout.builders import replicated
 from everstep.layout.layout import Layout, Tensor, merged
 from everstep_lab.reshard import reshard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 from harness.assignment import settled
 from harness.cluster import Cluster, small_job
 

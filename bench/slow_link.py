@@ -21,6 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 from bench.machines import WHOLE_RATE, Scene
 from harness.cluster import small_job
 from harness.machines import Machines, absent, inside

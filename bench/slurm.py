@@ -35,6 +35,9 @@ from everstep.launch.client import Client
 from everstep.launch.local.api import run_job
 from everstep.launch.slurm.sbatch import newest
 from everstep.launch.slurm.shell import SCRIPT
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 from harness.slurm_cluster import SlurmCluster, missing
 
 EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]

@@ -36,6 +36,9 @@ from typing import Any
 
 from everstep.job.job import Job
 from everstep.launch.local.api import run_job
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
 from harness.cluster import Cluster, replayed, small_job
 from harness.real_storm import SLOTS, STRIKES, Storm, small_disk
 from harness.storm_forecast import NODES, forecast, weighed
