@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.core.cluster.silence import why_given_up
+from everstep.core.cluster.silence import Silence
 from everstep.core.cluster.task import KeptState
 from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
@@ -93,4 +93,4 @@ def test_a_node_with_the_only_copy_of_a_waiting_tasks_state_is_waited_for() -> N
     cluster.wait(PATIENCE.start_silence_s + 0.1)
     assert node.state != "gone"
     waiting.copies.states[1].copies[0]["a"] = {}
-    assert "to start" in why_given_up(cluster.coordinator.roster, node, PATIENCE, cluster.now)
+    assert "to start" in Silence(cluster.coordinator.roster, PATIENCE).why_given_up(node, cluster.now)

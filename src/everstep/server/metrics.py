@@ -68,10 +68,10 @@ class ClusterMetrics(Collector):
                 ages.add_metric([node.name], age)
         yield ages
         slots = GaugeMetricFamily("everstep_slots", "Slots of usable nodes.", labels=["use"])
-        free = len(self.record.machine.roster.free())
+        free = self.record.machine.roster.num_free
         slots.add_metric(["free"], free)
         slots.add_metric(["lost"], sum(len(node.lost_slots) for node in nodes))
-        slots.add_metric(["taken"], len(self.record.machine.roster.taken()))
+        slots.add_metric(["taken"], self.record.machine.roster.num_taken)
         yield slots
 
     def _tasks(self) -> Iterator[Metric]:

@@ -115,7 +115,7 @@ class Coordinator:
             policy=policy,
             later=later,
         )
-        staffing = Staffing(orders=orders, training=training, later=later)
+        staffing = Staffing(roster=roster, orders=orders, training=training, later=later)
         self._tasks = tasks = Tasks(
             roster=roster,
             orders=orders,

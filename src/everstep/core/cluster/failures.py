@@ -67,7 +67,7 @@ class Failures:
         if event.stuck:
             return self._slot_lost(task, event, seat, now)
         if task.recovery is None or task.state is not TaskState.RUNNING or seat.leaving:
-            del task.seats[worker]
+            self._roster.unseat(task, worker)
             return self._staffing.gone(task, worker, seat, seat.leaving or event.reason, now)
         incident, judgement = self._judge_exit(task, event, now)
         incident.node = seat.node
@@ -84,13 +84,14 @@ class Failures:
         """Its process cannot be ended, so its slot cannot be used: the worker goes to another one."""
         node = self._roster.nodes[seat.node]
         node.lost_slots.add(seat.slot)
+        self._roster.node_changed(node)
         incident = self._incidents.lost_slot(node.name, seat.slot, now)
         text = f"worker {event.worker} of {task.name}: {event.reason}"
         self._incidents.tell(incident, "exit", (text,), now)
         self._incidents.judge(incident, known(ErrorKind.UNKILLABLE, event.reason), now)
         because = "the slot is free again when the process ends; a reboot of the node ends it"
         self._incidents.treat(incident, "use other slots", because, now)
-        del task.seats[event.worker]
+        self._roster.unseat(task, event.worker)
         return self._staffing.gone(task, event.worker, seat, event.reason, now)
 
     def slot_freed(self, node: Node, slot: int, now: Moment) -> Actions:
@@ -98,6 +99,7 @@ class Failures:
         if slot not in node.lost_slots:
             return []
         node.lost_slots.discard(slot)
+        self._roster.node_changed(node)
         self._training.slots_changed(f"slot {slot} of node {node.name} is free again")
         return self._incidents.slots_back(node.name, (slot,), "the process has ended", now)
 
@@ -130,7 +132,7 @@ class Failures:
         if task.state is not TaskState.RUNNING:
             return []
         task.failures.overdue[report.worker] = report
-        actions = self._nodes.confirm_silence(now)
+        actions = self._nodes.witnessed(task, report.worker, now)
         places = task.recovery.places if task.recovery is not None else {}
         members = [worker for worker, place in places.items() if isinstance(place, Member)]
         found = detector.locate(task.failures.overdue, members=members, limits=self._policy.limits)
@@ -288,7 +290,7 @@ class Failures:
     ) -> Actions:
         actions: Actions = []
         if not situation.is_alive:
-            del task.seats[worker]
+            self._roster.unseat(task, worker)
             actions += self._staffing.grant(task, now)
         because = "; ".join(filter(None, (situation.judgement.because, choice.refusals)))
         return actions + self._nodes.isolate(self._roster.nodes[situation.node], because, now)

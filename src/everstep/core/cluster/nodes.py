@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from everstep.core.cluster import silence
 from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.memory_copies import MemoryCopies
@@ -14,6 +13,7 @@ from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.progress import costs_of_drain
 from everstep.core.cluster.roster import Roster
+from everstep.core.cluster.silence import Silence
 from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.tasks import Tasks
@@ -64,8 +64,9 @@ class Nodes:
             node.lost_slots = set()
             node.opened, node.memory_open = set(), set()
             node.leaves_at = node.drain_at = None
+            self._roster.node_changed(node)
         if node is None:
-            node = self._roster.nodes[event.node] = Node(
+            node = Node(
                 name=event.node,
                 boot=event.boot,
                 slots=event.slots,
@@ -74,6 +75,7 @@ class Nodes:
                 liveness_since=now.at,
                 memory_port=event.memory_port,
             )
+            self._roster.add_node(node)
         given_up = node.liveness is NodeLiveness.GONE
         if node.liveness is not NodeLiveness.HEARD:
             actions += self._set_liveness(node, NodeLiveness.HEARD, "it is back", now)
@@ -95,15 +97,29 @@ class Nodes:
             return []
         training = "; its workers may be training" if self._roster.on_node(node.name) else ""
         because = f"not heard for {silent_s:.2f} s{training}"
-        return self._set_liveness(node, NodeLiveness.SILENT, because, now) + self.confirm_silence(now)
+        return self._set_liveness(node, NodeLiveness.SILENT, because, now) + self._confirm_silence(
+            now, [node]
+        )
 
-    def confirm_silence(self, now: Moment) -> Actions:
-        """Give up the silent nodes that are not only behind a cut line."""
+    def witnessed(self, task: Task, worker: Worker, now: Moment) -> Actions:
+        """A worker waits: is it for one on a silent node? Only its own report is looked at. What others wait
+        for was looked at when they said so, and is again when a silent node's time is up.
+        """
+        silence = Silence(self._roster, self._policy.patience)
+        accused = [n for n in self._silent() if silence.is_witness(task, worker, n, now.at)]
+        return self._confirm_silence(now, accused)
+
+    def _silent(self) -> list[Node]:
+        return [n for n in self._roster.timed_nodes() if n.liveness is NodeLiveness.SILENT]
+
+    def _confirm_silence(self, now: Moment, nodes: Iterable[Node]) -> Actions:
+        """Give up those of these silent nodes that are not only behind a cut line."""
         actions: Actions = []
-        for node in [n for n in self._roster.nodes.values() if n.liveness is NodeLiveness.SILENT]:
-            because = silence.why_given_up(self._roster, node, self._policy.patience, now.at)
-            if because:
+        silence = Silence(self._roster, self._policy.patience)
+        for node in nodes:
+            if because := silence.why_given_up(node, now.at):
                 actions += self._lost(node, NodeLiveness.GONE, because, now)
+                silence.given_up(node.name)
         return actions
 
     def left(self, node: Node, now: Moment) -> Actions:
@@ -147,6 +163,7 @@ class Nodes:
         node.leaves_at, node.drain_at = now.at + leaves_in_s, now.at + leaves_in_s - early_s
         because = f"it leaves in {leaves_in_s:.0f} s, says {by}"
         node.admin_because, node.admin_since = because, now.at
+        self._roster.node_changed(node)
         self._later.slots_changed(f"node {node.name}: {because}")
         actions = self._changed(node, because, now)
         used = sum(len(task.seats[worker].slots) for task, worker in self._roster.on_node(node.name))
@@ -157,6 +174,7 @@ class Nodes:
     def _leave(self, node: Node, now: Moment) -> Actions:
         """Not where nothing can be made safe: then training to the end is the best."""
         node.drain_at = None
+        self._roster.node_changed(node)
         if not all(cost.is_savable for cost in costs_of_drain(self._roster, node.name)):
             return []
         left_s = max(0.0, (node.leaves_at or now.at) - now.at)
@@ -165,6 +183,7 @@ class Nodes:
     def readmit(self, node: Node, by: str, now: Moment) -> Actions:
         if node.leaves_at is not None:  # the notice is withdrawn
             node.leaves_at = node.drain_at = None
+            self._roster.node_changed(node)
             self._later.slots_changed(f"node {node.name} stays")
         if node.admin is NodeAdmin.UP:
             return []
@@ -177,29 +196,32 @@ class Nodes:
         if node.state is NodeState.UP:
             return []
         node.back_at = now.at + back_in_s
+        self._roster.node_changed(node)
         self._later.slots_changed(f"node {node.name} is promised back in {back_in_s:.0f} s")
         return []
 
     def time_passed(self, now: Moment) -> Actions:
         actions: Actions = []
-        for node in self._roster.nodes.values():
+        for node in self._roster.timed_nodes():
             if node.drain_at is not None and node.drain_at <= now.at:
                 actions += self._leave(node, now)
             if node.back_at is not None and node.back_at <= now.at:
                 node.back_at = None
+                self._roster.node_changed(node)
                 self._later.slots_changed(f"node {node.name} is not back as promised")
             over = now.at - node.admin_since >= self._policy.patience.isolation_s
             if node.admin is NodeAdmin.ISOLATED and over:
                 actions += self._set_admin(node, NodeAdmin.UP, "its time of isolation is over", now)
                 self._later.slots_changed(f"node {node.name} is back from isolation")
-        return actions + self.confirm_silence(now)
+        return actions + self._confirm_silence(now, self._silent())
 
     def due_at(self) -> list[float]:
         """When something is to be decided about a node, if nothing happens before."""
-        dues = []
-        for node in self._roster.nodes.values():
+        dues: list[float] = []
+        silence = Silence(self._roster, self._policy.patience)
+        for node in self._roster.timed_nodes():
             if node.liveness is NodeLiveness.SILENT:
-                ends_at = silence.given_up_at(self._roster, node, self._policy.patience)
+                ends_at = silence.given_up_at(node)
                 dues += [] if ends_at is None else [ends_at]
             if node.admin is NodeAdmin.ISOLATED:
                 dues.append(node.admin_since + self._policy.patience.isolation_s)
@@ -208,12 +230,15 @@ class Nodes:
 
     def _set_admin(self, node: Node, admin: NodeAdmin, because: str, now: Moment) -> Actions:
         node.set_admin(admin, because, now.at)
-        node.back_at = None if node.state is NodeState.UP else node.back_at
-        return self._changed(node, because, now)
+        return self._moved(node, because, now)
 
     def _set_liveness(self, node: Node, liveness: NodeLiveness, because: str, now: Moment) -> Actions:
         node.set_liveness(liveness, because, now.at)
+        return self._moved(node, because, now)
+
+    def _moved(self, node: Node, because: str, now: Moment) -> Actions:
         node.back_at = None if node.state is NodeState.UP else node.back_at
+        self._roster.node_changed(node)
         return self._changed(node, because, now)
 
     def _changed(self, node: Node, because: str, now: Moment) -> Actions:
@@ -232,7 +257,7 @@ class Nodes:
             actions += self._training.count_copies(task, now)
         taken: dict[str, list[tuple[Worker, Seat]]] = {}
         for task, worker in self._roster.on_node(name):
-            taken.setdefault(task.name, []).append((worker, task.seats.pop(worker)))
+            taken.setdefault(task.name, []).append((worker, self._roster.unseat(task, worker)))
         for task_name, seats in taken.items():
             task = self._roster.tasks[task_name]
             self._tasks.give_up_search(task)

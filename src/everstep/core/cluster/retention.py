@@ -41,7 +41,7 @@ class Retention:
             return
         over = sorted((task.ended_at, name) for name, task in tasks.items() if task.state in OVER)
         for _, name in over[: len(over) - min(len(over), MOST_TASKS_OVER)]:
-            del tasks[name]
+            self._roster.drop_task(name)
             for node in self._roster.nodes.values():
                 node.opened.discard(name)
                 node.memory_open.discard(name)
@@ -52,7 +52,7 @@ class Retention:
             return
         gone = sorted((node for node in nodes.values() if not node.reachable), key=_worth)
         for node in gone[: len(gone) - min(len(gone), MOST_NODES_GONE)]:
-            del nodes[node.name]
+            self._roster.drop_node(node.name)
 
 
 def _worth(node: Node) -> tuple[bool, float]:

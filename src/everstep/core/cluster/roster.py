@@ -2,52 +2,123 @@
 
 A slot is taken from the moment a worker is placed on it until its process is known to be gone, or its node
 is. So no slot is ever owned twice, also while a worker moves.
+
+A task may have 16,384 workers, so nothing here walks over all seats to answer a question about one node or
+one stage. The roster is the only one that adds and removes seats, and keeps beside them
+
+    of a node    its free slots, and the seats that each task has there
+    of a task    the replicas of each stage that have a seat, and those that have none
+
+`node_changed` must follow every change of a node; `validate` compares all of it with what the seats say.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from heapq import heapify, heappop, heappush, heapreplace
 
 from everstep.core.cluster.node import Node
-from everstep.core.cluster.node_states import NodeLiveness, NodeState
+from everstep.core.cluster.node_states import NodeAdmin, NodeLiveness, NodeState
 from everstep.core.cluster.task import OVER, Seat, Task
 from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 
 
 class Roster:
     def __init__(self) -> None:
         self.nodes: dict[str, Node] = {}
         self.tasks: dict[str, Task] = {}
+        self._order: dict[str, int] = {}  # of nodes, as they came
+        self._num_came = 0
+        self._timed: dict[str, Node] = {}  # about which something is to be decided at some time
+        self._free: dict[str, list[int]] = {}  # ascending; of the nodes that take workers and have one
+        self._num_free = 0
+        self._seated: dict[str, _Seated] = {}  # by task
+        self._tasks_at: dict[str, dict[str, int]] = {}  # node -> task -> its number of seats there
 
-    def taken(self) -> set[tuple[str, int]]:
-        return {
-            (seat.node, slot)
-            for task in self.tasks.values()
-            for seat in task.seats.values()
-            for slot in seat.slots
-        }
+    # -------------------------------------------------------------- who is there
+
+    def add_node(self, node: Node) -> None:
+        self.nodes[node.name] = node
+        self._num_came += 1
+        self._order[node.name] = self._num_came
+        self.node_changed(node)
+
+    def drop_node(self, name: str) -> None:
+        """It was gone, and is forgotten."""
+        node = self.nodes.pop(name)
+        assert not node.reachable, f"{name} is not gone"
+        del self._order[name]
+        self._timed.pop(name, None)
+        self._tasks_at.pop(name, None)
+
+    def add_task(self, task: Task) -> None:
+        self.tasks[task.name] = task
+        seats, task.seats = task.seats, {}
+        for worker, seat in seats.items():
+            self._put(task, worker, seat)
+
+    def drop_task(self, name: str) -> None:
+        """It was over, and is forgotten."""
+        assert not self.tasks[name].seats, f"{name} holds slots"
+        del self.tasks[name]
+        self._seated.pop(name, None)
+
+    def node_changed(self, node: Node) -> None:
+        """Its state, its slots or the times at which something is due are others now."""
+        name = node.name
+        self._num_free -= len(self._free.pop(name, ()))
+        if node.state is NodeState.UP:
+            taken = {slot for _, seat in self._seats_at(name) for slot in seat.slots}
+            free = [slot for slot in range(node.slots) if slot not in taken and slot not in node.lost_slots]
+            if free:
+                self._free[name] = free
+                self._num_free += len(free)
+        if _is_timed(node):
+            self._timed[name] = node
+        else:
+            self._timed.pop(name, None)
+
+    # -------------------------------------------------------------- questions
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_taken(self) -> int:
+        return sum(len(seat.slots) for task in self.tasks.values() for seat in task.seats.values())
 
     def free(self) -> list[tuple[str, int]]:
-        taken = self.taken()
-        return [
-            (node.name, slot)
-            for node in self.nodes.values()
-            if node.state is NodeState.UP
-            for slot in range(node.slots)
-            if (node.name, slot) not in taken and slot not in node.lost_slots
-        ]
+        return [(name, slot) for name in self._nodes_with_room(1) for slot in self._free[name]]
 
     def on_node(self, name: str) -> list[tuple[Task, Worker]]:
-        return [
-            (task, worker)
-            for task in self.tasks.values()
-            for worker, seat in task.seats.items()
-            if seat.node == name
-        ]
+        return [(task, worker) for task in self.tasks_on_node(name) for worker in self.seats_on(task, name)]
 
     def tasks_on_node(self, name: str) -> list[Task]:
-        return list({task.name: task for task, _ in self.on_node(name)}.values())
+        """Those that were submitted first come first."""
+        there = self._tasks_at.get(name, {})
+        if len(there) <= 1:
+            return [self.tasks[task] for task in there]
+        return [task for task in self.tasks.values() if task.name in there]
+
+    def seats_on(self, task: Task, node: str) -> Mapping[Worker, Seat]:
+        seated = self._seated.get(task.name)
+        return {} if seated is None else seated.at.get(node, {})
+
+    def nodes_of(self, task: Task) -> Iterable[str]:
+        seated = self._seated.get(task.name)
+        return () if seated is None else seated.at
+
+    def replicas_of(self, task: Task, stage: int) -> int:
+        """The workers of this stage that have a seat."""
+        return self._seats(task).replicas[stage]
+
+    def timed_nodes(self) -> list[Node]:
+        """Those that are silent, isolated, promised back or about to leave."""
+        return sorted(self._timed.values(), key=lambda node: self._order[node.name])
 
     def is_heard(self, name: str) -> bool:
         return self.nodes[name].liveness is NodeLiveness.HEARD
@@ -56,22 +127,26 @@ class Roster:
         """Who is at these slots of a node, in words; for evidence about a device."""
         seats = {
             seat.slot: f"worker {worker} of {task.name}"
-            for task in self.tasks.values()
-            for worker, seat in task.seats.items()
-            if seat.node == node
+            for task in self.tasks_on_node(node)
+            for worker, seat in self.seats_on(task, node).items()
         }
         return [f"the device is slot {slot} of {node}: {seats.get(slot, 'free')}" for slot in slots]
 
     def can_do_without(self, name: str) -> bool:
         """Would every task with workers on this node still have, or find, a worker for each stage?"""
-        free = Counter(node for node, _ in self.free() if node != name)
         needed = []
         for task in self.tasks_on_node(name):
-            elsewhere = {w.stage for w, seat in task.seats.items() if seat.node != name}
-            needed += [task.shape.shards] * (task.shape.stages - len(elsewhere))
+            here = Counter(worker.stage for worker in self.seats_on(task, name))
+            replicas = self._seats(task).replicas
+            needed += [task.shape.shards] * sum(
+                replicas[stage] <= here[stage] for stage in range(task.shape.stages)
+            )
+        free = [len(slots) for node, slots in self._free.items() if node != name] if needed else []
         return _have_room(free, needed) and any(
             n.name != name and n.state is NodeState.UP for n in self.nodes.values()
         )
+
+    # -------------------------------------------------------------- seats
 
     def seat_workers(self, task: Task) -> list[Worker]:
         """Give free slots to places of this task that have none, in the order that keeps it safest.
@@ -81,37 +156,86 @@ class Roster:
         where its own replica already is, to keep its neighbours near. Nothing is given unless every stage
         then has a worker.
         """
-        empty = [w for w in task.shape.workers() if w not in task.seats]
-        if not empty or len(task.seats) >= task.wanted():
-            return []  # asked at every change of the cluster, by every task: most lack nothing
-        free = self.free()
         shards = task.shape.shards
-        room = Counter(node for node, _ in free)
-        if not _have_room(room, [shards] * _uncovered(task, task.seats.keys())):
+        if len(task.seats) >= task.wanted() or self._num_free < shards:
+            return []  # asked at every change of the cluster, by every task: most lack nothing
+        seated = self._seats(task)
+        uncovered = seated.replicas.count(0)
+        if uncovered and not _have_room(map(len, self._free.values()), [shards] * uncovered):
             return []
-        seated: list[Worker] = []
-        while empty and len(task.seats) < task.wanted():
-            roomy = [place for place in free if room[place[0]] >= shards]  # its shards are on one node
-            if not roomy:
+        choice = _NodeChoice(self, task)
+        stages = [
+            (seated.replicas[stage], vacant[0], stage) for stage, vacant in enumerate(seated.vacant) if vacant
+        ]
+        heapify(stages)
+        found: list[Worker] = []
+        while stages and len(task.seats) < task.wanted():
+            _, replica, stage = stages[0]
+            worker = Worker(replica, stage)
+            node = choice.best_for(worker)
+            if node is None:
                 break
-            worker = min(empty, key=lambda w: (_replicas_of(task, w.stage), w.replica, w.stage))
-            node, _ = min(roomy, key=lambda place: _unease(task, worker, place[0]))
-            slots = [slot for name, slot in free if name == node][:shards]
-            task.seats[worker] = Seat(node, slots[0], more=tuple(slots[1:]))
-            free = [place for place in free if place[0] != node or place[1] not in slots]
-            room[node] -= shards
-            empty.remove(worker)
-            seated.append(worker)
+            slots = self._free[node][:shards]
+            self._put(task, worker, Seat(node, slots[0], more=tuple(slots[1:])))
+            choice.seated(worker, node)
+            found.append(worker)
+            vacant = seated.vacant[stage]
+            if vacant:
+                heapreplace(stages, (seated.replicas[stage], vacant[0], stage))
+            else:
+                heappop(stages)
+        return found
+
+    def unseat(self, task: Task, worker: Worker) -> Seat:
+        """Its process is gone, or never was."""
+        seat = task.seats[worker]
+        del _own(task)[worker]
+        self._seats(task).remove(worker, seat.node)
+        there = self._tasks_at[seat.node]
+        there[task.name] -= 1
+        if not there[task.name]:
+            del there[task.name]
+        node = self.nodes.get(seat.node)
+        if node is not None:
+            self.node_changed(node)
+        return seat
+
+    def _put(self, task: Task, worker: Worker, seat: Seat) -> None:
+        _own(task)[worker] = seat
+        self._seats(task).add(worker, seat)
+        there = self._tasks_at.setdefault(seat.node, {})
+        there[task.name] = there.get(task.name, 0) + 1
+        free = self._free.get(seat.node)
+        if free is not None:
+            before = len(free)
+            free[:] = [slot for slot in free if slot not in seat.slots]
+            self._num_free -= before - len(free)
+            if not free:
+                del self._free[seat.node]
+
+    def _seats(self, task: Task) -> _Seated:
+        """Of a task that has taken another shape it begins with nothing: it had no seats between them."""
+        seated, shape = self._seated.get(task.name), task.shape
+        if seated is None or (seated.shape is not shape and seated.shape != shape):
+            assert seated is None or not seated.at, f"{task.name} changes its shape and holds slots"
+            seated = self._seated[task.name] = _Seated(shape)
         return seated
 
+    def _seats_at(self, name: str) -> Iterable[tuple[Worker, Seat]]:
+        for task in self._tasks_at.get(name, ()):
+            yield from self._seated[task].at[name].items()
+
+    def _nodes_with_room(self, slots: int) -> list[str]:
+        """Nodes with so many free slots, in the order in which they came."""
+        return sorted(
+            (n for n, free in self._free.items() if len(free) >= slots), key=self._order.__getitem__
+        )
+
+    def has_room(self, node: str, slots: int) -> bool:
+        return len(self._free.get(node, ())) >= slots
+
     def validate(self) -> None:
-        owned = [
-            (seat.node, slot)
-            for task in self.tasks.values()
-            for seat in task.seats.values()
-            for slot in seat.slots
-        ]
-        assert len(owned) == len(set(owned)), "a slot is owned twice"
+        owned: dict[str, set[int]] = {}
         for task in self.tasks.values():
             assert not (task.state in OVER and task.seats), f"{task.name} is over and holds slots"
             for worker, seat in task.seats.items():
@@ -119,46 +243,172 @@ class Roster:
                 assert node.reachable, f"{task.name} {worker} sits on {node.name}, which is gone"
                 assert all(0 <= slot < node.slots for slot in seat.slots)
                 assert len(seat.slots) == task.shape.shards or task.next_shape is not None
+                taken = owned.setdefault(seat.node, set())
+                assert taken.isdisjoint(seat.slots), "a slot is owned twice"
+                taken.update(seat.slots)
+            self._validate_seats(task)
+        for node in self.nodes.values():
+            taken = owned.get(node.name, set()) | node.lost_slots
+            up = node.state is NodeState.UP
+            free = [slot for slot in range(node.slots) if slot not in taken] if up else []
+            assert self._free.get(node.name, []) == free, f"free slots of {node.name}"
+            assert (node.name in self._timed) == _is_timed(node), f"times of {node.name}"
+        assert self._num_free == sum(map(len, self._free.values()))
+
+    def _validate_seats(self, task: Task) -> None:
+        at: dict[str, dict[Worker, Seat]] = {}
+        for worker, seat in task.seats.items():
+            at.setdefault(seat.node, {})[worker] = seat
+        if task.name not in self._seated:
+            assert not at, f"{task.name} has seats that are not counted"
+            return
+        if not at and self._seated[task.name].shape != task.shape:
+            return  # it has taken another one
+        seated = self._seats(task)
+        assert seated.at == at, f"seats of {task.name} by node"
+        assert all(there.get(task.name, 0) == len(at.get(n, ())) for n, there in self._tasks_at.items())
+        for stage in range(task.shape.stages):
+            empty = [k for k in range(task.shape.replicas) if Worker(k, stage) not in task.seats]
+            assert sorted(seated.vacant[stage]) == empty, f"empty places of {task.name}, stage {stage}"
+            assert seated.replicas[stage] == task.shape.replicas - len(empty)
 
 
-def _have_room(free: Mapping[str, int], wanted: list[int]) -> bool:
-    """Is there room for groups of so many slots, each on one node? The largest first, where it fits best."""
-    left = sorted(free.values())
-    for size in sorted(wanted, reverse=True):
-        fitting = next((i for i, count in enumerate(left) if count >= size), None)
-        if fitting is None:
-            return False
-        left[fitting] -= size
-        left.sort()
-    return True
+class _Seated:
+    """What the roster keeps of one task's seats."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.at: dict[str, dict[Worker, Seat]] = {}  # by node, in the order in which they were given
+        self.replicas = [0] * shape.stages
+        self.vacant = [list(range(shape.replicas)) for _ in range(shape.stages)]  # heaps
+
+    def add(self, worker: Worker, seat: Seat) -> None:
+        self.at.setdefault(seat.node, {})[worker] = seat
+        self.replicas[worker.stage] += 1
+        vacant = self.vacant[worker.stage]
+        if vacant[0] == worker.replica:
+            heappop(vacant)
+        else:  # a snapshot is read
+            vacant.remove(worker.replica)
+            heapify(vacant)
+
+    def remove(self, worker: Worker, node: str) -> None:
+        del self.at[node][worker]
+        if not self.at[node]:
+            del self.at[node]
+        self.replicas[worker.stage] -= 1
+        heappush(self.vacant[worker.stage], worker.replica)
 
 
-def _uncovered(task: Task, seated: Iterable[Worker]) -> int:
-    return task.shape.stages - len({worker.stage for worker in seated})
+class _NodeChoice:
+    """The best node for a worker of one task, while its seats are given.
+
+    By (replicas of its stage there, less of its state there, fewer of its own replica there, when it came).
+    Where its own replica is, there are few nodes: they are compared one by one. Of all others the best is on
+    top of a heap, one heap per stage. What is on the heap can only have become worse, so it is corrected when
+    it comes to the top.
+    """
+
+    def __init__(self, roster: Roster, task: Task) -> None:
+        self._roster, self._task = roster, task
+        self._shards = task.shape.shards
+        self._nodes = roster._nodes_with_room(self._shards)
+        self._heaps: dict[int, list[tuple[int, float, int, str]]] = {}
+        self._of_replica: dict[int, set[str]] = {}
+        self._kept: dict[int, dict[str, float]] = {}
+
+    def best_for(self, worker: Worker) -> str | None:
+        top = self._top(worker.stage)
+        if top is None:
+            return None
+        near = (n for n in self._where(worker.replica) if self._roster.has_room(n, self._shards))
+        return min((top, *near), key=lambda node: self._unease(worker, node))
+
+    def seated(self, worker: Worker, node: str) -> None:
+        self._where(worker.replica).add(node)
+
+    def _unease(self, worker: Worker, node: str) -> tuple[int, float, int, int]:
+        there = self._roster.seats_on(self._task, node)
+        return (
+            sum(w.stage == worker.stage for w in there),
+            -self._state_there(worker.stage).get(node, 0.0),
+            -sum(w.replica == worker.replica for w in there),
+            self._roster._order[node],
+        )
+
+    def _top(self, stage: int) -> str | None:
+        if stage not in self._heaps:
+            self._heaps[stage] = [self._entry(stage, node) for node in self._nodes]
+            heapify(self._heaps[stage])
+        heap = self._heaps[stage]
+        while heap:
+            node = heap[0][-1]
+            if not self._roster.has_room(node, self._shards):
+                heappop(heap)
+                continue
+            entry = self._entry(stage, node)
+            if entry == heap[0]:
+                return node
+            heapreplace(heap, entry)
+        return None
+
+    def _entry(self, stage: int, node: str) -> tuple[int, float, int, str]:
+        there = self._roster.seats_on(self._task, node)
+        replicas = sum(w.stage == stage for w in there) if there else 0
+        return replicas, -self._state_there(stage).get(node, 0.0), self._roster._order[node], node
+
+    def _where(self, replica: int) -> set[str]:
+        """The nodes where this replica is."""
+        if replica not in self._of_replica:
+            workers = (Worker(replica, stage) for stage in range(self._task.shape.stages))
+            seats = self._task.seats
+            self._of_replica[replica] = {seats[w].node for w in workers if w in seats}
+        return self._of_replica[replica]
+
+    def _state_there(self, stage: int) -> dict[str, float]:
+        """How much of a stage's state is in each node's memory, as a part of the model: stages are cut
+        evenly.
+        """
+        if stage not in self._kept:
+            self._kept[stage] = _in_memory(self._task, stage)
+        return self._kept[stage]
 
 
-def _replicas_of(task: Task, stage: int) -> int:
-    return sum(worker.stage == stage for worker in task.seats)
-
-
-def _unease(task: Task, worker: Worker, node: str) -> tuple[int, float, int]:
-    there = [w for w, seat in task.seats.items() if seat.node == node]
-    return (
-        sum(w.stage == worker.stage for w in there),
-        -_state_there(task, worker.stage, node),
-        -sum(w.replica == worker.replica for w in there),
-    )
-
-
-def _state_there(task: Task, stage: int, node: str) -> float:
-    """How much of a stage's state is in a node's memory, as a part of the model: stages are cut evenly."""
+def _in_memory(task: Task, stage: int) -> dict[str, float]:
     kept = task.copies.states.get(task.copies.newest or 0)
     if kept is None:
-        return 0.0
+        return {}
+    shares: dict[str, float] = {}
     low, high = stage / task.shape.stages, (stage + 1) / task.shape.stages
-    shared = (
-        min(high, (s + 1) / kept.stages) - max(low, s / kept.stages)
-        for s, holders in kept.copies.items()
-        if node in holders
+    for s in range(int(low * kept.stages), min(kept.stages, int(high * kept.stages) + 1)):
+        part = min(high, (s + 1) / kept.stages) - max(low, s / kept.stages)
+        for node in kept.copies.get(s, ()) if part > 0 else ():
+            shares[node] = shares.get(node, 0.0) + part
+    return {node: round(share, 9) for node, share in shares.items()}
+
+
+def _own(task: Task) -> dict[Worker, Seat]:
+    """A task's seats, to be changed: by the roster alone."""
+    seats = task.seats
+    assert isinstance(seats, dict)
+    return seats
+
+
+def _is_timed(node: Node) -> bool:
+    return (
+        node.liveness is NodeLiveness.SILENT
+        or node.admin is NodeAdmin.ISOLATED
+        or node.back_at is not None
+        or node.drain_at is not None
     )
-    return round(sum(max(0.0, part) for part in shared), 9)
+
+
+def _have_room(free: Iterable[int], wanted: list[int]) -> bool:
+    """Is there room for groups of so many slots, each on one node? The largest first, where it fits best."""
+    left = sorted(free) if wanted else []
+    for size in sorted(wanted, reverse=True):
+        fitting = bisect_left(left, size)
+        if fitting == len(left):
+            return False
+        insort(left, left.pop(fitting) - size)
+    return True

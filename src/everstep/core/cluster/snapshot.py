@@ -56,10 +56,10 @@ def thaw(coordinator: Coordinator, frozen: dict[str, Any]) -> None:
         coordinator.log.forgotten = decode(ForgottenIncidents, frozen["forgotten"])
     for data in frozen["nodes"]:
         node: Node = decode(Node, data)
-        coordinator.nodes[node.name] = node
+        coordinator.roster.add_node(node)
     for data in frozen["tasks"]:
         task = _thaw_task(data, coordinator)
-        coordinator.tasks[task.name] = task
+        coordinator.roster.add_task(task)
 
 
 def digest(coordinator: Coordinator) -> str:

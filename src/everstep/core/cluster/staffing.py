@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.orders import Actions, Orders
+from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.protocol import cluster_messages as msg
@@ -13,10 +14,10 @@ from everstep.protocol.ops import Worker
 
 
 class Staffing:
-    """Changes `task.seats`; `Roster.seat_workers` fills them."""
+    """Takes workers from their seats; `Roster.seat_workers` fills them."""
 
-    def __init__(self, *, orders: Orders, training: Training, later: FollowUps) -> None:
-        self._orders, self._training, self._later = orders, training, later
+    def __init__(self, *, roster: Roster, orders: Orders, training: Training, later: FollowUps) -> None:
+        self._roster, self._orders, self._training, self._later = roster, orders, training, later
 
     def grant(self, task: Task, now: Moment, clean: frozenset[Worker] = frozenset()) -> Actions:
         """Its recovery learns which places have a slot. `clean`: their earlier failures are forgotten."""
@@ -41,7 +42,7 @@ class Staffing:
         seat.leaving = because
         actions = self.grant(task, now)
         if seat.incarnation == 0:  # no process yet
-            del task.seats[worker]
+            self._roster.unseat(task, worker)
             held = task.starts.waiting.pop(worker, None)
             if held is not None:
                 exited = ev.WorkerExited(

@@ -216,7 +216,7 @@ class Bounds:
 
 @dataclass(slots=True, kw_only=True)
 class Task:
-    """`Tasks` changes its state, `Staffing` its seats."""
+    """`Tasks` changes its state; `Roster` adds and removes seats, `Training` and `Staffing` change them."""
 
     request: TaskSubmitted
     submitted_at: float
@@ -229,7 +229,7 @@ class Task:
     most: int | None = None  # workers the planner gives it; None: as many as its shape; 0: it waits
     bounds: Bounds = field(default_factory=Bounds)
     wish: WishedShape | None = None
-    seats: dict[Worker, Seat] = field(default_factory=dict)
+    seats: Mapping[Worker, Seat] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     starts: HeldStarts = field(default_factory=HeldStarts)
     failures: FailureHistory = field(default_factory=FailureHistory)

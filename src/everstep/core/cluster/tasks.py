@@ -68,7 +68,7 @@ class Tasks:
 
     def submit(self, event: msg.TaskSubmitted, now: Moment) -> Actions:
         if event.task not in self._roster.tasks:
-            self._roster.tasks[event.task] = Task(request=event, submitted_at=now.at)
+            self._roster.add_task(Task(request=event, submitted_at=now.at))
             self._later.slots_changed(f"task {event.task} was submitted")
         return []
 
@@ -164,7 +164,7 @@ class Tasks:
         lacking = sum(
             max(0, workers - len(task.staying())) * task.shape.shards for task, workers in given.values()
         )
-        is_short = lacking > len(self._roster.free())
+        is_short = lacking > self._roster.num_free
         actions: Actions = []
         for task, workers in given.values():
             actions += self._give(task, workers, event, is_short, now)
@@ -278,11 +278,11 @@ class Tasks:
         task.speeds.slow.clear()
         self._training.stop(task, resumes=ending.state not in OVER)
         actions: Actions = []
-        for node in sorted({seat.node for seat in task.seats.values()}):
+        for node in sorted(self._roster.nodes_of(task)):
             order = msg.CloseTask(task=task.name, gently=ending.gently)
             actions += self._orders.send(node, order, because, now)
         for worker in [w for w, seat in task.seats.items() if seat.incarnation == 0]:
-            del task.seats[worker]
+            self._roster.unseat(task, worker)
         # Of its last state more parts may fail to be saved: that incident is open until all have left.
         over = [incident for incident in self._incidents.open_ones(task.name) if incident.stops_training]
         actions += self._close(over, because, now)
@@ -383,7 +383,7 @@ class Tasks:
             elif seated:
                 actions += self._staffing.grant(task, now, clean=frozenset(seated))
             elif task.state is TaskState.WAITING:
-                task.because = f"slots needed: {task.shape.stages}, free: {len(self._roster.free())}"
+                task.because = f"slots needed: {task.shape.stages}, free: {self._roster.num_free}"
         if self._policy.planned and not self._later.keep_plan:
             self._question.version += 1
             self._question.is_open, self._question.review_at = True, None

@@ -1,0 +1,346 @@
+"""A coordinator with a fleet of virtual agents: thousands of workers, no torch, no sockets, one process.
+
+The machine, its driver, its record, its scheduler and its planner are the real ones. An agent here answers at
+once, and a worker says what a coordinator must hear of one: it has started, its ledger (half of its step is
+done), it runs again. What is measured is what a daemon's event loop would be busy with:
+
+    one event    its journal entry is packed, it is decided, recorded, learned from, and its orders are queued
+
+Encoding an order is counted apart, because the writer of each connection does it; so is the scheduler, which
+has a thread of its own. Times are CPU seconds of this process: they do not count what others do.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.faults.detector import Heartbeats
+from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
+from everstep.drive.thinking import Thinking
+from everstep.protocol import actions as act
+from everstep.protocol import cluster_messages as msg
+from everstep.protocol import events as ev
+from everstep.protocol.codec import encode
+from everstep.protocol.ops import Op, Worker
+from everstep.protocol.shape import Shape
+from everstep.protocol.worker_messages import Ledger
+from everstep.server.record import ClusterRecord
+from everstep.server.term import pack, unpack
+
+TASK = "t"
+JOB: dict[str, Any] = {"job": "a job of usual size", "model": {"layers": 8}, "data": {"seed": 1}}
+
+
+@dataclass(slots=True)
+class VirtualWorker:
+    node: str
+    incarnation: int
+    step: int = 1
+    joining: bool = True
+    ops: tuple[Op, ...] = ()
+
+
+@dataclass(slots=True)
+class Busy:
+    """What the loop was busy with while something was measured."""
+
+    events: list[tuple[str, float]] = field(default_factory=list)  # its name, CPU seconds
+    num_orders: int = 0
+    order_bytes: int = 0
+    largest_order: int = 0
+    encode_s: float = 0.0
+    think_s: float = 0.0
+    largest_entry: int = 0
+
+    @property
+    def slowest(self) -> tuple[str, float]:
+        return max(self.events, key=lambda one: one[1])
+
+    def row(self) -> dict[str, Any]:
+        name, worst = self.slowest
+        return {
+            "events": len(self.events),
+            "p50_ms": round(1e3 * statistics.median(took for _, took in self.events), 3),
+            "max_ms": round(1e3 * worst, 1),
+            "slowest": name,
+            "total_s": round(sum(took for _, took in self.events), 2),
+            "orders": self.num_orders,
+            "order_mb": round(self.order_bytes / 1e6, 2),
+            "largest_order_kb": round(self.largest_order / 1e3, 1),
+            "encode_s": round(self.encode_s, 2),
+            "schedule_s": round(self.think_s, 2),
+            "largest_entry_kb": round(self.largest_entry / 1e3, 1),
+        }
+
+
+class Fleet:
+    def __init__(self, *, planned: bool = True, memory_port: int = 9) -> None:
+        self.machine = Coordinator(planned=planned)
+        self.memory_port = memory_port
+        self.thinking = Thinking()
+        self.record = ClusterRecord(say=lambda line: None)
+        self.record.begin(self.machine, Heartbeats(patience_s=1.0), 0, None)
+        self.now = 1000.0
+        self.workers: dict[Worker, VirtualWorker] = {}
+        self.cut: set[str] = set()  # nodes that neither hear nor say anything
+        self.entries: list[bytes] = []  # the journal
+        self.busy = Busy()
+        self.starts = True  # off: processes are ordered and never report
+        self._numbers: dict[str, int] = {}
+        self._events: deque[tuple[str, Callable[[], None]]] = deque()
+        self._orders: list[msg.Dispatch] = []
+        self._ports = ClusterPorts(self, self, self.record)
+        self._driver = self._new_driver(0)
+
+    def _new_driver(self, number: int) -> ClusterDriver:
+        return ClusterDriver(
+            self.machine,
+            clock=self,
+            store=self,
+            port=self._take,
+            time_passed=msg.TimePassed(),
+            number=number,
+            now=self.now,
+        )
+
+    # -------------------------------------------------------------- what a script does
+
+    def join(self, nodes: int, slots: int = 8, *, first: int = 0) -> Busy:
+        for number in range(first, first + nodes):
+            name = f"n{number:05d}"
+            self._numbers[name] = 0
+            self.hear(
+                msg.NodeJoined(
+                    node=name, boot="1", slots=slots, host="10.0.0.1", memory_port=self.memory_port
+                )
+            )
+        return self.settle()
+
+    def submit(self, shape: Shape, *, steps: int = 1000) -> Busy:
+        """Until it trains."""
+        self.hear(msg.TaskSubmitted(task=TASK, job=JOB, shape=shape, steps=steps, secret="s" * 32))
+        return self.settle()
+
+    def exits(self, worker: Worker, reason: str = "killed by SIGKILL") -> Busy:
+        gone = self.workers.pop(worker)
+        exited = ev.WorkerExited(worker=worker, incarnation=gone.incarnation, reason=reason)
+        self._report(gone.node, worker, gone.incarnation, msg.TaskEvent(task=TASK, event=exited))
+        return self.settle()
+
+    def falls_silent(self, names: Iterable[str]) -> Busy:
+        for name in names:
+            self.cut.add(name)
+            self.hear(msg.NodeFellSilent(node=name, silent_s=1.0))
+        return self.settle()
+
+    def waits(self, workers: Sequence[Worker], *, seconds: float = 1.5, busy: bool = False) -> Busy:
+        """These report that they wait for what they need, or that an op takes long."""
+        for worker in workers:
+            one = self.workers[worker]
+            overdue = msg.OpOverdue(
+                task=TASK,
+                worker=worker,
+                incarnation=one.incarnation,
+                doing=f"{worker.stage}F{worker.replica}.0",
+                busy=busy,
+                stopped=False,
+                elapsed_s=seconds,
+                expected_s=0.1,
+                step=one.step,
+            )
+            self._report(one.node, worker, one.incarnation, overdue)
+        return self.settle()
+
+    def seal(self) -> Busy:
+        """Every stage seals the step it is in; every microbatch has a loss."""
+        task = self.machine.tasks[TASK]
+        assert task.recovery is not None
+        shape, step = task.shape, task.recovery.recorded + 1
+        total = shape.replicas * shape.microbatches
+        for stage in range(shape.stages):
+            worker = next(w for w in self.workers if w.stage == stage and not self.workers[w].joining)
+            is_last = stage == shape.stages - 1
+            sealed = ev.StepSealed(
+                step=step,
+                stage=stage,
+                attempt=task.recovery.attempt_of(step),
+                microbatches=total,
+                executed=3 * total,
+                losses=tuple((m, 2.5 + m.number / 64) for m in shape.all_microbatches()) if is_last else (),
+                sum_of_squares=1.0,
+            )
+            one = self.workers[worker]
+            self._report(one.node, worker, one.incarnation, msg.TaskEvent(task=TASK, event=sealed))
+        for one in self.workers.values():
+            one.step = one.step if one.joining else step + 1
+        return self.settle()
+
+    def pass_time(self, seconds: float) -> Busy:
+        self.now += seconds
+        self._events.append(("look at the clock", self._driver.look_at_clock))
+        return self.settle()
+
+    def restart(self) -> tuple[Coordinator, Busy]:
+        """A new coordinator reads the journal: one event is the decoding and the handling of one entry."""
+        before, self.machine = self.machine, Coordinator(planned=True)
+        self.thinking = Thinking()
+        self.record.begin(self.machine, Heartbeats(patience_s=1.0), 0, None)
+        driver, self.busy = self._new_driver(0), Busy()
+        for body in self.entries:
+            began = time.process_time()
+            at, event = unpack(body)
+            driver.replay([(at, event)])
+            self.busy.events.append((_name(event), time.process_time() - began))
+        began = time.process_time()
+        driver.resume()
+        self.busy.events.append(("resume", time.process_time() - began))
+        self._count_orders()
+        found, self.busy, self.machine = self.busy, Busy(), before
+        return driver.machine, found  # type: ignore[return-value]
+
+    # -------------------------------------------------------------- the loop
+
+    def hear(self, event: msg.ClusterEvent) -> None:
+        self._events.append((_name(event), lambda: self._driver.hear(event)))
+
+    def settle(self) -> Busy:
+        """Until nothing happens any more: what the loop was busy with."""
+        while self._events or self._orders:
+            if self._events:
+                name, happen = self._events.popleft()
+                thought_s = self.busy.think_s
+                began = time.process_time()
+                happen()
+                took = time.process_time() - began - (self.busy.think_s - thought_s)
+                self.busy.events.append((name, took))
+            for action in self._count_orders():
+                if action.node not in self.cut:
+                    self.machine.acknowledged(action.node, action.number)
+                    self._obey(action.node, action.order)
+        found, self.busy = self.busy, Busy()
+        return found
+
+    def _count_orders(self) -> list[msg.Dispatch]:
+        orders, self._orders = self._orders, []
+        busy = self.busy
+        began = time.process_time()
+        for action in orders:
+            said = {"number": action.number, "order": encode(action.order), "because": action.because}
+            size = len(json.dumps(said, separators=(",", ":")))
+            busy.order_bytes += size
+            busy.largest_order = max(busy.largest_order, size)
+        busy.encode_s += time.process_time() - began
+        busy.num_orders += len(orders)
+        return orders
+
+    # -------------------------------------------------------------- the driver's ports
+
+    def time(self) -> float:
+        return self.now
+
+    def wake_at(self, when: float) -> None:
+        """`pass_time` looks at the clock."""
+
+    def write(self, entries: Sequence[tuple[float, msg.ClusterEvent]], done: Callable[[], None]) -> None:
+        for at, event in entries:
+            body = pack(event, at)
+            self.entries.append(body)
+            self.busy.largest_entry = max(self.busy.largest_entry, len(body))
+        done()
+
+    def _take(self, one: HandledEvent) -> None:
+        self._ports.take(one)
+        self.thinking.handled(one, self.machine)
+        self.now += 1e-6
+
+    def send(self, action: msg.Dispatch) -> None:
+        self._orders.append(action)
+
+    def received(self, node: str, number: int) -> None:
+        """Nothing is sent again here."""
+
+    def think(self, action: msg.Think) -> None:
+        began = time.process_time()
+        answer = self.thinking.answer(self.machine, action)
+        self.busy.think_s += time.process_time() - began
+        if answer is not None:
+            self.hear(answer)
+
+    def choose(self, action: msg.ChooseAssignment) -> None:
+        """As in a daemon: several changes at once are one question, and the loop answers it."""
+
+        def answer() -> None:
+            if action.version == self.machine.version:
+                self.hear(self.thinking.choose(self.machine, action, self.now))
+
+        self._events.append(("choose", answer))
+
+    # -------------------------------------------------------------- agents and workers
+
+    def _obey(self, node: str, order: msg.Order) -> None:
+        match order:
+            case msg.StartProcess(worker=worker, incarnation=incarnation) if self.starts:
+                self.workers[worker] = VirtualWorker(node, incarnation)
+                address = ("10.0.0.1", 20_000 + order.slot)
+                started = ev.WorkerStarted(worker=worker, incarnation=incarnation, address=address)
+                self._report(node, worker, incarnation, msg.TaskEvent(task=TASK, event=started))
+            case msg.KillProcess(worker=worker, incarnation=incarnation):
+                one = self.workers.get(worker)
+                if one is not None and one.incarnation == incarnation:
+                    del self.workers[worker]
+                    exited = ev.WorkerExited(worker=worker, incarnation=incarnation, reason="SIGKILL")
+                    self._report(node, worker, incarnation, msg.TaskEvent(task=TASK, event=exited))
+            case msg.NotifyWorker(worker=worker, words=words):
+                self._tell(worker, words)
+            case msg.FindCheckpoint():
+                found = msg.CheckpointFound(task=TASK, step=0, search=order.search)
+                self._report(node, None, 0, found)
+
+    def _tell(self, worker: Worker, words: object) -> None:
+        one = self.workers.get(worker)
+        if one is None:
+            return
+        event: ev.Event
+        match words:
+            case act.InterruptWorkers(epoch=epoch):
+                done = () if one.joining else one.ops[: len(one.ops) // 2]
+                ledger = Ledger(step=one.step, joining=one.joining, done=done)
+                event = ev.LedgerReported(worker=worker, epoch=epoch, ledger=ledger)
+            case act.ResumeStep(order=order):
+                one.step, one.joining, one.ops = order.step, False, order.steady
+                event = ev.WorkerResumed(worker=worker, epoch=order.epoch, at=self.now)
+            case act.CopyState(joiner=joiner, transfer=transfer):
+                worker, one, step = joiner, self.workers[joiner], one.step
+                one.step = step
+                event = ev.StateCopied(
+                    worker=joiner, incarnation=one.incarnation, transfer=transfer, state_step=step - 1
+                )
+            case _:
+                return
+        self._report(one.node, worker, one.incarnation, msg.TaskEvent(task=TASK, event=event))
+
+    def _report(self, node: str, worker: Worker | None, incarnation: int, report: msg.NodeReport) -> None:
+        if node in self.cut:
+            return
+        self._numbers[node] += 1
+        sender = None if worker is None else msg.Sender(TASK, worker, incarnation)
+        self.hear(msg.FromNode(node=node, boot="1", number=self._numbers[node], report=report, sender=sender))
+
+
+def _name(event: object) -> str:
+    match event:
+        case msg.FromNode(report=msg.TaskEvent(event=inner)):
+            return type(inner).__name__
+        case msg.FromNode(report=report):
+            return type(report).__name__
+        case msg.PlanAnswered(event=inner):
+            return type(inner).__name__
+        case _:
+            return type(event).__name__
