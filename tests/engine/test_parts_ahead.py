@@ -18,7 +18,7 @@ from everstep.engine.worker import parts_ahead
 from everstep.engine.worker.parts_ahead import ArrivingParts
 from everstep.engine.worker.step_tensors import StepTensors, parted
 from everstep.errors import PeerError
-from everstep.net import frames
+from everstep.net import transport
 from everstep.protocol.ops import Worker
 from everstep.protocol.worker_messages import Parcel, ParcelKind, Send, SumChunk
 
@@ -235,7 +235,7 @@ def test_small_parts_send_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None
         {"of": 1, "piece": [0, 0, 3], "size": 2},
         {"of": 1, "piece": [0, -3, 0], "size": 10},
         {"of": "x", "piece": [0, 0, 3], "size": 10},
-        {"of": 1, "piece": [0, 0, 3], "size": frames.MAX_TENSOR},
+        {"of": 1, "piece": [0, 0, 3], "size": transport.MAX_BYTES},
         {"of": 1, "piece": [0, 0], "size": 10},
         None,
     ],

@@ -195,3 +195,73 @@ def test_tokens_beyond_the_vocabulary_are_found(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"tokens 200 to 200 and the model knows 0 to 127; raise model.vocab"):
         preflight(job)
+
+
+class Looks(nn.Module):
+    """Decides by values, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        match self.how:
+            case "item":
+                return y * (2.0 if x.detach().max().item() > 0 else 1.0)
+            case "if":
+                return y if (x > -100).any() else x
+            case "list":
+                return torch.cat(y.split([1] * int(torch.ones(len(x), device=x.device).sum())))
+            case "numpy":
+                return y * float(x.detach().numpy().max())
+            case _:
+                kept = x[:, 0] > -100
+                z = x.clone()
+                z[kept] = y[kept]
+                return z
+
+
+@pytest.mark.parametrize("how", ["item", "if", "list", "numpy", "mask"])
+def test_a_layer_that_looks_at_values_is_accepted(how: str) -> None:
+    job = Job(model=ModelSpec(build="mine:model"), data=DataSpec(kind="synthetic"))
+    model = Model(
+        layers=[lambda: nn.Linear(3, 3), lambda: Looks(how), lambda: nn.Linear(3, 1)], loss=looking_loss
+    )
+    assert preflight(job, model=model, data=Sums()).parameters == 12 + 12 + 4
+
+
+def looking_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, targets) * (2.0 if targets.max().item() > 3 else 1.0)
+
+
+class Sums:
+    def batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.arange(6.0).reshape(2, 3) + step + microbatch
+        return x, x.sum(1, keepdim=True)
+
+
+class Masks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"hidden": self.linear(x), "mask": torch.ones_like(x)}
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        mask = given["mask"]
+        mask *= 0.5
+        return self.linear(given["hidden"] * mask)
+
+
+def test_a_layer_that_changes_what_it_is_given_is_refused_by_name() -> None:
+    job = Job(model=ModelSpec(build="mine:model"), data=DataSpec(kind="synthetic"))
+    with pytest.raises(UserError, match=r"^layer '1' changes a tensor in place that the layer before gives"):
+        preflight(job, model=Model(layers=[Masks, Halves], loss=nn.functional.mse_loss), data=Sums())

@@ -6,13 +6,13 @@ import itertools
 import pytest
 import torch
 from pipeline import CPU, by_name, forward, input_grad, plain, run_step, stages
-from torch import nn
+from torch import Tensor, nn
 
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model
 from everstep.engine.stage.stage import Stage
-from everstep.errors import InternalError
+from everstep.errors import InternalError, UserError
 
 DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
 SMALL = {"vocab": 64, "width": 32, "heads": 4, "hidden": 48, "depth": 3}
@@ -245,3 +245,68 @@ def test_a_users_own_layers_train_too() -> None:
         for name, gradient in gradients.items():
             assert gradient.any(), name
     assert not any(p.is_meta or p.device != CPU for stage in pipeline for p in stage.parameters.values())
+
+
+class Masks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x *= 2  # its own batch: the data's tensors stay as they are
+        return {"hidden": self.linear(x), "mask": torch.ones(2, 4)}
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        mask = given["mask"]
+        mask *= 0.5
+        return self.linear(given["hidden"] * mask)
+
+
+class SameTensors:
+    """A data set that gives its own tensors, not copies."""
+
+    def __init__(self) -> None:
+        self.x, self.y = torch.ones(2, 4), torch.ones(2, 1)
+
+    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        return self.x, self.y
+
+
+def spoiling_loss(output: Tensor, targets: Tensor) -> Tensor:
+    targets.zero_()
+    return nn.functional.mse_loss(output, targets)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_that_changes_what_was_received_is_named(recompute: bool) -> None:
+    data = SameTensors()
+    model = Model(layers={"first": Masks, "second": Halves}, loss=spoiling_loss)
+    pipe = [Stage(model, range(i, i + 1), data=data, device=CPU, recompute=recompute) for i in range(2)]
+    sent = pipe[0].forward(1, 0)
+    with pytest.raises(UserError, match=r"^layer 'second' changes a tensor in place"):
+        pipe[1].forward(1, 0, sent)
+
+
+def test_what_layers_and_loss_do_to_a_batch_is_not_done_to_the_data() -> None:
+    data = SameTensors()
+    model = Model(layers={"first": Masks, "second": lambda: TakesHidden()}, loss=spoiling_loss)
+    stage = Stage(model, range(2), data=data, device=CPU)
+    for microbatch in range(2):
+        stage.forward(1, microbatch)
+    assert torch.equal(stage.loss(1, 0), stage.loss(1, 1))
+    assert torch.equal(data.x, torch.ones(2, 4))
+    assert torch.equal(data.y, torch.ones(2, 1))
+
+
+class TakesHidden(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        return super().forward(given["hidden"] * given["mask"])

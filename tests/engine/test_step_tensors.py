@@ -3,20 +3,25 @@
 import queue
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from pipeline import run_step, stages
+from pipeline import CPU, run_step, stages
+from torch import nn
 
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
+from everstep.engine.layers.model import Model
+from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater, adamw
-from everstep.engine.worker.step_tensors import Payload, StepTensors
+from everstep.engine.state.sharded import ShardedUpdater
+from everstep.engine.worker.step_tensors import Payload, StepTensors, parted
 from everstep.net import frames
 from everstep.net.handshake import Acceptor
 from everstep.net.links import Address, Links
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import AssembleSum, Parcel, ParcelKind, SumChunk
+from everstep.protocol.worker_messages import AssembleSum, Parcel, ParcelKind, Send, SumChunk
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
 SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 2}
@@ -222,3 +227,76 @@ def test_a_chunk_sent_again_after_assembly_is_the_chunk_that_was_summed() -> Non
         chunk = parcel(ParcelKind.SUM, 1, sender=tensors.me.replica)
         for payload in (tensors.outgoing(chunk, (0, 1)), chunks[chunk]):
             assert torch.equal(payload.tensors[0], before[chunk].tensors[0])
+
+
+class ManyTensors(nn.Module):
+    """As a stage of experts, each with matrices of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(2) for _ in range(MANY))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.stack(list(self.scales)).sum(0)
+
+
+class Rows:
+    def batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((3, 2), 100.0 + microbatch), torch.zeros(3)
+
+
+def summed(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (output - targets).sum()
+
+
+def over_the_wire(parcel: Parcel, facts: Any, tensors: tuple[torch.Tensor, ...]) -> frames.Incoming:
+    """As a receiver has it, who refuses a message that is not one."""
+    arriving = frames.Incoming(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    data = frames.encode(parcel.what, parcel, facts, *tensors)
+    for piece in (data, *map(frames.raw, tensors)):
+        while len(piece):
+            count = min(len(arriving.want), len(piece))
+            arriving.want[:count] = piece[:count]
+            piece = piece[count:]
+            arriving.took(count)
+    return arriving
+
+
+MANY = 9000
+
+
+@pytest.mark.parametrize("chunks", [0, 4])
+def test_a_part_with_more_promoted_sums_than_a_message_holds_is_sent_and_summed(chunks: int) -> None:
+    """In the first step nothing is known of the gradients, and a loss that is a sum promotes all of them."""
+    model = Model(layers=[ManyTensors], loss=summed)
+    holders = ((0, 1), (1, 0)) * (chunks // 2)
+    pair = []
+    for replica in range(2):
+        stage = Stage(model, range(1), data=Rows(), device=CPU, sharded=bool(chunks))
+        updater = ShardedUpdater(stage, chunks=chunks) if chunks else Updater(stage)
+        where = Worker(replica, 0)
+        tensors = StepTensors(
+            where,
+            stage,
+            updater,
+            replicas=2,
+            borrowed=lambda tensor: False,
+            shared=OnTheHost(),
+            holders=lambda step: holders,
+        )
+        stage.forward(1, replica)
+        stage.input_grad(1, replica)
+        stage.weight_grad(1, replica)
+        assert stage.sums.num_promoted == MANY
+        pair.append(tensors)
+    for me, other in (pair, pair[::-1]):
+        part = parcel(ParcelKind.PART, 1, sender=other.me.replica, owner=me.me.replica)
+        facts, tensors = other.contents(Send(part, me.me.replica, 0), (0, 1))
+        arrived = over_the_wire(part, facts, tensors)
+        value, beside = parted(arrived.facts)
+        me.received(part, value, arrived.tensors, beside)
+        owned = tuple(c for c, row in enumerate(holders) if row[0] == me.me.replica)
+        me.sum_chunk(SumChunk(1, (0, 1), (part,), 2.0, owned))
+        means = me.by_chunk.means[1].values() if chunks else [me.sum_of(1)[me.stretches(part, (0, 1))[0]]]
+        found = torch.cat([mean.flatten() for mean in means])
+        assert set(found[found != 0].tolist()) == {301.5}  # (3 * 100 + 3 * 101) / 2

@@ -1,17 +1,27 @@
 """A checkpoint of another model is refused before a worker is started, in one sentence."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from everstep.cli import main
-from everstep.engine.layers.model import drawn, every_parameter
+from everstep.core.worker.control import StateDirections
+from everstep.engine.layers.model import Model, drawn, every_parameter
 from everstep.engine.prepare.resolve import model_of
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state.optimizer import Updater
 from everstep.errors import UserError
 from everstep.job.job import CheckpointSpec, Job, ModelSpec
 from everstep.launch.local.resuming import refuse_another_model
 from everstep.layout.box import Box
+from everstep.protocol.cluster_messages import Sender
+from everstep.protocol.ops import Worker
 from everstep.store import folder
+from everstep.store.state_keeper import States
 
 TINY = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24}
 
@@ -88,3 +98,37 @@ def test_the_command_says_it_and_starts_nothing(tmp_path: Path, capsys) -> None:
     )
     assert main.run(["train", str(file), "--no-web"]) == 2
     assert "has a checkpoint of another model (step 5)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_layer_with_a_slash_in_its_name_is_found_in_its_checkpoint(tmp_path: Path) -> None:
+    made = Job(
+        model=ModelSpec(build="x:y"), base=tmp_path, checkpoint=CheckpointSpec(folder="kept", interval=5)
+    )
+    layers = {"encoder/0": partial(nn.Linear, 8, 8), "encoder/1": partial(nn.Linear, 8, 1)}
+    model = Model(layers=layers, loss=nn.functional.mse_loss)
+    stage = Stage(model, range(2), data=Ones(), device=torch.device("cpu"))
+    updater = Updater(stage)
+    stage.forward(1, 0)
+    stage.input_grad(1, 0)
+    stage.weight_grad(1, 0)
+    updater.apply(1, updater.mean(stage.take_gradients(), 1))
+    said: list[Any] = []
+    me = Sender("task", Worker(0, 0), 1)
+    states = States(me, made, node="n", memory_root=tmp_path / "memory", secret="00", say=said.append)
+    states.save(1, 0, (0, 1), updater.state(1), updater.groups(1))
+    states.finish()
+    part = dict(said[0].part)
+    groups = part.pop("groups")
+    folder.commit(tmp_path / "kept", 1, [part], {}, groups=groups)
+    refuse_another_model(made, model)
+    found = states.load(1, list(stage.slots), StateDirections())
+    assert found is not None
+    expected = updater.state(1)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    updater.load(found, 1)
+
+
+class Ones:
+    def batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(4, 8) * step, torch.ones(4, 1)

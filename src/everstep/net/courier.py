@@ -35,7 +35,7 @@ from everstep.net.fills import ArrivingFills
 from everstep.net.lanes import Lane, Lanes, LaneState
 from everstep.net.links import Address, Links
 from everstep.net.pipe_wire import PipeWire
-from everstep.net.transport import Carrier, Identity, bits_differ, chosen
+from everstep.net.transport import MAX_TENSORS, Carrier, Identity, bits_differ, chosen
 from everstep.protocol.worker_messages import Parcel, ParcelKind
 
 _AT = "in memory"  # the fact that says where tensors are
@@ -138,6 +138,11 @@ class Courier:
         self, to: Address, what: ParcelKind, parcel: Parcel, facts: Any, tensors: tuple[Tensor, ...]
     ) -> None:
         """Send, once the device has made the tensors. Never blocks."""
+        if len(tensors) > MAX_TENSORS:
+            raise UserError(
+                f"a layer gives {len(tensors)} tensors to the next stage, and {MAX_TENSORS} is the most; "
+                "let it stack them."
+            )
         if self._ahead:
             self._open_ahead()
         kind, lane = self._transport(to, what, tensors)

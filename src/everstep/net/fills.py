@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from everstep.errors import PeerError
-from everstep.net import frames
+from everstep.net import frames, transport
 from everstep.protocol.worker_messages import Parcel, ParcelKind
 
 
@@ -63,7 +63,7 @@ class ArrivingFills:
     def _add(self, filling: _Filling, facts: Mapping[str, Any], piece: Tensor) -> None:
         name, shape, at = str(facts["name"]), tuple(map(int, facts["shape"])), int(facts["at"])
         size = math.prod(shape)
-        too_large = size * piece.element_size() > frames.MAX_TENSOR
+        too_large = size * piece.element_size() > transport.MAX_BYTES
         if too_large or min(shape, default=0) < 0 or not 0 <= at <= size - piece.numel():
             raise PeerError("a peer sent a piece of a chunk that is outside of its tensor")
         if self._device.type == "cuda" and self._stream is None:

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from everstep.errors import PeerError
+from everstep.net.transport import MAX_BYTES, MAX_DIMS, MAX_TENSORS
 from everstep.protocol.ops import Microbatch
 from everstep.protocol.worker_messages import Parcel, ParcelKind, Part
 
 MAGIC = b"EVS2"
 HEAD = struct.Struct("<4s c x H I I 8i")
 MAX_FACTS = 16 << 20
-MAX_TENSOR = 64 << 30
-MAX_TENSORS = 4096
-MAX_DIMS = 8
 STATE = "X"  # not a parcel: one tensor of a state that a joining worker copies
 LANE = "L"  # not a parcel: opens a lane between two workers, or says that one is broken
 DTYPES = [
@@ -149,7 +147,7 @@ class Incoming:
                 at += 2 + 8 * dims
                 forms.append((shape, dtype))
                 total += math.prod(shape) * dtype.itemsize
-                if any(n < 0 for n in shape) or total > MAX_TENSOR:
+                if any(n < 0 for n in shape) or total > MAX_BYTES:
                     raise PeerError(
                         f"a peer announced a tensor of shape {shape}, more than any message may hold"
                     )

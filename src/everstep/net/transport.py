@@ -26,6 +26,7 @@ Carrier = Literal["ipc", "shm", "nccl", "pipe", "tcp"]
 ANNOUNCED = "on a lane"  # the fact that says on which lane tensors come
 MAX_NAME = 128
 MAX_COMPUTES = 300
+# Of one message, whatever carries it.
 MAX_TENSORS = 4096
 MAX_BYTES = 64 << 30
 MAX_DIMS = 8

@@ -38,10 +38,19 @@ __all__ = [
     "complete_steps",
     "newest_valid",
     "open_checkpoint",
+    "parameter_of",
     "root_of",
     "write_part",
     "write_slices",
 ]
+
+
+def parameter_of(tensor: str) -> str:
+    """`model/embed.weight`, `optimizer/embed.weight/exp_avg` and `extra/grid/embed.weight` are all of
+    embed.weight. A parameter's name may have slashes, an optimizer's key has none.
+    """
+    kind, _, rest = tensor.removeprefix("extra/").partition("/")
+    return rest.rpartition("/")[0] if kind == "optimizer" else rest
 
 
 # Writing.

@@ -29,6 +29,7 @@ from everstep.protocol.cluster_messages import MemoryAddress, PartWritten, SaveF
 from everstep.protocol.text import clipped
 from everstep.store import folder, memory
 from everstep.store.copied_state import CopiedState
+from everstep.store.folder import parameter_of
 from everstep.store.memory_server import token_of
 from everstep.store.reader import Checkpoint
 from everstep.store.saver import AsyncSaver, Write, share_of
@@ -311,7 +312,7 @@ class States:
         found = []
         for name, tensor in tensors.items():
             shape = tuple(tensor.shape)
-            split = self._cut.split_of_part(_parameter(name), shape) if shape else None
+            split = self._cut.split_of_part(parameter_of(name), shape) if shape else None
             at = (shape, whole(shape)) if split is None else (split.whole, split.box)
             found.append((name, *at, tensor))
         return found
@@ -320,7 +321,7 @@ class States:
         """What this shard writes of a chunk: boxes of its part as boxes of the logical tensors."""
         found = []
         for name, shape, box, values in slices:
-            split = self._cut.split_of_part(_parameter(name), tuple(shape)) if shape else None
+            split = self._cut.split_of_part(parameter_of(name), tuple(shape)) if shape else None
             if split is not None:
                 start = tuple(a + b for a, b in zip(split.box.start, box.start, strict=True))
                 found.append((name, split.whole, Box(start, box.size), values))
@@ -334,15 +335,17 @@ class States:
 
     def _is_split(self, name: str, tensor: Tensor) -> bool:
         """What there is per element of a parameter; not an optimizer's counters, not the limits of sums."""
-        return tensor.ndim > 0 and self._cut.is_split(_parameter(name))
+        return tensor.ndim > 0 and self._cut.is_split(parameter_of(name))
 
     def _read(
         self, checkpoint: Checkpoint, wanted: set[str], done: Container[str] = ()
     ) -> Iterator[tuple[str, Tensor]]:
         """Tensor by tensor; `done`: those that are here already."""
-        for name in [name for name in checkpoint.tensors if _parameter(name) in wanted and name not in done]:
+        for name in [
+            name for name in checkpoint.tensors if parameter_of(name) in wanted and name not in done
+        ]:
             shape = checkpoint.tensors[name].shape
-            split = self._cut.split(_parameter(name), shape) if shape else None
+            split = self._cut.split(parameter_of(name), shape) if shape else None
             yield name, checkpoint.read_box(name, None if split is None else split.box)
 
     def _source(self, address: MemoryAddress) -> Path | memory.Remote:
@@ -372,10 +375,3 @@ def _copied(
 ) -> list[Slice]:
     values = _values(chunks, chunk, tensors)
     return [(s.tensor, s.shape, s.box, copy) for s, copy in zip(chunks[chunk], values, strict=True)]
-
-
-def _parameter(name: str) -> str:
-    """`model/embed.weight`, `optimizer/embed.weight/exp_avg` and `extra/grid/embed.weight` are all of
-    embed.weight.
-    """
-    return name.removeprefix("extra/").split("/")[1]

@@ -1,8 +1,9 @@
 """Everything that can be known to be wrong before a worker is started, said in one sentence.
 
 The model is built on the meta device, the data is asked for a few batches, and the layers are run on meta
-tensors: shapes without memory or arithmetic, a 7B model in a second. An operation that has no meta form ends
-the look at shapes, silently: it is not the user's mistake, and the workers will find out.
+tensors: shapes without memory or arithmetic, a 7B model in a second. An operation that has no meta form, or
+a layer that looks at a value, ends the look at shapes, silently: it is not the user's mistake, and the
+workers will find out.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from everstep.engine.prepare.resolve import (
     schedule_of,
     tried_optimizer,
 )
-from everstep.engine.stage.stage import DTYPES
+from everstep.engine.stage.stage import DTYPES, changed_in_place
 from everstep.engine.state.optimizer import OptimizerFactory
 from everstep.engine.state.schedules import Rate
 from everstep.engine.state.sharded import refuse_unless_elementwise, tied_refused
@@ -206,17 +207,21 @@ def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
         _refuse_whole_numbers(module)
         given = described(value)
         value = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), value)
+        entered = tensors_in(value)
+        versions = [tensor._version for tensor in entered]
         try:
             value = module(value)
-        except NotImplementedError:  # an op without a meta kernel: its shapes show on the workers
-            return
         except Exception as error:  # the user's module
+            if _needs_values(error):
+                return
             if "leaf Variable" in str(error):
                 raise UserError(f"layer {name!r} changes its input in place; use inplace=False.") from error
             raise UserError(
                 f"layer {name!r} cannot take what {before} gives, {given}: {in_short(error)}; "
                 f"{_fix(name, value, error)}."
             ) from error
+        if name != model.names[0] and [tensor._version for tensor in entered] != versions:
+            raise UserError(changed_in_place(f"layer {name!r}"))
         try:
             tensors_in(value)
         except UserError:
@@ -226,6 +231,13 @@ def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
             ) from None
         before = f"layer {name!r}"
     _try_loss(model, before, value, targets, batch[1])
+
+
+def _needs_values(error: Exception) -> bool:
+    """An op without a meta kernel, or one that looks at values: shapes show on the workers. torch names the
+    meta device in many words, and not always by NotImplementedError.
+    """
+    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
 
 
 def _fix(layer: str, value: Value, error: Exception) -> str:
@@ -259,9 +271,9 @@ def _try_loss(model: Model, last: str, output: Value, targets: Value, real_targe
     output = mapped(lambda t: t.float() if t.is_floating_point() else t, output)
     try:
         made = model.loss(output, targets)
-    except NotImplementedError:  # an op without a meta kernel: its shapes show on the workers
-        return
     except Exception as error:  # the user's loss
+        if _needs_values(error):
+            return
         fix = "" if isinstance(output, Tensor) else "; return one tensor, or give a loss that takes them all"
         raise UserError(
             f"the loss cannot take what {last} gives, {described(output)}, and the targets, "

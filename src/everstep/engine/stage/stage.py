@@ -46,7 +46,7 @@ from everstep.engine.stage.weight_sums import Begins, add_gradients
 from everstep.engine.sums.grids import Limits
 from everstep.engine.sums.sum_units import Accumulate
 from everstep.engine.sums.sums import Empty, GradientSums
-from everstep.errors import InternalError
+from everstep.errors import InternalError, UserError
 from everstep.net import host_memory
 
 Precision = Literal["fp32", "bf16"]
@@ -120,6 +120,7 @@ class Stage:
         self._stashes: dict[tuple[int, int], Stash] = {}
         self._batches: dict[tuple[int, int], Any] = {}  # loaded, and not used yet: one at most
         self._numbers = MicrobatchNumbers()
+        self._received: list[tuple[Tensor, int]] = []  # of the forward under way, with their versions
         self._held = HeldBytes(lambda: self.working)
         self.recordings: Recordings | None = None
         self._whole_are_equal = shards is None  # whole parameters on all shards; looked at in the first W
@@ -172,6 +173,8 @@ class Stage:
         with self._held.measured():
             devices.seed(self.device, self._key(step, microbatch, self.layers.start))
             value = self._through(value, partial(self._layer, step, microbatch))
+            self._refuse_changes("the model")
+            self._received = []
             if self.is_last:
                 devices.seed(self.device, self._key(step, microbatch, self.layers.stop))
                 value, weight = self._loss(value, targets)
@@ -222,6 +225,8 @@ class Stage:
         assert self._evaluation is not None
         before = None if self.is_first else self._enter(given)[1][SCORED]
         self._evaluation.run((step, microbatch), before)
+        self._refuse_changes("the model")
+        self._received = []
 
     def scores(self, step: int, microbatch: int) -> tuple[float, ...]:
         """What the evaluation batches of a microbatch added up to; last stage only."""
@@ -367,11 +372,14 @@ class Stage:
     # How.
 
     def _fed(self, inputs: Value) -> Value:
-        """A batch as the first layer gets it: on the device, numbers in the precision of the layers."""
+        """A batch as the first layer gets it: on the device, numbers in the precision of the layers. A copy:
+        what a layer does to it in place is not done to the data.
+        """
 
         def fed(tensor: Tensor) -> Tensor:
-            tensor = host_memory.to_device(tensor.detach(), self.device)
-            return tensor.to(DTYPES[self.precision]) if tensor.is_floating_point() else tensor
+            there = host_memory.to_device(tensor.detach(), self.device)
+            dtype = DTYPES[self.precision] if there.is_floating_point() else there.dtype
+            return there.to(dtype, copy=there.device == tensor.device)
 
         return mapped(fed, inputs)
 
@@ -380,6 +388,7 @@ class Stage:
         if given is None:
             raise InternalError("a stage that is not the first was given no boundary tensor.")
         tensors = [host_memory.to_device(tensor.detach(), self.device) for tensor in given.tensors]
+        self._received = [(tensor, tensor._version) for tensor in tensors]
         wanted = {index: tensors[index].requires_grad_() for index in given.graded}
         return wanted, put_together(given.tree, tensors)
 
@@ -391,6 +400,7 @@ class Stage:
             made = layer(*args, **kwargs)
             if self.recordings is not None and devices.has_drawn(self.device, seed):
                 self.recordings.drew()
+            self._refuse_changes(f"layer {self.model.names[index]!r}")
             return made
 
         seed = self._key(step, microbatch, index)
@@ -399,5 +409,17 @@ class Stage:
         self._held.keep(args, kwargs)
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
+    def _refuse_changes(self, by: str) -> None:
+        """Of what the stage before has sent: this worker, or another one, may have to read it again."""
+        if any(tensor._version != version for tensor, version in self._received):
+            raise UserError(changed_in_place(by))
+
     def _key(self, step: int, microbatch: int, layer: int) -> int:
         return keys.key(self.seed, keys.DROPOUT, step, microbatch, layer)
+
+
+def changed_in_place(by: str) -> str:
+    return (
+        f"{by} changes a tensor in place that the layer before gives, such as a mask; a worker that takes "
+        "over would get the changed one: make a new tensor, such as x = x * y instead of x *= y."
+    )

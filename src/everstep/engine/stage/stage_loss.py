@@ -63,8 +63,15 @@ class StageLoss:
         return self._whole, _in_fp32(output), self.there(targets)
 
     def there(self, targets: Value) -> Any:
-        """On the device."""
-        return mapped(lambda tensor: host_memory.to_device(tensor, self._device), targets)
+        """On the device, and not the data's own tensors."""
+        return mapped(
+            lambda tensor: (
+                tensor.clone()
+                if tensor.device == self._device
+                else host_memory.to_device(tensor, self._device)
+            ),
+            targets,
+        )
 
 
 def _in_fp32(output: Value) -> Value:

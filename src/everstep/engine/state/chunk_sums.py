@@ -11,6 +11,7 @@ from torch import Tensor
 from everstep.engine.stage.counted import counted, squares_of
 from everstep.engine.stage.stage import Stage
 from everstep.engine.sums.sum_parts import SumPart, peaks_of
+from everstep.engine.sums.sums import MOST_PROMOTED
 from everstep.net import host_memory
 from everstep.protocol.worker_messages import AssembleSum, Parcel, SumChunk
 from everstep.schedule.footprint import CHUNK
@@ -26,9 +27,13 @@ class ChunkSums:
         self._replica, self._ranges, self._empty = replica, ranges, empty
         self.means: dict[int, dict[int, Tensor]] = {}
 
-    def part(self, stage: Stage, chunks: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:
+    def part(
+        self, stage: Stage, chunks: Sequence[int], *, to_send: bool = False
+    ) -> tuple[tuple[Tensor, ...], Any]:
         """This worker's part of the chunks of one owner: views, and what each is."""
         parts = [stage.sums.part(self._ranges[chunk]) for chunk in chunks]
+        if to_send:
+            parts = [stage.sums.packed(part, MOST_PROMOTED // len(chunks)) for part in parts]
         peaks = stage.sums.part(slice(0, 0)).peaks
         facts = [[len(part.tensors), [list(key) for key in part.promoted]] for part in parts]
         return tuple(t for part in parts for t in part.tensors), [list(peaks), facts]

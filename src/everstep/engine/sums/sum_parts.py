@@ -14,7 +14,7 @@ from everstep.schedule.footprint import CHUNK
 class SumPart(NamedTuple):
     """What one worker adds to a stretch of the whole stage's sum."""
 
-    tensors: tuple[Tensor, ...]  # the stretch of its buffer, then the promoted sums in it
+    tensors: tuple[Tensor, ...]  # the stretch of its buffer, then the promoted sums in it, or all as one
     peaks: Sequence[int] = ()  # of its contributions, by slot; for plain sums none
     promoted: Sequence[tuple[int, int]] = ()  # slot and level of each promoted sum
 

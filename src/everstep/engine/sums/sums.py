@@ -36,6 +36,7 @@ Product = Callable[[], Tensor]  # makes a contribution; the same bits whenever i
 Empty = Callable[..., Tensor]  # (shape, dtype=) -> a tensor
 
 _PLAIN = {"fp32": torch.float32, "fp64": torch.float64}
+MOST_PROMOTED = 1024  # sums in a part that are sent one by one: a message has a limit
 _GROUP = 1 << 18  # elements of contributions that are held until they are added: they are in a cache
 
 
@@ -103,6 +104,7 @@ class GradientSums:
         self._lowest = [self.grid.unit(limit, 0) for limit in limits]
         self.peaks = [grids.NO_PEAK] * len(self.slots)
         self._promoted: dict[tuple[int, int], Tensor] = {}
+        self._packed: list[Tensor] = []  # peers may read them until the step is over
         self.changed: set[int] = set()  # slots from which something was taken back, until this is cleared
         self._late: _Late | None = None
         self._adding: list[tuple[int, Product, Tensor | None]] = []
@@ -236,6 +238,15 @@ class GradientSums:
         sums = [self._promoted[key][_shifted(there[key[0]], self.slots[key[0]].offset)] for key in promoted]
         return SumPart((self.flat[where], *sums), tuple(self.peaks), promoted)
 
+    def packed(self, part: SumPart, most: int = MOST_PROMOTED) -> SumPart:
+        """For sending: promoted sums that are more than so many are copied into one tensor."""
+        stretch, *promoted = part.tensors
+        if len(promoted) <= most:
+            return part
+        total = self._empty((sum(one.numel() for one in promoted),), dtype=stretch.dtype)
+        self._packed.append(torch.cat(promoted, out=total))
+        return part._replace(tensors=(stretch, total))
+
     def means(
         self,
         stretch: slice,
@@ -295,11 +306,15 @@ class GradientSums:
         self, stretch: slice, parts: Sequence[SumPart]
     ) -> dict[tuple[int, int], list[tuple[int, Tensor]]]:
         """The promoted sums of all parts by slot and level, each with the place of its first element."""
-        starts = {index: piece.start for index, piece in self.pieces(stretch)}
+        pieces = dict(self.pieces(stretch))
         found: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         for part in parts:
-            for key, one in zip(part.promoted, part.tensors[1:], strict=True):
-                found.setdefault(key, []).append((starts[key[0]], one))
+            promoted: Sequence[Tensor] = part.tensors[1:]
+            if len(promoted) < len(part.promoted):
+                sizes = [pieces[slot].stop - pieces[slot].start for slot, _ in part.promoted]
+                promoted = torch.split(promoted[0], sizes)
+            for key, one in zip(part.promoted, promoted, strict=True):
+                found.setdefault(key, []).append((pieces[key[0]].start, one))
         return found
 
     def _value(self, sums: Sequence[Tensor], pieces: list[tuple[int, int, slice]], start: int) -> Tensor:

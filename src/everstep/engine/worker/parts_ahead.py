@@ -31,7 +31,7 @@ from torch import Tensor
 
 from everstep.engine.sums.sums import GradientSums
 from everstep.errors import PeerError
-from everstep.net import frames
+from everstep.net import transport
 from everstep.protocol.worker_messages import Parcel
 
 PIECE = {"cpu": 1 << 20, "cuda": 16 << 20}  # bytes, at least
@@ -221,7 +221,7 @@ class ArrivingParts:
         """At its place in the whole stretch. Alone in it, it is the stretch."""
         if not 0 <= piece.start <= piece.stop <= size or tensor.numel() != piece.stop - piece.start:
             raise PeerError("a peer sent a piece of a part that is outside of it")
-        if size * tensor.element_size() > frames.MAX_TENSOR:
+        if size * tensor.element_size() > transport.MAX_BYTES:
             raise PeerError("a peer sent a piece of a part that is too large")
         if tensor.numel() == size:
             arriving.wholes[piece.stretch] = tensor

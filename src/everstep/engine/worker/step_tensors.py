@@ -119,7 +119,8 @@ class StepTensors:
             return self._outgoing_chunks(parcel, self.by_chunk)
         match parcel.what:
             case ParcelKind.PART:
-                part = self.stage.sums.part(self._stretch(members, parcel.owner))
+                sums = self.stage.sums
+                part = sums.packed(sums.part(self._stretch(members, parcel.owner)))
                 return Payload(part.tensors, part.facts)
             case ParcelKind.SUM:
                 return Payload((self._sums[parcel.step][self._stretch(members, self.me.replica)],))
@@ -138,7 +139,7 @@ class StepTensors:
         assert self._holders is not None
         match parcel.what:
             case ParcelKind.PART:
-                return Payload(*sums.part(self.stage, self._chunks_of(parcel)))
+                return Payload(*sums.part(self.stage, self._chunks_of(parcel), to_send=True))
             case ParcelKind.SUM:
                 rows = enumerate(self._holders(parcel.step))
                 both = [c for c, row in rows if row[0] == self.me.replica and parcel.owner in row]

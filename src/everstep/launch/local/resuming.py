@@ -50,7 +50,7 @@ def _newest(job: Job, where: str) -> tuple[int, dict[str, tuple[int, ...]]] | No
 
 def _trained(there: dict[str, tuple[int, ...]]) -> set[str]:
     """The parameters that the checkpoint has optimizer states of."""
-    return {name.split("/")[1] for name in there if name.startswith("optimizer/") and name.count("/") == 2}
+    return {folder.parameter_of(name) for name in there if name.startswith("optimizer/")}
 
 
 def _shape(shape: tuple[int, ...]) -> str:
