@@ -32,7 +32,7 @@ from everstep.engine.prepare.resolve import data_of
 from everstep.errors import UserError
 from everstep.job.job import DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.report import incident_line
-from everstep.launch.local.run import LocalTask
+from everstep.launch.local.run import LocalNode, LocalTask
 from everstep.node.fork_server import ForkServer
 from everstep.protocol.cluster_messages import Patience
 from harness.counted_rows import ROWS, elements
@@ -160,7 +160,7 @@ def run(job: Job, server: ForkServer, faults: Faults | None) -> LocalTask:
             faults.step(task, what.step)
 
     patience = Patience(restarts_per_node=999, restarts_per_place=999)
-    task = LocalTask(job, fork_server=server, watch=watch, slots=6, patience=patience)
+    task = LocalTask(job, fork_server=server, watch=watch, node=LocalNode(slots=6), patience=patience)
     task.run()
     return task
 

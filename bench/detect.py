@@ -30,7 +30,7 @@ from everstep.core.task.states import Member
 from everstep.engine.telemetry.faults import parse_fault
 from everstep.job.job import Job
 from everstep.launch.local.outcome import StepRow
-from everstep.launch.local.run import LocalTask
+from everstep.launch.local.run import LocalNode, LocalTask
 from everstep.node.fork_server import ForkServer
 from everstep.protocol.cluster_messages import Patience
 from everstep.protocol.incidents import Incident
@@ -106,7 +106,7 @@ class Striker:
 
 def strike(number: int, trials: int, fork_server: ForkServer, seed: int) -> Striker:
     striker = Striker(number, trials, seed)
-    LocalTask(job(), fork_server=fork_server, watch=striker, patience=EAGER, tick_s=0.01).run()
+    LocalTask(job(), fork_server=fork_server, watch=striker, patience=EAGER).run()
     return striker
 
 
@@ -206,7 +206,7 @@ def overhead(turns: int, fork_server: ForkServer) -> dict[str, Any]:
         LocalTask(
             job(steps=25),
             fork_server=fork_server,
-            detect=detect,
+            node=LocalNode(detect=detect),
             watch=lambda kind, what, found=found: found.append(what) if kind == "step" else None,
         ).run()
         watcher_s[detect] += time.process_time() - used

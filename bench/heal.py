@@ -90,7 +90,7 @@ def measure(
         steps=1_000_000,
     )
     chaos = Chaos(kills, seed)
-    outcome = LocalTask(job, fork_server=fork_server, watch=chaos, patience=EAGER, tick_s=0.01).run()
+    outcome = LocalTask(job, fork_server=fork_server, watch=chaos, patience=EAGER).run()
     return evaluate(chaos, outcome)
 
 

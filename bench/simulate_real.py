@@ -134,7 +134,7 @@ def run_real(plan: Script, fork_server: ForkServer, depth: int) -> Watch:
         steps=plan.steps,
     )
     watch = Watch(plan)
-    watch.task = LocalTask(job, fork_server=fork_server, watch=watch, patience=EAGER, tick_s=0.005)
+    watch.task = LocalTask(job, fork_server=fork_server, watch=watch, patience=EAGER)
     watch.task.run()
     return watch
 

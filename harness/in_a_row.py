@@ -81,5 +81,5 @@ def run_in_a_row(
     slow = DataSpec(build="harness.slow_data:SlowSynthetic", rows=data.rows, options=options)
     watch = DeathsInARow(points, limit_s)
     slowed = replace(job, steps=1_000_000, data=slow, base=str(ROOT))
-    outcome = LocalTask(slowed, fork_server=server, watch=watch, patience=EAGER, tick_s=0.01).run()
+    outcome = LocalTask(slowed, fork_server=server, watch=watch, patience=EAGER).run()
     return watch, outcome

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.engine.prepare.preflight import preflight
-from everstep.errors import UserError
+from everstep.errors import PeerError, UserError
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec, load_job
+from everstep.job.worker_spec import WorkerSpec
+from everstep.protocol.node_reports import Sender
+from everstep.protocol.ops import Worker
 
 FULL = """
 steps = 50
@@ -251,3 +255,47 @@ def test_a_change_of_shape_may_leave_the_smallest_number_of_shards_above_the_pre
     words = {"model": {"preset": "gpt-tiny"}, "shards": 2, "min_shards": 2, "sequence_parallel": True}
     fewer = Job.from_dict(words).reshaped(1, 1, shards=1)
     assert Job.from_dict(fewer.to_dict()) == fewer
+
+
+def test_a_worker_is_told_what_its_agent_says() -> None:
+    spec = WorkerSpec(
+        sender=Sender("t", Worker(1, 2), 3),
+        job=Job(model=ModelSpec(preset="gpt-tiny")).to_dict(),
+        secret="00",
+        node="a",
+        host="10.0.0.1",
+        slots=(4, 5),
+        slots_on_node=8,
+        agent="/run/agent",
+        memory="/dev/shm/a",
+        beacon="/run/beacon-t",
+        faults=("stage=2,replica=1,step=1",),
+    )
+    assert WorkerSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == replace(
+        spec, job=json.loads(json.dumps(spec.job))
+    )
+    assert str(spec.lifeline) == "/run/beacon-t.life"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [({"slots": ["x"]}, "'x' is not int"), ({"secret": None}, "None is not str"), (None, "lacks 'secret'")],
+)
+def test_a_worker_says_what_is_wrong_with_what_it_is_told(
+    change: dict[str, object] | None, sentence: str
+) -> None:
+    told = {
+        "sender": ["t", "0:0", 1],
+        "job": {},
+        "secret": "00",
+        "node": "a",
+        "host": "h",
+        "slots": [0],
+        "slots_on_node": 1,
+        "agent": "a",
+        "memory": "m",
+    }
+    WorkerSpec.from_dict(told)
+    told = {**told, **change} if change else {key: value for key, value in told.items() if key != "secret"}
+    with pytest.raises(PeerError, match=f"not a WorkerSpec: .*{sentence}"):
+        WorkerSpec.from_dict(told)

@@ -9,7 +9,7 @@ from typing import Any
 
 from everstep.engine.prepare.resolve import data_of
 from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
-from everstep.launch.local.run import LocalTask
+from everstep.launch.local.run import LocalNode, LocalTask
 from everstep.node.fork_server import ForkServer
 from everstep.protocol.cluster_messages import Patience
 from everstep.protocol.ops import Worker
@@ -35,7 +35,11 @@ def run(fork_server: ForkServer, job: Job, at_step: dict[int, Any]) -> LocalTask
             left.pop(what.step)(task)
 
     task = LocalTask(
-        job, fork_server=fork_server, watch=watch, slots=6, patience=Patience(restarts_per_node=99)
+        job,
+        fork_server=fork_server,
+        watch=watch,
+        node=LocalNode(slots=6),
+        patience=Patience(restarts_per_node=99),
     )
     task.run()
     assert task.outcome.failure is None

@@ -11,7 +11,7 @@ import pytest
 from everstep.errors import UserError
 from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.outcome import Outcome
-from everstep.launch.local.run import LocalTask
+from everstep.launch.local.run import LocalNode, LocalTask
 from everstep.node.fork_server import ForkServer
 from everstep.protocol.cluster_messages import Patience
 from everstep.protocol.ops import Worker
@@ -46,7 +46,11 @@ def run(fork_server: ForkServer, job: Job, at_step: dict[int, Callable[[LocalTas
             left.pop(what.step)(task)
 
     task = LocalTask(
-        job, fork_server=fork_server, watch=watch, slots=6, patience=Patience(restarts_per_node=99)
+        job,
+        fork_server=fork_server,
+        watch=watch,
+        node=LocalNode(slots=6),
+        patience=Patience(restarts_per_node=99),
     )
     task.run()
     assert not left

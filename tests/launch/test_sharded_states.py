@@ -12,7 +12,7 @@ import pytest
 
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.outcome import Outcome
-from everstep.launch.local.run import LocalTask
+from everstep.launch.local.run import LocalNode, LocalTask
 from everstep.node.fork_server import ForkServer
 from everstep.protocol.cluster_messages import Patience
 from everstep.protocol.ops import Worker
@@ -141,7 +141,7 @@ def run(fork_server: ForkServer, job: Job, at_step: dict[int, Any]) -> LocalTask
             left.pop(what.step)(task)
 
     patience = Patience(restarts_per_node=99)
-    task = LocalTask(job, fork_server=fork_server, watch=watch, slots=8, patience=patience)
+    task = LocalTask(job, fork_server=fork_server, watch=watch, node=LocalNode(slots=8), patience=patience)
     task.run()
     assert not left
     return task

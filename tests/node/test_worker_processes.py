@@ -18,10 +18,11 @@ from everstep.core.faults.detector import DetectorLimits
 from everstep.job.job import DataSpec, Job, ModelSpec
 from everstep.node.fork_server import ForkServer, ForkServerDied
 from everstep.node.slot_devices import NodeDevices, SlotDevice
-from everstep.node.worker_processes import WorkerProcesses
+from everstep.node.worker_processes import NodeSettings, WorkerProcesses
 from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
 from everstep.protocol.actions import InterruptWorkers
+from everstep.protocol.node_orders import TaskNeeds
 from everstep.protocol.ops import Worker
 
 JOB = Job(
@@ -58,14 +59,18 @@ class Node:
         self.loop = SelectorLoop()
         self.reports: list[Any] = []
         self.workers = WorkerProcesses(
+            NodeSettings(folder=folder),
             loop=self.loop,
             machine=NodeProcesses(DetectorLimits()),
             report=lambda report, sender: self.reports.append(report),
-            folder=folder,
-            fork_server=lambda job: server,
+            fork_server=lambda needs: server,
         )
         self.workers.open()
-        self.workers.carry_out(msg.OpenTask(task="t", job=JOB.to_dict(), secret="00" * 32))
+        self.open(JOB.to_dict(), needs=JOB.needs())
+
+    def open(self, job: dict[str, Any], needs: TaskNeeds | None = None) -> None:
+        order = msg.OpenTask(task="t", job=job, secret="00" * 32, shape=JOB.task_shape(), needs=needs)
+        self.workers.carry_out(order)
 
     def start(self, incarnation: int, slot: int = 0) -> None:
         order = msg.StartProcess(task="t", worker=A, incarnation=incarnation, slot=slot)
@@ -130,9 +135,9 @@ def test_a_worker_gets_the_devices_of_its_node_or_is_not_started(
 
     monkeypatch.setattr(ForkServer, "warm_up", lambda server: None)
     monkeypatch.setattr(ForkServer, "spawn", spawn)
-    node.workers.slots = 2
+    node.workers.settings = replace(node.workers.settings, slots=2)
     job = replace(JOB, device="cuda")
-    node.workers.carry_out(msg.OpenTask(task="t", job=job.to_dict(), secret="00" * 32))
+    node.open(job.to_dict(), needs=job.needs())
     node.workers.devices = NodeDevices(lambda: ())
     node.start(1)
     node.workers.devices = NodeDevices(lambda: (SlotDevice("GPU-6", "00:6", "GPU-6"), SlotDevice("GPU-7")))
@@ -203,9 +208,20 @@ def test_a_task_is_closed_in_good_order(node: Node) -> None:
     assert node.events(ev.WorkerExited)[0].reason == "exited with code 0"
 
 
-def test_a_job_that_makes_no_sense_here_fails_its_starts_in_words(node: Node) -> None:
-    node.workers.carry_out(msg.OpenTask(task="t", job={"model": {"preset": "none"}}, secret="00" * 32))
+def test_a_job_that_its_worker_cannot_read_is_said_in_words(node: Node) -> None:
+    """The agent hands the job on; the worker reads it."""
+    node.open({"model": {"preset": "none"}}, needs=JOB.needs())
+    node.start(1)
+    node.until(lambda: node.events(ev.WorkerExited))
+    (raised,) = node.events(ev.WorkerRaised)
+    assert raised.error.startswith("UserError: model preset 'none'")
+
+
+def test_an_order_of_the_version_before_brings_the_job_alone(node: Node) -> None:
+    node.open({"model": {"preset": "none"}})
     node.start(1)
     (exited,) = node.events(ev.WorkerExited)
-    assert exited.reason.startswith("could not be started: ")
-    assert "none" in exited.reason
+    assert exited.reason.startswith("could not be started: model preset 'none'")
+    node.open(JOB.to_dict())
+    node.start(2)
+    node.until(lambda: node.is_up(2))

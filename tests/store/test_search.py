@@ -11,7 +11,7 @@ import pytest
 
 from everstep.errors import UserError
 from everstep.job.job import Job
-from everstep.node.checkpoints import CheckpointDirectory
+from everstep.node import disk_orders
 from everstep.store.folder import complete_steps, newest_valid, prune
 from everstep.store.places import UrlPlace
 from everstep.store.search import PAUSES_S, Newest, NoStart, newest_to_use
@@ -192,6 +192,6 @@ def test_the_job_says_whether_to_start_over(root: Path) -> None:
         _truncate(root / f"step-{step:08d}")
     table = {"model": {"preset": "gpt-tiny"}, "checkpoint": {"folder": "."}, "base": str(root)}
     with pytest.raises(NoStart, match="start_over"):
-        CheckpointDirectory(Job.from_dict(table)).newest()
+        disk_orders.newest(Job.from_dict(table).needs().checkpoints)
     table["checkpoint"] = {"folder": ".", "start_over": True}
-    assert CheckpointDirectory(Job.from_dict(table)).newest() == Newest(0)
+    assert disk_orders.newest(Job.from_dict(table).needs().checkpoints) == Newest(0)

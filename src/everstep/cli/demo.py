@@ -205,7 +205,6 @@ def _run_twice(
                 watch=Killer(script, watch),
                 fork_server=fork_server,
                 patience=patience,
-                tick_s=0.02,
                 page=page,
             )
         )

@@ -18,6 +18,7 @@ from typing import Any, Literal, Self, get_type_hints
 from everstep.errors import UserError
 from everstep.job import presets
 from everstep.job.tables import at_least, at_most, checked, one_of, positive, read, refuse_unknown
+from everstep.protocol.node_orders import CheckpointFolder, TaskNeeds
 from everstep.protocol.shape import CHUNKS_PER_REPLICA, Shape
 
 # A schedule holds every op of a step: beyond this the coordinator would plan for minutes.
@@ -324,6 +325,44 @@ class Job:
             model = {"hf": spec.hf, **spec.options}
             return {"model": model, "hf_config": self._hf_config(), **started, **spec.card}
         return {"model": {"build": spec.build}, **spec.card}
+
+    def checkpoint_meta(self, step: int) -> dict[str, Any]:
+        """What a run needs of a checkpoint besides tensors. Data and random draws are functions of (seed,
+        step, microbatch), the rate of the step: the step is the position of them all.
+        """
+        optimizer = self.optimizer
+        return {
+            "seed": self.seed,
+            "steps": self.steps,
+            "precision": self.precision,
+            **self.model_card(),
+            "shape": {"replicas": self.replicas, "stages": self.stages, "microbatches": self.microbatches},
+            "rng": {"kind": "of (seed, step, microbatch, layer)", "seed": self.seed},
+            "scheduler": {
+                "decay": optimizer.decay,
+                "warmup": optimizer.warmup,
+                "floor": optimizer.floor,
+                "next_multiplier": self.rate(step),
+            },
+            "data": {"next_step": step + 1, "microbatches_in_step": self.microbatches_in_step},
+        }
+
+    def needs(self) -> TaskNeeds:
+        """What the agents of its nodes are told of it."""
+        spec = self.checkpoint
+        folder = None
+        if spec is not None:
+            folder = CheckpointFolder(
+                base=self.base, folder=spec.folder, keep=spec.keep, start_over=spec.start_over
+            )
+        log = None if self.log is None else str(self.path(self.log))
+        return TaskNeeds(
+            device=self.device,
+            threads=self.threads,
+            modules=self.modules(),
+            log=log,
+            checkpoints=folder,
+        )
 
     def modules(self) -> tuple[str, ...]:
         """What its workers import besides torch: better once, before they are forked."""

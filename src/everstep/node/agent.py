@@ -39,7 +39,6 @@ from everstep.core.agent.agent import (
 from everstep.core.faults.detector import DetectorLimits
 from everstep.core.faults.xids import place_of_xid
 from everstep.errors import PeerError, UserError
-from everstep.job.job import Job
 from everstep.net.sockets import watch_path
 from everstep.node.coordinator_address import current
 from everstep.node.fabric_settings import FabricSettings
@@ -48,9 +47,10 @@ from everstep.node.kernel import KernelLog
 from everstep.node.leave_notice import LOOK_S, LeaveNotice
 from everstep.node.recent_ops import last_steps
 from everstep.node.slot_devices import NodeDevices, slots_named
-from everstep.node.worker_processes import WorkerProcesses
+from everstep.node.worker_processes import NodeSettings, WorkerProcesses
 from everstep.protocol import cluster_messages as msg
 from everstep.protocol.codec import decode, encode
+from everstep.protocol.node_orders import TaskNeeds
 from everstep.protocol.ops import parse_worker
 from everstep.store.memory_server import MemoryServer
 from everstep.store.owned_folders import temporary_folder
@@ -101,19 +101,22 @@ class Agent:
             await self._run(folder)
 
     async def _run(self, folder: Path) -> None:
+        node = NodeSettings(
+            folder=folder,
+            node=self.settings.node,
+            host=self.settings.host,
+            slots=self.settings.slots,
+            logs=self.settings.words,
+            fabric=self.settings.fabric,
+        )
         self.workers = WorkerProcesses(
+            node,
             loop=_Loop(asyncio.get_running_loop()),
             machine=self.state.processes,
             decide=self._decide,
             report=self._report,
-            folder=folder,
             fork_server=self._fork_server,
             beside=self._do_beside,
-            host=self.settings.host,
-            node=self.settings.node,
-            slots=self.settings.slots,
-            logs=self.settings.words,
-            fabric=self.settings.fabric,
             devices=self.devices,
         )
         self.workers.open()
@@ -180,10 +183,10 @@ class Agent:
                 self._report(found, None)
             await asyncio.sleep(LOOK_S)
 
-    def _fork_server(self, job: Job) -> ForkServer:
-        key = (job.threads, job.modules())
+    def _fork_server(self, needs: TaskNeeds) -> ForkServer:
+        key = (needs.threads, needs.modules)
         if key not in self._servers:
-            self._servers[key] = ForkServer(threads=job.threads, preload=job.modules()).start()
+            self._servers[key] = ForkServer(threads=needs.threads, preload=needs.modules).start()
         return self._servers[key]
 
     def _do_beside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:

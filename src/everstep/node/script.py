@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from everstep.engine.prepare import context
 from everstep.engine.prepare.program import Program
@@ -15,9 +14,9 @@ from everstep.errors import UserError
 from everstep.job.job import Job
 
 
-def run(spec: dict[str, Any], train: Callable[[Program], None]) -> None:
-    path, *arguments = spec["script"]
-    context.become_worker(context.WorkerContext(Job.from_dict(spec["job"]), train))
+def run(script: Sequence[str], job: Job, train: Callable[[Program], None]) -> None:
+    path, *arguments = script
+    context.become_worker(context.WorkerContext(job, train))
     run_as_main(path, arguments)
     raise UserError(f"script {path!r} called everstep.train in the launcher, and not in a worker.")
 

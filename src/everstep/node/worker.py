@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,9 @@ from everstep.engine.worker.follower import Follower
 from everstep.engine.worker.leader import FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.worker_loop import WorkerLoop
+from everstep.errors import UserError
 from everstep.job.job import Job
+from everstep.job.worker_spec import WorkerSpec
 from everstep.net import host_memory, nccl
 from everstep.net.courier import Courier, identity_of
 from everstep.net.frames import Incoming
@@ -49,55 +51,67 @@ from everstep.protocol import shard_messages as sh
 from everstep.protocol.agent_messages import ShardEnded, WorkerHello, WorkerReport
 from everstep.protocol.cluster_messages import PartWritten, SaveFailed, Sender, StateFetched, TimesReported
 from everstep.protocol.links import LinkBroke, LinkOpened
-from everstep.protocol.ops import parse_worker
 from everstep.protocol.text import MOST_TRACEBACK, clipped
 from everstep.store.state_keeper import States
 
 ECHO_S = 0.5  # after a shard has ended, the others' collectives fail within this time
 
 
-def main(spec: dict[str, Any]) -> int:
-    """Run the worker that `spec` describes; the process's exit code."""
+def main(given: Mapping[str, Any]) -> int:
+    """Run the worker that a `WorkerSpec` describes; the process's exit code."""
+    spec = WorkerSpec.from_dict(given)
     allow_many_files()  # a connection each way with every peer
-    shards = int(spec["job"].get("shards", 1))
-    folder = None if spec["beacon"] is None else Path(spec["beacon"]).parent
-    group = fork(shards, spec["host"], folder) if shards > 1 else None
-    if str(spec["job"]["device"]).startswith("cuda"):
-        there = tuple(slot_devices.SlotDevice(*device) for device in spec["devices"])
-        slots = [spec["slot"], *spec.get("more_slots", ())]
-        device = slot_devices.take(slots[0 if group is None else group.index % len(slots)], there)
-        shared = slot_devices.is_shared(device, there, slots=spec["slots"])
-        forced = spec["job"].get("transport") == "nccl" or shards > 1
-        nccl.prepare(spec["host"], alone=device is not None and (device.is_instance or (forced and shared)))
-    if group is not None and group.index:
-        return _follow(spec, group)
-    if spec["lifeline"] is not None:
-        lifeline = Lifeline(Path(spec["lifeline"]))
-        lifeline.hold()  # until the end
-    agent = socket.socket(socket.AF_UNIX)
-    agent.connect(spec["agent"])
-    line = AgentLine(agent)
-    me = Sender(spec["task"], parse_worker(spec["worker"]), spec["incarnation"])
-    line.say(WorkerHello(task=me.task, worker=me.worker, incarnation=me.incarnation, pid=os.getpid()))
     try:
-        _run(me, spec, line, group)
+        job = Job.from_dict(spec.job)
+    except UserError as error:  # the job was submitted to another version
+        _call_agent(spec).say(raised(spec.sender, f"UserError: {error}", where="starting", traceback=""))
+        return 1
+    folder = None if spec.beacon_path is None else spec.beacon_path.parent
+    group = fork(job.shards, spec.host, folder) if job.shards > 1 else None
+    if job.device.startswith("cuda"):
+        _take_device(spec, job, 0 if group is None else group.index)
+    if group is not None and group.index:
+        return _follow(spec, job, group)
+    if spec.lifeline is not None:
+        lifeline = Lifeline(spec.lifeline)
+        lifeline.hold()  # until the end
+    line = _call_agent(spec)
+    try:
+        _run(spec, job, line, group)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except BaseException as error:
         if group is not None and group.first_dead(ECHO_S) is not None:
             group.wait()  # a collective failed because a shard has ended: its watcher says so, and ends all
         text = f"{type(error).__name__}: {error}"
-        line.say(raised(me, text, where=line.where(), traceback=traceback.format_exc(limit=50)))
+        line.say(raised(spec.sender, text, where=line.where(), traceback=traceback.format_exc(limit=50)))
         traceback.print_exc()
         return 1
     return 0
 
 
-def _follow(spec: dict[str, Any], group: ShardGroup) -> int:
+def _take_device(spec: WorkerSpec, job: Job, shard: int) -> None:
+    """Before CUDA is touched."""
+    there = tuple(slot_devices.SlotDevice(*device) for device in spec.devices)
+    device = slot_devices.take(spec.slots[shard % len(spec.slots)], there)
+    shared = slot_devices.is_shared(device, there, slots=spec.slots_on_node)
+    forced = job.transport == "nccl" or job.shards > 1
+    nccl.prepare(spec.host, alone=device is not None and (device.is_instance or (forced and shared)))
+
+
+def _call_agent(spec: WorkerSpec) -> AgentLine:
+    agent = socket.socket(socket.AF_UNIX)
+    agent.connect(spec.agent)
+    line = AgentLine(agent)
+    task, worker, incarnation = spec.sender
+    line.say(WorkerHello(task=task, worker=worker, incarnation=incarnation, pid=os.getpid()))
+    return line
+
+
+def _follow(spec: WorkerSpec, job: Job, group: ShardGroup) -> int:
     """The whole life of a shard that does not lead."""
-    me = Sender(spec["task"], parse_worker(spec["worker"]), spec["incarnation"])
     try:
-        _run(me, spec, _Pipe(group), group)
+        _run(spec, job, _Pipe(group), group)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except BaseException as error:
@@ -110,19 +124,18 @@ def _follow(spec: dict[str, Any], group: ShardGroup) -> int:
     return 0
 
 
-def _run(me: Sender, spec: dict[str, Any], line: AgentLine | _Pipe, group: ShardGroup | None) -> None:
+def _run(spec: WorkerSpec, job: Job, line: AgentLine | _Pipe, group: ShardGroup | None) -> None:
     """Train what the job says, or what the user's script makes."""
-    if not spec.get("script"):
-        train(me, spec, Program.of(Job.from_dict(spec["job"])), line, group)
+    if not spec.script:
+        train(spec, Program.of(job), line, group)
         return
     from everstep.node import script
 
-    script.run(spec, lambda program: train(me, spec, program, line, group))
+    script.run(spec.script, job, lambda program: train(spec, program, line, group))
 
 
-def train(
-    sender: Sender, spec: dict[str, Any], program: Program, line: AgentLine | _Pipe, group: ShardGroup | None
-) -> None:
+def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: ShardGroup | None) -> None:
+    sender, beacon_path = spec.sender, spec.beacon_path
     me = sender.worker
     job = program.job
     loader = None
@@ -139,10 +152,10 @@ def train(
         regions.enable()
     if job.accumulate != "fp32":
         devices.exact(device)
-    steering = steering_from(spec["fabric"]) if spec.get("fabric") else None
+    steering = steering_from(spec.fabric) if spec.fabric else None
     recorder = None
-    if spec["beacon"] is not None and is_leader:
-        recorder = WorkerRecorder.beside(spec["beacon"], me, replicas=job.replicas, stages=job.stages)
+    if beacon_path is not None and is_leader:
+        recorder = WorkerRecorder.beside(str(beacon_path), me, replicas=job.replicas, stages=job.stages)
 
     def arrived(frame: Incoming) -> None:
         if not courier.takes(frame):
@@ -160,8 +173,8 @@ def train(
     computes = computes_with(device) if job.accumulate != "fp32" else ""
     identity = identity_of(device, job.transport, computes=computes)
     links = Links(
-        token=bytes.fromhex(spec["token"]),
-        host=spec["host"],
+        token=bytes.fromhex(spec.secret),
+        host=spec.host,
         deliver=arrived,
         broken=broke,
         opened=lambda address: inbox.put(LinkOpened(address)),
@@ -173,12 +186,12 @@ def train(
     )
     waits = job.transport in ("nccl", "pipe") and sender.incarnation == 1
     courier = Courier.of(links, identity, device, deliver=deliver, failed=inbox.put, waits=waits)
-    beacon = Beacon(Path(spec["beacon"])) if spec["beacon"] is not None and is_leader else None
+    beacon = Beacon(beacon_path) if beacon_path is not None and is_leader else None
     leader = None if group is None or not is_leader else ShardLeader(group.count, group.tell, line.say)
     shards = None
     if group is not None:  # watched before it meets: a shard that ends on its way would be waited for
         _watch(group, inbox, sender, line, leader)
-        mark = None if spec["beacon"] is None else ShardMark(Path(spec["beacon"]), group.index)
+        mark = None if beacon_path is None else ShardMark(beacon_path, group.index)
         shards = GroupCollectives(
             group.store,
             group.index,
@@ -191,9 +204,9 @@ def train(
     states = States(
         sender,
         job,
-        node=spec["node"],
-        memory_root=Path(spec["memory"]),
-        secret=spec["token"],
+        node=spec.node,
+        memory_root=Path(spec.memory),
+        secret=spec.secret,
         say=line.say if leader is None else partial(leader.report, 0),
         cut=Cut(program.model.shard_plan, 0 if group is None else group.index, job.shards),
     )
@@ -202,7 +215,7 @@ def train(
         control,
         lambda: program.build(me.stage, device=device, empty=courier.empty, shards=shards),
         ports=Ports(
-            report=line.say if leader is None else _with_waits(line.say, spec["beacon"], job.shards),
+            report=line.say if leader is None else _with_waits(line.say, beacon_path, job.shards),
             save=states.save,
             load=states.load,
             save_chunks=states.save_chunks,
@@ -215,7 +228,7 @@ def train(
         beacon=beacon,
         recorder=recorder,
         loader=loader,
-        faults=tuple(parse_fault(text) for text in spec.get("faults", ())),
+        faults=tuple(parse_fault(text) for text in spec.faults),
         shard=0 if group is None else group.index,
         leader=leader,
     )
@@ -257,12 +270,12 @@ def _nothing() -> None:
 
 
 def _with_waits(
-    say: Callable[[WorkerReport], None], beacon: str | None, shards: int
+    say: Callable[[WorkerReport], None], beacon: Path | None, shards: int
 ) -> Callable[[WorkerReport], None]:
     """What a worker reports of its times, with how long each of its shards has waited for the others."""
     if beacon is None:
         return say
-    waits = GroupWaits(Path(beacon), shards)
+    waits = GroupWaits(beacon, shards)
 
     def report(report: WorkerReport) -> None:
         if isinstance(report, TimesReported):

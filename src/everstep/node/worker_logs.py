@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from everstep.errors import UserError
-from everstep.job.job import Job
 from everstep.protocol.ops import Worker
 
 MOST_PATHS = 10_000
@@ -19,11 +18,10 @@ class WorkerLogs:
         self.folder = folder
         self._paths: dict[tuple[str, Worker], Path] = {}
 
-    def path(self, task: str, worker: Worker, job: Job) -> Path:
-        """Where a worker is to print."""
-        folder = self.folder if job.log is None else job.path(job.log)
-        folder.mkdir(parents=True, exist_ok=True)
-        found = folder / (_name(worker) if job.log is not None else f"{task}-{_name(worker)}")
+    def path(self, task: str, worker: Worker, folder: str | None) -> Path:
+        """Where a worker is to print. `folder`: of its job, if that names one."""
+        found = self.folder / f"{task}-{_name(worker)}" if folder is None else Path(folder, _name(worker))
+        found.parent.mkdir(parents=True, exist_ok=True)
         self._paths[task, worker] = found
         while len(self._paths) > MOST_PATHS:
             del self._paths[next(iter(self._paths))]

@@ -11,7 +11,7 @@ import contextlib
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from everstep.engine.telemetry.beacon import Beacon, BeaconReading
 from everstep.engine.telemetry.faults import parse_fault
 from everstep.errors import EverstepError
 from everstep.job.job import Job
-from everstep.node.checkpoints import failure, work_on_disk
+from everstep.job.worker_spec import WorkerSpec
+from everstep.node.disk_orders import failure, work_on_disk
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkedProcess, ForkServer, ForkServerDied, exit_reason
 from everstep.node.glances import Glances
@@ -35,6 +36,7 @@ from everstep.node.worker_logs import WorkerLogs
 from everstep.protocol import cluster_messages as msg
 from everstep.protocol.agent_messages import PlantFaults
 from everstep.protocol.cluster_messages import Sender
+from everstep.protocol.node_orders import TaskNeeds
 from everstep.protocol.ops import Worker
 from everstep.store.memory_server import MemoryStore
 
@@ -69,53 +71,69 @@ class WorkerProcess:
         return self.sender.incarnation
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What the processes of a node have in common. `detect` off leaves pidfds alone to notice anything: to
+    measure what the rest costs.
+    """
+
+    folder: Path  # for sockets and beacons
+    node: str = "here"
+    host: str = "127.0.0.1"  # where peers reach its workers
+    slots: int = 1
+    logs: Path | None = None  # for what workers print, if their job names no folder
+    detect: bool = True
+    fabric: FabricSettings | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class TaskHere:
-    job: Job
+    """What this node was told of a task, and its job as workers get it."""
+
+    job: Mapping[str, Any]
     secret: str
     script: tuple[str, ...]
     faults: tuple[str, ...]
+    replicas: int
+    needs: TaskNeeds
+
+    @staticmethod
+    def of(order: msg.OpenTask) -> TaskHere:
+        shape, needs = order.shape, order.needs
+        if shape is None or needs is None:  # from a coordinator, or a journal, of the version before
+            job = Job.from_dict(order.job)
+            shape, needs = job.task_shape(), job.needs()
+        return TaskHere(order.job, order.secret, order.script, order.faults, shape.replicas, needs)
 
 
 class WorkerProcesses:
     def __init__(
         self,
+        settings: NodeSettings,
         *,
         loop: Loop,
         machine: NodeProcesses,
         report: Report,
-        folder: Path,
-        fork_server: Callable[[Job], ForkServer],
+        fork_server: Callable[[TaskNeeds], ForkServer],
         decide: Decide | None = None,
         beside: Callable[[Callable[[], Any], Done], None] = at_once,
-        host: str = "127.0.0.1",
-        node: str = "here",
-        slots: int = 1,
-        logs: Path | None = None,
-        detect: bool = True,
-        fabric: FabricSettings | None = None,
         devices: NodeDevices | None = None,
     ) -> None:
-        """`folder`: for sockets and beacons; `logs`: for what workers print, if the job names no folder.
-        `slots`: of this node, to know whether they share `devices`.
-        `decide`: where `machine` is a part of a larger one. `beside`: how to do what takes long.
-        `detect` off leaves pidfds alone to notice anything: to measure what the rest costs.
-        """
-        self.machine, self.report, self.folder, self.host, self.node = machine, report, folder, host, node
-        self.slots, self.devices = slots, devices or NodeDevices()
+        """`decide`: where `machine` is a part of a larger one. `beside`: how to do what takes long."""
+        self.settings, self.machine, self.report = settings, machine, report
+        self.devices = devices or NodeDevices()
         self.memory = MemoryStore()
         self.tasks: dict[str, TaskHere] = {}
         self._loop, self._fork_server, self._beside = loop, fork_server, beside
         self._decide: Decide = decide or machine.handle
-        self.logs = WorkerLogs(logs or folder)
-        self._detect, self._fabric = detect, fabric
+        self.logs = WorkerLogs(settings.logs or settings.folder)
         self._all: dict[Sender, WorkerProcess] = {}
         self._unreadable: dict[str, str] = {}  # jobs that make no sense here, and why
         self._rings: dict[str, RingWatch] = {}
         self._forking: dict[Sender, ForkServer] = {}  # asked for, and not made yet
         self._early: set[Sender] = set()  # of these, the ones that have called already
         self._bell = Bell()
-        self._lines = WorkerLines(loop, folder / "agent", knows=self._knows, happened=self.happened)
+        self._lines = WorkerLines(loop, settings.folder / "agent", knows=self._knows, happened=self.happened)
         self._events: deque[ag.ProcessEvent] = deque()
         self._deciding = False
 
@@ -139,7 +157,7 @@ class WorkerProcesses:
     def tick(self, now: float) -> None:
         """Some times per second: has everybody moved, and do those who were asked to end, end?"""
         self._lines.flush()
-        if self._detect:
+        if self.settings.detect:
             for process in list(self._all.values()):
                 if not process.dead:
                     self._look(process, now)
@@ -158,7 +176,7 @@ class WorkerProcesses:
 
     def log_path(self, task: str, worker: Worker) -> Path:
         """The file with what a worker printed."""
-        return self.logs.path(task, worker, self.tasks[task].job)
+        return self.logs.path(task, worker, self.tasks[task].needs.log)
 
     def slots_by_pid(self) -> dict[int, int]:
         known = self.machine.processes
@@ -226,17 +244,16 @@ class WorkerProcesses:
         if isinstance(order, msg.OpenTask):
             self.tasks.pop(order.task, None)
             try:
-                job = Job.from_dict(order.job)
+                self.tasks[order.task] = TaskHere.of(order)
             except EverstepError as error:  # its starts fail, with this sentence
                 self._unreadable[order.task] = str(error)
                 return
-            self.tasks[order.task] = TaskHere(job, order.secret, order.script, order.faults)
         self.memory.open_task(order.task, order.secret)
 
     def _work_on_disk(self, order: ag.DiskOrder) -> msg.NodeReport | None:
-        """Touches nothing of this class but a job, so any thread may do it."""
+        """Touches nothing of this class but what it was told of a task, so any thread may do it."""
         here = self.tasks.get(order.task)
-        return work_on_disk(order, None if here is None else here.job)
+        return work_on_disk(order, None if here is None else here.needs.checkpoints)
 
     def _worked(self, order: ag.DiskOrder, found: Any) -> None:
         answer = failure(order, found) if isinstance(found, Exception) else found
@@ -252,7 +269,7 @@ class WorkerProcesses:
             because = self._unreadable.get(order.task, "its job is not here")
             self.happened(ag.SpawnFailed(sender, because))
             return
-        server = self._fork_server(self.tasks[order.task].job)
+        server = self._fork_server(self.tasks[order.task].needs)
         if action.fresh_server:
             server.replace()
         self._forking[sender] = server
@@ -260,17 +277,18 @@ class WorkerProcesses:
 
     def _forked(self, sender: Sender, server: ForkServer) -> WorkerProcess:
         """Beside the loop: a fork server may be loading torch, or be stopped; so may nvidia-smi."""
-        computes_on_gpu = self.tasks[sender.task].job.device == "cuda"
-        devices = self.devices.for_slots(self.slots) if computes_on_gpu else ()
+        computes_on_gpu = self.tasks[sender.task].needs.device == "cuda"
+        devices = self.devices.for_slots(self.settings.slots) if computes_on_gpu else ()
         if not server.warm:
             server.warm_up()
         name = f"{sender.task}-{sender.worker.replica}-{sender.worker.stage}-{sender.incarnation}"
-        path = self.folder / f"beacon-{name}"
+        path = self.settings.folder / f"beacon-{name}"
         beacon = Beacon(path, create=True)
         lifeline = Lifeline(path.with_suffix(".life"), create=True)
         output = self.log_path(sender.task, sender.worker)
-        child = server.spawn(self._spec(sender, path, devices), output=output)
-        glances = Glances(sender, child.pid, beacon, self.tasks[sender.task].job.shards)
+        spec = self._spec(sender, path, devices)
+        child = server.spawn(spec.to_dict(), output=output)
+        glances = Glances(sender, child.pid, beacon, len(spec.slots))
         return WorkerProcess(sender, child, server, beacon, lifeline, glances)
 
     def _fork_ended(self, sender: Sender, found: Any) -> None:
@@ -292,30 +310,25 @@ class WorkerProcesses:
         because = str(error) if said else f"{type(error).__name__}: {error}"
         self.happened(ag.SpawnFailed(sender, because, server_died=died))
 
-    def _spec(self, sender: Sender, path: Path, devices: tuple[SlotDevice, ...]) -> dict[str, Any]:
-        here = self.tasks[sender.task]
+    def _spec(self, sender: Sender, beacon: Path, devices: tuple[SlotDevice, ...]) -> WorkerSpec:
+        here, settings, order = self.tasks[sender.task], self.settings, self.machine.processes[sender].order
         first = sender.incarnation == 1
-        slot = self.machine.processes[sender].order.slot
-        return {
-            "task": sender.task,
-            "worker": str(sender.worker),
-            "incarnation": sender.incarnation,
-            "agent": str(self._lines.path),
-            "token": here.secret,
-            "host": self.host,
-            "beacon": str(path) if self._detect else None,
-            "lifeline": str(path.with_suffix(".life")) if self._detect else None,
-            "faults": [f for f in here.faults if first and parse_fault(f).worker == sender.worker],
-            "script": list(here.script) or None,
-            "job": here.job.to_dict(),
-            "node": self.node,
-            "slot": slot,
-            "slots": self.slots,
-            "devices": [astuple(device) for device in devices],
-            "fabric": None if self._fabric is None else self._fabric.of(sender, slot),
-            "more_slots": self.machine.processes[sender].order.more_slots,
-            "memory": str(self.memory.folder),
-        }
+        return WorkerSpec(
+            sender=sender,
+            job=here.job,
+            secret=here.secret,
+            node=settings.node,
+            host=settings.host,
+            slots=(order.slot, *order.more_slots),
+            slots_on_node=settings.slots,
+            devices=tuple(map(astuple, devices)),
+            agent=str(self._lines.path),
+            memory=str(self.memory.folder),
+            beacon=str(beacon) if settings.detect else None,
+            faults=tuple(f for f in here.faults if first and parse_fault(f).worker == sender.worker),
+            script=here.script,
+            fabric=None if settings.fabric is None else settings.fabric.of(sender, order.slot),
+        )
 
     def _knows(self, sender: Sender, pid: int) -> bool:
         """Is this the process of that worker? It may call before the fork server's answer is heard."""
@@ -329,7 +342,7 @@ class WorkerProcesses:
         return True
 
     def _watch_life(self, process: WorkerProcess) -> None:
-        if self._detect:
+        if self.settings.detect:
             process.lifeline.watch(lambda: self._bell.ring(process))
 
     # -------------------------------------------------------------- deaths and delays
@@ -378,7 +391,7 @@ class WorkerProcesses:
         if len(there) < 2:
             return
         rings = {w: p.beacon.path.with_name(f"{p.beacon.path.name}.ring") for w, p in there.items()}
-        replicas = self.tasks[task].job.replicas
+        replicas = self.tasks[task].replicas
         if task not in self._rings or self._rings[task].replicas != replicas:
             self._rings[task] = RingWatch(task, replicas)
         for news in self._rings[task].look(rings, now):

@@ -43,6 +43,7 @@ from everstep.protocol.node_orders import (
     OpenTask,
     Order,
     StartProcess,
+    TaskNeeds,
 )
 from everstep.protocol.node_reports import (
     CheckpointFound,
@@ -243,6 +244,7 @@ class TaskSubmitted:
     script: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()  # scripted ones, for demonstrations
     closes: bool = False  # after the last step follows one that only evaluates
+    needs: TaskNeeds | None = None  # None: submitted to the version before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

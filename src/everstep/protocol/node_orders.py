@@ -9,6 +9,28 @@ from typing import Any, NamedTuple
 
 from everstep.protocol.actions import CopyState, InterruptWorkers, ResumeStep, StopFeeding
 from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFolder:
+    """Where a task's checkpoints are."""
+
+    base: str  # a relative folder is seen from here
+    folder: str  # or a URL
+    keep: int  # older ones are removed
+    start_over: bool = False  # continue without checkpoints that cannot be used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskNeeds:
+    """What an agent needs to know of a job; the job itself is for workers alone."""
+
+    device: str = "cpu"
+    threads: int = 1  # of each worker
+    modules: tuple[str, ...] = ()  # to import before workers are forked
+    log: str | None = None  # folder for what workers print
+    checkpoints: CheckpointFolder | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,10 +38,12 @@ class OpenTask:
     """Workers of this task will come to this node: what they need to know."""
 
     task: str
-    job: Any
+    job: Any  # handed to workers as it is
     secret: str
     script: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
+    shape: Shape | None = None  # None, also below: the coordinator or its journal is of the version before
+    needs: TaskNeeds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +130,10 @@ class FindCheckpoint:
     """Look for the newest checkpoint of this task that can be used."""
 
     task: str
-    job: Any
+    job: Any  # for agents of the version before
     known: int = 0  # a step that was committed: the newest cannot be older
     search: int = 1  # to be said again in the answer: an answer to an earlier search does not count
+    needs: TaskNeeds | None = None  # None: as in OpenTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,7 @@ def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted
         script=script,
         faults=_faults(given.get("faults", []), job),
         closes=job.evaluation is not None,
+        needs=job.needs(),
     )
 
 

@@ -148,8 +148,7 @@ class States:
         except Exception as error:  # whatever a disk or a store can say: training goes on
             self._not_saved(step, attempt, f"{type(error).__name__}: {error}")
             return
-        part = part if share[0] else part | {"groups": groups}
-        self._say(self._written(step, attempt, part, share=share))
+        self._say(self._written(step, attempt, part | self._told_once(step, share, groups), share=share))
 
     def copy_to_memory(
         self,
@@ -205,8 +204,14 @@ class States:
         except Exception as error:  # whatever a disk or a store can say: training goes on
             self._not_saved(step, attempt, f"{type(error).__name__}: {error}")
             return
-        part = part if share[0] else part | {"groups": groups}  # peers have the same: one says it
-        self._say(self._written(step, attempt, part, share=share))
+        self._say(self._written(step, attempt, part | self._told_once(step, share, groups), share=share))
+
+    def _told_once(self, step: int, share: tuple[int, int], groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Peers know the same: one of each stage tells its groups, and one of all what the run is."""
+        if share[0]:
+            return {}
+        run = {} if self._me.stage else {"meta": self._job.checkpoint_meta(step)}
+        return {"groups": groups, **run}
 
     def _written(
         self,

@@ -45,7 +45,13 @@ class Checkpoints:
         known.search += 1
         nodes = sorted({seat.node for seat in task.seats.values()})
         known.searcher = nodes[known.failed_searches % len(nodes)]
-        order = msg.FindCheckpoint(task=task.name, job=task.job, known=known.newest, search=known.search)
+        order = msg.FindCheckpoint(
+            task=task.name,
+            job=task.job,
+            known=known.newest,
+            search=known.search,
+            needs=task.request.needs,
+        )
         return self._orders.send(known.searcher, order, because, now)
 
     def look_later(self, task: Task, now: Moment) -> float | None:

@@ -223,6 +223,8 @@ class Training:
             secret=request.secret,
             script=request.script,
             faults=request.faults,
+            shape=task.shape,
+            needs=request.needs,
         )
         return self._orders.send(name, order, f"a worker of {task.name} comes to {name}", now)
 

@@ -207,7 +207,6 @@ def run_job(
     watch: Watcher = lambda kind, what: None,
     script: list[str] | None = None,
     fork_server: ForkServer | None = None,
-    tick_s: float = 0.1,
     page: RunPage | None = None,
 ) -> Outcome:
     """Start the workers, run the job to its end, and leave no process behind, however it ends.
@@ -227,7 +226,6 @@ def run_job(
             patience=patience,
             watch=safely,
             script=script,
-            tick_s=tick_s,
             page=page,
         ).run()
 

@@ -12,7 +12,7 @@ from typing import Any
 from everstep.engine.datasets.stream import BUFFER, BufferedStream, Stream
 from everstep.errors import UserError
 from everstep.job.job import Job
-from everstep.node.checkpoints import CheckpointDirectory
+from everstep.node import disk_orders
 from everstep.protocol.ops import Worker
 from everstep.store.search import NoStart
 
@@ -46,7 +46,7 @@ def prepare(job: Job, data: Any) -> None:
     if not isinstance(data, BufferedStream):
         return
     try:
-        fresh = CheckpointDirectory(job).newest().step == 0
+        fresh = disk_orders.newest(job.needs().checkpoints).step == 0
     except NoStart:  # said when the run starts; nothing is thrown away until it is known
         fresh = False
     data.prepare(fresh=fresh)

@@ -12,6 +12,7 @@ import secrets
 import selectors
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from everstep.launch.local.data import DataWaits
 from everstep.launch.local.outcome import Outcome, StepLog
 from everstep.node.fork_server import ForkServer
 from everstep.node.recent_ops import last_steps
-from everstep.node.worker_processes import WorkerProcess, WorkerProcesses
+from everstep.node.worker_processes import NodeSettings, WorkerProcess, WorkerProcesses
 from everstep.protocol import actions as act
 from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
@@ -46,9 +47,18 @@ if TYPE_CHECKING:
 NODE, TASK = "here", "task"
 LOOK_EVERY_S = 0.02
 ENDING_S = 20.0  # for workers to leave in good order; afterwards they are killed
-Watcher = Callable[
-    [str, Any], None
-]  # (kind, what): step, evaluation, checkpoint, incident, action, raised, data, tick
+# (kind, what): step, evaluation, checkpoint, incident, action, raised, data, tick
+Watcher = Callable[[str, Any], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalNode:
+    """This machine as the one node of a run. `slots`: for the largest shape it may take, if it is to change
+    its shape; None: for the job's. `detect` off: only deaths are noticed; to measure what detection costs.
+    """
+
+    slots: int | None = None
+    detect: bool = True
 
 
 class LocalTask:
@@ -63,24 +73,13 @@ class LocalTask:
         patience: msg.Patience | None = None,
         watch: Watcher = lambda kind, what: None,
         script: list[str] | None = None,
-        tick_s: float = 0.1,
-        detect: bool = True,
-        slots: int | None = None,
         page: RunPage | None = None,
+        node: LocalNode | None = None,
     ) -> None:
-        """`detect` off: only deaths are noticed; to measure what detection costs. `slots`: for the largest
-        shape it may take, if it is to change its shape.
-        """
-        self._slots = slots or job.replicas * job.stages * job.shards
-        self._page = page
-        self.job, self.fork_server, self.faults, self.watch, self.script = (
-            job,
-            fork_server,
-            faults,
-            watch,
-            script,
-        )
-        self.tick_s = min(tick_s, LOOK_EVERY_S)
+        self._node = node or LocalNode()
+        self._slots = self._node.slots or job.replicas * job.stages * job.shards
+        self.job, self.fork_server, self.faults, self.script = job, fork_server, faults, script
+        self.watch, self._page = watch, page
         self.shape = job.task_shape()
         self.outcome = Outcome()
         self.coordinator = Coordinator(patience=patience)
@@ -93,7 +92,6 @@ class LocalTask:
             time_passed=msg.TimePassed(),
         )
         self._loop = _Loop()
-        self._detect = detect
         self._reports = 0
         self._over = False
         self._looked_at = 0.0
@@ -107,13 +105,11 @@ class LocalTask:
         # Short, because the path of a Unix socket may have no more than 107 characters.
         with temporary_folder("everstep-run-") as folder:
             self.workers = WorkerProcesses(
+                NodeSettings(folder=folder, slots=self._slots, detect=self._node.detect),
                 loop=self._loop,
                 machine=NodeProcesses(DetectorLimits()),
                 report=self._reported,
-                folder=folder,
-                fork_server=lambda job: self.fork_server,
-                slots=self._slots,
-                detect=self._detect,
+                fork_server=lambda needs: self.fork_server,
             )
             if self.job.device == "cuda":
                 self.workers.devices.for_slots(self._slots)
@@ -216,6 +212,7 @@ class LocalTask:
                 script=tuple(self.script or ()),
                 faults=tuple(fault.text() for fault in self.faults),
                 closes=self.job.evaluation is not None,
+                needs=self.job.needs(),
             )
         )
 
@@ -234,7 +231,7 @@ class LocalTask:
             self._log.close()
 
     def _turn(self) -> None:
-        if not self._loop.serve(self.tick_s) and self.running:
+        if not self._loop.serve(LOOK_EVERY_S) and self.running:
             self.scheduler.think_ahead()
         now = time.monotonic()
         if now - self._looked_at >= LOOK_EVERY_S:
