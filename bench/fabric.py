@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from everstep.fabric import Flow, Routing, Topology, allocate, clos, reallocate
-from everstep.fabric import scenarios as sc
 from everstep.fabric.bound import linear_bound_s, lower_bound_s
-from everstep.fabric.policies import POLICIES, ecmp, route
+from everstep_lab.fabric import scenarios as sc
+from everstep_lab.fabric.policies import POLICIES, ecmp, route
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
@@ -302,7 +302,7 @@ def _bus_bound(topology: Topology, flows: list[Flow]) -> float:
 
 
 def run_large(args: argparse.Namespace) -> dict[str, Any]:
-    from everstep.fabric.simulate import FabricChange, simulate
+    from everstep_lab.fabric.simulate import FabricChange, simulate
 
     topology, task = sc.gpu_fabric(gpus=4096), sc.large_task(gpus=4096)
     flows = sc.flows_of_all([task])

@@ -24,13 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from everstep.plan import Assignment, Cluster, PlanNode, TaskSpec, assign, decide, from_model, from_table
+from everstep.plan import Assignment, Cluster, PlanNode, TaskSpec, assign, decide, from_table
 from everstep.plan.events import PlanWorld, after
-from everstep.plan.hardware import GPUS, Stack
-from everstep.plan.models import PRESETS
+from everstep_lab.plan.hardware import GPUS, Stack
+from everstep_lab.plan.models import PRESETS
 from everstep_lab.plan.published import ROWS, PublishedRow
 from everstep_lab.plan.stacks import MEGATRON
 from everstep_lab.plan.table import NextEvents
+from everstep_lab.plan.throughput import from_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from everstep.errors import UserError
 from everstep.fabric import Flow, Routing, Topology, allocate, clos, reallocate
 from everstep.fabric.bound import linear_bound_s, lower_bound_s
-from everstep.fabric.policies import POLICIES, route
+from everstep_lab.fabric.policies import POLICIES, route
 
 
 def small(spines: int = 3, leaves: int = 3) -> Topology:

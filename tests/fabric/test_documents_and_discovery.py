@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from everstep.errors import UserError
-from everstep.fabric import Flow, allocate, clos, picture
+from everstep.fabric import Flow, allocate, clos
 from everstep.fabric.catalogue import Catalogue, Tuple4
 from everstep.fabric.discovery import PathTrace, topology_of
 from everstep.fabric.document import tasks_from, topology_document, topology_from
-from everstep.fabric.policies import ecmp
-from everstep.fabric.roce import plan_file
+from everstep_lab.fabric import picture
+from everstep_lab.fabric.policies import ecmp
+from everstep_lab.fabric.roce import plan_file
 
 LAB = """
 [fabric]

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from everstep.fabric import TrafficTask, allocate, clos, flows_of, reallocate
-from everstep.fabric import scenarios as sc
 from everstep.fabric.flows import double_tree, place, ring
-from everstep.fabric.policies import ecmp
-from everstep.fabric.simulate import FabricChange, simulate
+from everstep_lab.fabric import scenarios as sc
+from everstep_lab.fabric.policies import ecmp
+from everstep_lab.fabric.simulate import FabricChange, simulate
 
 TOPOLOGY = clos(name="two", nodes=2, port_gbps=80, nodes_per_leaf=1, spines=2, uplink_gbps=40)
 TASK = TrafficTask(

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from everstep.plan import Assignment, Cluster, PlanNode, SlotPlace, TaskSpec, assign
-from everstep.plan.curve import Curve, from_model, from_table
-from everstep.plan.hardware import gpu
+from everstep.plan.curve import Curve, from_table
 from everstep.plan.holes import num_moving, per_stage, ratio, with_holes
-from everstep.plan.models import model
 from everstep.plan.option import OptionKind
 from everstep.plan.reroute import throughput_ratio
 from everstep.plan.shape import ParallelShape, StepShares
-from everstep.plan.throughput import PlannedCut, step_time
 from everstep.protocol.ops import Worker
+from everstep_lab.plan.hardware import gpu
+from everstep_lab.plan.models import model
 from everstep_lab.plan.stacks import stack
+from everstep_lab.plan.throughput import PlannedCut, from_model, step_time
 
 BATCH = 64
 

@@ -8,14 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from everstep.plan import memory
-from everstep.plan.curve import from_model, from_table
-from everstep.plan.hardware import GPUS
-from everstep.plan.models import PRESETS
+from everstep.plan.curve import from_table
 from everstep.plan.pipeline_orders import ORDERS
 from everstep.schedule import Instance, plan, uniform
+from everstep_lab.plan import memory
+from everstep_lab.plan.hardware import GPUS
+from everstep_lab.plan.models import PRESETS
 from everstep_lab.plan.published import ROWS
 from everstep_lab.plan.stacks import EVERSTEP, MEGATRON, MEGATRON_2022, MEGATRON_ZERO_1
+from everstep_lab.plan.throughput import from_model
 
 
 def test_published_rows_are_met() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from everstep.schedule import MODES, Done, Instance, Microbatch, Schedule, Worker, plan
 from everstep.schedule.bounds import stash_of_mode
-from everstep.schedule.check import deadlocks, violations
 from everstep.schedule.lockstep import lockstep
 from everstep.schedule.planner import answer_in_step
+from everstep_lab.schedule.check import deadlocks, violations
 
 
 @st.composite

@@ -39,7 +39,8 @@ _COMMANDS = {  # name: module and function, or a typer app of subcommands
     "ckpt": "everstep.cli.ckpt:ckpt_app",
     "launch": "everstep.cli.launch:launch_app",
 }
-_ADDED = "everstep.commands"  # entry points: the laboratory adds its commands here, and so can others
+# Entry points: the laboratory adds its commands here, and so can others; `fabric.show` joins group `fabric`.
+_ADDED = "everstep.commands"
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the script belongs to the script
 
 
@@ -65,14 +66,23 @@ def build_app(first: str | None = None) -> typer.Typer:
     ) -> None: ...
 
     places = _COMMANDS | {entry.name: entry.value for entry in entry_points(group=_ADDED)}
-    for name in [first] if first in places else places:
-        module, function = places[name].split(":")
-        command = getattr(import_module(module), function)
+    for name in sorted(places, key=lambda name: "." in name):  # a group before what is added to it
+        group, _, last = name.rpartition(".")
+        if first in places and first not in (name, group):
+            continue
+        command = _loaded(places[name])
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
-        else:
-            app.command(name, context_settings=_SETTINGS.get(name))(command)
+            continue
+        into = _loaded(places[group]) if group else app
+        if last not in {known.name for known in into.registered_commands}:
+            into.command(last, context_settings=_SETTINGS.get(name))(command)
     return app
+
+
+def _loaded(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(import_module(module), name)
 
 
 def command_tree(first: str | None = None) -> Any:

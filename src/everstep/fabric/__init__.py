@@ -2,12 +2,11 @@
 
     topology  what is connected to what, and how well      watch      a slow or dead path becomes moves
     flows     who sends how much to whom, and when         catalogue  which source port takes which path
-    allocate  flows onto paths, whole or by few moves      simulate   steps in time: phases, failures
-    fairness  the rates that paths then give (max-min)     policies   what others do: hash, chance, turns
-    bound     what no routing can beat                     picture    load per link, as text and SVG
+    allocate  flows onto paths, whole or by few moves      fairness   the rates that paths then give (max-min)
+    bound     what no routing can beat                     discovery  a topology from traces
 
-Pure: no sockets, no clock, no chance but what was passed in. `everstep.node.probe` and `.steer` touch the
-world.
+Pure: no sockets, no clock, no randomness. `everstep.node.probe` and `.steer` touch the world;
+`everstep_lab.fabric` simulates it.
 """
 
 from everstep.fabric.allocate import allocate, reallocate

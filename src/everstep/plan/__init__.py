@@ -2,7 +2,7 @@
 
 from everstep.plan.answer import Plan, assign, decide
 from everstep.plan.cluster import Assignment, Cluster, PlanNode, SlotPlace
-from everstep.plan.curve import Curve, from_model, from_table, replicated
+from everstep.plan.curve import Curve, from_table, replicated
 from everstep.plan.shape import ParallelShape
 from everstep.plan.task import TaskSpec
 from everstep.plan.transition import Costs
@@ -19,7 +19,6 @@ __all__ = [
     "TaskSpec",
     "assign",
     "decide",
-    "from_model",
     "from_table",
     "replicated",
 ]

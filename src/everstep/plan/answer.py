@@ -70,8 +70,8 @@ def assign(
     `now` is who sat where before: a place whose node is lost (or whose slot is bad) is a worker the task has
     lost. Tasks that finished are simply not among `tasks`; new ones have no places in `now`.
 
-    >>> from everstep.plan import Assignment, Cluster, Node, Place, TaskSpec, assign, replicated
-    >>> nodes = [Node(name=f"node-{i}", slots=2) for i in range(3)]
+    >>> from everstep.plan import Assignment, Cluster, PlanNode, TaskSpec, assign, replicated
+    >>> nodes = [PlanNode(name=f"node-{i}", slots=2) for i in range(3)]
     >>> curve = replicated(stages=1, per_replica=1.0, most_replicas=4)
     >>> heavy = TaskSpec(name="heavy", weight=2.0, min_workers=2, curve=curve)
     >>> light = TaskSpec(name="light", weight=1.0, min_workers=1, curve=curve)
@@ -79,7 +79,7 @@ def assign(
     >>> first.allocation
     {'heavy': 4, 'light': 2}
     >>> gone = first.assignment.of("heavy")[0].node
-    >>> left = [Node(name=n.name, slots=2, lost=n.name == gone) for n in nodes]
+    >>> left = [PlanNode(name=n.name, slots=2, lost=n.name == gone) for n in nodes]
     >>> after = assign(Cluster(nodes=left), [heavy, light], first.assignment, f"lost {gone}")
     >>> sum(after.allocation.values()), after.allocation["heavy"]
     (4, 4)

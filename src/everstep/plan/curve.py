@@ -1,28 +1,21 @@
 """A task's throughput as a function of its workers: the best feasible shape for each count.
 
-Two sources. A `Model` on a `Gpu`: every cut (stages x shards x microbatch x recomputation) that divides and
-fits is timed, and the best kept. Or a table of measured throughput, in any unit, by number of workers from
-0. Curves are not monotone, and should not be: 11 workers may have no good shape where 10 have one. A plan
-then simply leaves the eleventh to another task.
+A table of measured throughput, in any unit, by number of workers from 0; `everstep_lab.plan.throughput` also
+computes curves of models that were never measured. Curves are not monotone, and should not be: 11 workers may
+have no good shape where 10 have one. A plan then simply leaves the eleventh to another task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from everstep.plan import memory
-from everstep.plan.hardware import Gpu, Stack
-from everstep.plan.memory import RECOMPUTE, Floats
-from everstep.plan.models import ModelFigures
 from everstep.plan.pipeline_orders import OURS
-from everstep.plan.shape import ParallelShape, StepShares
-from everstep.plan.throughput import PlannedCut, StepTime, divides, step_time
+from everstep.plan.shape import RECOMPUTE, Floats, ParallelShape, StepShares
 
-MICROBATCHES = (1, 2, 4, 8)
 Ints = npt.NDArray[np.int64]
 
 
@@ -177,98 +170,3 @@ def replicated(
     table[::each] = per_replica * np.arange(most_replicas + 1)
     curve = from_table(table.tolist(), stages=stages, shards=shards, state_bytes=state_bytes, batch=batch)
     return replace(curve, schedule=schedule)
-
-
-def from_model(model: ModelFigures, gpu: Gpu, stack: Stack, *, most: int, slots_per_node: int = 8) -> Curve:
-    """The best shape for each number of workers up to `most`."""
-    best = np.zeros(most + 1)
-    cut_of = np.full(most + 1, -1, dtype=np.int64)
-    cuts: list[SameCut] = []
-    for stages, shards in _cuts(model, min(slots_per_node, stack.most_shards), most):
-        cut = _same_cut(model, gpu, stack, stages, shards, most, slots_per_node)
-        if not cut.throughput.any():
-            continue
-        replicas = np.flatnonzero(cut.throughput)
-        workers = replicas * stages * shards
-        better = cut.throughput[replicas] > best[workers] * (1 + 1e-9)
-        best[workers[better]] = cut.throughput[replicas[better]]
-        cut_of[workers[better]] = len(cuts)
-        cuts.append(cut)
-    return Curve(
-        throughput=best,
-        cut_of=cut_of,
-        cuts=tuple(cuts),
-        state_bytes=memory.STATE * model.parameters,
-        work_per_step=model.flops_per_step,
-        batch=model.batch,
-        schedule=stack.schedule,
-        replicated=not stack.zero_1,
-        _index={(cut.stages, cut.shards): i for i, cut in enumerate(cuts)},
-    )
-
-
-def _cuts(model: ModelFigures, most_shards: int, most: int) -> Iterator[tuple[int, int]]:
-    """Shards stay within a node and divide the heads; stages divide the layers."""
-    for shards in (1, 2, 4, 8, 16):
-        if shards > min(most_shards, most) or model.heads % shards:
-            continue
-        for stages in range(1, min(model.layers, most // shards) + 1):
-            if divides(model, stages):
-                yield stages, shards
-
-
-def _same_cut(
-    model: ModelFigures, gpu: Gpu, stack: Stack, stages: int, shards: int, most: int, slots_per_node: int
-) -> SameCut:
-    top = min(most // (stages * shards), model.batch)
-    throughput, per_step, bubble = (np.zeros(top + 1) for _ in range(3))
-    microbatches = np.zeros(top + 1, dtype=np.int64)
-    recomputes = np.zeros(top + 1, dtype=np.int8)
-    for microbatch in MICROBATCHES:
-        share = model.batch // microbatch if model.batch % microbatch == 0 else 0
-        replicas = np.array([d for d in _divisors(share) if d <= top], dtype=np.int64)
-        if not len(replicas):
-            continue
-        for code, recompute in enumerate(RECOMPUTE):
-            if recompute == "selective" and stack.fused_attention:
-                continue
-            for chunks in range(1, stack.most_chunks + 1):
-                if chunks > 1 and (stages == 1 or model.layers % (stages * chunks)):
-                    continue
-                cut = PlannedCut(
-                    stages=stages, shards=shards, microbatch=microbatch, recompute=recompute, chunks=chunks
-                )
-                rate, time = _rate(model, gpu, stack, cut, replicas.astype(np.float64), slots_per_node)
-                better = rate > throughput[replicas]
-                chosen = replicas[better]
-                throughput[chosen] = rate[better]
-                per_step[chosen] = ((time.reduce + time.update) / time.total)[better]
-                bubble[chosen] = (time.bubble / time.total)[better]
-                microbatches[chosen] = microbatch
-                recomputes[chosen] = code
-    return SameCut(stages, shards, throughput, microbatches, recomputes, per_step, bubble)
-
-
-def _rate(
-    model: ModelFigures, gpu: Gpu, stack: Stack, cut: PlannedCut, replicas: Floats, slots_per_node: int
-) -> tuple[Floats, StepTime]:
-    """FLOP/s of all workers, 0 where memory does not suffice; and the step's time."""
-    need = memory.needed(
-        model,
-        stack,
-        stages=cut.stages,
-        shards=cut.shards,
-        replicas=replicas,
-        microbatch=cut.microbatch,
-        recompute=cut.recompute,
-        chunks=cut.chunks,
-    )
-    time = step_time(model, gpu, stack, cut, replicas, slots_per_node=slots_per_node)
-    return np.where(memory.fits(gpu, need), model.flops_per_step / time.total, 0.0), time
-
-
-def _divisors(number: int) -> list[int]:
-    if number < 1:
-        return []
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})

@@ -8,8 +8,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from everstep.plan.memory import Floats
-from everstep.plan.shape import ParallelShape
+from everstep.plan.shape import Floats, ParallelShape
 
 Ints = npt.NDArray[np.int64]
 NEVER = -np.inf

@@ -21,11 +21,10 @@ import numpy.typing as npt
 
 from everstep.plan.cluster import Cluster
 from everstep.plan.holes import num_moving, with_holes
-from everstep.plan.memory import Floats
 from everstep.plan.offered import charged, offered_layer
 from everstep.plan.option import MUST_RUN, NEVER, Horizon, Ints, Layer, OptionKind, TaskOption
 from everstep.plan.reroute import live_per_stage
-from everstep.plan.shape import ParallelShape
+from everstep.plan.shape import Floats, ParallelShape
 from everstep.plan.task import TaskSituation, TaskSpec
 from everstep.plan.transition import StateSource
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+RECOMPUTE = ("none", "selective", "full")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShares:

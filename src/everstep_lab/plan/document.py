@@ -29,14 +29,15 @@ from typing import Any
 from everstep.errors import UserError
 from everstep.plan.answer import Plan
 from everstep.plan.cluster import Cluster, PlanNode
-from everstep.plan.curve import Curve, from_model, from_table
+from everstep.plan.curve import Curve, from_table
 from everstep.plan.events import PlanWorld, duration
-from everstep.plan.hardware import Gpu, gpu
-from everstep.plan.models import model
 from everstep.plan.task import TaskSpec
 from everstep.plan.transition import Costs
+from everstep_lab.plan.hardware import Gpu, gpu
+from everstep_lab.plan.models import model
 from everstep_lab.plan.seating import seated, shape_in
 from everstep_lab.plan.stacks import stack
+from everstep_lab.plan.throughput import from_model
 
 CLUSTER = {
     "nodes": int,

@@ -23,11 +23,12 @@ from itertools import product
 
 import numpy as np
 
-from everstep.plan import memory
-from everstep.plan.hardware import GPUS, Gpu, Stack
-from everstep.plan.models import PRESETS, ModelFigures
-from everstep.plan.throughput import PlannedCut, StepTime, step_time
+from everstep.plan.shape import Floats
+from everstep_lab.plan import memory
+from everstep_lab.plan.hardware import GPUS, Gpu, Stack
+from everstep_lab.plan.models import PRESETS, ModelFigures
 from everstep_lab.plan.stacks import EVERSTEP, LLAMA3, MEGATRON_2021, MEGATRON_2022
+from everstep_lab.plan.throughput import PlannedCut, StepTime, step_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class PublishedRow:
         assert best is not None, f"{self.source}: no microbatch fits"
         return best
 
-    def _fits(self, stack: Stack, cut: PlannedCut, alone: memory.Floats) -> bool:
+    def _fits(self, stack: Stack, cut: PlannedCut, alone: Floats) -> bool:
         need = memory.needed(
             self.model,
             stack,

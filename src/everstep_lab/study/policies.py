@@ -16,9 +16,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from everstep.plan.memory import STATE, Floats
 from everstep.plan.pipeline_orders import RESCHEDULED
 from everstep.plan.reroute import dead_groups, throughput_ratio
+from everstep.plan.shape import Floats
+from everstep_lab.plan.memory import STATE
 from everstep_lab.study.failures import Failure, Seen
 from everstep_lab.study.life import Life, StudyTask
 from everstep_lab.study.templates import by_templates

@@ -9,11 +9,12 @@ from functools import lru_cache
 import numpy as np
 
 from everstep.errors import UserError
-from everstep.plan.curve import Curve, SameCut, from_model
-from everstep.plan.hardware import gpu
-from everstep.plan.models import model
+from everstep.plan.curve import Curve, SameCut
+from everstep_lab.plan.hardware import gpu
 from everstep_lab.plan.mixes import MIXES
+from everstep_lab.plan.models import model
 from everstep_lab.plan.stacks import stack
+from everstep_lab.plan.throughput import from_model
 from everstep_lab.study.planned import LARGE_NODES
 from everstep_lab.study.study import Setup, TaskSetup
 

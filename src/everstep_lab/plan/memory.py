@@ -17,13 +17,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from everstep.plan.hardware import Gpu, Stack
-from everstep.plan.models import ModelFigures
 from everstep.plan.pipeline_orders import ORDERS
+from everstep.plan.shape import Floats
 from everstep.schedule.footprint import ADAM, MASTERS, USABLE, WEIGHTS
+from everstep_lab.plan.hardware import Gpu, Stack
+from everstep_lab.plan.models import ModelFigures
 
-Floats = npt.NDArray[np.float64]
-RECOMPUTE = ("none", "selective", "full")
 WEIGHT, OPTIMIZER = WEIGHTS["bf16"], MASTERS + ADAM  # bytes per parameter
 STATE = WEIGHT + OPTIMIZER  # what a worker needs to continue: gradients are computed again
 

@@ -18,9 +18,9 @@ import numpy as np
 from everstep.errors import UserError
 from everstep.fabric.fairness import Usage, max_min
 from everstep.fabric.flows import Flow, TrafficTask, flows_of, place
-from everstep.fabric.policies import ecmp
 from everstep.fabric.routing import Routing
 from everstep.fabric.topology import Ints, Topology, clos
+from everstep_lab.fabric.policies import ecmp
 
 NVLINK_GBPS = 362.0
 
