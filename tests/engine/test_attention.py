@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from everstep.engine.layers import attention
 
@@ -104,5 +105,43 @@ def test_on_a_gpu_gradients_have_the_same_bits_every_time(shape: tuple[int, ...]
         theirs = torch.autograd.grad(expected, (q, k, v), given[3])
         for ours, other in zip((out, *first), (expected, *theirs), strict=True):
             assert (ours - other).abs().max() < 0.02 * other.abs().max()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_trial_of_a_kernel_leaves_no_trace_in_a_recomputed_layer() -> None:
+    """On a Hopper GPU the first recomputed layer of a built-in model raised CheckpointError: its forward had
+    tried the kernels, its recompute had not.
+    """
+    tried: list[bool] = []
+
+    def layer(x: Tensor) -> Tensor:
+        if not tried:
+            tried.append(attention._passes(attention._torch, x.shape, x.dtype, x.device))
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    x = drawn(1, 2, 8, 16).requires_grad_()
+    checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
+    assert tried == [True]
+    assert x.grad is not None
+
+
+@needs_gpu
+def test_a_recomputed_layer_with_exact_attention_has_the_gradients_of_one_that_is_kept() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        grads = []
+        for again in (False, True):
+            attention.exact_way.cache_clear()
+            x = drawn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+            made = (
+                checkpoint(attention.causal, x, x, x, use_reentrant=False)
+                if again
+                else attention.causal(x, x, x)
+            )
+            made.float().pow(2).sum().backward()
+            assert x.grad is not None
+            grads.append(x.grad)
+        assert torch.equal(*grads)
     finally:
         torch.use_deterministic_algorithms(False)
