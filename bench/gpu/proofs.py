@@ -1,4 +1,4 @@
-"""What must hold on a GPU, each proof with real processes on one card: memory flat over hundreds of steps with
+"""What must hold on a GPU, each with real processes on one card: memory flat over hundreds of steps with
 tensor parallel workers, evaluation beside recorded ops through two kills, eight replicas on one card.
 
     python bench/gpu/proofs.py                      all

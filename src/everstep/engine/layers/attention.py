@@ -133,8 +133,8 @@ def _passes(
     inner = (rows, length, heads, size)
     made = [torch.randn(inner, generator=draw, dtype=dtype, device=device).transpose(1, 2) for _ in range(4)]
     q, k, v = (tensor.requires_grad_() for tensor in made[:3])
-    # Under hooks of its own: the first forward of a recomputed layer would count the trial's saved tensors among
-    # the layer's, and its recompute, which tries nothing, would come out short of them.
+    # Under hooks of its own: the first forward of a recomputed layer would count the trial's saved tensors
+    # among the layer's, and its recompute, which tries nothing, would come out short of them.
     alone = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     try:
         with torch.enable_grad(), alone:
