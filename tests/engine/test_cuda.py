@@ -12,10 +12,12 @@ from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.linear import add_product
 from everstep.engine.layers.model import partition
+from everstep.engine.prepare.fitting import take_share
 from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.recordings import CudaRecorder, has_room
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater
+from everstep.job.job import Job, ModelSpec
 from everstep.net import host_memory
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
@@ -68,7 +70,7 @@ def test_evaluation_beside_recorded_ops_has_the_bits_of_eager_ones() -> None:
         for _ in range(2)
     )
     for stage in recorded:
-        stage.record(partial(CudaRecorder, cuda), partial(has_room, cuda))
+        stage.record(partial(CudaRecorder, cuda), partial(has_room, cuda, None))
     for step in range(1, 7):
         assert torch.equal(run_step(eager, step, 3), run_step(recorded, step, 3))
         for (name, a), b in zip(gradients(eager).items(), gradients(recorded).values(), strict=True):
@@ -93,7 +95,7 @@ def test_recorded_ops_have_the_bits_of_eager_ones(accumulate: str, limit: int | 
         for _ in range(2)
     )
     for stage in recorded:
-        stage.record(partial(CudaRecorder, cuda), partial(has_room, cuda))
+        stage.record(partial(CudaRecorder, cuda), partial(has_room, cuda, None))
     for stage in [*eager, *recorded]:
         if limit is not None:  # far too low: what is added is taken back, and added again elsewhere
             stage.sums.begin(None, [limit] * len(stage.slots))
@@ -144,3 +146,20 @@ def test_an_undo_is_exact_and_a_state_moves() -> None:
         updater.apply(1, mean)
     assert torch.equal(one.masters, other.masters)
     assert torch.equal(one.working, one.masters.bfloat16())
+
+
+def test_workers_that_share_a_gpu_divide_its_memory() -> None:
+    """Each took the whole card for its own, and one that ran out took its peers along."""
+    cuda = device.pick("cuda")
+    total = torch.cuda.get_device_properties(cuda).total_memory
+    job = Job(model=ModelSpec(preset="gpt-tiny"), device="cuda")
+    try:
+        shared = take_share(job, cuda, 4)
+        assert shared.memory_gib == pytest.approx(0.92 * total / 4 / 2**30)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(int(0.3 * total), dtype=torch.uint8, device=cuda)
+        assert not has_room(cuda, shared.memory_gib * 2**30, int(0.25 * total))
+        assert has_room(cuda, shared.memory_gib * 2**30, int(0.1 * total))
+        assert take_share(job, cuda, 1) is job
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, cuda)

@@ -218,8 +218,8 @@ def test_devices_are_shared_only_where_there_are_more_slots_than_devices() -> No
     devices = every(CUT)
     taken = [devices[slot % len(devices)].uuid for slot in range(3)]
     assert len(set(taken)) == 3
-    assert not any(slot_devices.is_shared(device, devices, slots=3) for device in devices)
-    assert all(slot_devices.is_shared(device, devices, slots=4) for device in devices)
+    assert [slot_devices.sharers(len(devices), slots=slots) for slots in (1, 3, 4, 6, 7)] == [1, 1, 2, 2, 3]
+    assert slot_devices.sharers(0, slots=8) == 1
 
 
 def test_a_worker_sees_its_slot_s_device_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

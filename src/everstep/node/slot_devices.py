@@ -191,9 +191,9 @@ def take(slot: int, devices: tuple[SlotDevice, ...]) -> SlotDevice | None:
     return device
 
 
-def is_shared(device: SlotDevice | None, devices: tuple[SlotDevice, ...], *, slots: int) -> bool:
-    """Can workers of several slots be on this device?"""
-    return device is not None and slots > len(devices)
+def sharers(num_devices: int, *, slots: int) -> int:
+    """How many slots of a node are on one device, at most."""
+    return -(-slots // num_devices) if num_devices else 1
 
 
 def slots_named(

@@ -23,7 +23,7 @@ from everstep.engine.datasets.loading import Loader
 from everstep.engine.layers import regions
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.layers.software import computes_with
-from everstep.engine.prepare.fitting import room
+from everstep.engine.prepare.fitting import room, take_share
 from everstep.engine.prepare.program import Program
 from everstep.engine.shards.collectives import GroupCollectives
 from everstep.engine.shards.marks import GroupWaits, ShardMark
@@ -94,7 +94,7 @@ def _take_device(spec: WorkerSpec, job: Job, shard: int) -> None:
     """Before CUDA is touched."""
     there = tuple(slot_devices.SlotDevice(*device) for device in spec.devices)
     device = slot_devices.take(spec.slots[shard % len(spec.slots)], there)
-    shared = slot_devices.is_shared(device, there, slots=spec.slots_on_node)
+    shared = slot_devices.sharers(len(there), slots=spec.slots_on_node) > 1
     forced = job.transport == "nccl" or job.shards > 1
     nccl.prepare(spec.host, alone=device is not None and (device.is_instance or (forced and shared)))
 
@@ -146,6 +146,8 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     is_leader = group is None or group.index == 0
     device = devices.pick(job.device)
+    job = take_share(job, device, slot_devices.sharers(len(spec.devices), slots=spec.slots_on_node))
+    program = replace(program, job=job)
     if loader is not None:
         loader.device = device
     if job.compile:

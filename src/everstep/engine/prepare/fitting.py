@@ -69,6 +69,20 @@ def memory_here(job: Job) -> Memory:
     return Memory(worker=footprint.USABLE * total / math.ceil(workers / torch.cuda.device_count()))
 
 
+def take_share(job: Job, device: torch.device, sharers: int) -> Job:
+    """The job of a worker that is one of `sharers` on its device. Memory is divided among them unless the job
+    says how much each may use, and one that needs more runs out by itself: the others lose nothing.
+    """
+    if device.type != "cuda":
+        return job
+    total = torch.cuda.get_device_properties(device).total_memory
+    if job.memory_gib is None and sharers > 1:
+        job = replace(job, memory_gib=footprint.USABLE * total / sharers / GIB)
+    if job.memory_gib is not None:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job.memory_gib * GIB / total), device)
+    return job
+
+
 def allocated(stage: Stage) -> tuple[int, int]:
     """Bytes on a worker's GPU, now and at most since the peak was last reset. What CUDA graphs use between
     replays is not part of torch's count.

@@ -11,6 +11,7 @@ from everstep.core.worker.rules import TaskRules
 from everstep.engine import device as devices
 from everstep.engine.datasets.data import Dataset
 from everstep.engine.layers.model import Model, partition, slots
+from everstep.engine.prepare.fitting import GIB
 from everstep.engine.prepare.resolve import data_of, evaluation_of, model_of, optimizer_of, schedule_of
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.stage.evaluation import Evaluation
@@ -86,7 +87,8 @@ class Program:
             sharded=job.optimizer.shard,
         )
         if made.device.type == "cuda" and shards is None and self._records:
-            made.record(partial(CudaRecorder, made.device), partial(has_room, made.device))
+            limit = None if job.memory_gib is None else job.memory_gib * GIB
+            made.record(partial(CudaRecorder, made.device), partial(has_room, made.device, limit))
         rate = self.rate or (lambda step: job.rate(step - 1))
         if job.chunks:
             if made.tied_names:

@@ -280,8 +280,9 @@ class CudaRecorder:
         return whole, whole - sum(segment["allocated_size"] for segment in segments)
 
 
-def has_room(device: torch.device, nbytes: int) -> bool:
-    """Is so much memory free, beside what this process keeps for later?"""
+def has_room(device: torch.device, limit: float | None, nbytes: int) -> bool:
+    """Is so much memory free, beside what this process keeps for later? `limit`: what it may use, in bytes."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return free - _SPARE * total > nbytes
+    left = free if limit is None else min(free, limit - torch.cuda.memory_reserved(device))
+    return left - _SPARE * (total if limit is None else limit) > nbytes
