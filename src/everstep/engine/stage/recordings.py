@@ -281,7 +281,7 @@ class CudaRecorder:
 
 
 def has_room(device: torch.device, limit: float | None, nbytes: int) -> bool:
-    """Is so much memory free, beside what this process keeps for later? `limit`: what it may use, in bytes."""
+    """Is so much memory free, beside what this process keeps for later? `limit`: bytes it may use."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     left = free if limit is None else min(free, limit - torch.cuda.memory_reserved(device))
