@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from everstep.cli.ckpt_text import draw
 from everstep.errors import UserError
 from everstep.layout import Tensor
 from everstep.layout import builders as build
 from everstep.layout.patterns import Patterns, read_patterns
-from everstep.layout.picture import draw
 from everstep_lab.reshard import reshard
 from tests.layout.moving import gathered, move, placed
 

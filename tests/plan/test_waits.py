@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.core.cluster.wishes import WishedShape
-from everstep.plan.expected import next_event_s
+from everstep.plan.ask import next_event_s
 from everstep.plan.measured import ENOUGH_STEPS
 from everstep.protocol import cluster_messages as msg
 from everstep.protocol.shape import Shape

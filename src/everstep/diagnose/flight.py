@@ -11,7 +11,7 @@ What differs between dumps, and what is made of it:
                       (the one that matters most: a stuck host), ids and names are both in order of creation,
                       so they are paired in order if there are equally many and no entry contradicts
     last_enqueued     NCCL: the number of the last collective or of the last message, whichever was last.
-                      gloo: collectives and messages counted together (`flight_gloo.py`)
+                      gloo: collectives and messages counted together (`py`)
     JSON              numbers of pg_status as text, times 0 for none, no `entries` where there are none
     messages          "nccl:send 0->3", ranks of the group, also where `is_p2p` says no; gloo records none
     rank              not in the dump at all: from the file's name, or the one rank all its groups share
@@ -24,10 +24,12 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from everstep.diagnose import flight_gloo
+from everstep.diagnose.program import same_place
 from everstep.diagnose.record import (
     FLIGHT_RECORDER,
     RECV,
@@ -110,7 +112,7 @@ def part_of(name: str, dump: Any) -> Dump:
     entries = [entry for entry in dump.get("entries") or [] if isinstance(entry, Mapping)]
     configured = _configured(dump.get("pg_config") or {})
     rank = rank_of(name, [members for members, _ in configured.values()])
-    gloo = flight_gloo.is_of_gloo(dump, entries)
+    gloo = is_of_gloo(dump, entries)
     groups: list[Group] = []
     index: dict[str, int] = {}
     for group, (members, about) in configured.items():
@@ -137,7 +139,7 @@ def part_of(name: str, dump: Any) -> Dump:
         progress=_progress(dump, entries, index, rank),
         form=FLIGHT_RECORDER,
         has_device=not gloo,
-        world_size=len(flight_gloo.members_of_world(dump)) if gloo else 0,
+        world_size=len(members_of_world(dump)) if gloo else 0,
         messages_next=_messages_next(entries, rank) if gloo else {},
     )
 
@@ -149,7 +151,7 @@ def _unlisted(name: str, about: str, entry: Mapping[str, Any], entries: list[Map
     return Group(
         name=name,
         about=about,
-        size=flight_gloo.group_size(same),
+        size=group_size(same),
         level=int(level) if isinstance(level, int) else UNKNOWN,
         timeout_ns=int(timeout) * 1_000_000 if isinstance(timeout, int) else UNKNOWN,
     )
@@ -157,7 +159,7 @@ def _unlisted(name: str, about: str, entry: Mapping[str, Any], entries: list[Map
 
 def _messages_next(entries: list[Mapping[str, Any]], rank: int) -> dict[int, int]:
     try:
-        count = flight_gloo.messages_next(entries)
+        count = messages_next(entries)
     except (TypeError, ValueError):
         return {}
     return {rank: count} if count else {}
@@ -258,9 +260,7 @@ def _progress(
         paired = {pg: str(number) for pg, number in zip(sorted(status), numbered, strict=True)}
         if all(paired.get(pg) == name for pg, name in names.items()):
             names = paired
-    if any(
-        flight_gloo.is_gloo(entry) for entry in entries
-    ):  # its counters mix messages in, and entries say it better
+    if any(is_gloo(entry) for entry in entries):  # its counters mix messages in, and entries say it better
         return {}
     return {
         (rank, index[names[pg]]): GroupProgress(
@@ -270,3 +270,73 @@ def _progress(
         for pg, value in status.items()
         if pg in names
     }
+
+
+# What only gloo's Flight Recorder dumps need: members it leaves out, messages it counts and does not record.
+#
+# pg_config       one entry with an empty name. While a job has only its first group, it lists the ranks
+# op_id           collectives and messages of a group counted together; `collective_seq_id` counts the
+#                 collectives alone. So a gap in `op_id` between two entries is messages (or another thing
+#                 that is not recorded, as a monitored barrier)
+# pg_status       `last_enqueued_collective` is the last `op_id`: what it is above the last entry's was
+#                 issued after it
+# output_sizes    of an all-gather: one row per member
+# retired         completed, or failed: see `postmortem.py`
+
+Entries = Sequence[Mapping[str, Any]]
+
+
+def is_gloo(entry: Mapping[str, Any]) -> bool:
+    return str(entry.get("profiling_name", "")).startswith("gloo:")
+
+
+def is_of_gloo(dump: Mapping[str, Any], entries: Entries) -> bool:
+    """NCCL names its groups, also where it has no entries."""
+    return any(map(is_gloo, entries)) or (not entries and set(dump.get("pg_config") or {}) == {""})
+
+
+def members_of_world(dump: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ranks under the empty name, where they are those of the world."""
+    nameless = (dump.get("pg_config") or {}).get("")
+    if not isinstance(nameless, Mapping):
+        return ()
+    ranks = tuple(int(word) for word in re.findall(r"\d+", str(nameless.get("ranks", ""))))
+    return ranks if ranks == tuple(range(len(ranks))) else ()
+
+
+def group_size(entries: Entries) -> int:
+    """By the rows that an all-gather of the group puts out; 0: there is none."""
+    for entry in entries:
+        name = str(entry.get("profiling_name", ""))
+        if "gather" in name and "all" in name:
+            took, gave = _elements(entry.get("input_sizes")), _elements(entry.get("output_sizes"))
+            if took and gave and gave % took == 0:
+                return gave // took
+    return 0
+
+
+def _elements(sizes: Any) -> int:
+    total = 0
+    for shape in sizes if isinstance(sizes, (list, tuple)) else ():
+        count = 1
+        for size in shape if isinstance(shape, (list, tuple)) else [shape]:
+            count *= int(size)
+        total += count
+    return total
+
+
+def messages_next(entries: Entries) -> int:
+    """How many messages the rank usually issues, over all its groups, before its next collective; 0: none, or
+    it cannot be known."""
+    by_group: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for entry in entries:
+        by_group[int(entry.get("pg_id", UNKNOWN))].append(entry)
+    return sum(map(_next_gap, by_group.values()))
+
+
+def _next_gap(entries: Entries) -> int:
+    numbers = [(int(e.get("op_id", 0)), int(e.get("collective_seq_id", 0))) for e in entries]
+    gaps = [(b[0] - a[0]) - (b[1] - a[1]) for a, b in pairwise(numbers)]
+    before = same_place([(str(e.get("profiling_name")), str(e.get("input_sizes"))) for e in entries])
+    first = numbers[0][0] - numbers[0][1]  # before the first one
+    return max(0, first if before is None else gaps[before - 1])

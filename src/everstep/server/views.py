@@ -15,8 +15,8 @@ from everstep.core.task.states import Absent, Copied, Copying, Entering, Member,
 from everstep.drive.causes import CauseLink
 from everstep.drive.step_rows import StepRows
 from everstep.protocol.codec import encode
+from everstep.protocol.facts import OpsTook, PacesSeen, WorkerWaits
 from everstep.protocol.incidents import Incident
-from everstep.server import findings
 from everstep.server.record import ClusterRecord
 
 STORIES = 30
@@ -291,7 +291,7 @@ def incident(record: ClusterRecord, one: Incident) -> dict[str, Any]:
             }
             for r in one.remedies
         ],
-        "finding": findings.picture(one),
+        "finding": picture(one),
         "timeline": [{"at": at(moment), "because": because} for moment, because in _timeline(one)],
     }
 
@@ -321,3 +321,43 @@ def _timeline(one: Incident) -> list[tuple[float, str]]:
 
 def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+# What a diagnosis found, for a picture: who waits for whom, and how fast each worker is.
+#
+# It is made of the facts behind the evidence of an incident (`protocol.facts`), not of its sentences.
+
+
+def picture(one: Incident) -> dict[str, Any]:
+    """Who is suspected, who was ruled out, and what there is to draw."""
+    facts = [item.fact for item in one.evidence if item.fact is not None]
+    return {
+        "suspects": [f"worker {worker}" for worker in one.workers]
+        + ([f"node {one.node}"] if one.node else []),
+        "ruled_out": [item.clears for item in one.evidence if item.clears],
+        "waits": [
+            {
+                "waiter": str(fact.worker),
+                "awaits": fact.awaits,
+                "for": None if fact.sender is None else str(fact.sender),
+                "seconds": round(fact.seconds, 2),
+            }
+            for fact in facts
+            if isinstance(fact, WorkerWaits)
+        ],
+        "paces": {
+            str(worker): round(pace, 2)
+            for fact in facts
+            if isinstance(fact, PacesSeen)
+            for worker, pace in fact.paces.items()
+        },
+        "ops": [
+            {
+                "step": fact.step,
+                "took_ms": round(fact.took_s * 1e3, 1),
+                "usual_ms": round(fact.usual_s * 1e3, 1),
+            }
+            for fact in facts
+            if isinstance(fact, OpsTook)
+        ],
+    }
