@@ -119,6 +119,18 @@ def test_rooms_of_the_engine_import_only_rooms_below_them(path: Path) -> None:
         assert allowed, f"{path.name} imports {'.'.join(parts)} from a room above it"
 
 
+def test_a_process_says_lines_through_one_function() -> None:
+    """A print that raises (a full disk, a closed pipe) ended agents, coordinators and training threads."""
+    for path in sorted(SRC.rglob("*.py")):
+        if path.is_relative_to(SRC / "cli") or path == SRC / "log.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            assert name not in ("print", "traceback.print_exc", "warnings.warn"), (
+                f"{path}:{node.lineno}: everstep.log.say"  # type: ignore[attr-defined]
+            )
+
+
 def test_the_product_imports_no_laboratory() -> None:
     for path in sorted(SRC.rglob("*.py")):
         assert not [name for name in imports(path) if name.split(".")[0] == "everstep_lab"], path

@@ -108,7 +108,7 @@ def test_of_a_coordinator_that_answers_no_ping_the_agent_says_that_the_connectio
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         address = f"http://127.0.0.1:{runner.addresses[0][1]}"
         settings = AgentSettings(node="n1", slots=1, coordinators=(address,))
-        job = asyncio.create_task(Agent(settings, say=said.append).run())
+        job = asyncio.create_task(Agent(settings, say=said.append, warn=said.append).run())
         async with asyncio.timeout(20):
             while len(said) < 2:
                 await asyncio.sleep(0.01)
@@ -145,7 +145,7 @@ def test_whatever_a_coordinator_does_the_agent_tries_again_and_says_why_once(
         await site.start()
         port = runner.addresses[0][1]
         settings = AgentSettings(node="n1", slots=1, coordinators=(f"http://127.0.0.1:{port}",), token=token)
-        job = asyncio.create_task(Agent(settings, say=said.append).run())
+        job = asyncio.create_task(Agent(settings, say=said.append, warn=said.append).run())
         welcomed = asyncio.create_task(coordinator.welcomed.wait())
         async with asyncio.timeout(20):
             await asyncio.wait({job, welcomed}, return_when=asyncio.FIRST_COMPLETED)
@@ -235,7 +235,7 @@ def test_both_ends_of_an_agents_connection_notice_a_dead_path(
 
     async def connect(address: str) -> None:
         job = asyncio.create_task(
-            Agent(AgentSettings(node="n1", slots=1, coordinators=(address,)), say=lambda line: None).run()
+            Agent(AgentSettings(node="n1", slots=1, coordinators=(address,)), say=print, warn=print).run()
         )
         async with asyncio.timeout(20):
             while len(seen) < 2:

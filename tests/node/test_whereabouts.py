@@ -57,7 +57,7 @@ def test_an_agent_leaves_a_line_that_nobody_answers_and_goes_where_the_file_says
     async def play() -> tuple[int, int]:
         dead, alive = Coordinator(mute=True), Coordinator(mute=False)
         runners = [await dead.start(), await alive.start()]
-        agent = Agent(AgentSettings(node="n1", slots=1, coordinators=(f"@{place}",)), say=lambda line: None)
+        agent = Agent(AgentSettings(node="n1", slots=1, coordinators=(f"@{place}",)), say=print, warn=print)
         job = asyncio.create_task(agent.run())
         await asyncio.sleep(0)  # no file yet: it waits
         place.write_text(dead.address)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from everstep.core.cluster.checkpoints import NOT_SAVED
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
@@ -18,24 +15,7 @@ from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 from everstep.store.folder import complete_steps
 
-DISK = 16 << 20
 STEPS = 8
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, to be filled."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def fill(disk: Path) -> None:

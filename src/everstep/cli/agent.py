@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from everstep import log
+from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS
 from everstep.cli.coordinator import until_signalled
 from everstep.errors import UserError
@@ -62,6 +64,8 @@ def agent_command(
         float,
         typer.Option(min=0.05, help="Seconds between heartbeats; increase it for thousands of nodes."),
     ] = 0.25,
+    log_format: Annotated[render.LogFormat, render.LOG_FORMAT] = render.LogFormat.TEXT,
+    log_level: Annotated[render.LogLevel, render.LOG_LEVEL] = render.LogLevel.INFO,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print name, slots and pid as JSON, then run.")
     ] = False,
@@ -79,7 +83,7 @@ def agent_command(
 
       everstep agent --node h1 --host 10.1.1.2 --fabric fabric.toml
     """
-    from everstep.cli import render
+    log.start(form=log_format.value, level=log_level)
     from everstep.launch import tokens
     from everstep.node.agent import Agent, AgentSettings
 
@@ -105,7 +109,7 @@ def agent_command(
     tokens.clean_environment()
 
     async def run() -> None:
-        agent = Agent(settings, say=render.note)
+        agent = Agent(settings)
         agent.warm_up()
         await agent.run()
 

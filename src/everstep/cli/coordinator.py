@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from everstep import log
 from everstep.cli import render
 
 
@@ -90,6 +91,8 @@ def coordinator_command(
         Path | None,
         typer.Option(help="Directory for the scalars of every task.", rich_help_panel="Monitoring"),
     ] = None,
+    log_format: Annotated[render.LogFormat, render.LOG_FORMAT] = render.LogFormat.TEXT,
+    log_level: Annotated[render.LogLevel, render.LOG_LEVEL] = render.LogLevel.INFO,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the address as JSON once it listens.")
     ] = False,
@@ -106,6 +109,7 @@ def coordinator_command(
 
       everstep coordinator --etcd http://10.0.0.1:2379,http://10.0.0.2:2379
     """
+    log.start(form=log_format.value, level=log_level)
     from everstep.launch import tokens
     from everstep.protocol.cluster_messages import Patience
     from everstep.server.serve import LOOPBACK, ServerSettings, serve

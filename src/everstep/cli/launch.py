@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from everstep import log
 from everstep.cli import render
 from everstep.cli.client import Ca
 from everstep.errors import UserError
@@ -171,7 +172,8 @@ def node_command(
         interface=interface,
         watch_s=watch,
     )
-    return Keeper(settings, say=render.note).run()
+    log.start()
+    return Keeper(settings, say=log.say).run()
 
 
 def _split(options: str) -> tuple[str, ...]:

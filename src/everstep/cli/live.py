@@ -89,7 +89,7 @@ class LiveView:
                 self.tell("[red]✗[/red]", incident.step, f"{death(incident)}; {redone}", " · ".join(when))
             case "evaluation", (step, values):
                 self.say(f"[cyan]=[/cyan] {escape(evaluation_line(step, values))}")
-            case "data", sentence:
+            case "warning", sentence:
                 self.say(f"[yellow]~[/yellow] {escape(sentence)}")
             case "raised", (worker, error, traceback):
                 self.say(f"[red]![/red] worker {worker} raised {escape(error)}")

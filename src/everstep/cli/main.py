@@ -6,6 +6,7 @@ torch only after they have read their arguments, so `--help` and most errors are
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from everstep import log
 from everstep.errors import EverstepError, UserError
 
 _COMMANDS = {  # name: module and function, or a typer app of subcommands
@@ -130,12 +132,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    sys.exit(run())
+    code = run()
+    if (error := log.lost_output()) is not None:
+        code = _say(f"stdout could not be written: {error.strerror}.", code or 1)
+    sys.exit(code)
 
 
 def _say(sentence: str, code: int) -> int:
     if sentence:
-        print(f"everstep: {sentence}", file=sys.stderr)
+        log.say(f"everstep: {sentence}", level=logging.ERROR if code in (1, 2) else logging.INFO)
     return code
 
 

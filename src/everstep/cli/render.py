@@ -7,22 +7,37 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from everstep.launch import console
+import typer
+
+from everstep import log
 
 if TYPE_CHECKING:
     from everstep.job.job import Job
     from everstep.launch.local.run import Watcher
 
 
-def note(line: str) -> None:
-    console.say(line)
+note = log.say
+
+LOG_FORMAT = typer.Option("--log-format", help="Lines on stderr: text, or one JSON object each.")
+LOG_LEVEL = typer.Option("--log-level", help="The least severe lines on stderr.")
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogLevel(StrEnum):
+    INFO = "info"
+    WARNING = "warning"
 
 
 def emit(document: Mapping[str, Any]) -> None:
     """The one JSON document. A number that is none (NaN) is null."""
-    console.write(json.dumps(_plain(document), indent=2))
+    print(json.dumps(_plain(document), indent=2), flush=True)
 
 
 @contextlib.contextmanager

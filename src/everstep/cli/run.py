@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from everstep import log
 from everstep.cli import render
 from everstep.cli.train import EVERY, JSON, KILL, WEB, own_page, scalars
 from everstep.errors import UserError
@@ -127,6 +128,7 @@ def run_command(
 
       everstep run --nproc gpu --max-restarts 10 --preload torch train.py
     """
+    log.start()
     if nproc is None:
         given = {"--module": module, "--hang-after": hang_after, "--preload": preload, "--log-dir": log_dir}
         for name, value in given.items():
@@ -258,4 +260,5 @@ def _heal(script: Path, arguments: list[str], options: ScriptRun) -> int:
         if as_json:
             render.emit(launch.result.document)
         render.note(report.summary_line(launch.result.document))
+        code = code or int(not launch.result.document["saved"])
     return code

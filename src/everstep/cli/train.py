@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from everstep import log
 from everstep.cli import render
 from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job, load_job
@@ -56,6 +57,7 @@ def train_command(
         bool, typer.Option("--decisions", help="Print every decision with its reason.")
     ] = False,
     every: Annotated[int | None, EVERY] = None,
+    log_format: Annotated[render.LogFormat, render.LOG_FORMAT] = render.LogFormat.TEXT,
     as_json: Annotated[bool, JSON] = False,
 ) -> int:
     """Train a job on this machine. If a worker fails, the others finish its step.
@@ -69,6 +71,8 @@ def train_command(
 
       everstep train examples/job.toml --kill stage=1,replica=0,step=7,op=F3 --kill stage=0,replica=1,step=9
     """
+    as_lines = log_format is render.LogFormat.JSON
+    log.start(form="json" if as_lines else "plain")
     job = load_job(job_file)
     if start_over:
         if job.checkpoint is None:
@@ -93,7 +97,7 @@ def train_command(
         render.note(sentence)
     with (
         nullcontext() if no_web else own_page(web) as page,
-        render.watching(job, as_json=as_json, decisions=decisions, every=every) as watch,
+        render.watching(job, as_json=as_json or as_lines, decisions=decisions, every=every) as watch,
         scalars(tensorboard, watch) as watch_all,
     ):
         watch_all("workload", workload_of(job, checked.model, checked.batch))
@@ -106,7 +110,7 @@ def train_command(
     if outcome.failure is not None:
         raise EverstepError(f"training ended: {outcome.failure}.")
     render.note(report.summary_line(document))
-    return 0
+    return int(outcome.unsaved)
 
 
 def own_page(port: int, *, may_hurt: bool = False) -> RunPage:

@@ -17,7 +17,6 @@ the queue; states go there piece by piece (`transfers`).
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from everstep.errors import PeerError, UserError
+from everstep.log import say
 from everstep.net import frames, host_memory, nccl
 from everstep.net.arena import Arena, CudaMemory, Location, Mappings, SharedFiles, SharedMemory
 from everstep.net.completions import Completions
@@ -148,7 +148,7 @@ class Courier:
         kind, lane = self._transport(to, what, tensors)
         if tensors and what not in _LASTING and self.carriers.get(to) != kind:
             self.carriers[to] = kind
-            print(f"tensors to {to.host}:{to.port} go by {kind}", file=sys.stderr, flush=True)
+            say(f"tensors to {to.host}:{to.port} go by {kind}")
         if tensors and to not in self._warned:
             self._warn(to)
         if lane is not None:
@@ -251,7 +251,7 @@ class Courier:
             return
         self._warned.add(to)
         if (sentence := bits_differ(self.identity, Identity.decode(known))) is not None:
-            print(f"worker at {to.host}:{to.port}: {sentence}", file=sys.stderr, flush=True)
+            say(f"worker at {to.host}:{to.port}: {sentence}")
 
     def _pair(self, to: Address) -> Carrier:
         known = self.links.identity(to)

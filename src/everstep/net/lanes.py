@@ -22,7 +22,6 @@ lead to it and from it, and no others.
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +33,7 @@ import torch
 from torch import Tensor
 
 from everstep.errors import PeerError
+from everstep.log import say
 from everstep.net import frames
 from everstep.net.links import Address, Links
 from everstep.net.transport import ANNOUNCED, Announcement, LaneOpening, LaneOrder, lane_name
@@ -127,7 +127,7 @@ class Lanes:
         *,
         deliver: Callable[[frames.Incoming], None],
         kind: str,
-        log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        log: Callable[[str], None] = say,
     ) -> None:
         self._links, self._wire, self._deliver, self.kind, self._log = links, wire, deliver, kind, log
         self._to: dict[Address, Lane] = {}

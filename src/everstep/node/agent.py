@@ -17,7 +17,6 @@ import json
 import random
 import secrets
 import ssl
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from everstep.core.agent.agent import (
 from everstep.core.faults.detector import DetectorLimits
 from everstep.core.faults.xids import place_of_xid
 from everstep.errors import PeerError, UserError
+from everstep.log import say, warn
 from everstep.net.sockets import watch_path
 from everstep.node.coordinator_address import current
 from everstep.node.fabric_settings import FabricSettings
@@ -82,9 +82,10 @@ class Agent:
         self,
         settings: AgentSettings,
         *,
-        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+        say: Callable[[str], None] = say,
+        warn: Callable[[str], None] = warn,
     ) -> None:
-        self.settings, self.say = settings, say
+        self.settings, self.say, self.warn = settings, say, warn
         self.boot = secrets.token_hex(8)
         ahead_s = time.time() - time.monotonic()  # workers speak monotonic time; the coordinator, wall time
         self.state = AgentState(detector=settings.limits, ahead_s=ahead_s)
@@ -177,7 +178,7 @@ class Agent:
             self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
     async def _look_for_notice(self, path: Path) -> None:
-        notice = LeaveNotice(path, self.say)
+        notice = LeaveNotice(path, self.warn)
         while True:
             if (found := notice.look()) is not None:
                 self._report(found, None)
@@ -197,7 +198,7 @@ class Agent:
                 found = await asyncio.to_thread(work)
             except Exception as error:
                 kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-                self.say(f"node {self.settings.node}: {kind}{error}")
+                self.warn(f"node {self.settings.node}: {kind}{error}")
                 found = error
             done(found)
 
@@ -233,8 +234,9 @@ class Agent:
             return
         self._troubles[address] = reason
         workers = len(self.workers.processes)
-        going_on = f"; its {workers} workers train on" if workers else ""
-        self.say(f"node {self.settings.node} is not connected to {address}: {reason}{going_on}; trying again")
+        going_on = f"; its {workers} workers keep training" if workers else ""
+        node = self.settings.node
+        self.warn(f"node {node} is not connected to {address}: {reason}{going_on}; trying again")
 
     async def _connected(self, session: aiohttp.ClientSession, address: str) -> None:
         token = self.settings.token()

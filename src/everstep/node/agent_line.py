@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from everstep.errors import PeerError
+from everstep.log import warn
 from everstep.protocol.agent_messages import EndWorker, FromWorker, WorkerOrder
 from everstep.protocol.framing import Unpacker, pack
 
@@ -36,5 +36,5 @@ class AgentLine:
                 for order in unpacker.feed(data):
                     inbox.put(order)
         except (OSError, PeerError) as error:  # reset: the agent has left a report unread
-            print(f"the line to the agent: {error}", file=sys.stderr, flush=True)
+            warn(f"the line to the agent: {error}")
         inbox.put(EndWorker(gently=False))  # the agent is gone, and so must its worker be

@@ -24,7 +24,9 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from everstep import log
 from everstep.errors import EverstepError
+from everstep.log import warn
 
 WARM_S = 300.0  # to load torch, from a slow disk on a busy machine
 ANSWER_S = 20.0  # to fork
@@ -211,17 +213,19 @@ def _live(spec: dict[str, Any], output: str) -> None:
     code = 1
     try:
         os.setsid()
-        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        words = log.append_to(Path(output))
+        os.dup2(words, 1)
+        os.dup2(words, 2)
+        log.start(form="text")
         from everstep.node import worker
 
         code = worker.main(spec)
     except BaseException:
-        traceback.print_exc()
+        warn(traceback.format_exc())
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(BaseException):  # what comes back from here goes on as the fork server
+            sys.stdout.flush()
+            log.flush()
         os._exit(code)
 
 

@@ -12,7 +12,6 @@ different links for a moment they may choose one path both, which the next windo
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from everstep.fabric.document import hops_of, tasks_from, topology_from
 from everstep.fabric.flows import flows_of
 from everstep.fabric.routing import Routing
 from everstep.fabric.watch import Action, CannotMove, FlowMeasured, MoveFlow, PathWatch, WatchLimits
+from everstep.log import say
 from everstep.net.links import Address, Links
 from everstep.net.sockets import progress_of
 from everstep.node.probe import Budget, Prober
@@ -45,7 +45,7 @@ class SourcePorts:
     prober: Prober
     source: str
     planned: dict[str, list[tuple[str, Hops]]]  # target host -> flows to it and their hops
-    because: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr)
+    because: Callable[[str], None] = say
     flow_of: dict[tuple[str, int], str] = field(default_factory=dict)
     hops: dict[str, Hops] = field(default_factory=dict)
     _used: set[int] = field(default_factory=set)
@@ -203,9 +203,7 @@ def watch_links(
     """Watch a worker's links; report every move, and every flow that cannot be moved, with the reason."""
 
     def report(action: Action) -> None:
-        print(
-            f"{'moved' if isinstance(action, MoveFlow) else 'not moved'}: {action.because}", file=sys.stderr
-        )
+        say(f"{'moved' if isinstance(action, MoveFlow) else 'not moved'}: {action.because}")
         tell("flow", {"flow": action.flow, "moved": isinstance(action, MoveFlow), "because": action.because})
 
     watching = FlowWatch(

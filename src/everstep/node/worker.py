@@ -6,7 +6,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from everstep import log
 from everstep.core.worker.control import WorkerControl, raised
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
@@ -37,6 +37,7 @@ from everstep.engine.worker.worker_loop import WorkerLoop
 from everstep.errors import UserError
 from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec
+from everstep.log import warn
 from everstep.net import host_memory, nccl
 from everstep.net.courier import Courier, identity_of
 from everstep.net.frames import Incoming
@@ -85,7 +86,7 @@ def main(given: Mapping[str, Any]) -> int:
             group.wait()  # a collective failed because a shard has ended: its watcher says so, and ends all
         text = f"{type(error).__name__}: {error}"
         line.say(raised(spec.sender, text, where=line.where(), traceback=traceback.format_exc(limit=50)))
-        traceback.print_exc()
+        warn(traceback.format_exc())
         return 1
     return 0
 
@@ -115,11 +116,11 @@ def _follow(spec: WorkerSpec, job: Job, group: ShardGroup) -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except BaseException as error:
-        traceback.print_exc()
         text = clipped(f"{type(error).__name__}: {error}")
         group.tell(
             sh.ShardRaised(error=text, traceback=clipped(traceback.format_exc(limit=50), MOST_TRACEBACK))
         )
+        warn(traceback.format_exc())
         return 1
     return 0
 
@@ -323,6 +324,7 @@ def _heard(
     if dead is not None:
         return  # what was raised is the echo of another shard's end, of which its watcher tells
     line.say(raised(me, f"shard {shard}: {message.error}", where=line.where(), traceback=message.traceback))
+    log.flush()
     os._exit(1)
 
 
@@ -330,8 +332,9 @@ def _shard_ended(line: AgentLine, me: Sender, shard: int, how: str) -> None:
     """A worker is all of its shards or none."""
     if line.over:
         return
-    print(f"shard {shard} of worker {me.worker} {how}: the worker ends", file=sys.stderr, flush=True)
     line.say(ShardEnded(task=me.task, worker=me.worker, incarnation=me.incarnation, shard=shard, how=how))
+    warn(f"shard {shard} of worker {me.worker} {how}: the worker ends")
+    log.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

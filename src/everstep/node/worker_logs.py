@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from everstep.errors import UserError
+from everstep.log import trim
 from everstep.protocol.ops import Worker
 
 MOST_PATHS = 10_000
+TRIM_EVERY_S = 10.0
 
 
 class WorkerLogs:
@@ -21,11 +25,18 @@ class WorkerLogs:
     def path(self, task: str, worker: Worker, folder: str | None) -> Path:
         """Where a worker is to print. `folder`: of its job, if that names one."""
         found = self.folder / f"{task}-{_name(worker)}" if folder is None else Path(folder, _name(worker))
-        found.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # it trains without
+            found.parent.mkdir(parents=True, exist_ok=True)
         self._paths[task, worker] = found
         while len(self._paths) > MOST_PATHS:
             del self._paths[next(iter(self._paths))]
         return found
+
+    def trim(self, workers: Iterable[tuple[str, Worker]]) -> None:
+        """Of workers that run: their logs keep to a size."""
+        for known in workers:
+            if (path := self._paths.get(known)) is not None:
+                trim(path)
 
     def read(self, task: str, worker: Worker, *, most: int, start: int | None = None) -> dict[str, Any]:
         """The end of what a worker has printed here, or what follows `start`: text, where it ends, and when

@@ -32,7 +32,7 @@ from everstep.node.process_facts import parent_of
 from everstep.node.ring_watch import RingWatch
 from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_lines import Loop, WorkerLines
-from everstep.node.worker_logs import WorkerLogs
+from everstep.node.worker_logs import TRIM_EVERY_S, WorkerLogs
 from everstep.protocol import cluster_messages as msg
 from everstep.protocol.agent_messages import PlantFaults
 from everstep.protocol.cluster_messages import Sender
@@ -136,6 +136,7 @@ class WorkerProcesses:
         self._lines = WorkerLines(loop, settings.folder / "agent", knows=self._knows, happened=self.happened)
         self._events: deque[ag.ProcessEvent] = deque()
         self._deciding = False
+        self._trim_at = 0.0
 
     # -------------------------------------------------------------- life
 
@@ -163,6 +164,10 @@ class WorkerProcesses:
                     self._look(process, now)
             for name in self.tasks:
                 self._look_into_rings(name, now)
+        if now >= self._trim_at:
+            self._trim_at = now + TRIM_EVERY_S
+            here = list(self.processes)
+            self._beside(lambda: self.logs.trim(here), lambda done: None)
         due = self.machine.due_at()
         if due is not None and due <= now:
             self.happened(msg.TimePassed())

@@ -7,6 +7,7 @@ pager) holds the ranks up, as it would any program, but never the one who watche
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import selectors
 import threading
@@ -14,9 +15,17 @@ from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
+from everstep.log import MOST_LOG, warn
+
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 8192
 _MAX_LINE_BYTES = 1 << 16  # a longer one is passed on in parts
+
+
+def _opened(path: Path) -> io.FileIO | None:
+    with contextlib.suppress(OSError):
+        return path.open("ab", buffering=0)
+    return None
 
 
 class OutputStream:
@@ -25,9 +34,10 @@ class OutputStream:
     def __init__(self, rank: int, path: Path, terminal: BinaryIO) -> None:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
-        self.num_bytes = 0
+        self.num_bytes = self.lost = 0  # read; and of these not written to the file
         self._prefix = f"[{rank}] ".encode()
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, _opened(path)
+        self._in_file = 0
         self._terminal = terminal
         self._tail: deque[bytes] = deque()
         self._partial = b""
@@ -74,11 +84,12 @@ class OutputStream:
         if self._partial:
             self._lines.append(self._prefix + self._partial + b"\n")
             self._partial = b""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _keep(self, data: bytes) -> None:
         self.num_bytes += len(data)
-        self._file.write(data)
+        self._write(data)
         self._tail.append(data)
         while sum(map(len, self._tail)) - len(self._tail[0]) > _TAIL_BYTES:
             self._tail.popleft()
@@ -88,6 +99,27 @@ class OutputStream:
         elif len(self._partial) > _MAX_LINE_BYTES:
             whole, self._partial = [*whole, self._partial + b"\n"], b""
         self._lines += [self._prefix + line for line in whole]
+
+    def _write(self, data: bytes) -> None:
+        """This thread reads for all ranks: if it ended, they would wait in `print` for ever."""
+        try:
+            if self._file is None or self._in_file > MOST_LOG:
+                self._roll()
+            assert self._file is not None
+            written = self._file.write(data)
+            self._in_file += written
+            self.lost += len(data) - written
+        except OSError as error:
+            if not self.lost:
+                warn(f"{self._path} cannot be written ({error.strerror}); the ranks continue")
+            self.lost += len(data)
+
+    def _roll(self) -> None:
+        """What was written so far is NAME.1 from now on."""
+        if self._file is not None:
+            self._file.close()
+            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        self._file, self._in_file = self._path.open("ab", buffering=0), 0
 
 
 class Pump:

@@ -9,6 +9,7 @@ record of collectives.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib.abc
@@ -94,8 +95,9 @@ def attach() -> SupervisorLine:
     stacks = os.environ.pop(STACKS, None)
     faulthandler.enable()
     if stacks is not None:
-        file = open(stacks, "a")  # noqa: SIM115 - open as long as the process lives
-        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+        with contextlib.suppress(OSError):  # a full disk
+            file = open(stacks, "a")  # noqa: SIM115 - open as long as the process lives
+            faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
     die_with_parent()
     line = SupervisorLine(None if fd is None else int(fd))
     if "torch" in sys.modules:

@@ -255,7 +255,8 @@ class Ranks:
         self._pids.append([])
         for number in range(self.launch.policy.ranks):
             folder = self.launch.log_dir / self.launch.run_id / f"attempt_{life}" / str(number)
-            folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # a full disk; its output is shown all the same
+                folder.mkdir(parents=True, exist_ok=True)
             place = RankPlace(
                 rank=number,
                 ranks=self.launch.policy.ranks,

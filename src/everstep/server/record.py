@@ -8,7 +8,6 @@ machine that takes over, show the same.
 from __future__ import annotations
 
 import math
-import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from everstep.core.faults.detector import Heartbeats
 from everstep.drive.causes import Causes
 from everstep.drive.ports import HandledEvent
 from everstep.drive.step_rows import StepRows, begins_training, metric_names, rows_document, rows_from
+from everstep.log import say
 from everstep.protocol import cluster_messages as msg
 from everstep.protocol.codec import encode
 from everstep.server import words
@@ -36,7 +36,7 @@ class ClusterRecord:
         self,
         *,
         files: StepFiles | None = None,
-        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+        say: Callable[[str], None] = say,
     ) -> None:
         """`files`: where each task's rows are also written."""
         self.say = say

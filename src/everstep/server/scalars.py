@@ -7,13 +7,13 @@ The same tags for `everstep train --tensorboard` and for every task of a coordin
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from everstep.core.task.recovery import Recovery
+from everstep.log import say
 from everstep.protocol.incidents import Incident
 from everstep.server.record import ClusterRecord
 from everstep.server.tfevents import EventFile
@@ -24,9 +24,9 @@ FLUSH_S = 1.0
 class RunScalars:
     """One run's file."""
 
-    def __init__(self, folder: Path, *, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, folder: Path, *, say: Callable[[str], None] = say) -> None:
         self._file = EventFile(folder)
-        self._say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+        self._say = say
         self._last = 0
         self._flushed_at = 0.0
         self._broken = False

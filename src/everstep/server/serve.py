@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from aiohttp import web
 
 from everstep.errors import UserError
+from everstep.log import warn
 from everstep.net.sockets import allow_many_files
 from everstep.protocol.cluster_messages import Patience, PolicySet
 from everstep.server.api import Api
@@ -127,7 +127,7 @@ async def _lead(daemon: Daemon, journal: Journal) -> None:
         try:
             await daemon.lead()
         except LostLeadership as error:
-            print(f"coordinator: {error}; on standby", file=sys.stderr, flush=True)
+            warn(f"coordinator: {error}; on standby")
             await journal.close()
             await _open_again(journal)
 
@@ -138,7 +138,7 @@ async def _open_again(journal: Journal) -> None:
         try:
             return await journal.open()
         except UserError as error:
-            print(f"coordinator: {error} Trying again.", file=sys.stderr, flush=True)
+            warn(f"coordinator: {error} Trying again.")
             await asyncio.sleep(OPEN_AGAIN_S)
 
 

@@ -6,7 +6,6 @@ tensors that are missing are read from other holders.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from everstep.core.worker.copy_holders import CopyHolders
 from everstep.errors import UserError
+from everstep.log import warn
 from everstep.protocol.cluster_messages import MemoryAddress
 from everstep.store import memory
 from everstep.store.reader import Checkpoint, UnusableCheckpointError
@@ -42,7 +42,7 @@ class CopiedState:
                 self._read_from(self._opened(files), read, found)
                 return found
             except (UserError, OSError) as error:
-                print(f"the state of step {self._step} in memory: {error}", file=sys.stderr, flush=True)
+                warn(f"the state of step {self._step} in memory: {error}")
                 if not self._ask_another(error, files):
                     return None
 

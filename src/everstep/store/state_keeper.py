@@ -8,7 +8,6 @@ Storage that does not answer costs saves, which are reported, and never training
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from everstep.engine.state.sharded import ChunkSlice
 from everstep.errors import UserError
 from everstep.job.job import Job
 from everstep.layout.box import Box, whole
+from everstep.log import warn
 from everstep.protocol.agent_messages import WorkerReport
 from everstep.protocol.cluster_messages import MemoryAddress, PartWritten, SaveFailed, Sender, StateFetched
 from everstep.protocol.text import clipped
@@ -263,15 +263,15 @@ class States:
             if node is None:
                 self._not_saved(step, attempt, f"{type(error).__name__}: {error}", memory_of=self._node)
             else:  # that node may be dying: an incident of its own, if it is
-                print(f"no copy of step {step} on node {node}: {error}", file=sys.stderr, flush=True)
+                warn(f"no copy of step {step} on node {node}: {error}")
 
     def _not_saved(self, step: int, attempt: int, because: str, memory_of: str | None = None) -> None:
-        print(f"the state of step {step} is not saved: {because}", file=sys.stderr, flush=True)
         failed = SaveFailed(
             task=self._task, step=step, attempt=attempt, because=clipped(because), memory_of=memory_of
         )
         with contextlib.suppress(OSError):  # the agent is gone too
             self._say(failed)
+        warn(f"the state of step {step} is not saved: {because}")
 
     def _progressed(self, num_bytes: int) -> None:
         self._written_bytes += num_bytes

@@ -16,7 +16,6 @@ import ctypes
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -31,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from everstep.engine.datasets.data import Dataset
 from everstep.errors import EverstepError, UserError
+from everstep.log import say, warn
 from everstep.net import host_memory
 
 AHEAD = 2  # batches, where nothing else is said
@@ -100,10 +100,7 @@ class Loader:
                 waited_s = time.monotonic() - began
                 if waited_s >= max(_SAY_AFTER_S, 2 * said_s):
                     said_s = waited_s
-                    print(
-                        f"waiting for data: batch({step}, {microbatch}) takes {waited_s:.0f} s",
-                        file=sys.stderr,
-                    )
+                    say(f"waiting for data: batch({step}, {microbatch}) takes {waited_s:.0f} s")
         finally:
             self.waited_s += time.monotonic() - began
 
@@ -139,7 +136,7 @@ class ForkedData:
         if ok:
             return answer
         kind, text, trace = answer
-        print(trace, file=sys.stderr, flush=True)
+        warn(trace)
         raise (UserError if kind == "UserError" else RuntimeError)(text)
 
     def close(self) -> None:

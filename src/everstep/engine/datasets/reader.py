@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from everstep.engine.datasets.buffer import BatchBuffer
 from everstep.engine.datasets.rows import Collate, stacked
 from everstep.engine.layers.boundary import Value, mapped, tensors_in
 from everstep.errors import UserError
+from everstep.log import warn
 
 _LOOK_S = 0.002
 _TRIES, _AGAIN_S = 3, 0.5  # in a row without a batch between them
@@ -124,9 +124,7 @@ class Reader:
                     failures += 1
                     if failures == _TRIES or not self._source.can_begin_again:
                         return self._buffer.stop(0, f"the stream raised {type(error).__name__}: {error}")
-                    print(
-                        f"the stream raised {type(error).__name__}: {error}; it begins again", file=sys.stderr
-                    )
+                    warn(f"the stream raised {type(error).__name__}: {error}; it begins again")
                     self._over.wait(failures * _AGAIN_S)
 
     def _read(self, number: int) -> None:

@@ -18,7 +18,6 @@ changes nothing in cuDNN 9.19 (`bench/gpu/attention.py`).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from torch.nn import functional as F
 
 from everstep.engine.layers import attention_library
 from everstep.engine.layers.attention_kernels import ROWS, query_grads
+from everstep.log import warn
 
 Way = Literal["library", "own", "torch"]
 _HOPPER = 9
@@ -145,7 +145,7 @@ def _passes(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # there is no such kernel, or it is called otherwise
-        print(f"exact attention as torch has it: {error}", file=sys.stderr, flush=True)
+        warn(f"exact attention as torch has it: {error}")
         return False
     with torch.no_grad():
         return all(bool((a - b).abs().max() <= _CLOSE * b.abs().max()) for a, b in zip(*of_both, strict=True))

@@ -10,13 +10,14 @@ and all recorded ops of a process, for the ops of a device run one after the oth
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from everstep.log import warn
 
 ROOM = 2 << 30  # bytes, at most; beyond it there is another way
 
@@ -53,7 +54,7 @@ def _front_end() -> Any | None:
     try:
         import cudnn  # type: ignore[import-not-found,unused-ignore]
     except Exception as error:  # not for this Python or driver
-        print(f"exact attention without cuDNN's front end: {error}", file=sys.stderr, flush=True)
+        warn(f"exact attention without cuDNN's front end: {error}")
         return None
     return cudnn
 
@@ -86,7 +87,7 @@ def backward(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Bac
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # no such kernel in this version
-        print(f"exact attention without cuDNN's front end: {error}", file=sys.stderr, flush=True)
+        warn(f"exact attention without cuDNN's front end: {error}")
         return None
 
 

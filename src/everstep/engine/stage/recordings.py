@@ -18,7 +18,6 @@ stays eager.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from torch import Tensor
 from everstep.engine.layers.boundary import Value, put_together, take_apart
 from everstep.engine.layers.linear import Queue
 from everstep.errors import UserError
+from everstep.log import warn
 
 ATTEMPTS = 3  # to record
 WARM_UP = 2  # microbatches that are run eagerly first
@@ -169,7 +169,7 @@ class Recordings:
         except Exception as error:
             self._failures += 1
             self.is_off = self._failures >= ATTEMPTS
-            print(f"attempt {self._failures} to record ops failed: {error}", file=sys.stderr, flush=True)
+            warn(f"attempt {self._failures} to record ops failed: {error}")
             self.queue.clear()
             self._clean()
             return None

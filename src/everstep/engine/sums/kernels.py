@@ -11,7 +11,6 @@ else changes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everstep.log import warn
 from everstep.net import host_memory
 
 OFFSET = 1.5 * 2.0**52  # where an fp64's last bit is 1: added to x / unit, it rounds
@@ -154,7 +154,7 @@ def usable(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         return agree(device, dtype)
     except Exception as error:
-        print(f"strict sums without their kernels: {error}", file=sys.stderr, flush=True)
+        warn(f"strict sums without their kernels: {error}")
         return False
 
 

@@ -11,7 +11,6 @@ parcels and orders reach it through one queue, so nothing here needs a lock.
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ from everstep.engine.worker.leader import Contents, FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.work_items import WorkItems
 from everstep.errors import PeerError
+from everstep.log import warn
 from everstep.net import frames, host_memory
 from everstep.net.courier import Courier
 from everstep.net.links import Address
@@ -207,7 +207,7 @@ class WorkerLoop:
             if frame.parcel is not None:
                 frames.checked_value(frame.parcel.what, facts)
         except PeerError as error:  # its owner died before it was opened, or it is broken: it did not come
-            print(f"{frame.parcel} was lost: {error}", file=sys.stderr, flush=True)
+            warn(f"{frame.parcel} was lost: {error}")
             return None
         return Contents(facts, tensors, beside)
 

@@ -50,6 +50,7 @@ from everstep.launch.local.plain_lines import PlainLines
 from everstep.launch.local.report import document
 from everstep.launch.local.resuming import refuse_another_model
 from everstep.launch.local.run import LocalTask, Watcher
+from everstep.log import say
 from everstep.node.fork_server import ForkServer
 from everstep.protocol.cluster_messages import Patience
 
@@ -172,7 +173,7 @@ def train(
         checked = preflight(job, model=found, data=dataset, optimizer=factory, schedule=schedule)
         refuse_another_model(job, checked.model)
         for sentence in checked.notes:
-            print(sentence, file=sys.stderr)
+            say(sentence)
         with call.page(page) as shown, call.watch(job) as watch:
             watch("workload", workload_of(job, checked.model, checked.batch))
             outcome = run_with_callbacks(
@@ -283,7 +284,7 @@ def own_page(wanted: bool) -> AbstractContextManager[RunPage | None]:
     if not wanted:
         return nullcontext()
     page = RunPage()
-    print(f"page: {page.address}", file=sys.stderr)
+    say(f"page: {page.address}")
     return page
 
 

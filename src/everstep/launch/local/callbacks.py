@@ -9,7 +9,6 @@ order.
 from __future__ import annotations
 
 import copy
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from everstep.job.job import Job
 from everstep.launch.local.history import History
 from everstep.launch.local.report import incident_document
 from everstep.launch.local.run import LocalTask, Watcher
+from everstep.log import warn
 from everstep.protocol.incidents import Incident
 
 METHODS = ("on_start", "on_step", "on_eval", "on_checkpoint", "on_incident", "on_end")
@@ -125,9 +125,9 @@ class CallbackWatcher:
                 self._callbacks.remove(callback)
                 name = callback.name if isinstance(callback, StepFunction) else type(callback).__name__
                 where = name if isinstance(callback, StepFunction) else f"{name}.{method}"
-                print(f"callback {where} raised {type(error).__name__}: {error}", file=sys.stderr)
-                traceback.print_exc(limit=20)
-                print(f"training continues without {name}", file=sys.stderr)
+                warn(f"callback {where} raised {type(error).__name__}: {error}")
+                warn(traceback.format_exc(limit=20).rstrip())
+                warn(f"training continues without {name}")
                 continue
             except BaseException as error:
                 self._leaving = self._leaving or error

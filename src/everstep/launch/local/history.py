@@ -8,14 +8,15 @@ resumes with other ones says so.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from everstep.job.job import Job
-from everstep.launch.local.outcome import Outcome
+from everstep.launch.local.outcome import Outcome, rows_file
+from everstep.log import LineFile, say, warn
 
 NAME = "history.jsonl"
 Row = dict[str, Any]
@@ -30,7 +31,7 @@ class History:
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     settings: Row = field(default_factory=dict)  # of this start
     _earlier: Row = field(default_factory=dict)  # of the one before
-    _file: TextIO | None = None
+    _file: LineFile | None = None
 
     @staticmethod
     def of(job: Job) -> History:
@@ -48,13 +49,13 @@ class History:
             return
         path = self.folder / NAME
         if resumed_from == 0 and self.steps:  # another run, in the same folder
-            path.rename(path.with_suffix(".before.jsonl"))
+            with contextlib.suppress(OSError):
+                path.rename(path.with_suffix(".before.jsonl"))
             self.steps.clear()
             self.evaluations.clear()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = rows_file(path)
         if resumed_from > 0 and (changed := changes(self._earlier, self.settings)):
-            print(f"resumes with other settings than before: {changed}", file=sys.stderr)
+            say(f"resumes with other settings than before: {changed}")
         if self._earlier != self.settings:
             self._write({"kind": "settings", "settings": self.settings})
 
@@ -83,14 +84,13 @@ class History:
                 outcome.evaluations.setdefault(step, values)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._file is not None and (lost := self._file.close()):
+            warn(f"{self._file.path}: the last {lost} rows could not be written")
+        self._file = None
 
     def _write(self, line: Row) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            self._file.add(json.dumps(line))
 
     def _read(self) -> None:
         if self.folder is None or not (self.folder / NAME).is_file():

@@ -7,7 +7,6 @@ that are given) on what. Its Trainer is not used: what it does is the work of th
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from everstep.engine.prepare import context
 from everstep.errors import UserError
 from everstep.launch.local import api
 from everstep.launch.local.data import steps_of
+from everstep.log import say
 
 
 def fit(
@@ -94,7 +94,7 @@ def fit(
         )
     count = steps or steps_of(data, epochs, shape, int(settings.get("seed", 0)))
     if unused:
-        print(f"not called: {', '.join(unused)}", file=sys.stderr)
+        say(f"not called: {', '.join(unused)}")
     with tempfile.TemporaryDirectory(prefix="everstep-fit-") as folder:
         start = Path(folder) / "start.safetensors"
         write_values(module, start)

@@ -50,7 +50,7 @@ class LiveLine:
         bar = "█" * (20 * row.step // steps)
         return f"{bar:░<20} {row.step}/{steps}  {'  '.join(self.pace.words())}"
 
-    def _say(self, line: str) -> None:
+    def _say(self, line: str, **facts: Any) -> None:
         self._write(f"{_CLEAR}{line}\n")
 
     def _write(self, text: str) -> None:

@@ -7,9 +7,9 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 from everstep.drive.step_rows import StepRow, StepRows
+from everstep.log import LineFile, warn
 from everstep.protocol.actions import RecordStep
 from everstep.protocol.incidents import Incident
 from everstep.protocol.ops import Microbatch
@@ -26,6 +26,8 @@ class Outcome:
     ended: str = ""  # why it ended, and whether its last state is saved
     refused_checkpoints: list[str] = field(default_factory=list)
     resumed_from: int = 0
+    saved: int = 0  # the newest step whose state is a checkpoint
+    unsaved: bool = False  # the last state should be saved, and is not
     resumed_loss: float | None = None  # of that step, if its checkpoint says it
     losses: dict[int, dict[Microbatch, float]] = field(default_factory=dict)
     earlier_losses: dict[int, float] = field(default_factory=dict)  # of earlier starts
@@ -68,13 +70,20 @@ class StepLog:
     """One JSON line per step, in the log directory of the job."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = (folder / "steps.jsonl").open("a", encoding="utf-8")
+        self._file = rows_file(folder / "steps.jsonl")
 
     def write(self, row: StepRow) -> None:
         at = round(row.at - time.monotonic() + time.time(), 6)  # a run's own clock says nothing to others
-        self._file.write(json.dumps(row.document() | {"at": at}) + "\n")
-        self._file.flush()
+        self._file.add(json.dumps(row.document() | {"at": at}))
 
     def close(self) -> None:
-        self._file.close()
+        if lost := self._file.close():
+            warn(f"{self._file.path}: the last {lost} rows could not be written")
+
+
+def rows_file(path: Path) -> LineFile:
+    """A file that is there to be read later: what it cannot take does not stop training."""
+    return LineFile(
+        path,
+        tell=lambda why: warn(f"{path} cannot be written ({why}); training continues, its rows are kept"),
+    )

@@ -28,6 +28,7 @@ from everstep.core.cluster.snapshot import freeze
 from everstep.drive.ports import HandledEvent
 from everstep.drive.step_rows import KEPT_ROWS, rows_document
 from everstep.errors import UserError
+from everstep.log import warn
 from everstep.node.worker_lines import Loop
 from everstep.protocol import cluster_messages as msg
 from everstep.protocol.codec import encode
@@ -55,7 +56,7 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
             method(self, *arguments)
         except Exception as error:  # the border to the run's main loop
             self._broken = True
-            print(f"page: given up ({type(error).__name__}: {error})", file=sys.stderr, flush=True)
+            warn(f"page: given up ({type(error).__name__}: {error})")
             with contextlib.suppress(Exception):
                 self._unwatch()
                 self._hang_up()

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 from everstep.job.job import Job
-from everstep.launch import console
 from everstep.launch.local.pace import Pace
 from everstep.launch.local.report import evaluation_line, incident_line, resume_line, step_line
 from everstep.launch.local.run import LocalTask
+from everstep.log import say
 from everstep.protocol import actions as act
 
 
 class PlainLines:
     """A watcher. Long runs get about a hundred step lines, and all their incidents.
 
-    `decisions`: also every action of recovery, with the time since the run began, and why.
+    `decisions`: also every action of recovery, with the time since the run began, and why. `say` gets a line,
+    and by name what the line has as numbers.
     """
 
     def __init__(
@@ -26,7 +28,7 @@ class PlainLines:
         *,
         every: int | None = None,
         decisions: bool = False,
-        say: Callable[[str], None] = console.say,
+        say: Callable[..., None] = say,
     ) -> None:
         self.job, self.decisions, self.say = job, decisions, say
         self._started = time.monotonic()
@@ -42,13 +44,13 @@ class PlainLines:
                 self._begin(what)
             case "step", row if row.step % self.every == 0 or row.step in (1, self.job.steps):
                 rest = "" if self._pace is None else "  " + "  ".join(self._pace.words()[1:])
-                self.say(step_line(row, self.job.steps) + rest)
+                self.say(step_line(row, self.job.steps) + rest, kind=kind, **row.document())
             case "incident", incident:
-                self.say(incident_line(incident))
+                self.say(incident_line(incident), kind=kind, incident=incident.number, step=incident.step)
             case "evaluation", (step, values):
-                self.say(evaluation_line(step, values))
-            case "data", sentence:
-                self.say(sentence)
+                self.say(evaluation_line(step, values), kind=kind, step=step, values=values)
+            case "warning", sentence:
+                self.say(sentence, level=logging.WARNING)
             case "raised", (worker, error, traceback):
                 self.say(f"worker {worker} raised {error}\n{traceback.rstrip()}")
             case "action", action if self.decisions:

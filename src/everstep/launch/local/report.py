@@ -71,6 +71,7 @@ def document(outcome: Outcome, *, steps: int, healthy_s: float | None = None) ->
         "refused_checkpoints": outcome.refused_checkpoints,
         "failure": outcome.failure,
         "ended": outcome.ended,
+        "saved": not outcome.unsaved,
         "losses": {str(step): loss for step, loss in losses.items()},
         "evaluations": {str(step): values for step, values in sorted(outcome.evaluations.items())},
         "microbatches": {"issued": outcome.issued, "committed": outcome.committed},

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 NODE, TASK = "here", "task"
 LOOK_EVERY_S = 0.02
 ENDING_S = 20.0  # for workers to leave in good order; afterwards they are killed
-# (kind, what): step, evaluation, checkpoint, incident, action, raised, data, tick
+# (kind, what): step, evaluation, checkpoint, incident, action, raised, warning, tick
 Watcher = Callable[[str, Any], None]
 
 
@@ -97,6 +97,7 @@ class LocalTask:
         self._looked_at = 0.0
         self._log: StepLog | None = None
         self._last_words: object = None
+        self._unsaved = ""  # why the newest state is not saved, as last told
         self._data_waits = DataWaits()
 
     # -------------------------------------------------------------- life
@@ -126,8 +127,9 @@ class LocalTask:
                 self._close()
         if self.recovery is not None:
             self.outcome.incidents = self.recovery.incidents
-            done = min(self.recovery.recorded, self.job.steps) - self.outcome.resumed_from
-            self.outcome.issued = done * self.job.microbatches_in_step
+            last = min(self.recovery.recorded, self.job.steps)
+            self.outcome.issued = (last - self.outcome.resumed_from) * self.job.microbatches_in_step
+            self.outcome.unsaved = self.job.checkpoint is not None and self.outcome.saved < last
         return self.outcome
 
     @property
@@ -304,9 +306,15 @@ class LocalTask:
                 return
             case msg.CheckpointFound():
                 self.outcome.resumed_from, self.outcome.resumed_loss = report.step, report.loss
+                self.outcome.saved = report.step
                 self.outcome.refused_checkpoints = list(report.refused)
             case msg.TaskEvent(event=ev.CheckpointCommitted(step=step)):
+                self.outcome.saved = max(self.outcome.saved, step)
+                self._unsaved = ""
                 self.watch("checkpoint", step)
+            case msg.SaveFailed() if report.because != self._unsaved:  # its incident closes when it is over
+                self._unsaved = report.because
+                self.watch("warning", f"the state of step {report.step} is not saved: {report.because}")
             case msg.TaskEvent(event=ev.WorkerRaised() as raised):
                 self.watch("raised", (raised.worker, raised.error, raised.traceback))
         self._reports += 1
@@ -327,7 +335,7 @@ class LocalTask:
         step_s = rows[-1].seconds if rows else 0.0
         warning = self._data_waits.warning(report.worker, report.times.get("data", 0.0), step_s)
         if warning is not None and rows:
-            self.watch("data", warning)
+            self.watch("warning", warning)
 
     def _tell_watcher(self, action: msg.Dispatch) -> None:
         match action.order:

@@ -32,6 +32,7 @@ from everstep.launch.slurm import shell as slurm
 from everstep.launch.slurm.address import free_port, in_url
 from everstep.launch.slurm.leader import Leader
 from everstep.launch.slurm.run import Run
+from everstep.log import append_to, trim
 
 EVERSTEP = (sys.executable, "-m", "everstep.cli.main")
 TURN_S = 0.5
@@ -43,6 +44,7 @@ RESTART_FIRST_S, RESTART_MOST_S = 1.0, 30.0
 CALM_S = 60.0  # a child that lived so long is restarted without waiting
 MAX_FAILURES = 8  # of an agent, one after the other: then this node is of no use to the run
 END_S = 15.0
+TRIM_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,7 @@ class KeptProcess:
         self.command, self.log, self.say = list(command), log, say
         self._environment = {**os.environ, "EVERSTEP_TOKEN": token}
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = self._not_before = 0.0
+        self._started = self._not_before = self._trim_at = 0.0
         self._wait_s = RESTART_FIRST_S
         self.failures = 0  # one after the other
 
@@ -91,6 +93,9 @@ class KeptProcess:
 
     def keep(self, now: float) -> None:
         if self.lives or now < self._not_before:
+            if now >= self._trim_at:
+                self._trim_at = now + TRIM_EVERY_S
+                trim(self.log)
             return
         if self._process is not None:
             calm = now - self._started >= CALM_S
@@ -100,10 +105,11 @@ class KeptProcess:
             self._not_before = now + (0.0 if calm else self._wait_s)
             self.say(f"{self.command[3]} ended with {code}; its output is in {self.log}")
             return
-        with self.log.open("ab") as words:
-            self._process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=words, stderr=words, env=self._environment
-            )
+        words = append_to(self.log)
+        self._process = subprocess.Popen(
+            self.command, stdin=subprocess.DEVNULL, stdout=words, stderr=words, env=self._environment
+        )
+        os.close(words)
         self._started = now
 
     def end(self) -> None:
@@ -184,10 +190,10 @@ class Keeper:
 
     def say(self, line: str) -> None:
         """Into a file of its own too: what srun gathers ends with the first node, by a broken pipe."""
-        with contextlib.suppress(OSError):
-            self._say(f"{self.settings.node}: {line}")
+        self._say(f"{self.settings.node}: {line}")
         with contextlib.suppress(OSError), self._words.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+        trim(self._words)
 
     # -------------------------------------------------------------- who leads
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from everstep.errors import EverstepError, UserError
 from everstep.launch.slurm.words import SQUEUE_FORMAT, SlurmJob, SlurmNode, parse_jobs, parse_nodes
+from everstep.log import append_to
 
 COMMAND_S = 30.0
 SCRIPT = Path(str(files("everstep.launch.slurm") / "everstep.sbatch"))
@@ -60,8 +61,11 @@ def cancel(number: str) -> None:
 def start_step(number: str, node: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """A step of its own on one node of a job that has others running."""
     step = ["srun", f"--jobid={number}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
-    with log.open("ab") as words:
+    words = append_to(log)
+    try:
         return subprocess.Popen([*step, *command], stdin=subprocess.DEVNULL, stdout=words, stderr=words)
+    finally:
+        os.close(words)
 
 
 def _ask(*command: str, environment: Mapping[str, str] | None = None) -> str:
