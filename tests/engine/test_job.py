@@ -104,6 +104,20 @@ def test_a_job_travels_as_json(tmp_path: Path) -> None:
         assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
 
 
+def test_the_users_optimizer_gets_what_the_file_says_of_lr_and_no_defaults(tmp_path: Path) -> None:
+    table = '[optimizer]\nbuild = "mine:sgd"\nlr = 0.0003\nmomentum = 0.9\nclip = 2\n'
+    job = load_job(write(tmp_path, MODEL + table))
+    assert job.optimizer.options == {"lr": 0.0003, "momentum": 0.9}
+    assert Job.from_dict(job.to_dict()).optimizer.options == job.optimizer.options
+    assert load_job(write(tmp_path, MODEL + '[optimizer]\nbuild = "mine:sgd"\n')).optimizer.options == {}
+
+
+def test_the_planner_does_not_cut_what_an_optimizer_of_the_users_may_need_in_one_stage() -> None:
+    own, spec = OptimizerSpec(build="mine:sgd"), ModelSpec(preset="gpt-tiny")
+    assert Job(model=spec, optimizer=own).most_stages() == 1
+    assert Job(model=spec, optimizer=own, stages=2).most_stages() == Job(model=spec).most_stages() > 2
+
+
 MODEL = '[model]\npreset = "gpt-tiny"\n'
 
 

@@ -12,7 +12,8 @@ from everstep.engine.layers.model import Model
 from everstep.engine.stage import counted
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state import optimizer as optimizer_module
-from everstep.engine.state.optimizer import Named, Updater, adamw, buckets
+from everstep.engine.state.optimizer import Updater, adamw, buckets
+from everstep.engine.state.optimizer_state import Named
 from everstep.errors import UserError
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)

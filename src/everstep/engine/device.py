@@ -6,12 +6,19 @@ and a process that has initialised CUDA cannot be.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.deterministic
 
 from everstep.errors import UserError
+
+_NUMPY_MASK = 0xFFFFFFFF  # numpy's legacy generator takes 32 bits
 
 
 def pick(name: str) -> torch.device:
@@ -24,21 +31,46 @@ def pick(name: str) -> torch.device:
 
 
 def seed(device: torch.device, value: int) -> None:
-    """Seed the generator that layers on `device` draw from, and no other (`torch.manual_seed` wakes CUDA)."""
+    """Seed every generator that code on `device` may draw from: torch's of the device and of the CPU, that of
+    Python and that of numpy. No other: `torch.manual_seed` would wake CUDA.
+    """
+    random.seed(value)
+    np.random.seed(value & _NUMPY_MASK)
+    torch.default_generator.manual_seed(value)
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.default_generators[device.index or 0].manual_seed(value)
-    else:
-        torch.default_generator.manual_seed(value)
 
 
 def has_drawn(device: torch.device, seed: int) -> bool:
-    """Has a random number been drawn on the device since it was seeded with this? On a CPU: since ever."""
-    if device.type == "cuda":
-        offset: int = torch.cuda.default_generators[device.index or 0].get_offset()
-        return offset != 0
-    fresh = torch.Generator().manual_seed(seed)
-    return not torch.equal(fresh.get_state(), torch.default_generator.get_state())
+    """Has a random number been drawn since all were seeded with this? On a CPU: since ever."""
+    if device.type == "cuda" and torch.cuda.default_generators[device.index or 0].get_offset() != 0:
+        return True
+    fresh, numpys = torch.Generator().manual_seed(seed), np.random.RandomState(seed & _NUMPY_MASK)
+    return (
+        not torch.equal(fresh.get_state(), torch.default_generator.get_state())
+        or random.Random(seed).getstate() != random.getstate()
+        or _numpy_state(numpys.get_state()) != _numpy_state(np.random.get_state())
+    )
+
+
+def _numpy_state(state: Any) -> tuple[bytes, int]:
+    return state[1].tobytes(), state[2]
+
+
+@contextlib.contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """Whatever is seeded and drawn inside, the generators are afterwards as they were."""
+    pythons, numpys, torchs = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+        torch.default_generator.set_state(torchs)
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device, device)
 
 
 def exact(device: torch.device) -> None:

@@ -24,6 +24,7 @@ from everstep.protocol.shape import CHUNKS_PER_REPLICA, Shape
 # A schedule holds every op of a step: beyond this the coordinator would plan for minutes.
 MOST_WORKERS, MOST_OPS = 16_384, 1 << 20
 MOST_SHARDS = 64  # of a worker: they are on one node
+_OF_ADAMW = ("lr", "betas", "eps", "weight_decay")
 HF_ARGUMENTS = ("weights", "train", "freeze", "prepare")  # of `everstep.hf`; other keys are its config's
 
 
@@ -140,9 +141,7 @@ class OptimizerSpec:
 
     def changed(self) -> dict[str, Any]:
         """The numbers of AdamW that are not ours; another optimizer has its own defaults."""
-        ours = {
-            f.name: f.default for f in fields(OptimizerSpec) if f.name in ("betas", "eps", "weight_decay")
-        }
+        ours = {f.name: f.default for f in fields(OptimizerSpec) if f.name in _OF_ADAMW and f.name != "lr"}
         return {name: getattr(self, name) for name, usual in ours.items() if getattr(self, name) != usual}
 
     def rate(self, step: int, steps: int) -> float:
@@ -302,7 +301,11 @@ class Job:
         return (int(config["vocab_size"]), None) if "vocab_size" in config else None
 
     def most_stages(self) -> int | None:
-        """How many stages the model can be cut into, where its words say: its layers and both ends."""
+        """How many stages the model can be cut into, where its words say: its layers and both ends. With one
+        stage an optimizer of one's own may let all parameters depend on each other, so it stays one.
+        """
+        if self.optimizer.build is not None and self.stages == 1:
+            return 1
         form, config = self.model.shape(), self._hf_config()
         if form is not None:
             return form.depth + 2
@@ -414,6 +417,9 @@ def load_job(path: str | Path) -> Job:
         raise UserError(f"job file {str(path)!r} cannot be read: {error}.") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"job file {str(path)!r} is not TOML: {error}.") from None
+    own = table.get("optimizer")
+    if isinstance(own, dict) and "build" in own:  # the function gets what the file says, and no defaults
+        own["options"] = {**own.get("options", {}), **{key: own[key] for key in _OF_ADAMW if key in own}}
     try:
         return Job.from_dict({**table, "base": str(path.resolve().parent)})
     except UserError as error:

@@ -83,6 +83,11 @@ def reshape(task: Task, given: Mapping[str, Any], *, slots: Sequence[int]) -> Re
             f"shards is {job.shards}: a model of your own can go to a divisor of its {now.shards} while it "
             "runs, for what else divides it is not known here; pause the task, change the job and resume it."
         )
+    if now.optimizer.build is not None and now.stages == 1 < job.stages:
+        raise UserError(
+            f"stages is {job.stages}: optimizer.build was checked with one stage only; pause the task, "
+            "change the job and resume it."
+        )
     most = job.most_stages()
     if most is not None and job.stages > most:
         raise UserError(f"stages is {job.stages}, and the model has {most} layers.")

@@ -49,8 +49,10 @@ def parameter_of(tensor: str) -> str:
     """`model/embed.weight`, `optimizer/embed.weight/exp_avg` and `extra/grid/embed.weight` are all of
     embed.weight. A parameter's name may have slashes, an optimizer's key has none.
     """
-    kind, _, rest = tensor.removeprefix("extra/").partition("/")
-    return rest.rpartition("/")[0] if kind == "optimizer" else rest
+    kind, _, rest = tensor.partition("/")
+    if kind == "optimizer":
+        return rest.rpartition("/")[0]
+    return rest.partition("/")[2] if kind == "extra" else rest
 
 
 # Writing.

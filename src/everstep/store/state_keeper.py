@@ -19,6 +19,7 @@ from torch import Tensor
 from everstep.core.worker.control import StateDirections
 from everstep.core.worker.copy_holders import CopyHolders
 from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.state.optimizer_state import BESIDE
 from everstep.engine.state.sharded import ChunkSlice
 from everstep.errors import UserError
 from everstep.job.job import Job
@@ -317,7 +318,7 @@ class States:
         found = []
         for name, tensor in tensors.items():
             shape = tuple(tensor.shape)
-            split = self._cut.split_of_part(parameter_of(name), shape) if shape else None
+            split = self._cut.split_of_part(parameter_of(name), shape) if _per_element(name, shape) else None
             at = (shape, whole(shape)) if split is None else (split.whole, split.box)
             found.append((name, *at, tensor))
         return found
@@ -339,8 +340,7 @@ class States:
         return f"-shard-{self._cut.index}" if self._cut.count > 1 else ""
 
     def _is_split(self, name: str, tensor: Tensor) -> bool:
-        """What there is per element of a parameter; not an optimizer's counters, not the limits of sums."""
-        return tensor.ndim > 0 and self._cut.is_split(parameter_of(name))
+        return _per_element(name, tensor.shape) and self._cut.is_split(parameter_of(name))
 
     def _read(
         self, checkpoint: Checkpoint, wanted: set[str], done: Container[str] = ()
@@ -350,7 +350,7 @@ class States:
             name for name in checkpoint.tensors if parameter_of(name) in wanted and name not in done
         ]:
             shape = checkpoint.tensors[name].shape
-            split = self._cut.split(parameter_of(name), shape) if shape else None
+            split = self._cut.split(parameter_of(name), shape) if _per_element(name, shape) else None
             yield name, checkpoint.read_box(name, None if split is None else split.box)
 
     def _source(self, address: MemoryAddress) -> Path | memory.Remote:
@@ -380,3 +380,8 @@ def _copied(
 ) -> list[Slice]:
     values = _values(chunks, chunk, tensors)
     return [(s.tensor, s.shape, s.box, copy) for s, copy in zip(chunks[chunk], values, strict=True)]
+
+
+def _per_element(name: str, shape: Sequence[int]) -> bool:
+    """Not an optimizer's counters, nor what it keeps besides, nor the limits of sums."""
+    return len(shape) > 0 and not name.startswith(BESIDE)

@@ -38,11 +38,13 @@ from everstep.engine.prepare.resolve import (
     data_of,
     model_of,
     optimizer_of,
+    parameters_of,
     schedule_of,
     tried_optimizer,
 )
 from everstep.engine.stage.stage import DTYPES, changed_in_place
-from everstep.engine.state.optimizer import OptimizerFactory
+from everstep.engine.state.optimizer import OptimizerFactory, is_elementwise
+from everstep.engine.state.optimizer_trial import CannotTry, try_optimizer
 from everstep.engine.state.schedules import Rate
 from everstep.engine.state.sharded import refuse_unless_elementwise, tied_refused
 from everstep.errors import UserError
@@ -104,6 +106,7 @@ def preflight(
             made = tried_optimizer(optimizer, model, layers)
             if job.optimizer.shard:
                 refuse_unless_elementwise(made)
+        _try_steps(job, model, optimizer)
     if job.optimizer.shard and model.tied:
         raise UserError(tied_refused(model.tied[0][0]))
     checkpoints = None if job.checkpoint is None else job.checkpoint.folder
@@ -120,6 +123,21 @@ def preflight(
         rate=lambda step: base * (job.rate(step - 1) if multiplier is None else multiplier(step)),
         notes=_notes(built),
     )
+
+
+def _try_steps(job: Job, model: Model, optimizer: OptimizerFactory) -> None:
+    """The optimizer of all parameters, in a few small steps."""
+    everything = range(len(model.layers))
+    named = parameters_of(model, everything)
+    made = tried_optimizer(optimizer, model, everything, named)
+    if is_elementwise(made):
+        return
+    try:
+        try_optimizer(optimizer, made, named, device=torch.device("cpu"), several=job.stages > 1)
+    except CannotTry:
+        if device.pick(job.device).type == "cpu":
+            raise
+        # It may need a GPU: workers try it on theirs, before the first update.
 
 
 def _notes(built: dict[str, nn.Module]) -> tuple[str, ...]:

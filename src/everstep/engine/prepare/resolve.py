@@ -21,7 +21,8 @@ from everstep.engine.datasets.table import table
 from everstep.engine.datasets.tokens import tokens
 from everstep.engine.layers.model import Model, in_short, slots
 from everstep.engine.stage.evaluation import Evaluation, Metric
-from everstep.engine.state.optimizer import Named, OptimizerFactory, adamw, torch_optimizer
+from everstep.engine.state.optimizer import OptimizerFactory, adamw, torch_optimizer
+from everstep.engine.state.optimizer_state import Named
 from everstep.engine.state.schedules import Rate, rate_of
 from everstep.errors import UserError
 from everstep.job.job import Job
@@ -154,12 +155,17 @@ def optimizer_of(job: Job) -> OptimizerFactory:
     return lambda named: _call(build, "optimizer.build", spec.options, named)
 
 
-def tried_optimizer(build: OptimizerFactory, model: Model, layers: range) -> torch.optim.Optimizer:
-    """Made for some layers' parameters, each one zero seen through its shape."""
-    named = [
-        (name, nn.Parameter(torch.zeros(()).expand(slot.shape)))
-        for name, slot in slots(model, layers).items()
-    ]
+def parameters_of(model: Model, layers: range) -> Named:
+    """Each one zero, seen through its shape."""
+    found = slots(model, layers).items()
+    return [(name, nn.Parameter(torch.zeros(()).expand(slot.shape))) for name, slot in found]
+
+
+def tried_optimizer(
+    build: OptimizerFactory, model: Model, layers: range, named: Named | None = None
+) -> torch.optim.Optimizer:
+    """Made for some layers' parameters, `named`."""
+    named = parameters_of(model, layers) if named is None else named
     try:
         made = build(named)
     except UserError:
@@ -172,6 +178,12 @@ def tried_optimizer(build: OptimizerFactory, model: Model, layers: range) -> tor
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise UserError(f"optimizer.build gave a {type(made).__name__}; return a torch.optim.Optimizer.")
+    for group in made.param_groups:
+        if not isinstance(group.get("lr"), int | float | torch.Tensor):
+            raise UserError(
+                f"{type(made).__name__} has a group whose lr is {group.get('lr')!r}; give it a number, which "
+                "schedules multiply."
+            )
     closure, sparse = inspect.signature(made.step).parameters.get("closure"), torch.optim.SparseAdam
     if isinstance(made, sparse) or (closure is not None and closure.default is closure.empty):
         why = "needs sparse gradients" if isinstance(made, sparse) else "computes each step anew"

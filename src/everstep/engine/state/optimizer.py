@@ -19,20 +19,24 @@ of parameters at a time, where the optimizer treats every parameter by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from everstep.engine import device as devices
+from everstep.engine import keys
 from everstep.engine.layers.model import Slot
 from everstep.engine.stage.counted import counted, counts, squares_of
 from everstep.engine.stage.stage import Stage
+from everstep.engine.state.optimizer_state import Named, OptimizerState, has_modes, made_optimizer
+from everstep.engine.state.optimizer_trial import try_optimizer
 from everstep.errors import UserError
 from everstep.job.presets import closest
 from everstep.schedule.footprint import BUCKET
 
-Named = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
 Rate = Callable[[int], float]  # step -> multiplier of every group's learning rate
 
@@ -40,7 +44,6 @@ Rate = Callable[[int], float]  # step -> multiplier of every group's learning ra
 ELEMENTWISE = frozenset(
     {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
-_SCALARS: dict[str, tuple[type, torch.dtype]] = {"int": (int, torch.int64), "float": (float, torch.float64)}
 
 
 def adamw(
@@ -96,9 +99,15 @@ class Updater:
     ) -> None:
         """`ema`: the decay of an average of the masters, which every step for good moves on."""
         self.stage, self.rate, self.ema = stage, rate, ema
+        self._factory = optimizer or adamw()
+        devices.seed(stage.device, keys.key(stage.seed, keys.UPDATE, 0, stage.layers.start))
         self._average = stage.masters.clone() if ema is not None else None
         self.named: Named = [(name, nn.Parameter(view)) for name, view in stage.views(stage.masters).items()]
-        self.optimizer = (optimizer or adamw())(self.named) if self.named else None
+        self.optimizer = made_optimizer(self._factory, self.named) if self.named else None
+        self._remembered = OptimizerState(self.optimizer, self.named) if self.optimizer is not None else None
+        if ema is not None and self.optimizer is not None and has_modes(self.optimizer):
+            kind = type(self.optimizer).__name__
+            raise UserError(f"optimizer.ema is {ema}, and {kind} keeps an average itself; leave ema out.")
         self._base_rates = [group["lr"] for group in self._groups]
         self._pairs = [pair for pair in stage.model.tied if all(half in stage.slots for half in pair)]
         elsewhere = [stage.slots[b] for _, b in stage.model.tied if b in stage.slots]
@@ -140,21 +149,18 @@ class Updater:
 
     def preview(self, step: int, mean: Tensor) -> None:
         """From now on the layers compute with what `apply` would give them."""
-        if self.optimizer is None:
+        if self._remembered is None:
             return
         if self.stage.working is self.stage.masters:
             self.stage.separate_weights()
         self._begin(step)
         joined = self._joined(mean)
         for bucket in self._buckets:
-            kept = [(p.detach().clone(), *_copied(self._state(p))) for _, p in bucket]
+            put_back = self._remembered.keep(bucket)
             self._step_bucket(bucket, mean, joined, 1.0)
-            for (name, p), (weight, state, tensors) in zip(bucket, kept, strict=True):
+            for name, p in bucket:
                 self.stage.slots[name].of(self.stage.working).copy_(p.detach())
-                p.detach().copy_(weight)
-                for key, value in tensors.items():
-                    state[key].copy_(value)
-                self._set_state(p, state)  # the same tensors as before, with their contents
+            put_back()
 
     def commit(self, step: int, mean: Tensor) -> None:
         """The step of the last preview, for good. The layers compute with it already."""
@@ -175,18 +181,28 @@ class Updater:
             self._average.lerp_(self.stage.masters, 1 - self.ema)
 
     def _begin(self, step: int) -> None:
+        if step == 1:
+            self._try()
+        devices.seed(self.stage.device, keys.key(self.stage.seed, keys.UPDATE, step, self.stage.layers.start))
         multiplier = self.rate(step)
         for group, base in zip(self._groups, self._base_rates, strict=True):
             group["lr"] = base * multiplier
+
+    def _try(self) -> None:
+        """Before the first step of a run: a job that nobody has checked may name any optimizer."""
+        if self.optimizer is not None and not is_elementwise(self.optimizer):
+            here, several = self.stage.device, not (self.stage.is_first and self.stage.is_last)
+            try_optimizer(self._factory, self.optimizer, self.named, device=here, several=several)
 
     def _step_bucket(
         self, bucket: Named, mean: Tensor, joined: Mapping[tuple[str, str], Tensor], scale: float
     ) -> None:
         """One optimizer step of some parameters; the others have no gradient, and stay as they are."""
         assert self.optimizer is not None
+        assert self._remembered is not None
         tied = {name: total for pair, total in joined.items() for name in pair}
         grads = [tied[name] if name in tied else self.stage.slots[name].of(mean) for name, _ in bucket]
-        if scale != 1.0:
+        if scale != 1.0 or not self._remembered.is_torchs_own:  # others compute in the gradient's own memory
             grads = list(torch._foreach_mul(grads, scale))
         for (_, p), grad in zip(bucket, grads, strict=True):
             p.grad = grad
@@ -197,7 +213,7 @@ class Updater:
     # The whole state, by logical name.
 
     def state(self, step: int | None = None) -> dict[str, Tensor]:
-        """`model/<name>` and `optimizer/<name>/<key>`: live tensors, to be copied before the next step.
+        """`model/<name>` and the optimizer's own: live tensors, to be copied before the next step.
 
         With the step that made this state also `extra/grid/<name>`, the limits of the next step's sums.
         """
@@ -205,14 +221,20 @@ class Updater:
         found = {f"extra/grid/{name}": torch.tensor(limit) for name, limit in limits.items()}
         if self._average is not None:
             found |= {f"extra/ema/{name}": view for name, view in self.stage.views(self._average).items()}
-        for name, p in self.named:
-            found[f"model/{name}"] = p.detach()
-            for key, value in self._state(p).items():
-                if isinstance(value, Tensor):
-                    found[f"optimizer/{name}/{key}"] = value
-                elif type(value).__name__ in _SCALARS:
-                    kind = type(value).__name__
-                    found[f"optimizer/{name}/{key}#{kind}"] = torch.tensor(value, dtype=_SCALARS[kind][1])
+        elif self._remembered is not None and has_modes(self._remembered.optimizer):
+            found |= {f"extra/ema/{name}": values for name, values in self._evaluated().items()}
+        found |= {f"model/{name}": p.detach() for name, p in self.named}
+        return found if self._remembered is None else found | self._remembered.tensors()
+
+    def _evaluated(self) -> dict[str, Tensor]:
+        """The weights that an optimizer with modes says are those to use: as `eval` makes them, and put back
+        with every bit, which its `train` would not do.
+        """
+        remembered: Any = self._remembered
+        put_back = remembered.keep(self.named)
+        remembered.optimizer.eval()
+        found = {name: p.detach().clone() for name, p in self.named}
+        put_back()
         return found
 
     def groups(self, step: int) -> list[dict[str, Any]]:
@@ -231,18 +253,16 @@ class Updater:
             return None
         if kind == "model":
             return p.detach()
+        key = rest.rpartition("/")[2]
+        if "." in key:  # it belongs into a list or an object that is not there yet
+            return None
         found: Tensor = self.optimizer.state[p].setdefault(
-            rest.rpartition("/")[2], torch.empty(shape, dtype=dtype, device=p.device)
+            key, torch.empty(shape, dtype=dtype, device=p.device)
         )
         return found if found.shape == p.shape and found.dtype == dtype else None
 
     def load(self, state: Mapping[str, Tensor], step: int | None = None) -> None:
         """Take over a state that `state` gave, here or on another worker, optimizer and all."""
-        keyed: dict[str, list[tuple[str, Tensor]]] = {}
-        for full, value in state.items():
-            if full.startswith("optimizer/"):
-                name, _, key = full.removeprefix("optimizer/").rpartition("/")
-                keyed.setdefault(name, []).append((key, value))
         for name, p in self.named:
             given = state.get(f"model/{name}")
             if given is None:
@@ -253,7 +273,8 @@ class Updater:
                     f"{tuple(p.shape)} in the model; was it saved from another model?"
                 )
             p.detach().copy_(given)
-            self._set_state(p, dict(self._loaded(p, key, value) for key, value in keyed.get(name, ())))
+        if self._remembered is not None:
+            self._remembered.load(state)
         if self._average is not None:  # a state that was saved without an average starts one
             for name, view in self.stage.views(self._average).items():
                 view.copy_(state.get(f"extra/ema/{name}", state[f"model/{name}"]))
@@ -267,26 +288,6 @@ class Updater:
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups if self.optimizer is not None else []
-
-    def _state(self, p: nn.Parameter) -> dict[str, Any]:
-        return self.optimizer.state.get(p, {}) if self.optimizer is not None else {}
-
-    def _set_state(self, p: nn.Parameter, state: Mapping[str, Any]) -> None:
-        assert self.optimizer is not None
-        if state:
-            self.optimizer.state[p] = dict(state)
-        else:
-            self.optimizer.state.pop(p, None)
-
-    def _loaded(self, p: nn.Parameter, key: str, value: Tensor) -> tuple[str, Any]:
-        key, _, kind = key.partition("#")
-        if kind:
-            return key, _SCALARS[kind][0](value.item())
-        # Counters live on the CPU, unless the optimizer reads them in a kernel of its own.
-        group = next(group for group in self._groups if any(p is q for q in group["params"]))
-        in_kernel = group.get("fused") or group.get("capturable")
-        device = p.device if value.ndim or in_kernel else torch.device("cpu")
-        return key, value.detach().to(device, copy=True)
 
     def _joined(self, flat: Tensor) -> dict[tuple[str, str], Tensor]:
         """The sums of the tied pairs that are both here."""
@@ -306,7 +307,7 @@ def plain_groups(
     found = []
     for group, base in zip(groups, rates, strict=True):
         plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        numbers = {key: value for key, value in plain.items() if _is_plain(value)}
+        numbers = {key: _in_json(value) for key, value in plain.items() if _is_plain(value)}
         now = {"lr": base * multiplier, "initial_lr": base}
         found.append({"params": [names[id(p)] for p in group["params"]], **numbers, **now})
     return found
@@ -330,16 +331,18 @@ def buckets(named: Named, size: int) -> list[Named]:
     return found
 
 
-def _copied(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A parameter's optimizer state as it is, and copies of its tensors."""
-    return dict(state), {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
-
-
 def _is_plain(value: Any) -> bool:
-    """What JSON can hold."""
+    """What JSON can hold, some of it with a tag."""
     if isinstance(value, list | tuple):
         return all(_is_plain(one) for one in value)
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def _in_json(value: Any) -> Any:
+    """As `convert.values` reads it: an index has no infinite numbers."""
+    if isinstance(value, list | tuple):
+        return [_in_json(one) for one in value]
+    return {"$float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _outside(holes: set[Slot], size: int) -> list[slice]:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from everstep.engine.layers.model import Slot
 from everstep.engine.stage.stage import Stage
-from everstep.engine.state.optimizer import Named, OptimizerFactory, Rate, adamw, is_elementwise, plain_groups
+from everstep.engine.state.optimizer import OptimizerFactory, Rate, adamw, is_elementwise, plain_groups
+from everstep.engine.state.optimizer_state import Named
 from everstep.errors import UserError
 from everstep.layout.box import Box
 
