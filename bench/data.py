@@ -34,7 +34,7 @@ from everstep.job.job import DataSpec, EvaluationSpec, Job, ModelSpec, Optimizer
 from everstep.launch.local.report import incident_line
 from everstep.launch.local.run import LocalNode, LocalTask
 from everstep.node.fork_server import ForkServer
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 from harness.counted_rows import ROWS, elements
 
 HARNESS = Path(__file__).resolve().parents[1] / "harness"

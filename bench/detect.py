@@ -32,8 +32,8 @@ from everstep.job.job import Job
 from everstep.launch.local.outcome import StepRow
 from everstep.launch.local.run import LocalNode, LocalTask
 from everstep.node.fork_server import ForkServer
-from everstep.protocol.cluster_messages import Patience
 from everstep.protocol.incidents import Incident
+from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path

@@ -78,7 +78,7 @@ def stopwatch_ns() -> dict[str, Any]:
     """What timing an op costs its worker, and judging a telling costs the coordinator."""
     from everstep.diagnose.watch import Watch
     from everstep.engine.telemetry.stopwatch import Stopwatch
-    from everstep.protocol.cluster_messages import TimesReported
+    from everstep.protocol.messages import TimesReported
     from everstep.protocol.ops import Kind, Worker
 
     watch, count = Stopwatch(), 20_000

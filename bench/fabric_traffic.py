@@ -23,7 +23,7 @@ from everstep.fabric.document import topology_document
 from everstep.fabric.watch import MoveFlow, WatchLimits
 from everstep.net.links import Address, Links
 from everstep.node.steer import FlowWatch, Steering, steering
-from everstep.protocol.worker_messages import Parcel, ParcelKind
+from everstep.protocol.parcels import Parcel, ParcelKind
 from harness.fabric_testbed import Testbed, enter
 
 PORTS = range(24000, 28000)

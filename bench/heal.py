@@ -27,8 +27,8 @@ from everstep.job.job import DataSpec, Job, ModelSpec
 from everstep.launch.local.outcome import Outcome, StepRow
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
-from everstep.protocol.cluster_messages import Patience
 from everstep.protocol.incidents import Incident
+from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Worker
 
 EAGER = Patience(restarts_per_place=10_000, restarts_per_node=10_000, backoff_s=0.0)  # chaos kills on and on

@@ -24,7 +24,7 @@ from typing import Any
 from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Kind, Worker
 from everstep.schedule import Planned, plan
 from everstep.schedule.profile import Profile

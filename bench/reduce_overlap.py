@@ -32,7 +32,7 @@ from everstep.job.job import Job
 from everstep.job.presets import MODELS
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
-from everstep.protocol.worker_messages import ParcelKind
+from everstep.protocol.parcels import ParcelKind
 from harness.quick_weights import quick_gpt, quick_job
 
 WHAT = {what: number for number, what in enumerate(ParcelKind)}

@@ -24,7 +24,7 @@ from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 from everstep.protocol import actions as act
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Kind, Worker
 from everstep.schedule import Instance
 from everstep_lab.draw import Draw

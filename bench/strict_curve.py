@@ -30,7 +30,7 @@ from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.worker.step_tensors import StepTensors
 from everstep.job import presets
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import AssembleSum, SumChunk
+from everstep.protocol.work import AssembleSum, SumChunk
 from harness.one_worker import OnTheDevice
 
 RUNS = {

@@ -23,9 +23,9 @@ from everstep.core.task.recovery import Recovery
 from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.mending import LinkMending
 from everstep.drive.driver import Driver
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.events import StepSealed
-from everstep.protocol.links import PeerAddress
+from everstep.protocol.work import PeerAddress
 
 Patch = tuple[Any, str, Any]  # owner, name, the wrong function
 

@@ -25,12 +25,12 @@ from everstep.core.faults.detector import Heartbeats
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
 from everstep.protocol import actions as act
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.codec import encode
 from everstep.protocol.ops import Op, Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.worker_messages import Ledger
+from everstep.protocol.work import Ledger
 from everstep.server.record import ClusterRecord
 from everstep.server.term import pack, unpack
 

@@ -16,10 +16,10 @@ from everstep.core.cluster.copy_placement import memory_for
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
 from everstep.protocol import actions as act
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import Microbatch, Worker
-from everstep.protocol.worker_messages import Ledger
+from everstep.protocol.work import Ledger
 from everstep_lab.agenda import Agenda
 from harness.forecast_cores import Start
 from harness.forecast_lines import Lines

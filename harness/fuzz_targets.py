@@ -31,12 +31,11 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.errors import PeerError, UserError
 from everstep.net import frames
 from everstep.net.handshake import Acceptor, Opener
-from everstep.protocol import cluster_messages as msg
-from everstep.protocol.agent_messages import FromWorker, WorkerOrder
-from everstep.protocol.codec import decode
-from everstep.protocol.framing import Unpacker
+from everstep.protocol import messages as msg
+from everstep.protocol.codec import Unpacker, decode
+from everstep.protocol.messages import FromWorker, WorkerOrder
+from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
-from everstep.protocol.worker_messages import Parcel, ParcelKind
 from everstep.store.memory_server import MemoryServer, MemoryStore, token_of
 from harness.fuzzing import FuzzReport, Maker
 

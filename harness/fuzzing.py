@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from everstep.protocol.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.ops import Microbatch, Op, Worker
+from everstep.protocol.table import is_wire, rows
 
 TASKS, NODES = ("t", "u", "nowhere"), ("a", "b", "nowhere")
 ODD: tuple[Any, ...] = (
@@ -67,6 +68,8 @@ class Maker:
             return self._text(kind)
         if isinstance(kind, type) and issubclass(kind, Enum):
             return draw.choice(list(kind)).value
+        if is_wire(kind):
+            return self.made(draw.choice([row.kind for row in rows(kind)]), name)
         if is_dataclass(kind):
             hints = get_type_hints(kind)
             told = {one.name: self.made(hints[one.name], one.name) for one in fields(kind)}
@@ -111,7 +114,8 @@ class Maker:
     def _text(self, kind: Any) -> str:
         a, b = self.random.randrange(3), self.random.randrange(3)
         if kind is Op:
-            return f"{a}{self.random.choice(list(Kind))}{b}.0" if self.random.random() < 0.8 else f"{a}U"
+            of_microbatch = self.random.choice("FIWB")
+            return f"{a}{of_microbatch}{b}.0" if self.random.random() < 0.8 else f"{a}U"
         return f"{a}.{b}" if kind is Microbatch else f"{a}:{b}"
 
     def _plain(self, kind: Any, name: str) -> Any:

@@ -18,7 +18,7 @@ from everstep.job.job import DataSpec, Job
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import TASK, LocalTask
 from everstep.node.fork_server import ForkServer
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 
 ROOT = Path(__file__).resolve().parents[1]
 EAGER = Patience(restarts_per_place=10_000, restarts_per_node=10_000, backoff_s=0.0)

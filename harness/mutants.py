@@ -25,17 +25,10 @@ from everstep.core.worker.slices import SliceCount
 from everstep.core.worker.step_state import StepState, UpdateState
 from everstep.core.worker.updates import Updates
 from everstep.core.worker.worker_state import WorkerState
-from everstep.protocol.agent_messages import ShardEnded
 from everstep.protocol.events import LedgerReported
-from everstep.protocol.worker_messages import (
-    AssembleSum,
-    Ledger,
-    ParcelKind,
-    ReleaseGradients,
-    Resume,
-    SumChunk,
-    Update,
-)
+from everstep.protocol.messages import ShardEnded
+from everstep.protocol.parcels import ParcelKind
+from everstep.protocol.work import AssembleSum, Ledger, ReleaseGradients, Resume, SumChunk, Update
 from harness.agent_mutants import CLUSTER_MUTANTS, MEMORY_MUTANTS, Patch
 
 

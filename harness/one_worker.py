@@ -16,7 +16,8 @@ from everstep.engine.prepare.program import Program
 from everstep.engine.worker.step_tensors import Payload, StepTensors
 from everstep.job.job import Job
 from everstep.protocol.ops import Kind, Op, Worker
-from everstep.protocol.worker_messages import AssembleSum, Parcel, ParcelKind, SumChunk
+from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.work import AssembleSum, SumChunk
 from everstep.schedule import Instance, plan, uniform
 from everstep.schedule.footprint import stash_cap
 

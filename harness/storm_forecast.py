@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from everstep.core.cluster.task import OVER
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker, parse_worker
 from everstep.protocol.shape import Shape
 from harness.forecast_cluster import HANG_S, CoarseCluster

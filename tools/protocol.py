@@ -1,7 +1,8 @@
-"""docs/protocol.md: every message between coordinator, agents and workers, from their classes.
+"""docs/protocol.md: every message between coordinator, agents and workers, from the table of messages.
 
-`PARTS` gives the headings and which union of messages each direction carries. Fields, types, defaults and
-comments are read from the classes; a class that a field mentions is listed under "Values".
+`PARTS` gives the headings and the wire of each. Fields, types, defaults and comments are read from the
+classes, who may say a message and its fences from its row; a class that a field mentions is listed under
+"Values".
 """
 
 from __future__ import annotations
@@ -14,49 +15,66 @@ import textwrap
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from everstep.protocol import agent_messages, cluster_messages
+from everstep.protocol import messages
+from everstep.protocol.actions import Notice
 from everstep.protocol.events import Event
+from everstep.protocol.table import PROTOCOL, TABLE, rows
 
-PARTS: tuple[tuple[str, str, Any], ...] = (
+
+def classes(wire: type) -> tuple[type, ...]:
+    return tuple(row.kind for row in rows(wire))
+
+
+PARTS: tuple[tuple[str, str, tuple[type, ...]], ...] = (
     (
         "Agent to coordinator: first message",
         'Sent as `{"hello": NodeJoined, "done": n}`, where `done` is the number of the last order that was '
         'carried out. The answer is `{"welcome": node, "heard": n, "term": t}` or `{"refused": why}`.',
-        cluster_messages.NodeJoined,
+        (messages.NodeJoined,),
     ),
     (
         "Agent to coordinator: reports",
         'Sent as `{"number": n, "report": …, "sender": …}`. Numbers start at 1 for each life of an agent and '
         'the coordinator acknowledges them by `{"heard": n}`. Four times per second the agent sends '
         '`{"beat": …, "done": n}`.',
-        cluster_messages.NodeReport,
+        classes(messages.NodeReport),
     ),
     (
         "Coordinator to agent: orders",
         'Sent as `{"number": n, "order": …, "because": …, "term": t}`. An agent carries out each number once '
         "and ignores orders of an earlier term of leadership.",
-        cluster_messages.Order,
+        classes(messages.Order),
     ),
     (
         "Worker to agent: first message",
         "A worker process connects to the Unix socket of its agent and says which process it is.",
-        agent_messages.WorkerHello,
+        (messages.WorkerHello, messages.ShardEnded),
     ),
     (
         "Worker to agent: reports",
         "The agent numbers them and passes them on to the coordinator without looking at their fields.",
-        agent_messages.WorkerReport,
+        classes(messages.WorkerReport),
     ),
     (
         "Agent to worker: orders",
         "`NotifyWorker` comes from the coordinator and is passed on as it is.",
-        agent_messages.WorkerOrder,
+        classes(messages.WorkerOrder),
+    ),
+    (
+        "Coordinator to worker: notices",
+        "What a `NotifyWorker` carries.",
+        classes(Notice),
     ),
     (
         "Events of a task",
         "What a `TaskEvent` carries. Workers and agents report some of them; the coordinator makes the "
         "others itself, and writes them to its journal in the same form.",
-        Event,
+        classes(Event),
+    ),
+    (
+        "Events of the cluster",
+        "What the coordinator writes to its journal, in this order, before it acts on it.",
+        classes(messages.ClusterEvent),
     ),
 )
 INTRODUCTION = (
@@ -71,23 +89,16 @@ INTRODUCTION = (
 _OPS = "Ops, workers and microbatches are text: `1F0.2`, `0:1`, `0.2`."
 
 
-def classes(kind: Any) -> list[type]:
-    """The classes of a union, in its order."""
-    if isinstance(kind, UnionType) or get_origin(kind) is not None:
-        return [found for part in get_args(kind) for found in classes(part)]
-    return [kind] if isinstance(kind, type) else []
-
-
 def page() -> str:
     parts = [
         "# Protocol",
-        INTRODUCTION.format(version=agent_messages.PROTOCOL),
+        INTRODUCTION.format(version=PROTOCOL),
         f"{_OPS} This page is made from the classes by `python -m tools.docs protocol`.",
     ]
     shown: list[type] = []
-    for title, sentence, kind in PARTS:
+    for title, sentence, kinds in PARTS:
         parts += [f"## {title}", sentence]
-        for message in classes(kind):
+        for message in kinds:
             if message in shown:
                 parts.append(f"- `{message.__name__}`: see above.")
             else:
@@ -106,14 +117,22 @@ def describe(message: type) -> str:
 
 
 def _message(message: type) -> list[str]:
-    found = [f"### {message.__name__}", describe(message)]
-    rows = _rows(message)
-    if rows:
-        found.append("\n".join(["| field | type | default | |", "|---|---|---|---|", *rows]))
+    found = [f"### {message.__name__}", describe(message), _said_by(message)]
+    if fields := _fields(message):
+        found.append("\n".join(["| field | type | default | |", "|---|---|---|---|", *fields]))
     return [part for part in found if part]
 
 
-def _rows(message: type) -> list[str]:
+def _said_by(message: type) -> str:
+    """Who may say it, and which of its numbers must be current; empty for a value."""
+    if (row := TABLE.get(message)) is None:
+        return ""
+    fences = f" Counts only with the current {', '.join(row.fences)}." if row.fences else ""
+    since = f" Since version {row.since}." if row.since > 1 else ""
+    return f"Said by: {', '.join(row.by)}.{fences}{since}"
+
+
+def _fields(message: type) -> list[str]:
     comments = _comments(message)
     if dataclasses.is_dataclass(message):
         return [
@@ -141,6 +160,13 @@ def _comments(message: type) -> dict[str, str]:
     return {name: text.replace("|", "\\|") for name, text in found}
 
 
+def _all_of(kind: Any) -> list[type]:
+    """The classes of a union, in its order."""
+    if isinstance(kind, UnionType) or get_origin(kind) is not None:
+        return [found for part in get_args(kind) for found in _all_of(part)]
+    return [kind] if isinstance(kind, type) else []
+
+
 def _values(messages: list[type]) -> list[type]:
     """Classes of ours that the fields of these mention, and those that theirs mention."""
     found: list[type] = []
@@ -150,7 +176,7 @@ def _values(messages: list[type]) -> list[type]:
         names = vars(sys.modules[one.__module__])
         for kind in one.__annotations__.values():
             for word in re.findall(r"\w+", str(kind)):
-                for value in classes(names.get(word)):
+                for value in _all_of(names.get(word)):
                     ours = value.__module__.startswith("everstep.protocol") and hasattr(
                         value, "__annotations__"
                     )

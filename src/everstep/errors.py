@@ -1,4 +1,4 @@
-"""The exceptions of Everstep.
+"""The exceptions of Everstep, and the bound on their texts.
 
     EverstepError
     ├── UserError       the input is wrong; the message is one sentence that names the field and the fix
@@ -9,6 +9,9 @@ A fault of training (a death, a hang, a lost link) is not an exception: it is a 
 """
 
 from __future__ import annotations
+
+MOST_SENTENCE = 2_000  # characters of an error, a reason, an exit's last words
+MOST_TRACEBACK = 16_000
 
 
 class EverstepError(Exception):
@@ -25,3 +28,15 @@ class PeerError(EverstepError):
 
 class InternalError(EverstepError):
     """An invariant of ours does not hold."""
+
+
+def clipped(text: str, most: int = MOST_SENTENCE) -> str:
+    """Texts that people and programs outside write are bounded where they come in.
+
+    The text, or its beginning and its end with the number of characters left out between them.
+    """
+    if len(text) <= most:
+        return text
+    mark = f" … {len(text) - most} characters left out … "
+    head = most // 2
+    return text[:head] + mark + text[len(text) - (most - head) :]

@@ -15,11 +15,12 @@ from everstep.core.cluster.copy_placement import memory_for
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
 from everstep.protocol import actions as act
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.worker_messages import Ledger
+from everstep.protocol.table import TABLE, WORKER
+from everstep.protocol.work import Ledger
 
 
 @dataclass
@@ -141,7 +142,8 @@ class FakeCluster:
 
     def report(self, name: str, worker: Worker, report: msg.NodeReport) -> None:
         seat = self.coordinator.tasks[name].seats[worker]
-        self._report(seat.node, report, (name, worker, seat.incarnation))
+        sender = (name, worker, seat.incarnation) if WORKER in TABLE[type(report)].by else None
+        self._report(seat.node, report, sender)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds

@@ -33,14 +33,15 @@ from everstep.core.worker.step_state import StepState
 from everstep.core.worker.worker_state import WorkerState
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
-from everstep.protocol import worker_messages as msg
+from everstep.protocol import work
 from everstep.protocol.ops import Op, Worker, parse_worker
+from everstep.protocol.parcels import ParcelKind, StateTransfer
 from everstep.protocol.shape import Shape
 from everstep.schedule import Instance, uniform
 from everstep.schedule.answer import answer
 from everstep.schedule.cache import PlanCache
 
-IDLE = (msg.Wait, msg.Paused, msg.Finished)
+IDLE = (work.Wait, work.Paused, work.Finished)
 MOST_TURNS = 10_000
 
 
@@ -196,23 +197,23 @@ class Scenario:
         self._carry_out(worker)
         return True
 
-    def _do(self, worker: Worker, item: msg.WorkItem) -> Any:
+    def _do(self, worker: Worker, item: work.WorkItem) -> Any:
         state = self.workers[worker]
         match item:
-            case msg.Contribute():
+            case work.Contribute():
                 return (), dict.fromkeys(state.now.accumulated(), 1.0)
-            case msg.SumChunk():
+            case work.SumChunk():
                 share = self.norms.get(item.step, 1.0) ** 2 / self.rules.stages
                 return (share if worker.replica == item.members[0] else 0.0,)
-            case msg.CombineTied():
+            case work.CombineTied():
                 return self.norms.get(item.step, 1.0) ** 2 / self.rules.stages
-            case msg.Snapshot():
+            case work.Snapshot():
                 self._send_state(worker, Worker(item.joiner, worker.stage), item.transfer)
-            case msg.SaveCheckpoint():
+            case work.SaveCheckpoint():
                 self._save(worker, item)
         return None
 
-    def _save(self, worker: Worker, item: msg.SaveCheckpoint) -> None:
+    def _save(self, worker: Worker, item: work.SaveCheckpoint) -> None:
         shares = self.saved.setdefault(item.state_step, {})
         shares.setdefault(worker.stage, set()).update(item.chunks or (item.index,))
         whole = len(shares) == self.rules.stages and all(len(s) == item.count for s in shares.values())
@@ -225,46 +226,16 @@ class Scenario:
     def _carry_out(self, worker: Worker) -> None:
         for command in self.workers[worker].take_commands():
             match command:
-                case msg.Send():
+                case work.Send():
                     self._send(worker, command)
-                case msg.TellSealed():
-                    self.happens(
-                        ev.StepSealed(
-                            step=command.step,
-                            stage=worker.stage,
-                            attempt=command.attempt,
-                            microbatches=command.microbatches,
-                            executed=command.executed,
-                            sum_of_squares=command.sum_of_squares,
-                        )
-                    )
-                case msg.TellInvalid():
-                    self.happens(
-                        ev.UpdateInvalidated(
-                            worker=worker, step=command.step, norm=command.norm, attempt=command.attempt
-                        )
-                    )
-                case msg.TellFilled():
-                    self.happens(
-                        ev.ChunksFilled(
-                            worker=worker, incarnation=self.incarnations[worker], step=command.step
-                        )
-                    )
-                case msg.TellCopied():
-                    self.happens(
-                        ev.StateCopied(
-                            worker=worker,
-                            incarnation=self.incarnations[worker],
-                            transfer=command.transfer.number,
-                            state_step=command.transfer.state_step,
-                        )
-                    )
+                case ev.Event():
+                    self.happens(command)
 
-    def _send(self, worker: Worker, command: msg.Send) -> None:
+    def _send(self, worker: Worker, command: work.Send) -> None:
         to = Worker(command.replica, command.stage)
         self._transmit(worker, to, lambda: self.workers[to].arrived(command.parcel, command.value))
 
-    def _send_state(self, worker: Worker, to: Worker, transfer: msg.StateTransfer) -> None:
+    def _send_state(self, worker: Worker, to: Worker, transfer: StateTransfer) -> None:
         def arrive() -> None:
             if self.workers[to].take_state(transfer) is not FrameUse.DROP:
                 self.workers[to].state_arrived(transfer)
@@ -353,32 +324,32 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 # ------------------------------------------------------------------ words
 
 
-def _word(item: msg.WorkItem) -> str:
+def _word(item: work.WorkItem) -> str:
     match item:
-        case msg.Compute():
+        case work.Compute():
             return f"{_op(item.op)}{' (ghost)' if item.ghost else ''}"
-        case msg.AssembleSum():
-            given = item.chunks and item.chunks[0].what is msg.ParcelKind.COPY
+        case work.AssembleSum():
+            given = item.chunks and item.chunks[0].what is ParcelKind.COPY
             return "takes the sum" if given else "holds the sum"
-        case msg.Update():
+        case work.Update():
             return "skips" if item.scale is None else "updates eagerly" if item.keep else "updates"
-        case msg.Snapshot():
+        case work.Snapshot():
             return f"sends its state to replica {item.joiner}"
-        case msg.ApplyFeed():
+        case work.ApplyFeed():
             return "follows"
-        case msg.LoadFill():
+        case work.LoadFill():
             return f"takes the state of chunk {item.fill.owner} after step {item.fill.step}"
         case _:
             words = {
-                msg.Contribute: "contributes its part",
-                msg.SumChunk: "sums its chunk",
-                msg.CombineTied: "combines",
-                msg.Commit: "commits",
-                msg.Undo: "undoes",
-                msg.AdoptWeights: "adopts weights",
-                msg.Restore: "restores",
-                msg.SaveCheckpoint: "saves",
-                msg.StoreCopy: "stores",
+                work.Contribute: "contributes its part",
+                work.SumChunk: "sums its chunk",
+                work.CombineTied: "combines",
+                work.Commit: "commits",
+                work.Undo: "undoes",
+                work.AdoptWeights: "adopts weights",
+                work.Restore: "restores",
+                work.SaveCheckpoint: "saves",
+                work.StoreCopy: "stores",
             }
             return words[type(item)]
 
@@ -392,9 +363,9 @@ def _ops(ops: Any) -> str:
 
 
 def _step_of(item: Any) -> int:
-    if isinstance(item, msg.Snapshot):
+    if isinstance(item, work.Snapshot):
         return item.transfer.state_step
-    if isinstance(item, msg.LoadFill):
+    if isinstance(item, work.LoadFill):
         return item.fill.step + 1
     return int(item.step if hasattr(item, "step") else item.state_step)
 
@@ -406,7 +377,7 @@ def _by_step(worker: Worker, items: list[tuple[int, str]]) -> Iterator[str]:
         yield f"  {worker}  step {step}: {', '.join([' '.join(ops), *others] if ops else others)}"
 
 
-def _reported(ledger: msg.Ledger) -> str:
+def _reported(ledger: work.Ledger) -> str:
     if ledger.joining:
         return f"joins, with the state of step {ledger.step - 1}"
     before = f"; of step {ledger.step - 1}: {_ops(ledger.done_before)}" if ledger.done_before else ""
@@ -436,7 +407,7 @@ def _owed(owed: Owed, shape: Shape) -> Iterator[str]:
         yield f"    the eager update of step {owed.rewind} is undone"
 
 
-def _resumed(order: msg.Resume) -> str:
+def _resumed(order: work.Resume) -> str:
     lists = {order.step: order.ops(order.step), **order.lists}
     text = ", then ".join(f"step {step}: {_ops(ops)}" for step, ops in sorted(lists.items()))
     verb = f"loads the state of step {order.restore}; " if order.restore is not None else ""

@@ -24,10 +24,10 @@ from everstep.core.agent.process import AgentLimits, ProcessState
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.agent.reports import ReportQueue
 from everstep.core.faults.detector import DetectorLimits, Glance
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.actions import InterruptWorkers
-from everstep.protocol.agent_messages import SAVING, EndWorker, OrderTaken
+from everstep.protocol.messages import SAVING, EndWorker, OrderTaken
 from everstep.protocol.ops import Worker
 
 LIMITS = AgentLimits(finish_s=5.0, save_s=60.0, leave_s=20.0, kill_s=30.0)

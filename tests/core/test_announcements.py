@@ -6,8 +6,10 @@ from everstep.core.worker.announcements import Announcements
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState
+from everstep.protocol.events import StepSealed
 from everstep.protocol.ops import Microbatch, Worker
-from everstep.protocol.worker_messages import Members, Part, Resume, TellSealed
+from everstep.protocol.parcels import Part
+from everstep.protocol.work import Members, Resume
 
 RULES = TaskRules(replicas=2, stages=1, microbatches=1, steps=900)
 
@@ -18,7 +20,7 @@ def order(epoch: int, live: tuple[int, ...], *, recorded: int = 0) -> Resume:
 
 
 def second_peer(steps: int) -> Announcements:
-    news = Announcements(Mailbox(Worker(1, 0)), RULES)
+    news = Announcements(Mailbox(Worker(1, 0), incarnation=1), RULES)
     news.mail.order = order(1, (0, 1))
     for step in range(1, steps + 1):
         losses = ((Microbatch(0, 0), float(step)), (Microbatch(1, 0), float(step)))
@@ -31,7 +33,7 @@ def second_peer(steps: int) -> Announcements:
 
 
 def reported(news: Announcements) -> list[int]:
-    return [command.step for command in news.mail.commands if isinstance(command, TellSealed)]
+    return [command.step for command in news.mail.commands if isinstance(command, StepSealed)]
 
 
 def test_after_the_first_peer_s_death_the_next_one_reports_all_that_is_not_on_record() -> None:
@@ -42,7 +44,7 @@ def test_after_the_first_peer_s_death_the_next_one_reports_all_that_is_not_on_re
     news.mail.order = order(2, (1,), recorded=144)
     news.begin_epoch()
     assert reported(news) == list(range(145, 301))
-    assert all(command.losses for command in news.mail.commands if isinstance(command, TellSealed))
+    assert all(command.losses for command in news.mail.commands if isinstance(command, StepSealed))
 
 
 def test_what_is_on_record_is_forgotten_and_what_is_kept_is_bounded() -> None:

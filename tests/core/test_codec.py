@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.errors import PeerError
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.actions import ComputePlan, ResumeStep
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
-from everstep.protocol.worker_messages import Ledger, Members, Parcel, ParcelKind, Resume
+from everstep.protocol.work import Ledger, Members, Resume
 
 W = Worker(1, 2)
 M = Microbatch(0, 3)

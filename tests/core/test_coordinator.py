@@ -14,8 +14,8 @@ from everstep.core.cluster.task import TaskState
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.task.states import Copied, Member
 from everstep.protocol import actions as act
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape

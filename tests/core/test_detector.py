@@ -15,7 +15,7 @@ from everstep.core.faults.detector import (
     Stalled,
     locate,
 )
-from everstep.protocol.cluster_messages import OpOverdue, WorkerMoved
+from everstep.protocol.messages import OpOverdue, WorkerMoved
 from everstep.protocol.ops import Worker
 
 W, V, X = Worker(0, 0), Worker(0, 1), Worker(1, 0)

@@ -2,7 +2,8 @@
 
 from everstep.core.task.doubts import unreported
 from everstep.protocol.ops import Kind, Microbatch, Op, Worker
-from everstep.protocol.worker_messages import Ledger, Parcel, ParcelKind
+from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.work import Ledger
 
 DEAD = Worker(1, 0)  # of two stages and two replicas
 HELD = (Op(Kind.R, None, 0),)

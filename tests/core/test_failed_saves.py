@@ -5,10 +5,10 @@ from __future__ import annotations
 from everstep.core.cluster.checkpoints import NOT_COPIED, NOT_SAVED
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
-from everstep.protocol.agent_messages import SAVING
+from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident
+from everstep.protocol.messages import SAVING
 from everstep.protocol.ops import Worker
 from tests.core.fake_cluster import FakeCluster
 

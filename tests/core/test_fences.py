@@ -7,10 +7,10 @@ import pytest
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.task import TaskState
 from everstep.core.task.owed import Shape
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import Ledger
+from everstep.protocol.work import Ledger
 from tests.core.fake_cluster import FakeCluster
 
 W00, W01 = Worker(0, 0), Worker(0, 1)

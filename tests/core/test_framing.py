@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.errors import PeerError
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.actions import InterruptWorkers, ResumeStep
-from everstep.protocol.agent_messages import EndWorker, FromWorker, PlantFaults, WorkerHello, WorkerOrder
-from everstep.protocol.framing import Unpacker, pack
+from everstep.protocol.codec import Unpacker, pack
+from everstep.protocol.messages import EndWorker, FromWorker, PlantFaults, WorkerHello, WorkerOrder
 from everstep.protocol.ops import Microbatch, Worker, parse_op
-from everstep.protocol.worker_messages import Ledger, Members, Parcel, ParcelKind, Resume
+from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.work import Ledger, Members, Resume
 
 OPS = tuple(map(parse_op, ["1F0.0", "1F1.2", "1I0.0", "1W0.0", "1B1.2", "1R", "1U"]))
 W = Worker(0, 1)
@@ -75,7 +76,7 @@ def test_what_a_worker_says_is_the_same_after_the_wire(said: Any) -> None:
 
 
 def test_every_order_of_the_coordinator_to_a_worker_can_be_passed_on() -> None:
-    assert msg.NotifyWorker in get_args(WorkerOrder)
+    assert issubclass(msg.NotifyWorker, WorkerOrder)
 
 
 def test_messages_are_found_however_the_bytes_come() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from everstep.core.faults.severity import TABLE, ErrorKind
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from tests.core.fake_cluster import FakeCluster
 

@@ -2,7 +2,7 @@
 
 from everstep.core.faults.detector import DetectorLimits, Hung, locate
 from everstep.core.faults.lagging_shard import ShardProgress, hung_shard, slow_shard
-from everstep.protocol.cluster_messages import OpOverdue
+from everstep.protocol.messages import OpOverdue
 from everstep.protocol.ops import Worker
 
 W = Worker(0, 1)

@@ -7,7 +7,7 @@ import json
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.snapshot import digest, freeze, thaw
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 

@@ -6,9 +6,9 @@ from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import TaskState
 from everstep.plan.change_times import PACE, copying_s
 from everstep.protocol import actions as act
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
-from everstep.protocol.node_reports import FailedRead
+from everstep.protocol import messages as msg
+from everstep.protocol.messages import FailedRead
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster

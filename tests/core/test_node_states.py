@@ -7,7 +7,7 @@ import pytest
 from everstep.core.cluster.node_states import ADMIN, LIVENESS, NodeAdmin, NodeLiveness, NodeState, shown
 from everstep.core.cluster.roster import Node
 from everstep.errors import InternalError
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from tests.core.fake_cluster import FakeCluster
 
 LOST = "NVRM: GPU has fallen off the bus"

@@ -2,8 +2,9 @@
 
 from everstep.core.task.owed import what_is_owed
 from everstep.protocol.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
-from everstep.protocol.worker_messages import Ledger, Parcel, ParcelKind
+from everstep.protocol.work import Ledger
 
 SHAPE = Shape(replicas=2, stages=2, microbatches=2)
 STEP = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.core.cluster.task import TaskState
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 

@@ -9,7 +9,7 @@ from everstep.core.cluster.progress import costs_of_drain, why_stalled
 from everstep.core.cluster.skipped_steps import MOST_IN_A_ROW, NOT_FINITE
 from everstep.core.cluster.task import Task, TaskState
 from everstep.protocol import actions as act
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
 from everstep.server.outlook import foresee
 from tests.core.fake_cluster import FakeCluster

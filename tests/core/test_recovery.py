@@ -26,7 +26,7 @@ from everstep.protocol import events as ev
 from everstep.protocol.incidents import IncidentLog
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.worker_messages import Ledger
+from everstep.protocol.work import Ledger
 
 W00, W01, W10, W11 = Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)
 

@@ -10,7 +10,7 @@ import pytest
 from everstep.core.cluster import retention
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest, freeze, thaw
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.incidents import MOST_EVIDENCE, Evidence, IncidentLog
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape

@@ -15,7 +15,7 @@ from everstep.core.faults.remedies import REMEDIES, Situation, choose, sentence
 from everstep.core.faults.severity import MEANINGS, TABLE, ErrorKind, Severity, judge, known
 from everstep.core.faults.symptoms import SYMPTOMS
 from everstep.core.faults.xids import XIDS
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 from tests.core.test_error_texts import LATER, TEXTS
 
 E = ErrorKind

@@ -2,9 +2,9 @@
 
 import pytest
 
-from everstep.protocol import cluster_messages as msg
-from everstep.protocol.agent_messages import EndWorker
-from everstep.protocol.framing import Unpacker, pack
+from everstep.protocol import messages as msg
+from everstep.protocol.codec import Unpacker, pack
+from everstep.protocol.messages import EndWorker
 from everstep.protocol.shape import Shape
 from everstep.protocol.shard_messages import ShardTakes, ToShard
 from tests.core.fake_cluster import FakeCluster

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from everstep.core.cluster.silence import Silence
 from everstep.core.cluster.task import KeptState
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 

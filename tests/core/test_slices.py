@@ -3,8 +3,8 @@
 from everstep.core.worker.joining import FrameUse
 from everstep.core.worker.slices import SliceCount, SlicesInHand
 from everstep.protocol.ops import Microbatch
+from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
 from everstep.protocol.shard_messages import ParcelIsHere
-from everstep.protocol.worker_messages import Parcel, ParcelKind, StateTransfer
 
 
 def activation(step: int, attempt: int = 1) -> Parcel:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from everstep.core.cluster.slowness import slow_links
 from everstep.core.task.states import Gathering, Running
 from everstep.drive.thinking import Thinking
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.actions import ComputePlan
 from everstep.protocol.incidents import Incident
 from everstep.protocol.ops import Kind, Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.worker_messages import Ledger
+from everstep.protocol.work import Ledger
 from everstep.schedule.task_scheduler import TaskScheduler
 from tests.core.fake_cluster import FakeCluster
 

@@ -5,7 +5,7 @@ import pytest
 from everstep.core.worker.step_state import SEAL, SUM, UPDATE, StepState, SumState, UpdateState
 from everstep.errors import InternalError
 from everstep.protocol.ops import Kind, Microbatch, Op
-from everstep.protocol.worker_messages import Part
+from everstep.protocol.parcels import Part
 
 PART = Part((Microbatch(0, 0),), (), 3, (1.0,))
 

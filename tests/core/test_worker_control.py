@@ -8,13 +8,22 @@ from everstep.core.worker.control import KeepLinks, SendReport, WorkerControl, r
 from everstep.core.worker.mending import LinkMending, MendLimits
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.actions import CopyState, InterruptWorkers, ResumeStep
-from everstep.protocol.agent_messages import EndWorker, OrderTaken
-from everstep.protocol.links import LinkBroke, LinkOpened
+from everstep.protocol.messages import EndWorker, OrderTaken
 from everstep.protocol.ops import Worker, parse_op
-from everstep.protocol.worker_messages import Finished, Ledger, Members, Paused, Restore, Resume, Wait
+from everstep.protocol.work import (
+    Finished,
+    Ledger,
+    LinkBroke,
+    LinkOpened,
+    Members,
+    Paused,
+    Restore,
+    Resume,
+    Wait,
+)
 
 ME, PEER = Worker(0, 0), Worker(1, 0)
 SENDER = msg.Sender("t", ME, 3)

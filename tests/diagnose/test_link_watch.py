@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from everstep.diagnose.link_watch import CALM_LOOKS, COMPARED, KNOWN, LOOKS, LinkWatch
-from everstep.protocol.cluster_messages import SlowLinkEnded, SlowLinkFound, TimesReported
+from everstep.protocol.messages import SlowLinkEnded, SlowLinkFound, TimesReported
 from everstep.protocol.ops import Worker
 
 WORKERS = [Worker(replica, stage) for replica in range(2) for stage in range(2)]

@@ -16,7 +16,7 @@ from everstep.diagnose.record import UNKNOWN
 from everstep.diagnose.stream import DiagnosisStream
 from everstep.engine.telemetry.recorder import COMPUTE, RECV, SEND, Recorder, WorkerRecorder
 from everstep.protocol.ops import Microbatch, Worker
-from everstep.protocol.worker_messages import Parcel, ParcelKind
+from everstep.protocol.parcels import Parcel, ParcelKind
 
 MS = 1_000_000
 

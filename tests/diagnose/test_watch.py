@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from everstep.diagnose.watch import CALM_LOOKS, Watch
-from everstep.protocol.cluster_messages import SlownessEnded, SlownessFound, TimesReported
+from everstep.protocol.messages import SlownessEnded, SlownessFound, TimesReported
 from everstep.protocol.ops import Worker
 
 Speed = Callable[[Worker, int], float]  # how many times as long a worker takes in a step

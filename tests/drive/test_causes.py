@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from everstep.drive import causes as module
 from everstep.drive.causes import Causes
 from everstep.drive.ports import HandledEvent
 from everstep.drive.step_rows import begins_training
-from everstep.protocol import cluster_messages as msg
-from everstep.protocol import events as ev
 from everstep.protocol.ops import Worker
 from everstep.server import words
 from tests.core.fake_cluster import FakeCluster
@@ -70,10 +66,3 @@ def test_what_is_too_long_ago_is_not_known_and_little_is_kept(monkeypatch) -> No
     assert last is not None
     assert last.number == cluster.coordinator.events
     assert len(cluster.causes._asked) <= 10
-
-
-def test_every_event_has_its_words() -> None:
-    internal = {ev.PlacesGranted, ev.TrainingStalled, ev.StateKept, ev.CopiesLost, ev.StopRequested}
-    events = {*get_args(msg.ClusterEvent), *get_args(msg.NodeReport), *get_args(ev.Event)}
-    wrapped = {msg.FromNode, msg.TaskEvent, msg.PlanAnswered}
-    assert events - wrapped - internal == set(words.EVENTS)

@@ -18,7 +18,7 @@ from everstep.net import frames
 from everstep.net.handshake import ANSWER, HELLO, PROOF, Opener
 from everstep.net.links import Address, Links
 from everstep.protocol.ops import Microbatch
-from everstep.protocol.worker_messages import Parcel, ParcelKind, Part
+from everstep.protocol.parcels import Parcel, ParcelKind, Part
 
 TOKEN = b"t" * 32
 

@@ -14,7 +14,7 @@ from everstep.engine.prepare.preflight import preflight
 from everstep.errors import PeerError, UserError
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec, load_job
 from everstep.job.worker_spec import WorkerSpec
-from everstep.protocol.node_reports import Sender
+from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
 
 FULL = """

@@ -18,7 +18,7 @@ from everstep.net.lanes import Lane, Lanes, LaneState
 from everstep.net.links import Address, Links
 from everstep.net.pipe_wire import PipeWire
 from everstep.net.transport import Announcement, Identity, LaneOpening, LaneOrder, bits_differ, chosen
-from everstep.protocol.worker_messages import Parcel, ParcelKind
+from everstep.protocol.parcels import Parcel, ParcelKind
 
 SIZES = [dtype.itemsize for dtype in frames.DTYPES]
 GPU_A, GPU_B = (Identity("ipc", f"boot {gpu}", "nccl 22809") for gpu in "ab")

@@ -20,7 +20,8 @@ from everstep.engine.worker.step_tensors import StepTensors, parted
 from everstep.errors import PeerError
 from everstep.net import transport
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import Parcel, ParcelKind, Send, SumChunk
+from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.work import Send, SumChunk
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
 SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 3}

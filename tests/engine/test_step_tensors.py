@@ -21,7 +21,8 @@ from everstep.net import frames
 from everstep.net.handshake import Acceptor
 from everstep.net.links import Address, Links
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import AssembleSum, Parcel, ParcelKind, Send, SumChunk
+from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.work import AssembleSum, Send, SumChunk
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
 SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 2}

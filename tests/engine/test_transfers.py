@@ -17,7 +17,7 @@ from everstep.net.fills import ArrivingFills
 from everstep.net.links import Address, Links
 from everstep.net.transfers import ArrivingState, StateSender
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import Parcel, ParcelKind, StateTransfer
+from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
 
 TOKEN = b"t" * 32
 NAMES = ("model/w", "adam/m", "adam/v")

@@ -16,7 +16,7 @@ from everstep.fabric.topology import FabricNode, Port, Switch, Topology
 from everstep.net.links import Links
 from everstep.net.sockets import progress_of
 from everstep.node.probe import REACHED, Budget, Prober, probe
-from everstep.protocol.worker_messages import Parcel, ParcelKind
+from everstep.protocol.parcels import Parcel, ParcelKind
 
 HOME = Topology(
     name="home",

@@ -11,7 +11,7 @@ from everstep.engine.prepare.resolve import data_of
 from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.run import LocalNode, LocalTask
 from everstep.node.fork_server import ForkServer
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Worker
 from harness.counted_rows import ROWS, elements
 

@@ -13,7 +13,7 @@ from everstep.launch.local.api import run_with_callbacks
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Worker
 from everstep.store.folder import open_step
 from harness.evaluated_model import Data, error, model

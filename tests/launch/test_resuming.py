@@ -18,7 +18,7 @@ from everstep.errors import UserError
 from everstep.job.job import CheckpointSpec, Job, ModelSpec
 from everstep.launch.local.resuming import refuse_another_model
 from everstep.layout.box import Box
-from everstep.protocol.cluster_messages import Sender
+from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
 from everstep.store import folder
 from everstep.store.state_keeper import States

@@ -13,7 +13,7 @@ from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalNode, LocalTask
 from everstep.node.fork_server import ForkServer
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Worker
 
 JOB = Job(

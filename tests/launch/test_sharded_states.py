@@ -14,7 +14,7 @@ from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, Optimizer
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalNode, LocalTask
 from everstep.node.fork_server import ForkServer
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Worker
 from everstep.store import folder
 from harness.sweep import Sweep, compare

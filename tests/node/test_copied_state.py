@@ -12,7 +12,7 @@ import torch
 from everstep.core.worker.control import StateDirections
 from everstep.job.job import Job, ModelSpec
 from everstep.layout.box import whole
-from everstep.protocol.cluster_messages import MemoryAddress, Sender, StateFetched
+from everstep.protocol.messages import MemoryAddress, Sender, StateFetched
 from everstep.protocol.ops import Worker
 from everstep.store import memory
 from everstep.store.memory_server import MemoryServer, MemoryStore

@@ -11,7 +11,7 @@ import pytest
 from everstep.errors import UserError
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.steer import steering_from
-from everstep.protocol.cluster_messages import Sender
+from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
 from harness import fabric_testbed
 from harness.steered_training import fabric_file

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from everstep.node.agent_line import AgentLine
-from everstep.protocol.agent_messages import EndWorker, WorkerHello
+from everstep.protocol.messages import EndWorker, WorkerHello
 from everstep.protocol.ops import Worker
 
 HELLO = WorkerHello(task="gpt", worker=Worker(0, 0), incarnation=1, pid=1)

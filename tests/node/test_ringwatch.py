@@ -7,9 +7,9 @@ from pathlib import Path
 from everstep.engine.telemetry import recorder as recording
 from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.node.ring_watch import ENDED_LOOKS, LOOK_EVERY_S, RingWatch
-from everstep.protocol.cluster_messages import SlowLinkEnded, SlowLinkFound
+from everstep.protocol.messages import SlowLinkEnded, SlowLinkFound
 from everstep.protocol.ops import Microbatch, Worker
-from everstep.protocol.worker_messages import Parcel, ParcelKind
+from everstep.protocol.parcels import Parcel, ParcelKind
 
 MS = 1_000_000
 STEP_MS = 200

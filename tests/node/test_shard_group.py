@@ -8,7 +8,7 @@ from pathlib import Path
 
 from everstep.node.shard_group import ShardGroup, fork, neighbouring_ports
 from everstep.protocol import shard_messages as sh
-from everstep.protocol.worker_messages import StateTransfer
+from everstep.protocol.parcels import StateTransfer
 
 HOST = "127.0.0.1"
 

@@ -18,7 +18,7 @@ from everstep.node import slot_devices
 from everstep.node.agent import Agent, AgentSettings
 from everstep.node.fork_server import ForkServer
 from everstep.node.slot_devices import DevicesUnknown, NodeDevices, SlotDevice, parsed, visible
-from everstep.protocol.cluster_messages import KernelSpoke
+from everstep.protocol.messages import KernelSpoke
 
 A, B = "GPU-47ac4606-dbd4-7c4f-5f61-e8d3c3565328", "GPU-00000000-dbd4-7c4f-5f61-e8d3c3565328"
 WHOLE = f"GPU 0: NVIDIA H200 (UUID: {A})\nGPU 1: NVIDIA H200 (UUID: {B})\n"

@@ -11,10 +11,10 @@ import pytest
 from everstep.core.agent.messages import ProcessEvent, ProcessGreeted, ProcessMisspoke, ProcessSpoke
 from everstep.node import worker_lines
 from everstep.node.worker_lines import WorkerLines
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.actions import InterruptWorkers
-from everstep.protocol.agent_messages import EndWorker, WorkerHello, WorkerOrder
-from everstep.protocol.framing import Unpacker, pack
+from everstep.protocol.codec import Unpacker, pack
+from everstep.protocol.messages import EndWorker, WorkerHello, WorkerOrder
 from everstep.protocol.ops import Worker
 
 ME = msg.Sender("t", Worker(0, 0), 1)

@@ -19,10 +19,10 @@ from everstep.job.job import DataSpec, Job, ModelSpec
 from everstep.node.fork_server import ForkServer, ForkServerDied
 from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_processes import NodeSettings, WorkerProcesses
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.actions import InterruptWorkers
-from everstep.protocol.node_orders import TaskNeeds
+from everstep.protocol.messages import TaskNeeds
 from everstep.protocol.ops import Worker
 
 JOB = Job(

@@ -9,7 +9,7 @@ from everstep.plan.ask import choose
 from everstep.plan.change_times import AGREE_S, START_S, TRANSITION_S, change_times, copying_s
 from everstep.plan.measured import ENOUGH_STEPS, Measurements
 from everstep.plan.offers import ChangeTimes, TimeSource
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 

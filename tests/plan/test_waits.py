@@ -7,7 +7,7 @@ import pytest
 from everstep.core.cluster.wishes import WishedShape
 from everstep.plan.ask import next_event_s
 from everstep.plan.measured import ENOUGH_STEPS
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 

@@ -3,7 +3,7 @@
 import pytest
 
 from everstep.protocol.actions import BrokenStep, ComputePlan
-from everstep.protocol.cluster_messages import TimesReported
+from everstep.protocol.messages import TimesReported
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule import Instance, per_stage, plan, uniform

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep.protocol.actions import ComputePlan
-from everstep.protocol.cluster_messages import TimesReported
+from everstep.protocol.messages import TimesReported
 from everstep.protocol.ops import Kind, Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule.task_scheduler import FIRST_LOOK, LEAST_STEPS, TaskScheduler

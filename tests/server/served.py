@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from everstep.cli.client import Client
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.ops import Worker
 from everstep.server.serve import ServerSettings, serve

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from everstep.cli.client import Client
 from everstep.core.cluster.progress import DrainCost
 from everstep.errors import UserError
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.server.serve import ServerSettings
 from tests.server.served import agent, served

@@ -9,7 +9,7 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -17,10 +17,11 @@ import pytest
 
 from everstep.cli.client import Client
 from everstep.core.cluster.node_states import NodeState
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import Kind
-from everstep.protocol.worker_messages import ParcelKind
+from everstep.protocol.parcels import ParcelKind
+from everstep.protocol.table import TABLE
 from everstep.server import pages, viewers, words
 from everstep.server.record import ClusterRecord
 from harness.browser import CHROMIUM, LIVE, Page, browser
@@ -84,9 +85,7 @@ def test_everything_that_is_shown_has_words() -> None:
     assert set(words.NODE_STATES) == set(NodeState)
     assert set(words.OPS) == set(Kind)
     assert set(words.PARCELS) == set(ParcelKind)
-    assert set(words.ORDERS) == set(get_args(msg.Order))
-    assert set(words.DECISIONS) == set(get_args(msg.ClusterAction)) - {msg.Dispatch, msg.RecordRow}
-    shown = {*words.ORDERS.values(), *words.DECISIONS.values(), *words.PLACES.values()}
+    shown = {*(row.says for row in TABLE.values()), *words.PLACES.values()}
     assert not [text for text in shown if re.search(r"[a-z][A-Z]", text)], "a class name on the page"
 
 

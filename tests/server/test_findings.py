@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident
 from everstep.protocol.ops import Microbatch, Worker
+from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
-from everstep.protocol.worker_messages import Parcel, ParcelKind
 from everstep.server import findings, outlook
 from tests.diagnose.test_watch import SLOW, slow_between, story
 

@@ -16,7 +16,7 @@ import pytest
 from everstep.cli.client import Client
 from everstep.job.job import Job
 from everstep.launch.local.api import run_job
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 from harness.cluster import descendants, small_job
 from tests.server.served import served
 

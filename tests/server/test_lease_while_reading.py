@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.server import term as module
 from everstep.server.daemon import Daemon
 from everstep.server.etcd import EtcdJournal

@@ -28,8 +28,8 @@ from everstep.errors import EverstepError
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.run import _Loop
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from harness.browser import CHROMIUM, browser

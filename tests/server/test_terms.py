@@ -15,8 +15,8 @@ import pytest
 
 from everstep.cli.client import Client
 from everstep.errors import EverstepError, UserError
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.server import views

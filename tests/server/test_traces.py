@@ -14,8 +14,8 @@ import pytest
 
 from everstep.cli.client import Client
 from everstep.errors import UserError
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.server.record import ClusterRecord
 from everstep.server.traces import IncidentTraces, provider
 from tests.server.served import agent, served

@@ -111,7 +111,7 @@ def coordinator_command(
     """
     log.start(form=log_format.value, level=log_level)
     from everstep.launch import tokens
-    from everstep.protocol.cluster_messages import Patience
+    from everstep.protocol.messages import Patience
     from everstep.server.serve import LOOPBACK, ServerSettings, serve
 
     settings = ServerSettings(

@@ -191,7 +191,7 @@ def _run_twice(
     as_json: bool,
 ) -> tuple[Outcome, Outcome]:
     from everstep.launch.local import api
-    from everstep.protocol.cluster_messages import Patience
+    from everstep.protocol.messages import Patience
 
     patience = Patience(
         rejoin_after_steps=script.rejoin_after_steps,

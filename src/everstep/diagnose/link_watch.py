@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from everstep.protocol.cluster_messages import SlowLinkEnded, SlowLinkFound, TimesReported
+from everstep.protocol.messages import SlowLinkEnded, SlowLinkFound, TimesReported
 from everstep.protocol.ops import Worker
 
 WINDOW_S, WINDOW_BYTES = 0.05, 1 << 16  # a window ends when so much was on its way

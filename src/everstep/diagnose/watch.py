@@ -32,8 +32,8 @@ from math import exp, log
 from statistics import median
 
 from everstep.core.faults.lagging_shard import slow_shard
-from everstep.protocol.cluster_messages import SlownessEnded, SlownessFound, TimesReported
-from everstep.protocol.facts import OpsTook
+from everstep.protocol.incidents import OpsTook
+from everstep.protocol.messages import SlownessEnded, SlownessFound, TimesReported
 from everstep.protocol.ops import Worker
 
 RATIO = 1.2  # hot: so many times as long as usual

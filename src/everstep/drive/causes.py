@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from everstep.drive.ports import HandledEvent
 from everstep.protocol import actions as act
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 
 KEPT = 4000  # events, and names of actions
 LONGEST = 50  # links of one chain

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from everstep.drive.driver import Driver, Handled
-from everstep.protocol import cluster_messages as msg
-from everstep.protocol.cluster_messages import ClusterAction, ClusterEvent
+from everstep.protocol import messages as msg
+from everstep.protocol.messages import ClusterAction, ClusterEvent
 
 ClusterDriver = Driver[ClusterEvent, ClusterAction]
 HandledEvent = Handled[ClusterEvent, ClusterAction]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.protocol import actions as act
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.actions import RecordStep
 
 KEPT_ROWS = 2000  # of a task, for those who look

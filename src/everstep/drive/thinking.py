@@ -21,8 +21,8 @@ from everstep.plan.ahead import ReadyAnswers
 from everstep.plan.ask import choose
 from everstep.plan.change_times import copying_s
 from everstep.plan.measured import Measurements
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.schedule.modes import training_mode
 from everstep.schedule.task_scheduler import TaskScheduler
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, get_type_hints
 from everstep.errors import UserError
 from everstep.job import presets
 from everstep.job.tables import at_least, at_most, checked, one_of, positive, read, refuse_unknown
-from everstep.protocol.node_orders import CheckpointFolder, TaskNeeds
+from everstep.protocol.messages import CheckpointFolder, TaskNeeds
 from everstep.protocol.shape import CHUNKS_PER_REPLICA, Shape
 
 # A schedule holds every op of a step: beyond this the coordinator would plan for minutes.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from everstep.protocol.codec import decode, encode
-from everstep.protocol.node_reports import Sender
+from everstep.protocol.messages import Sender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

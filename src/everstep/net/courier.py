@@ -36,7 +36,7 @@ from everstep.net.lanes import Lane, Lanes, LaneState
 from everstep.net.links import Address, Links
 from everstep.net.pipe_wire import PipeWire
 from everstep.net.transport import MAX_TENSORS, Carrier, Identity, bits_differ, chosen
-from everstep.protocol.worker_messages import Parcel, ParcelKind
+from everstep.protocol.parcels import Parcel, ParcelKind
 
 _AT = "in memory"  # the fact that says where tensors are
 MOST_LANES_AHEAD = 16  # peers to which lanes are opened before they are used

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from everstep.errors import PeerError
 from everstep.net import frames, transport
-from everstep.protocol.worker_messages import Parcel, ParcelKind
+from everstep.protocol.parcels import Parcel, ParcelKind
 
 
 @dataclass(slots=True)

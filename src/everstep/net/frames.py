@@ -19,7 +19,7 @@ from torch import Tensor
 from everstep.errors import PeerError
 from everstep.net.transport import MAX_BYTES, MAX_DIMS, MAX_TENSORS
 from everstep.protocol.ops import Microbatch
-from everstep.protocol.worker_messages import Parcel, ParcelKind, Part
+from everstep.protocol.parcels import Parcel, ParcelKind, Part
 
 MAGIC = b"EVS2"
 HEAD = struct.Struct("<4s c x H I I 8i")

@@ -37,7 +37,7 @@ from everstep.log import say
 from everstep.net import frames
 from everstep.net.links import Address, Links
 from everstep.net.transport import ANNOUNCED, Announcement, LaneOpening, LaneOrder, lane_name
-from everstep.protocol.worker_messages import Parcel, ParcelKind
+from everstep.protocol.parcels import Parcel, ParcelKind
 
 OPEN_WITHIN_S = 60.0
 MOST_ATTEMPTS = 3  # to open a lane to one address; after that tcp has to do

@@ -31,7 +31,7 @@ from everstep.errors import PeerError
 from everstep.net import frames
 from everstep.net.handshake import Acceptor, Opener
 from everstep.net.sockets import FlowProgress, progress_of, watch_path
-from everstep.protocol.worker_messages import Parcel
+from everstep.protocol.parcels import Parcel
 
 _DISCARD = struct.pack("ii", 1, 0)  # SO_LINGER: on, no time
 GREETING_S = 10.0  # for a new connection to prove who it is

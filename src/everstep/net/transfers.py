@@ -30,7 +30,7 @@ from everstep.core.worker.joining import FrameUse
 from everstep.errors import PeerError
 from everstep.net import frames, host_memory
 from everstep.net.links import Address, Links
-from everstep.protocol.worker_messages import Parcel, StateTransfer
+from everstep.protocol.parcels import Parcel, StateTransfer
 from everstep.schedule.footprint import SNAPSHOT_PIECE, SNAPSHOT_REST, SNAPSHOT_WINDOW
 
 STUCK_S = 5.0

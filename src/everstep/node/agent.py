@@ -48,9 +48,9 @@ from everstep.node.leave_notice import LOOK_S, LeaveNotice
 from everstep.node.recent_ops import last_steps
 from everstep.node.slot_devices import NodeDevices, slots_named
 from everstep.node.worker_processes import NodeSettings, WorkerProcesses
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
-from everstep.protocol.node_orders import TaskNeeds
+from everstep.protocol.messages import TaskNeeds
 from everstep.protocol.ops import parse_worker
 from everstep.store.memory_server import MemoryServer
 from everstep.store.owned_folders import temporary_folder

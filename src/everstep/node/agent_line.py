@@ -10,8 +10,8 @@ from typing import Any
 
 from everstep.errors import PeerError
 from everstep.log import warn
-from everstep.protocol.agent_messages import EndWorker, FromWorker, WorkerOrder
-from everstep.protocol.framing import Unpacker, pack
+from everstep.protocol.codec import Unpacker, pack
+from everstep.protocol.messages import EndWorker, FromWorker, WorkerOrder
 
 
 class AgentLine:

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable
 from typing import Any, assert_never
 
 from everstep.core.agent.messages import DiskOrder
+from everstep.errors import clipped
 from everstep.job.job import Job
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
-from everstep.protocol.node_orders import CheckpointFolder
-from everstep.protocol.text import clipped
+from everstep.protocol import messages as msg
+from everstep.protocol.messages import CheckpointFolder
 from everstep.store import folder
 from everstep.store.places import place_of
 from everstep.store.search import Newest, NoStart, newest_to_use

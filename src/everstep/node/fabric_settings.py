@@ -13,7 +13,7 @@ from typing import Any
 from everstep.errors import UserError
 from everstep.fabric.document import tasks_from, topology_from
 from everstep.fabric.flows import Flow, flows_of
-from everstep.protocol.cluster_messages import Sender
+from everstep.protocol.messages import Sender
 
 LEAST_PORTS = 64  # per worker: enough to find every path among a few dozen
 

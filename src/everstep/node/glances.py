@@ -17,7 +17,7 @@ from everstep.core.faults.lagging_shard import ShardProgress, hung_shard
 from everstep.engine.shards.marks import read_marks
 from everstep.engine.telemetry.beacon import Beacon
 from everstep.node.process_facts import active_s, is_stopped
-from everstep.protocol.cluster_messages import Sender
+from everstep.protocol.messages import Sender
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from everstep.errors import UserError
 from everstep.plan.events import duration
-from everstep.protocol.cluster_messages import LeaveNoticed
+from everstep.protocol.messages import LeaveNoticed
 
 LOOK_S = 0.5
 MOST_BYTES = 4096

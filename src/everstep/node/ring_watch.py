@@ -15,7 +15,7 @@ from pathlib import Path
 from everstep.diagnose import Syndrome, UnusableFileError, read
 from everstep.diagnose.finding import Finding, Where
 from everstep.diagnose.stream import DiagnosisStream
-from everstep.protocol.cluster_messages import SlowLinkEnded, SlowLinkFound
+from everstep.protocol.messages import SlowLinkEnded, SlowLinkFound
 from everstep.protocol.ops import Worker
 
 LOOK_EVERY_S = 4.0

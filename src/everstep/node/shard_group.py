@@ -27,7 +27,7 @@ from typing import Any
 
 from everstep.errors import UserError
 from everstep.protocol import shard_messages as sh
-from everstep.protocol.framing import Unpacker, pack
+from everstep.protocol.codec import Unpacker, pack
 
 _PR_SET_PDEATHSIG = 1
 _TRIES = 64  # to find neighbouring ports that are free

@@ -34,7 +34,7 @@ from everstep.engine.worker.follower import Follower
 from everstep.engine.worker.leader import FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.worker_loop import WorkerLoop
-from everstep.errors import UserError
+from everstep.errors import MOST_TRACEBACK, UserError, clipped
 from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec
 from everstep.log import warn
@@ -49,10 +49,17 @@ from everstep.node.lifeline import Lifeline
 from everstep.node.shard_group import ShardGroup, fork
 from everstep.node.steer import steering_from, watch_links
 from everstep.protocol import shard_messages as sh
-from everstep.protocol.agent_messages import ShardEnded, WorkerHello, WorkerReport
-from everstep.protocol.cluster_messages import PartWritten, SaveFailed, Sender, StateFetched, TimesReported
-from everstep.protocol.links import LinkBroke, LinkOpened
-from everstep.protocol.text import MOST_TRACEBACK, clipped
+from everstep.protocol.messages import (
+    PartWritten,
+    SaveFailed,
+    Sender,
+    ShardEnded,
+    StateFetched,
+    TimesReported,
+    WorkerHello,
+    WorkerReport,
+)
+from everstep.protocol.work import LinkBroke, LinkOpened
 from everstep.store.state_keeper import States
 
 ECHO_S = 0.5  # after a shard has ended, the others' collectives fail within this time

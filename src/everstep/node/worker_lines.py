@@ -15,9 +15,9 @@ from typing import Protocol
 
 from everstep.core.agent.messages import ProcessEvent, ProcessGreeted, ProcessMisspoke, ProcessSpoke
 from everstep.errors import PeerError
-from everstep.protocol.agent_messages import PROTOCOL, FromWorker, WorkerHello, WorkerOrder
-from everstep.protocol.cluster_messages import Sender
-from everstep.protocol.framing import Unpacker, pack
+from everstep.protocol.codec import Unpacker, pack
+from everstep.protocol.messages import FromWorker, Sender, WorkerHello, WorkerOrder
+from everstep.protocol.table import PROTOCOL
 
 MOST_UNSENT = 64 << 20  # bytes that one worker has not read
 MOST_UNGREETED = 1024

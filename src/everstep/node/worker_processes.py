@@ -33,10 +33,8 @@ from everstep.node.ring_watch import RingWatch
 from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_lines import Loop, WorkerLines
 from everstep.node.worker_logs import TRIM_EVERY_S, WorkerLogs
-from everstep.protocol import cluster_messages as msg
-from everstep.protocol.agent_messages import PlantFaults
-from everstep.protocol.cluster_messages import Sender
-from everstep.protocol.node_orders import TaskNeeds
+from everstep.protocol import messages as msg
+from everstep.protocol.messages import PlantFaults, Sender, TaskNeeds
 from everstep.protocol.ops import Worker
 from everstep.store.memory_server import MemoryStore
 

@@ -24,8 +24,8 @@ from everstep.core.cluster.tasks import WANTS_WORKERS
 from everstep.plan.answer import Decision
 from everstep.plan.ask import ClusterView, question, think
 from everstep.plan.measured import Measurements
-from everstep.protocol.cluster_messages import Patience
 from everstep.protocol.incidents import IncidentLog
+from everstep.protocol.messages import Patience
 
 MOST_READY = 256
 LOOKED_AT = 2  # events whose question is made at once

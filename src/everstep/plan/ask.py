@@ -35,8 +35,8 @@ from everstep.plan.shapes import learn, offered, rounded, throughput_now, throug
 from everstep.plan.task import TaskSpec
 from everstep.plan.waits import held_back, in_cut
 from everstep.plan.weigh import weigh
-from everstep.protocol.cluster_messages import AssignmentChosen, ChosenShape, Patience
 from everstep.protocol.incidents import IncidentLog
+from everstep.protocol.messages import AssignmentChosen, ChosenShape, Patience
 from everstep.protocol.shape import Shape
 
 

@@ -15,7 +15,7 @@ from everstep.plan.answer import Decision
 from everstep.plan.explain import span
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.task import TaskSituation
-from everstep.protocol.decisions import WeighedOption
+from everstep.protocol.messages import WeighedOption
 
 MOST_TASKS = 16  # whose alternatives are weighed
 LARGE = 20_000  # tasks x slots: from here on those of one task only

@@ -1,17 +1,33 @@
-"""What is to be done. Imperative, frozen; each has its reason, the sentence that logs and screens show."""
+"""What a task's recovery decides. Imperative, frozen; each has its reason, the sentence that logs and screens
+show.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from everstep.protocol.incidents import Incident
 from everstep.protocol.ops import Microbatch, Worker
-from everstep.protocol.worker_messages import Place, Resume, Scores
+from everstep.protocol.parcels import Scores
+from everstep.protocol.table import message
+from everstep.protocol.work import Place, Resume
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartWorker:
+class Action:
+    """A decision of a task's recovery."""
+
+    __slots__ = ()
+    because: str
+
+
+class Notice(Action):
+    """One that workers are told: it travels in a `NotifyWorker`."""
+
+    __slots__ = ()
+
+
+@message(says="start worker {worker}")
+class StartWorker(Action):
     """Start a process for this place."""
 
     worker: Worker
@@ -19,8 +35,8 @@ class StartWorker:
     because: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InterruptWorkers:
+@message(says="pause and report the ledger, epoch {epoch}")
+class InterruptWorkers(Notice):
     """Finish the op in hand, report a ledger, wait."""
 
     workers: tuple[Worker, ...]
@@ -36,8 +52,8 @@ class BrokenStep:
     done: Mapping[Place, tuple[int, str]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputePlan:
+@message(says="reschedule the rest of the step, epoch {epoch}")
+class ComputePlan(Action):
     """Order the ops that are owed in each broken step, and find the schedule that repeats after them."""
 
     epoch: int
@@ -46,8 +62,8 @@ class ComputePlan:
     because: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeStep:
+@message(says="resume")
+class ResumeStep(Notice):
     """Continue with these ops."""
 
     worker: Worker
@@ -55,8 +71,8 @@ class ResumeStep:
     because: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyState:
+@message(says="worker {source} sends its state to worker {joiner}")
+class CopyState(Notice):
     """`source` sends its state to `joiner`, and then every further step."""
 
     source: Worker
@@ -66,8 +82,8 @@ class CopyState:
     because: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopFeeding:
+@message(says="worker {source} stops feeding worker {joiner}")
+class StopFeeding(Notice):
     """`source` sends no further steps to `joiner`."""
 
     source: Worker
@@ -75,8 +91,8 @@ class StopFeeding:
     because: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordStep:
+@message(says="record step {step}")
+class RecordStep(Action):
     """All stages have sealed this step: it is part of the run for good."""
 
     step: int
@@ -91,40 +107,25 @@ class RecordStep:
     trains: bool = True  # False: the closing step, which only evaluates
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseIncident:
-    incident: Incident
+@message(says="close incident {number}")
+class CloseIncident(Action):
+    number: int
     because: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishTask:
+@message(says="the task is finished")
+class FinishTask(Action):
     because: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishShape:
+@message(says="the workers of this shape end after step {step}")
+class FinishShape(Action):
     """The last step of this shape is sealed: its workers leave their states behind and go."""
 
     step: int
     because: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailTask:
+@message(says="the task has failed")
+class FailTask(Action):
     because: str
-
-
-Action = (
-    StartWorker
-    | InterruptWorkers
-    | ComputePlan
-    | ResumeStep
-    | CopyState
-    | StopFeeding
-    | RecordStep
-    | CloseIncident
-    | FinishTask
-    | FinishShape
-    | FailTask
-)

@@ -1,9 +1,10 @@
 """core's values as JSON and back: the one codec of the journal, its snapshots, and every line between
 coordinator, agents and workers.
 
-The types are the schema. A dataclass becomes an object of its fields, and "is" names its class. Ops, workers
-and microbatches are their own text, several ops one text. A mapping with keys that are not text becomes a
-list of pairs. A field of type Any is JSON already and is left alone.
+The types are the schema, and what a wire may carry is in the table of messages. A dataclass becomes an object
+of its fields, and "is" names its class. Ops, workers and microbatches are their own text, several ops one
+text. A mapping with keys that are not text becomes a list of pairs. A field of type Any is JSON already and
+is left alone.
 
 Nothing is listed by hand, so no field can be forgotten. Decoding checks every value against its type: a
 message that is not what it claims to be is refused by name before it reaches a decision. A field that this
@@ -16,8 +17,10 @@ Written by hand because core is standard library only.
 
 from __future__ import annotations
 
+import json
+import struct
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache, lru_cache
@@ -26,6 +29,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from everstep.errors import PeerError, UserError
 from everstep.protocol.ops import Microbatch, Op, Worker, parse_microbatch, parse_op, parse_worker
+from everstep.protocol.table import is_wire, rows
 
 Coder = Callable[[Any], Any]
 _PLAIN = frozenset({int, float, bool, str, type(None)})
@@ -112,6 +116,8 @@ def _decoder(kind: Any) -> Coder:
         return _mapping_decoder(*map(_decoder, get_args(kind)))
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind
+    if is_wire(kind):
+        return _union_decoder((kind,))
     if is_dataclass(kind):
         return _object_decoder(kind)
     if hasattr(kind, "_fields"):  # a NamedTuple
@@ -135,8 +141,9 @@ def _literal(values: tuple[Any, ...], data: Any) -> Any:
 
 
 def _union_decoder(kinds: tuple[Any, ...]) -> Coder:
-    objects = {kind.__name__: kind for kind in kinds if is_dataclass(kind)}  # type: ignore[union-attr]
-    others = [kind for kind in kinds if kind is not type(None) and not is_dataclass(kind)]
+    spread = [each for kind in kinds for each in _messages(kind)]
+    objects = {_name(kind): kind for kind in spread if is_dataclass(kind)}
+    others = [kind for kind in spread if kind is not type(None) and not is_dataclass(kind)]
     names = ", ".join(map(_name, kinds))
     optional = type(None) in kinds
 
@@ -156,6 +163,11 @@ def _union_decoder(kinds: tuple[Any, ...]) -> Coder:
         raise TypeError(f"{data!r:.60} is not one of {names}")
 
     return one_of
+
+
+def _messages(kind: Any) -> list[Any]:
+    """The messages of a wire; any other type is itself."""
+    return [row.kind for row in rows(kind)] if is_wire(kind) else [kind]
 
 
 def _tuple_decoder(kind: Any, items: tuple[Any, ...]) -> Coder:
@@ -210,3 +222,43 @@ def _object_decoder(kind: Any) -> Coder:
 
 def _name(kind: Any) -> str:
     return getattr(kind, "__name__", None) or str(kind)
+
+
+# ------------------------------------------------------------------ on a stream of bytes
+
+MAX_MESSAGE = 64 << 20
+_LENGTH = struct.Struct("<I")
+
+
+def pack(message: Any) -> bytes:
+    body = json.dumps(encode(message), separators=(",", ":")).encode()
+    if len(body) > MAX_MESSAGE:
+        raise PeerError(f"a {type(message).__name__} of {len(body)} bytes is more than {MAX_MESSAGE}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Unpacker:
+    """Bytes in, messages of one type out; PeerError for what is none."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        self._bytes += data
+        while len(self._bytes) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes)
+            if length > MAX_MESSAGE:
+                raise PeerError(f"a message of {length} bytes is more than the {MAX_MESSAGE} allowed")
+            if len(self._bytes) < _LENGTH.size + length:
+                return
+            body = bytes(self._bytes[_LENGTH.size : _LENGTH.size + length])
+            del self._bytes[: _LENGTH.size + length]
+            yield decode(self._kind, _parsed(body))
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise PeerError(f"a message is not JSON: {error}") from error

@@ -1,16 +1,24 @@
-"""What has happened. Past tense, frozen, small; `core` machines take these and nothing else."""
+"""What has happened to a task. Past tense, frozen, small; `core.task.recovery` takes these only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from everstep.protocol.ops import Microbatch, Op, Worker
-from everstep.protocol.worker_messages import Ledger, Place, Scores
+from everstep.protocol.parcels import Scores
+from everstep.protocol.table import AGENT, ATTEMPT, EPOCH, INCARNATION, NEXT_ATTEMPT, WORKER, message
+from everstep.protocol.work import Ledger, Place
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStarted:
+class Event:
+    """Reported by a worker of the task or by an agent, or made by the coordinator itself."""
+
+    __slots__ = ()
+
+
+@message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} has started")
+class WorkerStarted(Event):
     """A process for this place is up, has built its layers and can be reached."""
 
     worker: Worker
@@ -18,8 +26,8 @@ class WorkerStarted:
     address: tuple[str, int] | None = None  # where its peers reach it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerExited:
+@message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} exited: {reason}")
+class WorkerExited(Event):
     """A process is gone: killed, crashed, or it raised and ended. `done_ops`: what its beacon last said."""
 
     worker: Worker
@@ -31,8 +39,8 @@ class WorkerExited:
     stuck: bool = False  # it outlives SIGKILL: it counts as gone, and its slot is lost
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRaised:
+@message(by=WORKER, says="worker {worker} of {task} raised {error}")
+class WorkerRaised(Event):
     """A worker reports an exception of its own; its exit follows."""
 
     worker: Worker
@@ -42,8 +50,8 @@ class WorkerRaised:
     traceback: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerReported:
+@message(by=WORKER, fences=(EPOCH,), says="worker {worker} of {task} reports its ledger, epoch {epoch}")
+class LedgerReported(Event):
     """What an interrupted worker has done."""
 
     worker: Worker
@@ -51,8 +59,8 @@ class LedgerReported:
     ledger: Ledger
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanComputed:
+@message(fences=(EPOCH,), says="task {task} has a new schedule, epoch {epoch}")
+class PlanComputed(Event):
     """The scheduler's answer to `ComputePlan`."""
 
     epoch: int
@@ -62,8 +70,8 @@ class PlanComputed:
     steady_hosts: Mapping[Place, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSealed:
+@message(by=WORKER, fences=(ATTEMPT,), says="stage {stage} of {task} has sealed step {step}")
+class StepSealed(Event):
     """One stage's sum of one step is in the hands of every live peer."""
 
     step: int
@@ -76,8 +84,12 @@ class StepSealed:
     scores: Scores = ()  # of an evaluation that this step carried
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateInvalidated:
+@message(
+    by=WORKER,
+    fences=(NEXT_ATTEMPT,),
+    says="worker {worker} of {task} must undo the update of step {step}",
+)
+class UpdateInvalidated(Event):
     """A worker updated eagerly, and the norm of all stages says it should not have."""
 
     worker: Worker
@@ -86,8 +98,8 @@ class UpdateInvalidated:
     attempt: int  # of the step after it, so that a late report is known as such
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateCopied:
+@message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} has copied its state")
+class StateCopied(Event):
     """A joining worker holds the whole state of a transfer."""
 
     worker: Worker
@@ -96,8 +108,8 @@ class StateCopied:
     state_step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerResumed:
+@message(by=WORKER, fences=(EPOCH,), says="worker {worker} of {task} runs ops again, epoch {epoch}")
+class WorkerResumed(Event):
     """A worker has run its first op of this epoch. `at` is on the clock that `handle` is given."""
 
     worker: Worker
@@ -105,51 +117,53 @@ class WorkerResumed:
     at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileChanged:
+@message(says="task {task}: {because}")
+class ProfileChanged(Event):
     """Ops take other times than the schedule was made for."""
 
     because: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacesGranted:
+@message(says="task {task} has slots for {places}")
+class PlacesGranted(Event):
     """These places have a slot from now on, and no others. `clean`: earlier failures are forgotten."""
 
     places: frozenset[Worker]
     clean: frozenset[Worker] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingStalled:
+@message(says="task {task} is stalled: {because}")
+class TrainingStalled(Event):
     """All workers wait for each other and none is at fault: a message got lost."""
 
     because: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointCommitted:
+@message(by=AGENT, says="the checkpoint of step {step} of {task} is committed")
+class CheckpointCommitted(Event):
     """The checkpoint of this step is complete on disk."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateKept:
+@message(says="the newest state of {task} in memory is of step {step}")
+class StateKept(Event):
     """The newest step whose whole state is in the memory of nodes; None: there is none, or none any more."""
 
     step: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopiesLost:
+@message(says="copies of {task} in memory are lost: {because}")
+class CopiesLost(Event):
     """The node that was to keep copies of the state is gone: they must go elsewhere."""
 
     because: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreFailed:
+@message(
+    by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} cannot load the state of step {step}"
+)
+class RestoreFailed(Event):
     """A worker was to load a state from memory, and no holder of a part could be read. What it tried is in
     its `StateFetched`.
     """
@@ -160,8 +174,8 @@ class RestoreFailed:
     epoch: int = 0  # of the order to load it; 0: not known
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunksFilled:
+@message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} holds its optimizer chunks")
+class ChunksFilled(Event):
     """Sharded states: a worker has the state of every chunk that it is a holder of."""
 
     worker: Worker
@@ -169,8 +183,8 @@ class ChunksFilled:
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopRequested:
+@message(says="the workers of {task} are to end after their step: {because}")
+class StopRequested(Event):
     """This shape ends after the last step that a worker is in now. `final`: and the task with it. `saves`:
     its last state is also saved as a checkpoint, where the task has checkpoints.
     """
@@ -178,25 +192,3 @@ class StopRequested:
     because: str
     final: bool = False
     saves: bool = False
-
-
-Event = (
-    WorkerStarted
-    | WorkerExited
-    | WorkerRaised
-    | LedgerReported
-    | PlanComputed
-    | StepSealed
-    | UpdateInvalidated
-    | StateCopied
-    | WorkerResumed
-    | ProfileChanged
-    | PlacesGranted
-    | TrainingStalled
-    | CheckpointCommitted
-    | StateKept
-    | CopiesLost
-    | RestoreFailed
-    | ChunksFilled
-    | StopRequested
-)

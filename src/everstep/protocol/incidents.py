@@ -10,17 +10,65 @@ closes with the first op that runs again; any other closes when its remedy has w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from everstep.protocol.facts import Fact
 from everstep.protocol.lifecycle import move
 from everstep.protocol.ops import Worker
+from everstep.protocol.parcels import ParcelKind
 
 MOST_EVENTS = 100  # of one incident
 MOST_EVIDENCE = 100  # of one incident: the first half of it stays, and the newest
 RECOVERY_EDGES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+# ------------------------------------------------------------------ facts behind evidence
+# What a sentence of an incident says, as values that a picture can be made of.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerWaits:
+    """A worker waits for a parcel, and so is not to blame."""
+
+    worker: Worker
+    awaits: str  # the parcel, in its notation
+    sender: Worker | None  # who would send it when every microbatch is at home
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpsTook:
+    """The ops of a worker in one step: their own time, and what is usual."""
+
+    step: int
+    took_s: float
+    usual_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacesSeen:
+    """By worker: the time of its ops, in parts of their usual time."""
+
+    paces: Mapping[Worker, float]
+
+
+Fact = WorkerWaits | OpsTook | PacesSeen
+
+_PARCEL = re.compile(r"([A-Z])\[\d+ stage (\d+) (\d+)")
+
+
+def usual_sender(parcel: str) -> Worker | None:
+    """Who sends the parcel of this notation when every microbatch is at home; None: it is not a parcel."""
+    found = _PARCEL.match(parcel)
+    if found is None:
+        return None
+    what, stage, replica = found[1], int(found[2]), int(found[3])
+    away = {ParcelKind.ACTIVATION.value: -1, ParcelKind.GRADIENT.value: +1}.get(what, 0)
+    return Worker(replica, stage + away)
+
+
+# ------------------------------------------------------------------ incidents
 
 
 class IncidentState(StrEnum):

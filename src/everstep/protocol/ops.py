@@ -15,8 +15,7 @@ import re
 from enum import StrEnum
 from typing import NamedTuple
 
-from everstep.errors import UserError
-from everstep.protocol.text import clipped
+from everstep.errors import UserError, clipped
 
 
 class Kind(StrEnum):

@@ -10,79 +10,90 @@ while the others wait for it in a collective.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from everstep.protocol.agent_messages import EndWorker, PlantFaults
-from everstep.protocol.cluster_messages import NotifyWorker, PartWritten, SaveFailed, StateFetched, TimePassed
-from everstep.protocol.links import LinkBroke, LinkOpened
-from everstep.protocol.worker_messages import Parcel, StateTransfer
+from everstep.protocol.messages import (
+    PartWritten,
+    SaveFailed,
+    StateFetched,
+    TimePassed,
+    WorkerOrder,
+)
+from everstep.protocol.parcels import Parcel, StateTransfer
+from everstep.protocol.table import WORKER, message
+from everstep.protocol.work import LinkBroke, LinkOpened
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardTakes:
+class ToShard:
+    """From the leader to the other shards."""
+
+    __slots__ = ()
+
+
+class FromShard:
+    """From another shard to the leader."""
+
+    __slots__ = ()
+
+
+@message(by=WORKER, says="the leader has taken {event}")
+class ShardTakes(ToShard):
     """What the leader has taken from its inbox."""
 
-    event: NotifyWorker | EndWorker | PlantFaults | LinkBroke | LinkOpened | TimePassed
+    event: WorkerOrder | LinkBroke | LinkOpened | TimePassed
     now: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardReceives:
+@message(by=WORKER, says="{parcel} counts from now on")
+class ShardReceives(ToShard):
     """The parcel counts from now on."""
 
     parcel: Parcel
     value: Any = None  # of a parcel without tensors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardDrops:
+@message(by=WORKER, says="{parcel} is of no use")
+class ShardDrops(ToShard):
     """The parcel is of no use."""
 
     parcel: Parcel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardLoads:
+@message(by=WORKER, says="the state of {transfer} is loaded")
+class ShardLoads(ToShard):
     """The state of this transfer is whole on every shard: it is loaded."""
 
     transfer: StateTransfer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardLooks:
+@message(by=WORKER, says="run the next work item")
+class ShardLooks(ToShard):
     """Find the next work item, and run it."""
 
 
-ToShard = ShardTakes | ShardReceives | ShardDrops | ShardLoads | ShardLooks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParcelIsHere:
+@message(by=WORKER, says="{parcel} is here")
+class ParcelIsHere(FromShard):
     parcel: Parcel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateIsHere:
+@message(by=WORKER, says="the state of {transfer} is here")
+class StateIsHere(FromShard):
     transfer: StateTransfer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardLink:
+@message(by=WORKER, says="a link of this shard: {event}")
+class ShardLink(FromShard):
     """A connection of this shard broke, or is open. The peer is known by the address of its own leader."""
 
     event: LinkBroke | LinkOpened
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardReports:
+@message(by=WORKER, says="a report of this shard")
+class ShardReports(FromShard):
     report: PartWritten | SaveFailed | StateFetched
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardRaised:
+@message(by=WORKER, says="this shard raised {error}")
+class ShardRaised(FromShard):
     error: str
     traceback: str
-
-
-FromShard = ParcelIsHere | StateIsHere | ShardLink | ShardReports | ShardRaised

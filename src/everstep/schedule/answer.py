@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from everstep.protocol.actions import ComputePlan
 from everstep.protocol.events import PlanComputed
-from everstep.protocol.worker_messages import Place
+from everstep.protocol.work import Place
 from everstep.schedule.cache import PlanCache
 from everstep.schedule.instance import Done
 from everstep.schedule.planner import plan

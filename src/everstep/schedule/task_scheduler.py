@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 
 from everstep.protocol.actions import ComputePlan
-from everstep.protocol.cluster_messages import TimesReported
 from everstep.protocol.events import PlanComputed
+from everstep.protocol.messages import TimesReported
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule.answer import answer

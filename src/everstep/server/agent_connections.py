@@ -13,11 +13,10 @@ import aiohttp
 from aiohttp import web
 
 from everstep.core.cluster import fences
-from everstep.errors import PeerError
+from everstep.errors import PeerError, clipped
 from everstep.net.sockets import watch_path
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
-from everstep.protocol.text import clipped
 from everstep.server.journal import LostLeadership
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from everstep.core.cluster.snapshot import digest
 from everstep.core.cluster.task import OVER, Task
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.net.strangers import StrangerLimit
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import parse_worker
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, requests, views

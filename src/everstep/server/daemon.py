@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server.agent_connections import AgentConnections
 from everstep.server.journal import Journal, LostLeadership

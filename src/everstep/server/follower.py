@@ -32,7 +32,7 @@ from everstep.core.cluster.task import OVER
 from everstep.core.faults.detector import Heartbeats
 from everstep.drive.driver import Handled
 from everstep.errors import PeerError, UserError
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import requests, views

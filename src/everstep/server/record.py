@@ -19,7 +19,7 @@ from everstep.drive.causes import Causes
 from everstep.drive.ports import HandledEvent
 from everstep.drive.step_rows import StepRows, begins_training, metric_names, rows_document, rows_from
 from everstep.log import say
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.codec import encode
 from everstep.server import words
 from everstep.server.step_files import StepFiles

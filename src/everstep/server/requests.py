@@ -19,7 +19,7 @@ from everstep.engine.telemetry.faults import check_fault, parse_fault
 from everstep.errors import UserError
 from everstep.job.job import MOST_WORKERS, Job
 from everstep.job.tables import shown
-from everstep.protocol.cluster_messages import DrainRequested, LeaveAnnounced, ReshapeRequested, TaskSubmitted
+from everstep.protocol.messages import DrainRequested, LeaveAnnounced, ReshapeRequested, TaskSubmitted
 
 MOST_WEIGHT = 1_000_000
 MOST_REPAIR_S = 365 * 86_400

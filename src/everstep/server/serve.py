@@ -13,7 +13,7 @@ from aiohttp import web
 from everstep.errors import UserError
 from everstep.log import warn
 from everstep.net.sockets import allow_many_files
-from everstep.protocol.cluster_messages import Patience, PolicySet
+from everstep.protocol.messages import Patience, PolicySet
 from everstep.server.api import Api
 from everstep.server.daemon import Daemon
 from everstep.server.journal import Journal, LostLeadership, SqliteJournal

@@ -26,7 +26,7 @@ from everstep.core.faults.detector import Heartbeats
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
 from everstep.errors import PeerError, UserError
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
 from everstep.server.agent_connections import AgentConnections
 from everstep.server.journal import Journal, JournalEntry, JournalFull, LostLeadership

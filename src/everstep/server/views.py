@@ -15,8 +15,7 @@ from everstep.core.task.states import Absent, Copied, Copying, Entering, Member,
 from everstep.drive.causes import CauseLink
 from everstep.drive.step_rows import StepRows
 from everstep.protocol.codec import encode
-from everstep.protocol.facts import OpsTook, PacesSeen, WorkerWaits
-from everstep.protocol.incidents import Incident
+from everstep.protocol.incidents import Incident, OpsTook, PacesSeen, WorkerWaits
 from everstep.server.record import ClusterRecord
 
 STORIES = 30

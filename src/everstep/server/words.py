@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.core.cluster.node_states import NodeState
-from everstep.protocol import cluster_messages as msg
-from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import Kind
+from everstep.protocol.table import TABLE
 
 MOST_TEXT = 300  # characters of an event
 NODE_STATES: Mapping[str, Mapping[str, Any]] = {
@@ -58,76 +58,6 @@ PLACES: Mapping[str, str] = {  # of a worker that does not run ops; see `views`
     "starting": "starting",
     "joining": "copying state",
 }
-ORDERS: Mapping[type, str] = {
-    msg.OpenTask: "prepare task {task} on {node}",
-    msg.StartProcess: "start worker {worker} of {task} on {node}",
-    msg.KillProcess: "stop worker {worker} of {task} on {node}",
-    msg.NotifyWorker: "notify worker {worker} of {task} on {node}",
-    msg.OpenMemory: "reserve memory for copies of {task} on {node}",
-    msg.DropCopies: "drop old memory copies of {task} on {node}",
-    msg.CloseTask: "stop the workers of {task} on {node}",
-    msg.KeepOnly: "reconcile the workers on {node}",
-    msg.FindCheckpoint: "search checkpoints of {task} on {node}",
-    msg.CommitCheckpoint: "commit a checkpoint of {task} on {node}",
-    msg.DiscardPartial: "remove an incomplete checkpoint of {task} on {node}",
-}
-DECISIONS: Mapping[type, str] = {
-    msg.NodeChanged: "node {node} is {state}",
-    msg.TaskEnded: "task {task} is {state}",
-    msg.TaskReshaped: "task {task} changes its shape",
-    msg.IncidentClosed: "incident {number} is closed",
-    msg.Think: "task {task}: reschedule the rest of the step",
-    msg.ChooseAssignment: "ask the planner to allocate the slots",
-}
-EVENTS: Mapping[type, str] = {
-    msg.NodeJoined: "node {node} joined",
-    msg.NodeFellSilent: "node {node} fell silent",
-    msg.NodeLeft: "node {node} left",
-    msg.DrainRequested: "an operator drains node {node}",
-    msg.ReadmitRequested: "node {node} is readmitted by {by}",
-    msg.RepairPromised: "node {node} is expected back in {back_in_s:.0f} s",
-    msg.LeaveAnnounced: "node {node} leaves in {leaves_in_s:.0f} s, says {by}",
-    msg.TaskSubmitted: "task {task} is submitted",
-    msg.CancelRequested: "an operator cancels task {task}",
-    msg.FinishRequested: "task {task} is to finish early",
-    msg.PauseRequested: "an operator pauses task {task}",
-    msg.UnpauseRequested: "an operator resumes task {task}",
-    msg.ResizeRequested: "an operator resizes task {task} to {workers} workers",
-    msg.ResizeReleased: "an operator lets the planner choose the size of task {task}",
-    msg.ReshapeRequested: "an operator changes the shape of task {task}",
-    msg.AssignmentChosen: "the planner allocates the slots",
-    msg.SlownessFound: "worker {worker} of {task} is slow",
-    msg.SlownessEnded: "worker {worker} of {task} is no longer slow",
-    msg.PolicySet: "the policy is set",
-    msg.TimePassed: "a waiting time is over",
-    msg.CheckpointFound: "the newest checkpoint of {task} is of step {step}",
-    msg.CheckpointUnusable: "the checkpoints of {task} cannot be used: {because}",
-    msg.PartWritten: "stage {stage} of {task} has written its state of step {step}",
-    msg.SaveFailed: "the state of {task} after step {step} was not saved: {because}",
-    msg.StateFetched: "worker {worker} of {task} has loaded the state of step {step}",
-    msg.OpOverdue: "worker {worker} of {task} is overdue in {doing}",
-    msg.WorkerMoved: "worker {worker} of {task} makes progress again",
-    msg.LinkMended: "worker {worker} of {task} has reopened its link to {peer}",
-    msg.SlowLinkFound: "the link between workers {worker} and {peer} of {task} is slow",
-    msg.SlowLinkEnded: "the link between workers {worker} and {peer} of {task} is no longer slow",
-    msg.TimesReported: "worker {worker} of {task} reports its times",
-    msg.LeaveNoticed: "node {node} leaves in {leaves_in_s:.0f} s, says {by}",
-    msg.SlotFreed: "slot {slot} of node {node} is free again",
-    msg.KernelSpoke: "the kernel of node {node} says: {text}",
-    ev.WorkerStarted: "worker {worker} of {task} has started",
-    ev.WorkerExited: "worker {worker} of {task} exited: {reason}",
-    ev.WorkerRaised: "worker {worker} of {task} raised {error}",
-    ev.LedgerReported: "worker {worker} of {task} reports its ledger, epoch {epoch}",
-    ev.PlanComputed: "task {task} has a new schedule, epoch {epoch}",
-    ev.StepSealed: "stage {stage} of {task} has sealed step {step}",
-    ev.UpdateInvalidated: "worker {worker} of {task} must undo the update of step {step}",
-    ev.StateCopied: "worker {worker} of {task} has copied its state",
-    ev.ChunksFilled: "worker {worker} of {task} has the chunks it guards",
-    ev.WorkerResumed: "worker {worker} of {task} runs ops again, epoch {epoch}",
-    ev.ProfileChanged: "task {task}: {because}",
-    ev.CheckpointCommitted: "the checkpoint of step {step} of {task} is committed",
-    ev.RestoreFailed: "worker {worker} of {task} cannot load the state of step {step}",
-}
 TASK_COLUMNS = (  # heading, is it a number
     ("", False),
     ("task", False),
@@ -150,29 +80,16 @@ INCIDENT_COLUMNS = (
 
 def decision(action: msg.ClusterAction) -> str:
     """One decision of the coordinator in plain words."""
-    if isinstance(action, msg.Dispatch):
-        order = action.order
-        return ORDERS[type(order)].format(
-            task=getattr(order, "task", ""), worker=getattr(order, "worker", ""), node=action.node
-        )
-    if isinstance(action, msg.RecordRow):
-        return f"record step {action.record.step} of {action.task}"
-    shown = {name: getattr(action, name, "") for name in ("node", "task", "state", "number")}
-    return DECISIONS[type(action)].format(**shown)
+    said = action.order if isinstance(action, msg.Dispatch) else action
+    return TABLE[type(said)].sentence(said, node=getattr(action, "node", ""))
 
 
 def event(one: msg.ClusterEvent) -> str:
     """One event in plain words."""
-    inner: Any = one.report if isinstance(one, msg.FromNode) else one
-    task = getattr(inner, "task", "")
-    if isinstance(inner, msg.TaskEvent | msg.PlanAnswered):
-        inner = inner.event
-    known = {name: getattr(inner, name) for name in inner.__slots__}
-    shown = {"task": task, "node": getattr(one, "node", "")} | known
-    words = EVENTS.get(
-        type(inner), "an event that no node may report"
-    )  # it was refused, but is in the journal
-    return words.format(**shown)[:MOST_TEXT]
+    inner = one.report if isinstance(one, msg.FromNode) else one
+    said = inner.event if isinstance(inner, msg.TaskEvent | msg.PlanAnswered) else inner
+    around = {"task": getattr(inner, "task", ""), "node": getattr(one, "node", "")}
+    return TABLE[type(said)].sentence(said, **around)[:MOST_TEXT]
 
 
 def script() -> str:

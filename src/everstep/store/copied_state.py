@@ -14,7 +14,7 @@ from torch import Tensor
 from everstep.core.worker.copy_holders import CopyHolders
 from everstep.errors import UserError
 from everstep.log import warn
-from everstep.protocol.cluster_messages import MemoryAddress
+from everstep.protocol.messages import MemoryAddress
 from everstep.store import memory
 from everstep.store.reader import Checkpoint, UnusableCheckpointError
 

@@ -21,13 +21,18 @@ from everstep.core.worker.copy_holders import CopyHolders
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.state.optimizer_state import BESIDE
 from everstep.engine.state.sharded import ChunkSlice
-from everstep.errors import UserError
+from everstep.errors import UserError, clipped
 from everstep.job.job import Job
 from everstep.layout.box import Box, whole
 from everstep.log import warn
-from everstep.protocol.agent_messages import WorkerReport
-from everstep.protocol.cluster_messages import MemoryAddress, PartWritten, SaveFailed, Sender, StateFetched
-from everstep.protocol.text import clipped
+from everstep.protocol.messages import (
+    MemoryAddress,
+    PartWritten,
+    SaveFailed,
+    Sender,
+    StateFetched,
+    WorkerReport,
+)
 from everstep.store import folder, memory
 from everstep.store.copied_state import CopiedState
 from everstep.store.folder import parameter_of

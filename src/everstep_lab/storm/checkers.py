@@ -23,7 +23,7 @@ from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState
 from everstep.protocol.actions import RecordStep
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import Resume
+from everstep.protocol.work import Resume
 from everstep_lab.storm.truth import Bag, Truth, VirtualState
 
 

@@ -19,12 +19,12 @@ from everstep.core.task.recovery import Recovery
 from everstep.core.worker.control import StateDirections
 from everstep.core.worker.worker_state import WorkerState
 from everstep.drive.ports import ClusterPorts, HandledEvent
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
-from everstep.protocol.agent_messages import WorkerReport
+from everstep.protocol import messages as msg
+from everstep.protocol.messages import WorkerReport
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.worker_messages import Finished, SaveCheckpoint, StoreCopy
+from everstep.protocol.work import Finished, SaveCheckpoint, StoreCopy
 from everstep.schedule.answer import answer
 from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.lines import Lines

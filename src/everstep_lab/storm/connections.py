@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from everstep.protocol import worker_messages as msg
-from everstep.protocol.links import LinkBroke, LinkOpened, PeerAddress
+from everstep.protocol import work
 from everstep.protocol.ops import Worker
+from everstep.protocol.work import LinkBroke, LinkOpened, PeerAddress
 from everstep_lab.storm.network import VirtualLink
 from everstep_lab.storm.scene import Scene
 from everstep_lab.storm.shard_group import StateArrived, VirtualFollower
@@ -67,7 +67,7 @@ class Connections:
 
     # -------------------------------------------------------------- what is sent
 
-    def send(self, process: VirtualWorker, command: msg.Send) -> None:
+    def send(self, process: VirtualWorker, command: work.Send) -> None:
         address = process.control.book.get(Worker(command.replica, command.stage))
         if address is None:
             return
@@ -76,7 +76,7 @@ class Connections:
         if link is not None:
             self.network.send(link, item, self._hop(process.node, link.node))
 
-    def send_slice(self, end: VirtualFollower, command: msg.Send) -> None:
+    def send_slice(self, end: VirtualFollower, command: work.Send) -> None:
         """A follower's slice: its name and its facts."""
         address = end.control.book.get(Worker(command.replica, command.stage))
         link = None if address is None else end.links.get(address) or self._connect(end, address)
@@ -84,10 +84,10 @@ class Connections:
             item = (command.parcel, command.value, None)
             self.network.send(link, item, self._hop(end.node, link.node))
 
-    def send_state_slice(self, end: VirtualFollower, task: msg.Snapshot) -> None:
+    def send_state_slice(self, end: VirtualFollower, task: work.Snapshot) -> None:
         self.send_state(end, task, VirtualState(0, 0))
 
-    def send_state(self, process: ShardEnd, task: msg.Snapshot, state: VirtualState) -> None:
+    def send_state(self, process: ShardEnd, task: work.Snapshot, state: VirtualState) -> None:
         address = process.control.book.get(Worker(task.joiner, process.me.stage))
         link = None if address is None else process.links.get(address) or self._connect(process, address)
         if link is not None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from everstep.core.agent.agent import LineOpened, OrderHeard
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep_lab.storm.scene import Scene
 from everstep_lab.storm.virtual_agent import VirtualAgent

@@ -12,10 +12,9 @@ from everstep.core.cluster.task import Task
 from everstep.core.worker.control import StateDirections
 from everstep.core.worker.copy_holders import CopyHolders
 from everstep.protocol.actions import ResumeStep
-from everstep.protocol.node_orders import NotifyWorker, Order
-from everstep.protocol.node_reports import FailedRead
+from everstep.protocol.messages import FailedRead, NotifyWorker, Order
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import Resume
+from everstep.protocol.work import Resume
 from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.truth import VirtualState
 

@@ -14,18 +14,20 @@ from everstep.core.worker.worker_state import WorkerState
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import shard_messages as sh
-from everstep.protocol import worker_messages as msg
-from everstep.protocol.agent_messages import SAVING, WorkerReport
-from everstep.protocol.cluster_messages import (
+from everstep.protocol import work
+from everstep.protocol.messages import (
+    SAVING,
     NotifyWorker,
     PartWritten,
     Sender,
     StateFetched,
     TaskEvent,
     TimePassed,
+    WorkerReport,
 )
-from everstep.protocol.links import LinkBroke, LinkOpened
 from everstep.protocol.ops import Kind, Worker
+from everstep.protocol.parcels import Parcel
+from everstep.protocol.work import LinkBroke, LinkOpened
 from everstep_lab.storm.connections import Connections
 from everstep_lab.storm.scene import Scene
 from everstep_lab.storm.shard_group import IDLE, FollowerSaid, StateArrived, VirtualGroup
@@ -44,10 +46,10 @@ class Surroundings(Protocol):
     def left(self, process: VirtualWorker) -> None:
         """It has ended by itself, in good order."""
 
-    def saved(self, process: VirtualWorker, task: msg.SaveCheckpoint, state: VirtualState) -> None: ...
+    def saved(self, process: VirtualWorker, task: work.SaveCheckpoint, state: VirtualState) -> None: ...
 
     def shelved(
-        self, process: VirtualWorker, task: msg.StoreCopy, state: VirtualState, directions: StateDirections
+        self, process: VirtualWorker, task: work.StoreCopy, state: VirtualState, directions: StateDirections
     ) -> None: ...
 
     def slowness(self, node: int) -> int: ...
@@ -131,14 +133,14 @@ class Processes:
         kind = type(task)
         if process.group is not None and kind in IDLE:
             process.group.turned()
-        if kind is msg.Wait:
+        if kind is work.Wait:
             process.show(agenda.now_us, agenda.done, busy=False, doing=task.missing)  # type: ignore[union-attr]
             return
-        if kind is msg.Paused or kind is msg.Finished:
+        if kind is work.Paused or kind is work.Finished:
             process.show(agenda.now_us, agenda.done, busy=False, doing=kind.__name__)
             return
         process.task, process.began_us = task, agenda.now_us
-        if kind is not msg.Snapshot:  # as the engine's beacon: who waits while a peer copies still waits
+        if kind is not work.Snapshot:  # as the engine's beacon: who waits while a peer copies still waits
             process.show(agenda.now_us, agenda.done, busy=True, doing=_shown(task, process.me.stage))
         agenda.after(self._time_of(process, task), self._done, process)
 
@@ -152,14 +154,14 @@ class Processes:
         answer = process.do(task)
         process.task = None
         kind = type(task)
-        if kind is not msg.Compute:
-            if kind is msg.Snapshot:
+        if kind is not work.Compute:
+            if kind is work.Snapshot:
                 self.connections.send_state(process, task, answer)  # type: ignore[arg-type]
-            elif kind is msg.SaveCheckpoint or kind is msg.StoreCopy:
+            elif kind is work.SaveCheckpoint or kind is work.StoreCopy:
                 process.writing += 1
                 given = (process, task, process.state, process.control.directions)
                 self.scene.soon(self.spec.weather.save_us, self._written, *given)
-            elif kind is msg.Restore and process.failed_reads is not None:
+            elif kind is work.Restore and process.failed_reads is not None:
                 self.world.report(process, _fetched(process, task.state_step))  # type: ignore[union-attr]
             trigger = _TRIGGER_OF.get(kind)
             if trigger is not None:
@@ -181,7 +183,7 @@ class Processes:
         process.writing -= 1
         if not process.alive:
             return
-        if type(task) is msg.SaveCheckpoint:
+        if type(task) is work.SaveCheckpoint:
             self.world.saved(process, task, state)
         else:
             self.world.shelved(process, task, state, directions)
@@ -226,7 +228,7 @@ class Processes:
             self._set_alarm(process)
         self._carry_out(process, control.take_actions())
 
-    def _accept(self, process: VirtualWorker, parcel: msg.Parcel, facts: Any, payload: Any) -> None:
+    def _accept(self, process: VirtualWorker, parcel: Parcel, facts: Any, payload: Any) -> None:
         """A parcel is here, on every shard."""
         wanted = process.worker_state.arrived(parcel, facts)
         if wanted:
@@ -275,7 +277,7 @@ class Processes:
     def _carry_out(self, process: VirtualWorker, actions: Iterable[ShellAction | WorkerAction]) -> None:
         for action in actions:
             kind = type(action)
-            if kind is msg.Send:
+            if kind is work.Send:
                 self.connections.send(process, action)  # type: ignore[arg-type]
             elif kind is SendReport:
                 report = action.report  # type: ignore[union-attr]
@@ -292,47 +294,47 @@ class Processes:
 
     # -------------------------------------------------------------- how long things take
 
-    def _time_of(self, process: VirtualWorker, task: msg.WorkItem) -> int:
+    def _time_of(self, process: VirtualWorker, task: work.WorkItem) -> int:
         measured = self.spec.weather.op_times_us
         if measured is not None:
-            kind = task.op.kind if type(task) is msg.Compute else _KIND_OF.get(type(task))
+            kind = task.op.kind if type(task) is work.Compute else _KIND_OF.get(type(task))
             return measured.get(kind, 1) * self.slow.get(process.me, 1) if kind is not None else 1
-        share = _SHARE_OF_AN_OP[task.op.kind] if type(task) is msg.Compute else 0.1
+        share = _SHARE_OF_AN_OP[task.op.kind] if type(task) is work.Compute else 0.1
         typical = int(self.spec.weather.op_us * share) * self.slow.get(process.me, 1)
         return self.weather.spread(typical)
 
 
-def _shown(task: msg.WorkItem, stage: int) -> str:
+def _shown(task: work.WorkItem, stage: int) -> str:
     """By its beacon, as the engine's: ops by name, the reduce as R, the rest with the update."""
-    if isinstance(task, msg.Compute):
+    if isinstance(task, work.Compute):
         return str(task.op)
     return f"{stage}{'R' if type(task) in _REDUCE else 'U'}"
 
 
 def short(task: Any) -> str:
-    if isinstance(task, msg.Compute):
+    if isinstance(task, work.Compute):
         return f"step {task.step} {task.op}{' (ghost)' if task.ghost else ''}"
     return "nothing" if task is None else str(task)
 
 
-_REDUCE = (msg.Contribute, msg.SumChunk, msg.AssembleSum, msg.CombineTied)
-_KIND_OF: dict[type, Kind] = {msg.SumChunk: Kind.R, msg.Update: Kind.U}
+_REDUCE = (work.Contribute, work.SumChunk, work.AssembleSum, work.CombineTied)
+_KIND_OF: dict[type, Kind] = {work.SumChunk: Kind.R, work.Update: Kind.U}
 _TRIGGER_OF: dict[type, str] = {
     ev.StateCopied: "enter",
     ev.ChunksFilled: "fill",
-    msg.SumChunk: "sum",
-    msg.AssembleSum: "hold",
-    msg.Update: "update",
-    msg.Snapshot: "copy",
-    msg.ApplyFeed: "feed",
-    msg.SaveCheckpoint: "save",
-    msg.StoreCopy: "save",
+    work.SumChunk: "sum",
+    work.AssembleSum: "hold",
+    work.Update: "update",
+    work.Snapshot: "copy",
+    work.ApplyFeed: "feed",
+    work.SaveCheckpoint: "save",
+    work.StoreCopy: "save",
 }
 
 
 def part_written(
     process: VirtualWorker,
-    task: msg.SaveCheckpoint | msg.StoreCopy,
+    task: work.SaveCheckpoint | work.StoreCopy,
     *,
     memory_of: str | None = None,
     share: tuple[int, int] = (0, 1),

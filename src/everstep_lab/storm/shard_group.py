@@ -18,23 +18,23 @@ from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.slices import SMALL, SliceCount, SlicesInHand
 from everstep.core.worker.worker_state import WorkerState
 from everstep.protocol import shard_messages as sh
-from everstep.protocol import worker_messages as msg
-from everstep.protocol.agent_messages import PlantFaults
-from everstep.protocol.cluster_messages import Sender
-from everstep.protocol.links import LinkBroke, LinkOpened, PeerAddress
+from everstep.protocol import work
+from everstep.protocol.messages import PlantFaults, Sender
 from everstep.protocol.ops import Worker
+from everstep.protocol.parcels import Parcel, StateTransfer
+from everstep.protocol.work import LinkBroke, LinkOpened, PeerAddress
 from everstep_lab.storm.checkers import Checkers, Violation
 from everstep_lab.storm.network import MENDING, Network, VirtualLink
 from everstep_lab.storm.truth import VirtualState
 
 LOCAL_US = 20  # between two shards of a worker
-IDLE = (msg.Wait, msg.Paused, msg.Finished)
+IDLE = (work.Wait, work.Paused, work.Finished)
 
 
 class StateArrived(NamedTuple):
     """One frame of a peer's state."""
 
-    transfer: msg.StateTransfer
+    transfer: StateTransfer
     name: str
     value: int
 
@@ -64,9 +64,9 @@ class SliceSender(Protocol):
 
     def take(self, process: Any, item: Any) -> None: ...
 
-    def send_slice(self, end: VirtualFollower, command: msg.Send) -> None: ...
+    def send_slice(self, end: VirtualFollower, command: work.Send) -> None: ...
 
-    def send_state_slice(self, end: VirtualFollower, task: msg.Snapshot) -> None: ...
+    def send_state_slice(self, end: VirtualFollower, task: work.Snapshot) -> None: ...
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class VirtualGroup:
     def looks_for_work(self) -> None:
         self._tell(sh.ShardLooks())
 
-    def arrived(self, item: tuple[msg.Parcel, Any, Any]) -> tuple[msg.Parcel, Any, Any] | None:
+    def arrived(self, item: tuple[Parcel, Any, Any]) -> tuple[Parcel, Any, Any] | None:
         """Its own slice of a parcel, which is returned if the parcel is whole."""
         parcel = item[0]
         if parcel.what in SMALL:
@@ -114,7 +114,7 @@ class VirtualGroup:
                 f"no leak: the shards of {self.leader.me} keep {len(self.slices)} slices of parcels"
             )
 
-    def found(self, task: msg.WorkItem) -> None:
+    def found(self, task: work.WorkItem) -> None:
         """By the leader, in the look it has just announced."""
         self.num_looks += 1
         self.looks[self.num_looks] = FoundItem(task, done=isinstance(task, IDLE))
@@ -131,12 +131,12 @@ class VirtualGroup:
     def takes(self, event: Any, now: float) -> None:
         self._tell(sh.ShardTakes(event=event, now=now))
 
-    def decided(self, parcel: msg.Parcel, facts: Any, *, wanted: bool) -> None:
+    def decided(self, parcel: Parcel, facts: Any, *, wanted: bool) -> None:
         """What the leader made of a parcel that is whole."""
         value = facts if parcel.what in SMALL else None
         self._tell(sh.ShardReceives(parcel=parcel, value=value) if wanted else sh.ShardDrops(parcel=parcel))
 
-    def loaded(self, transfer: msg.StateTransfer) -> None:
+    def loaded(self, transfer: StateTransfer) -> None:
         self._tell(sh.ShardLoads(transfer=transfer))
 
     def close(self) -> None:
@@ -236,13 +236,13 @@ class VirtualFollower:
 
     def _done(self, look: FoundItem) -> None:
         self.running = None
-        if isinstance(look.task, msg.Snapshot):
+        if isinstance(look.task, work.Snapshot):
             self.group.around.send_state_slice(self, look.task)
         self.control.finished(look.task, look.answer, began=look.began)
         self._carry_out(self.control.take_actions())
         self._turned()
 
-    def _receive(self, parcel: msg.Parcel, value: Any) -> None:
+    def _receive(self, parcel: Parcel, value: Any) -> None:
         found = self.slices.take(parcel)
         if found is None and parcel.what not in SMALL:
             raise Violation(f"lockstep: shard {self.index} of {self.leader.me} has no slice of {parcel}")
@@ -253,7 +253,7 @@ class VirtualFollower:
             )
         self._carry_out(self.control.take_actions())
 
-    def _state_arrived(self, transfer: msg.StateTransfer, name: str) -> None:
+    def _state_arrived(self, transfer: StateTransfer, name: str) -> None:
         use = self.slices.use(transfer)
         if use is FrameUse.DROP:
             return
@@ -271,7 +271,7 @@ class VirtualFollower:
 
     def _carry_out(self, actions: Any) -> None:
         for action in actions:
-            if type(action) is msg.Send and action.parcel.what not in SMALL:
+            if type(action) is work.Send and action.parcel.what not in SMALL:
                 self.group.around.send_slice(self, action)
             elif type(action) is KeepLinks:
                 for address in [a for a in self.links if a not in action.addresses]:

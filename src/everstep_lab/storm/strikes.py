@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from everstep.protocol.links import PeerAddress
 from everstep.protocol.ops import Worker
+from everstep.protocol.work import PeerAddress
 from everstep_lab.storm.cluster_world import ClusterWorld
 from everstep_lab.storm.connections import ShardEnd, ends
 from everstep_lab.storm.faults import HERE, WHO_WORKERS, FaultKind, StormFault

@@ -27,10 +27,9 @@ from everstep.core.agent.agent import (
 )
 from everstep.core.agent.process import AgentLimits
 from everstep.core.faults.detector import DetectorLimits, Glance
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
-from everstep.protocol.agent_messages import ShardEnded
-from everstep.protocol.cluster_messages import Sender
+from everstep.protocol import messages as msg
+from everstep.protocol.messages import Sender, ShardEnded
 from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.network import VirtualLink
 from everstep_lab.storm.processes import Processes, short

@@ -6,8 +6,9 @@ or made twice, a guard that differs from its owner, and weights of another step 
 
 from __future__ import annotations
 
-from everstep.protocol import worker_messages as msg
+from everstep.protocol import work
 from everstep.protocol.ops import Worker
+from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep_lab.storm.checkers import Checkers, Violation
 from everstep_lab.storm.truth import Bag, VirtualState, applied
 
@@ -29,7 +30,7 @@ class VirtualChunks:
 
     # -------------------------------------------------------------- the reduce
 
-    def sum_chunks(self, task: msg.SumChunk, bag: Bag) -> None:
+    def sum_chunks(self, task: work.SumChunk, bag: Bag) -> None:
         self.sums[task.step] = dict.fromkeys(task.chunks, bag)
 
     def sums_for(self, step: int, holders: tuple[tuple[int, ...], ...], receiver: int) -> ChunkSums:
@@ -50,7 +51,7 @@ class VirtualChunks:
 
     # -------------------------------------------------------------- updates and states
 
-    def update(self, task: msg.Update) -> None:
+    def update(self, task: work.Update) -> None:
         for chunk in task.chunks:
             self.checkers.sum_used(self.me, task.step, self.sums[task.step][chunk])
             if self.states[chunk].step != task.step - 1:
@@ -61,15 +62,13 @@ class VirtualChunks:
         for chunk, state in weights.items():
             self.working[chunk] = state
 
-    def weights_of(self, parcel: msg.Parcel) -> VirtualState:
-        state = (
-            self.states[parcel.owner] if parcel.what is msg.ParcelKind.FILL else self.working[parcel.owner]
-        )
+    def weights_of(self, parcel: Parcel) -> VirtualState:
+        state = self.states[parcel.owner] if parcel.what is ParcelKind.FILL else self.working[parcel.owner]
         if state.step != parcel.step:
             raise Violation(f"{parcel} from {self.me} holds what is of step {state.step}")
         return state
 
-    def fill(self, parcel: msg.Parcel, state: VirtualState) -> None:
+    def fill(self, parcel: Parcel, state: VirtualState) -> None:
         self.checkers.state_restored(self.me, parcel.step, state)
         self.states[parcel.owner] = self.working[parcel.owner] = state
 

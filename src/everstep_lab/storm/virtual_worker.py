@@ -18,12 +18,11 @@ from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.joining import FrameUse
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState
-from everstep.protocol import worker_messages as msg
-from everstep.protocol.agent_messages import SAVING
-from everstep.protocol.cluster_messages import Sender
-from everstep.protocol.links import PeerAddress
-from everstep.protocol.node_reports import FailedRead
+from everstep.protocol import work
+from everstep.protocol.messages import SAVING, FailedRead, Sender
 from everstep.protocol.ops import Kind
+from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
+from everstep.protocol.work import PeerAddress
 from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.network import MENDING, VirtualLink
 from everstep_lab.storm.scene import Scene
@@ -57,7 +56,7 @@ class VirtualWorker:
         self.state = VirtualState(0, 0)  # what the optimizer has
         self.working = self.state  # what the layers compute with: ahead of it after an eager update
         self.chunks = VirtualChunks(self.me, rules.chunks, scene.checkers)
-        self.payloads: dict[msg.Parcel, Any] = {}
+        self.payloads: dict[Parcel, Any] = {}
         self.inputs: dict[tuple[int, Any], bool] = {}  # (step, microbatch) -> right weights so far?
         self.gradients = Cell([])  # of the step it is in
         self.summed = 0  # sharded: the step whose gradients these are
@@ -73,7 +72,7 @@ class VirtualWorker:
         self.slots = frozenset({0})
         self.group: VirtualGroup | None = None  # if it has shards: the others
         self.lost_shard = 0  # the one whose end ended it
-        self.task: msg.WorkItem | None = None
+        self.task: work.WorkItem | None = None
         self.began_us = 0  # when the task was begun
         self.alive = True
         self.hung = False
@@ -98,11 +97,11 @@ class VirtualWorker:
 
     # -------------------------------------------------------------- tasks
 
-    def do(self, task: msg.WorkItem) -> Any:
+    def do(self, task: work.WorkItem) -> Any:
         """Run a task to its end; its answer."""
         return _DO[type(task)](self, task)
 
-    def _compute(self, task: msg.Compute) -> None:
+    def _compute(self, task: work.Compute) -> None:
         working = self.chunks.weights if self.chunks.count else self.working
         op, right = task.op, working == self.truth.states[task.step - 1]
         key = (task.step, op.microbatch)
@@ -118,7 +117,7 @@ class VirtualWorker:
         if task.output is not None:
             payloads[task.output] = right
 
-    def _contribute(self, task: msg.Contribute) -> tuple[Any, ...]:
+    def _contribute(self, task: work.Contribute) -> tuple[Any, ...]:
         weights = {
             microbatch: weight(task.step, microbatch) for microbatch, _ in self._gradients(task.step).value
         }
@@ -126,7 +125,7 @@ class VirtualWorker:
             return (), weights
         return [(op.microbatch, 1.0) for op in self.worker_state.now.done if op.kind is Kind.F], weights
 
-    def _sum_chunk(self, task: msg.SumChunk) -> tuple[float]:
+    def _sum_chunk(self, task: work.SumChunk) -> tuple[float]:
         self.checkers.divisor(self.me, task.step, task.weight)
         bag = list(self._gradients(task.step).value)
         for part in task.parts:
@@ -139,7 +138,7 @@ class VirtualWorker:
         first = self.me.replica == task.members[0]
         return (self.truth.squares(task.step, self.me.stage) if first else 0.0,)
 
-    def _assemble(self, task: msg.AssembleSum) -> None:
+    def _assemble(self, task: work.AssembleSum) -> None:
         if self.chunks.count:
             shares = [self.payloads[chunk] for chunk in task.chunks]
             self.chunks.assemble(task.step, shares, self.worker_state.chunks.held(task.step))
@@ -148,7 +147,7 @@ class VirtualWorker:
         for chunk in task.chunks:
             given: VirtualSum = self.payloads[chunk]
             self.checkers.sum_is_as_reduced(self.me, task.step, given.combined)
-            if chunk.what is msg.ParcelKind.COPY:
+            if chunk.what is ParcelKind.COPY:
                 mine.value = given
             else:
                 self.checkers.sums_agree(self.me, task.step, given.bag, mine.value.bag)
@@ -158,15 +157,15 @@ class VirtualWorker:
             self.sums[step] = self.buffers.take()
         return self.sums[step]
 
-    def _combine(self, task: msg.CombineTied) -> float:
+    def _combine(self, task: work.CombineTied) -> float:
         self.checkers.sum_is_whole(self.me, task.step, self.payloads[task.other].bag)
         self.outgoing(task.other._replace(stage=self.me.stage))
         cell = self.sums[task.step] = self.buffers.writable(self.sums[task.step])
         cell.value = VirtualSum(cell.value.bag, combined=True)
         return self.truth.squares(task.step, self.me.stage)
 
-    def _update(self, task: msg.Update) -> None:
-        for parcel in [p for p in self.payloads if p.what is msg.ParcelKind.TIED and p.step < task.step]:
+    def _update(self, task: work.Update) -> None:
+        for parcel in [p for p in self.payloads if p.what is ParcelKind.TIED and p.step < task.step]:
             del self.payloads[parcel]
         if self.chunks.count:
             self.chunks.update(task)
@@ -181,7 +180,7 @@ class VirtualWorker:
             self.state = self.working = applied(self.state, task.step, task.scale)
         self._begin_gradients()
 
-    def _adopt(self, task: msg.AdoptWeights) -> None:
+    def _adopt(self, task: work.AdoptWeights) -> None:
         self.chunks.adopt({parcel.owner: self.payloads[parcel] for parcel in task.weights})
         self._agree(task.step)
 
@@ -192,7 +191,7 @@ class VirtualWorker:
             raise Violation(f"the right state: {self.me} computes with weights of different steps")
         self.state = self.working = found
 
-    def _load_fill(self, task: msg.LoadFill) -> None:
+    def _load_fill(self, task: work.LoadFill) -> None:
         self.chunks.fill(task.fill, self.payloads[task.fill])
 
     def _gradients(self, step: int) -> Cell:
@@ -210,21 +209,21 @@ class VirtualWorker:
         else:
             self.gradients.value = []
 
-    def _commit(self, task: msg.Commit) -> None:
+    def _commit(self, task: work.Commit) -> None:
         self.checkers.sum_used(self.me, task.step, self.sums[task.step].value.bag)
         self.state = applied(self.state, task.step, 1.0)
         assert self.working == self.state, "a commit of something else than was computed with"
 
-    def _undo(self, task: msg.Undo) -> None:
+    def _undo(self, task: work.Undo) -> None:
         assert self.working != self.state, "an undo without an eager update"
         self.working = self.state
 
-    def _snapshot(self, task: msg.Snapshot) -> VirtualState:
+    def _snapshot(self, task: work.Snapshot) -> VirtualState:
         if self.chunks.count:
             self._agree(task.transfer.state_step)
         return self.state
 
-    def _apply_feed(self, task: msg.ApplyFeed) -> None:
+    def _apply_feed(self, task: work.ApplyFeed) -> None:
         if self.chunks.count:
             self.state = self.working = self.payloads[task.feed]
             self.checkers.state_restored(self.me, task.step, self.state)
@@ -235,7 +234,7 @@ class VirtualWorker:
         self.checkers.sum_used(self.me, task.step, given.bag)
         self.state = self.working = applied(self.state, task.step, task.scale)
 
-    def _restore(self, task: msg.Restore) -> bool:
+    def _restore(self, task: work.Restore) -> bool:
         if self.control.directions.copies:
             given = self.me, self.worker_state.mail.order.epoch, task.state_step
             state, self.failed_reads = self.memory.load(*given, self.control.directions)
@@ -251,16 +250,16 @@ class VirtualWorker:
             self.chunks.load(state, self.worker_state.chunks.held(task.state_step + 1))
         return True
 
-    def _shelve(self, task: msg.StoreCopy) -> None:
+    def _shelve(self, task: work.StoreCopy) -> None:
         self.checkers.state_saved(self.me, task.state_step, self.state)
         self.chunks.saved(task.state_step, task.chunks)
 
-    def _save(self, task: msg.SaveCheckpoint) -> None:
+    def _save(self, task: work.SaveCheckpoint) -> None:
         self.checkers.state_saved(self.me, task.state_step, self.state)
         self.chunks.saved(task.state_step, task.chunks)
         self.disk.begin(task.state_step, self.me.stage)
 
-    def take_state(self, transfer: msg.StateTransfer, name: str, value: int) -> None:
+    def take_state(self, transfer: StateTransfer, name: str, value: int) -> None:
         """One frame of two, so that a state could be made of two transfers' halves."""
         use = self.worker_state.take_state(transfer)
         if use is FrameUse.DROP:
@@ -276,7 +275,7 @@ class VirtualWorker:
             elif self.group.slices.own_state(transfer, whole):
                 self.load_state(transfer, self.group.slices.take_state(transfer))
 
-    def load_state(self, transfer: msg.StateTransfer, state: VirtualState) -> None:
+    def load_state(self, transfer: StateTransfer, state: VirtualState) -> None:
         """All of it is here, on every shard."""
         self.state = self.working = state
         self._begin_gradients()
@@ -287,42 +286,42 @@ class VirtualWorker:
 
     # -------------------------------------------------------------- commands
 
-    def outgoing(self, parcel: msg.Parcel) -> Any:
+    def outgoing(self, parcel: Parcel) -> Any:
         """What is sent under this name: a value that never changes, or a cell that might."""
         match parcel.what:
-            case msg.ParcelKind.ACTIVATION | msg.ParcelKind.GRADIENT:
+            case ParcelKind.ACTIVATION | ParcelKind.GRADIENT:
                 return self.payloads[parcel]
-            case msg.ParcelKind.PART:
+            case ParcelKind.PART:
                 return self._gradients(parcel.step)
-            case msg.ParcelKind.WEIGHTS | msg.ParcelKind.FILL:
+            case ParcelKind.WEIGHTS | ParcelKind.FILL:
                 return self.chunks.weights_of(parcel)
-            case msg.ParcelKind.SUM if self.chunks.count:
+            case ParcelKind.SUM if self.chunks.count:
                 holders = self.worker_state.chunks.holders(parcel.step)
                 return self.chunks.sums_for(parcel.step, holders, parcel.owner)
-            case msg.ParcelKind.FEED if self.chunks.count:
+            case ParcelKind.FEED if self.chunks.count:
                 self._agree(parcel.step)
                 return self.state
-            case msg.ParcelKind.SUM | msg.ParcelKind.COPY | msg.ParcelKind.FEED:
+            case ParcelKind.SUM | ParcelKind.COPY | ParcelKind.FEED:
                 return self.sums[parcel.step]
-            case msg.ParcelKind.TIED:
+            case ParcelKind.TIED:
                 if parcel not in self.payloads:
                     self.payloads[parcel] = self.sums[parcel.step].value
                 return self.payloads[parcel]
         return None
 
-    def forget(self, command: msg.Forget) -> None:
+    def forget(self, command: work.Forget) -> None:
         for parcel in command.parcels:
             self.payloads.pop(parcel, None)
 
-    def release_gradients(self, command: msg.ReleaseGradients) -> None:
+    def release_gradients(self, command: work.ReleaseGradients) -> None:
         """The engine uses the buffer again when the next step's gradients begin; from now on it might."""
         self.released = command.step
 
-    def drop_stashes(self, command: msg.DropStashes) -> None:
+    def drop_stashes(self, command: work.DropStashes) -> None:
         for microbatch in command.microbatches:
             del self.inputs[command.step, microbatch]
 
-    def release_sum(self, command: msg.ReleaseSum) -> None:
+    def release_sum(self, command: work.ReleaseSum) -> None:
         if self.chunks.count:
             self.chunks.sums.pop(command.step)
         else:
@@ -331,7 +330,7 @@ class VirtualWorker:
             self.buffers.give_back(cell)
         self.checkers.kept(self.me, len(self.payloads), sum(step <= command.step for step, _ in self.inputs))
 
-    def discard(self, command: msg.DiscardWork) -> None:
+    def discard(self, command: work.DiscardWork) -> None:
         first = command.from_step
         for store in (self.sums, self.chunks.sums):
             for step in [s for s in store if first is None or s >= first]:
@@ -359,27 +358,27 @@ def what_arrives(payload: Any) -> Any:
 
 
 _DO: dict[type, Callable[[VirtualWorker, Any], Any]] = {
-    msg.Compute: VirtualWorker._compute,
-    msg.Contribute: VirtualWorker._contribute,
-    msg.SumChunk: VirtualWorker._sum_chunk,
-    msg.AssembleSum: VirtualWorker._assemble,
-    msg.CombineTied: VirtualWorker._combine,
-    msg.Update: VirtualWorker._update,
-    msg.AdoptWeights: VirtualWorker._adopt,
-    msg.LoadFill: VirtualWorker._load_fill,
-    msg.Commit: VirtualWorker._commit,
-    msg.Undo: VirtualWorker._undo,
-    msg.Snapshot: VirtualWorker._snapshot,
-    msg.ApplyFeed: VirtualWorker._apply_feed,
-    msg.Restore: VirtualWorker._restore,
-    msg.SaveCheckpoint: VirtualWorker._save,
-    msg.StoreCopy: VirtualWorker._shelve,
+    work.Compute: VirtualWorker._compute,
+    work.Contribute: VirtualWorker._contribute,
+    work.SumChunk: VirtualWorker._sum_chunk,
+    work.AssembleSum: VirtualWorker._assemble,
+    work.CombineTied: VirtualWorker._combine,
+    work.Update: VirtualWorker._update,
+    work.AdoptWeights: VirtualWorker._adopt,
+    work.LoadFill: VirtualWorker._load_fill,
+    work.Commit: VirtualWorker._commit,
+    work.Undo: VirtualWorker._undo,
+    work.Snapshot: VirtualWorker._snapshot,
+    work.ApplyFeed: VirtualWorker._apply_feed,
+    work.Restore: VirtualWorker._restore,
+    work.SaveCheckpoint: VirtualWorker._save,
+    work.StoreCopy: VirtualWorker._shelve,
 }
 CARRY_OUT: dict[type, Callable[[VirtualWorker, Any], None]] = {
-    msg.Forget: VirtualWorker.forget,
-    msg.ReleaseGradients: VirtualWorker.release_gradients,
-    msg.DropStashes: VirtualWorker.drop_stashes,
-    msg.ReleaseSum: VirtualWorker.release_sum,
-    msg.ReleaseChunks: lambda process, command: process.chunks.release(command.chunks),
-    msg.DiscardWork: VirtualWorker.discard,
+    work.Forget: VirtualWorker.forget,
+    work.ReleaseGradients: VirtualWorker.release_gradients,
+    work.DropStashes: VirtualWorker.drop_stashes,
+    work.ReleaseSum: VirtualWorker.release_sum,
+    work.ReleaseChunks: lambda process, command: process.chunks.release(command.chunks),
+    work.DiscardWork: VirtualWorker.discard,
 }

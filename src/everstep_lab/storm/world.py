@@ -17,9 +17,8 @@ from everstep.core.worker.worker_state import WorkerState
 from everstep.drive.driver import Handled
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
-from everstep.protocol import worker_messages as msg
-from everstep.protocol.agent_messages import WorkerReport
-from everstep.protocol.cluster_messages import NotifyWorker, Sender, TaskEvent
+from everstep.protocol import work
+from everstep.protocol.messages import NotifyWorker, Sender, TaskEvent, WorkerReport
 from everstep.protocol.ops import Worker
 from everstep.schedule.answer import answer
 from everstep_lab.draw import Draw
@@ -188,13 +187,13 @@ class World:
     def left(self, process: VirtualWorker) -> None:
         raise AssertionError("no worker is asked to leave here")
 
-    def saved(self, process: VirtualWorker, task: msg.SaveCheckpoint, state: VirtualState) -> None:
+    def saved(self, process: VirtualWorker, task: work.SaveCheckpoint, state: VirtualState) -> None:
         share = (task.index, task.count)
         self.scene.disk.sync(task.state_step, process.me.stage, state, share, task.chunks)
         self._commit()
 
     def shelved(
-        self, process: VirtualWorker, task: msg.StoreCopy, state: VirtualState, directions: StateDirections
+        self, process: VirtualWorker, task: work.StoreCopy, state: VirtualState, directions: StateDirections
     ) -> None:
         """Here are no nodes that could keep anything."""
 

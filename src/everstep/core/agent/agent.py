@@ -15,7 +15,7 @@ from everstep.core.agent.process import AgentLimits
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.agent.reports import ReportQueue
 from everstep.core.faults.detector import DetectorLimits
-from everstep.protocol.cluster_messages import NodeReport, Order
+from everstep.protocol.messages import NodeReport, Order
 
 
 @dataclass(frozen=True, slots=True)

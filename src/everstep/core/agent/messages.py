@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everstep.core.faults.detector import Glance
-from everstep.protocol.agent_messages import ShardEnded, WorkerOrder, WorkerReport
-from everstep.protocol.cluster_messages import (
+from everstep.protocol.messages import (
     CommitCheckpoint,
     DiscardPartial,
     DropCopies,
@@ -16,8 +15,11 @@ from everstep.protocol.cluster_messages import (
     OpenTask,
     Order,
     Sender,
+    ShardEnded,
     StartProcess,
     TimePassed,
+    WorkerOrder,
+    WorkerReport,
 )
 
 DiskOrder = FindCheckpoint | CommitCheckpoint | DiscardPartial

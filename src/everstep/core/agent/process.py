@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from everstep.protocol.cluster_messages import Sender, StartProcess
 from everstep.protocol.lifecycle import move
+from everstep.protocol.messages import Sender, StartProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import ClassVar, assert_never
 
 from everstep.core.agent.messages import (
     AgentAction,
@@ -41,11 +41,11 @@ from everstep.core.agent.messages import (
 from everstep.core.agent.process import ALIVE, AgentLimits, Process
 from everstep.core.agent.process import ProcessState as _S
 from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
-from everstep.protocol import cluster_messages as msg
+from everstep.errors import clipped
 from everstep.protocol import events as ev
-from everstep.protocol.agent_messages import SAVING, EndWorker, OrderTaken, ShardEnded
-from everstep.protocol.cluster_messages import Sender, StartProcess
-from everstep.protocol.text import clipped
+from everstep.protocol import messages as msg
+from everstep.protocol.messages import SAVING, EndWorker, OrderTaken, Sender, ShardEnded, StartProcess
+from everstep.protocol.table import Handlers
 
 Actions = list[AgentAction]
 
@@ -62,6 +62,7 @@ class Curiosity:
 class NodeProcesses:
     """`handle` is its only way to change."""
 
+    on_order: ClassVar = Handlers[Actions](msg.Order)
     detector: DetectorLimits
     limits: AgentLimits = field(default_factory=AgentLimits)
     processes: dict[Sender, Process] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class NodeProcesses:
     def handle(self, event: ProcessEvent, now: float) -> Actions:
         match event:
             case OrderGiven(order=order):
-                return self._obey(order, now)
+                return self.on_order[type(order)](self, order, now)
             case ProcessSpawned():
                 return self._spawned(event.sender, now)
             case SpawnFailed():
@@ -117,27 +118,24 @@ class NodeProcesses:
 
     # -------------------------------------------------------------- orders
 
-    def _obey(self, order: msg.Order, now: float) -> Actions:
-        match order:
-            case msg.OpenTask():
-                self.tasks.add(order.task)
-                return [UseMemory(order)]
-            case msg.OpenMemory() | msg.DropCopies():
-                return [UseMemory(order)]
-            case msg.StartProcess():
-                return self._start(order)
-            case msg.KillProcess():
-                return self._kill_ordered(order, now)
-            case msg.NotifyWorker():
-                return self._pass_on(order, now)
-            case msg.CloseTask():
-                return self._close(order, now)
-            case msg.KeepOnly():
-                return self._keep_only(order, now)
-            case msg.FindCheckpoint() | msg.CommitCheckpoint() | msg.DiscardPartial():
-                return [WorkOnDisk(order)]
-            case _:
-                assert_never(order)
+    @on_order
+    def _open(self, order: msg.OpenTask, now: float) -> Actions:
+        self.tasks.add(order.task)
+        return [UseMemory(order)]
+
+    @on_order
+    def _use_memory(self, order: msg.OpenMemory | msg.DropCopies, now: float) -> Actions:
+        return [UseMemory(order)]
+
+    @on_order
+    def _work_on_disk(
+        self, order: msg.FindCheckpoint | msg.CommitCheckpoint | msg.DiscardPartial, now: float
+    ) -> Actions:
+        return [WorkOnDisk(order)]
+
+    @on_order
+    def _start_ordered(self, order: StartProcess, now: float) -> Actions:
+        return self._start(order)
 
     def _start(self, order: StartProcess) -> Actions:
         if order.task not in self.tasks:
@@ -166,6 +164,7 @@ class NodeProcesses:
             if shared or process.sender[:2] == (order.task, order.worker):
                 yield process
 
+    @on_order
     def _kill_ordered(self, order: msg.KillProcess, now: float) -> Actions:
         waiting = self.waiting.get((order.task, order.worker))
         if waiting is not None and waiting.incarnation == order.incarnation:
@@ -182,6 +181,7 @@ class NodeProcesses:
         process.deadline = now + self.limits.kill_s
         return [Kill(process.sender)]
 
+    @on_order
     def _pass_on(self, order: msg.NotifyWorker, now: float) -> Actions:
         actions: Actions = []
         for process in self.processes.values():
@@ -190,6 +190,7 @@ class NodeProcesses:
                 actions.append(PassOn(process.sender, order))
         return actions
 
+    @on_order
     def _close(self, order: msg.CloseTask, now: float) -> Actions:
         actions = self._drop([w for w in self.waiting.values() if w.task == order.task])
         for process in [p for p in self.processes.values() if p.sender.task == order.task]:
@@ -208,6 +209,7 @@ class NodeProcesses:
         process.deadline = now + (self.limits.finish_s if gently else self.limits.leave_s)
         return [PassOn(process.sender, EndWorker(gently=gently))]
 
+    @on_order
     def _keep_only(self, order: msg.KeepOnly, now: float) -> Actions:
         """What was given up while the line was cut ends here, whether it runs or waits."""
         keep = {Sender(*kept) for kept in order.keep}
@@ -265,6 +267,7 @@ class NodeProcesses:
             case msg.TimesReported(times=times, carriers=carriers):
                 self.progress.expects(process.sender.task, process.sender.worker, times)
                 process.carriers = dict(carriers)
+        assert isinstance(event.report, msg.NodeReport), event.report
         return [SendToCoordinator(event.report, event.sender)]
 
     def _misspoke(self, event: ProcessMisspoke, now: float) -> Actions:

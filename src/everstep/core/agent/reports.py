@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
+from everstep.protocol.table import TABLE
 
 MOST_KEPT = 200_000  # some 60 MB
-_FLEETING = (msg.TimesReported, msg.OpOverdue, msg.WorkerMoved, msg.SlowLinkFound, msg.SlowLinkEnded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ReportQueue:
         return len(self._kept)
 
     def add(self, report: msg.NodeReport, sender: msg.Sender | None) -> None:
-        if isinstance(report, _FLEETING) and not self.connected:
+        if TABLE[type(report)].fleeting and not self.connected:
             return
         if len(self._kept) >= self._most:
             self._make_room()

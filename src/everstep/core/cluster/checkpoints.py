@@ -20,7 +20,7 @@ from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.task import Task, WrittenParts
 from everstep.core.faults.severity import ErrorKind, judge, known
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 
 NOT_SAVED = "its checkpoint cannot be saved"  # what an incident says

@@ -15,7 +15,7 @@ The parts, each with its own state and given its collaborators; an arrow: asks o
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import ClassVar
 
 from everstep.core.cluster import fences
 from everstep.core.cluster.checkpoints import Checkpoints
@@ -35,44 +35,19 @@ from everstep.core.cluster.task import Task, TaskState
 from everstep.core.cluster.tasks import PlannerQuestion, Tasks
 from everstep.core.cluster.training import Training
 from everstep.core.faults.detector import DetectorLimits
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
-from everstep.protocol.cluster_messages import ClusterEvent, Patience
+from everstep.protocol import messages as msg
 from everstep.protocol.incidents import IncidentLog
+from everstep.protocol.messages import ClusterEvent, Patience
 from everstep.protocol.moment import Moment
-
-TaskRequest = (
-    msg.CancelRequested
-    | msg.FinishRequested
-    | msg.PauseRequested
-    | msg.UnpauseRequested
-    | msg.ResizeRequested
-    | msg.ResizeReleased
-    | msg.ReshapeRequested
-    | msg.PlanAnswered
-    | msg.SlownessFound
-    | msg.SlownessEnded
-    | msg.SlowLinkFound
-    | msg.SlowLinkEnded
-)
-TaskReport = (
-    msg.TaskEvent
-    | msg.SlowLinkFound
-    | msg.SlowLinkEnded
-    | msg.CheckpointFound
-    | msg.CheckpointUnusable
-    | msg.PartWritten
-    | msg.SaveFailed
-    | msg.StateFetched
-    | msg.OpOverdue
-    | msg.WorkerMoved
-    | msg.LinkMended
-    | msg.TimesReported
-)
+from everstep.protocol.table import Handlers
 
 
 class Coordinator:
     """The state machine. `handle` is its only way to change."""
+
+    on: ClassVar = Handlers[Actions](msg.ClusterEvent)
+    on_report: ClassVar = Handlers[Actions](msg.NodeReport)
 
     def __init__(
         self,
@@ -213,96 +188,108 @@ class Coordinator:
         return actions
 
     def _handle(self, event: ClusterEvent, now: Moment) -> Actions:
+        """What is about a node or a task that is not known does not count."""
+        method = self.on[type(event)]
         match event:
-            case msg.FromNode():
-                return self._handle_report(event, now)
-            case msg.NodeJoined():
-                return self._nodes.joined(event, now)
-            case (
-                msg.NodeFellSilent()
-                | msg.NodeLeft()
-                | msg.DrainRequested()
-                | msg.ReadmitRequested()
-                | msg.RepairPromised()
-                | msg.LeaveAnnounced()
-            ):
+            case msg.NodeEvent():
                 node = self.nodes.get(event.node)
-                return [] if node is None else self._handle_node_event(node, event, now)
-            case msg.TaskSubmitted():
-                return self._tasks.submit(event, now)
-            case msg.AssignmentChosen():
-                return self._tasks.assigned(event, now)
-            case msg.PolicySet():
-                return self._handle_policy(event)
-            case msg.TimePassed():
-                return self._handle_time(now)
-            case _:
+                return [] if node is None else method(self, node, event, now)
+            case msg.TaskRequest():
                 task = self.tasks.get(event.task)
-                return [] if task is None else self._handle_task_event(task, event, now)
-
-    def _handle_node_event(
-        self,
-        node: Node,
-        event: msg.NodeFellSilent
-        | msg.NodeLeft
-        | msg.DrainRequested
-        | msg.ReadmitRequested
-        | msg.RepairPromised
-        | msg.LeaveAnnounced,
-        now: Moment,
-    ) -> Actions:
-        match event:
-            case msg.NodeFellSilent():
-                return self._nodes.fell_silent(node, event.silent_s, now)
-            case msg.NodeLeft():
-                return self._nodes.left(node, now)
-            case msg.DrainRequested():
-                return self._nodes.drain(node, now, force=event.force)
-            case msg.ReadmitRequested():
-                return self._nodes.readmit(node, event.by, now)
-            case msg.RepairPromised():
-                return self._nodes.promised(node, event.back_in_s, now)
-            case msg.LeaveAnnounced():
-                return self._nodes.announced(node, event.leaves_in_s, event.by, now)
-
-    def _handle_task_event(self, task: Task, event: TaskRequest, now: Moment) -> Actions:
-        match event:
-            case msg.CancelRequested():
-                return self._tasks.cancel(task, now)
-            case msg.FinishRequested():
-                return self._tasks.finish_early(task, event.because, now)
-            case msg.PauseRequested():
-                return self._tasks.pause(task, now)
-            case msg.UnpauseRequested():
-                return self._tasks.unpause(task)
-            case msg.ResizeRequested():
-                return self._tasks.resize(task, event.workers, "an operator resized it", now)
-            case msg.ResizeReleased():
-                return self._tasks.release(task)
-            case msg.ReshapeRequested():
-                return self._tasks.reshape(task, event, now)
-            case msg.PlanAnswered():
-                return self._training.inform(task, event.event, now)
-            case msg.SlownessFound() | msg.SlownessEnded():
-                return self._handle_pace(task, event, now)
-            case msg.SlowLinkFound() | msg.SlowLinkEnded():
-                return self._handle_link(task, event, now)
+                return [] if task is None else method(self, task, event, now)
             case _:
-                assert_never(event)
+                return method(self, event, now)
 
-    def _handle_policy(self, event: msg.PolicySet) -> Actions:
+    # -------------------------------------------------------------- the cluster
+
+    @on
+    def _joined(self, event: msg.NodeJoined, now: Moment) -> Actions:
+        return self._nodes.joined(event, now)
+
+    @on
+    def _submitted(self, event: msg.TaskSubmitted, now: Moment) -> Actions:
+        return self._tasks.submit(event, now)
+
+    @on
+    def _assigned(self, event: msg.AssignmentChosen, now: Moment) -> Actions:
+        return self._tasks.assigned(event, now)
+
+    @on
+    def _policy_set(self, event: msg.PolicySet, now: Moment) -> Actions:
         self.policy.patience, self.policy.planned = event.patience, event.planned
         self._later.slots_changed("the policy was set")
         return []
 
-    def _handle_time(self, now: Moment) -> Actions:
+    @on
+    def _time_passed(self, event: msg.TimePassed, now: Moment) -> Actions:
         actions: Actions = []
         for task in list(self.tasks.values()):
             actions += self._tasks.time_passed(task, now)
         self._tasks.review_if_due(now)
         return actions + self._nodes.time_passed(now)
 
-    def _handle_pace(self, task: Task, event: msg.SlownessFound | msg.SlownessEnded, now: Moment) -> Actions:
+    # -------------------------------------------------------------- a node
+
+    @on
+    def _fell_silent(self, node: Node, event: msg.NodeFellSilent, now: Moment) -> Actions:
+        return self._nodes.fell_silent(node, event.silent_s, now)
+
+    @on
+    def _left(self, node: Node, event: msg.NodeLeft, now: Moment) -> Actions:
+        return self._nodes.left(node, now)
+
+    @on
+    def _drained(self, node: Node, event: msg.DrainRequested, now: Moment) -> Actions:
+        return self._nodes.drain(node, now, force=event.force)
+
+    @on
+    def _readmitted(self, node: Node, event: msg.ReadmitRequested, now: Moment) -> Actions:
+        return self._nodes.readmit(node, event.by, now)
+
+    @on
+    def _repair_promised(self, node: Node, event: msg.RepairPromised, now: Moment) -> Actions:
+        return self._nodes.promised(node, event.back_in_s, now)
+
+    @on
+    def _leave_announced(self, node: Node, event: msg.LeaveAnnounced, now: Moment) -> Actions:
+        return self._nodes.announced(node, event.leaves_in_s, event.by, now)
+
+    # -------------------------------------------------------------- a task
+
+    @on
+    def _cancelled(self, task: Task, event: msg.CancelRequested, now: Moment) -> Actions:
+        return self._tasks.cancel(task, now)
+
+    @on
+    def _finished_early(self, task: Task, event: msg.FinishRequested, now: Moment) -> Actions:
+        return self._tasks.finish_early(task, event.because, now)
+
+    @on
+    def _paused(self, task: Task, event: msg.PauseRequested, now: Moment) -> Actions:
+        return self._tasks.pause(task, now)
+
+    @on
+    def _unpaused(self, task: Task, event: msg.UnpauseRequested, now: Moment) -> Actions:
+        return self._tasks.unpause(task)
+
+    @on
+    def _resized(self, task: Task, event: msg.ResizeRequested, now: Moment) -> Actions:
+        return self._tasks.resize(task, event.workers, "an operator resized it", now)
+
+    @on
+    def _released(self, task: Task, event: msg.ResizeReleased, now: Moment) -> Actions:
+        return self._tasks.release(task)
+
+    @on
+    def _reshaped(self, task: Task, event: msg.ReshapeRequested, now: Moment) -> Actions:
+        return self._tasks.reshape(task, event, now)
+
+    @on
+    def _planned(self, task: Task, event: msg.PlanAnswered, now: Moment) -> Actions:
+        return self._training.inform(task, event.event, now)
+
+    @on
+    def _paced(self, task: Task, event: msg.SlownessFound | msg.SlownessEnded, now: Moment) -> Actions:
         """A worker is slow, or no longer."""
         seat = task.seats.get(event.worker)
         if seat is None or task.state is not TaskState.RUNNING or seat.incarnation != event.incarnation:
@@ -318,60 +305,91 @@ class Coordinator:
             actions += self._training.inform(task, ev.ProfileChanged(because=because), now)
         return actions
 
-    def _handle_link(self, task: Task, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment) -> Actions:
+    @on
+    def _slow_link(self, task: Task, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment) -> Actions:
         is_known = isinstance(event, msg.SlowLinkEnded) or {event.worker, event.peer} <= task.seats.keys()
         running = task.state is TaskState.RUNNING
         return self._slowness.link(task, event, now) if running and is_known else []
 
     # -------------------------------------------------------------- reports of nodes
 
-    def _handle_report(self, event: msg.FromNode, now: Moment) -> Actions:
+    @on
+    def _reported(self, event: msg.FromNode, now: Moment) -> Actions:
         node, report = self.nodes.get(event.node), event.report
         if node is None or event.boot != node.boot or event.number <= node.heard:
             return []
         node.heard = event.number
         if fences.refused(node.name, report, event.sender, self.tasks):
             return []
-        if isinstance(report, msg.KernelSpoke):
-            return self._failures.kernel_spoke(node, report.text, report.slots, now)
-        if isinstance(report, msg.LeaveNoticed):
-            return self._nodes.announced(node, report.leaves_in_s, report.by, now)
-        if isinstance(report, msg.SlotFreed):
-            return self._failures.slot_freed(node, report.slot, now)
+        method = self.on_report[type(report)]
+        if not isinstance(report, msg.TaskReport):
+            return method(self, node, report, now)
         task = self.tasks.get(report.task)
-        return [] if task is None else self._handle_task_report(task, report, event.node, now)
+        return [] if task is None else method(self, node, task, report, now)
 
-    def _handle_task_report(self, task: Task, report: TaskReport, node: str, now: Moment) -> Actions:
-        match report:
-            case msg.TaskEvent():
-                return self._handle_worker_event(task, report.event, now)
-            case msg.CheckpointFound():
-                return self._tasks.checkpoint_found(task, report, now)
-            case msg.CheckpointUnusable():
-                return self._tasks.checkpoint_unusable(task, report, now)
-            case msg.PartWritten():
-                return self._training.part_written(task, report, node, now)
-            case msg.SaveFailed():
-                return self._checkpoints.failed(task, report, node, now)
-            case msg.StateFetched():
-                self._copies.fetched(task, report, now)
-                return []
-            case msg.OpOverdue():
-                return self._failures.overdue(task, report, now)
-            case msg.WorkerMoved():
-                task.failures.overdue.pop(report.worker, None)
-                return []
-            case msg.LinkMended():
-                return self._failures.mended(task, report, now)
-            case msg.SlowLinkFound() | msg.SlowLinkEnded():
-                return self._handle_link(task, report, now)
-            case msg.TimesReported():
-                return []
-            case _:
-                assert_never(report)
+    @on_report
+    def _kernel_spoke(self, node: Node, report: msg.KernelSpoke, now: Moment) -> Actions:
+        return self._failures.kernel_spoke(node, report.text, report.slots, now)
 
-    def _handle_worker_event(self, task: Task, event: ev.Event, now: Moment) -> Actions:
+    @on_report
+    def _leave_noticed(self, node: Node, report: msg.LeaveNoticed, now: Moment) -> Actions:
+        return self._nodes.announced(node, report.leaves_in_s, report.by, now)
+
+    @on_report
+    def _slot_freed(self, node: Node, report: msg.SlotFreed, now: Moment) -> Actions:
+        return self._failures.slot_freed(node, report.slot, now)
+
+    @on_report
+    def _checkpoint_found(self, node: Node, task: Task, report: msg.CheckpointFound, now: Moment) -> Actions:
+        return self._tasks.checkpoint_found(task, report, now)
+
+    @on_report
+    def _checkpoint_unusable(
+        self, node: Node, task: Task, report: msg.CheckpointUnusable, now: Moment
+    ) -> Actions:
+        return self._tasks.checkpoint_unusable(task, report, now)
+
+    @on_report
+    def _part_written(self, node: Node, task: Task, report: msg.PartWritten, now: Moment) -> Actions:
+        return self._training.part_written(task, report, node.name, now)
+
+    @on_report
+    def _save_failed(self, node: Node, task: Task, report: msg.SaveFailed, now: Moment) -> Actions:
+        return self._checkpoints.failed(task, report, node.name, now)
+
+    @on_report
+    def _state_fetched(self, node: Node, task: Task, report: msg.StateFetched, now: Moment) -> Actions:
+        self._copies.fetched(task, report, now)
+        return []
+
+    @on_report
+    def _op_overdue(self, node: Node, task: Task, report: msg.OpOverdue, now: Moment) -> Actions:
+        return self._failures.overdue(task, report, now)
+
+    @on_report
+    def _worker_moved(self, node: Node, task: Task, report: msg.WorkerMoved, now: Moment) -> Actions:
+        task.failures.overdue.pop(report.worker, None)
+        return []
+
+    @on_report
+    def _link_mended(self, node: Node, task: Task, report: msg.LinkMended, now: Moment) -> Actions:
+        return self._failures.mended(task, report, now)
+
+    @on_report
+    def _slow_link_seen(
+        self, node: Node, task: Task, report: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment
+    ) -> Actions:
+        return self._slow_link(task, report, now)
+
+    @on_report
+    def _times_reported(self, node: Node, task: Task, report: msg.TimesReported, now: Moment) -> Actions:
+        """For the scheduler, which hears it before it comes here."""
+        return []
+
+    @on_report
+    def _worker_event(self, node: Node, task: Task, report: msg.TaskEvent, now: Moment) -> Actions:
         """An event of the process that holds a worker's seat, or of an agent."""
+        event = report.event
         match event:
             case ev.WorkerStarted():
                 task.seats[event.worker].address = event.address

@@ -15,7 +15,7 @@ from typing import Any
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeLiveness, NodeState
 from everstep.core.cluster.task import KeptState, Task
-from everstep.protocol.cluster_messages import MemoryAddress
+from everstep.protocol.messages import MemoryAddress
 from everstep.protocol.ops import Worker
 
 MOST_KEPT = 3  # states of a task, where none of them is on two nodes

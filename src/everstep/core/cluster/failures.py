@@ -20,10 +20,9 @@ from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, judge, known
 from everstep.core.task.states import Member
 from everstep.errors import InternalError
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
-from everstep.protocol.facts import WorkerWaits, usual_sender
-from everstep.protocol.incidents import Incident
+from everstep.protocol import messages as msg
+from everstep.protocol.incidents import Incident, WorkerWaits, usual_sender
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Task
 from everstep.core.faults.severity import Judgement
-from everstep.protocol.cluster_messages import IncidentClosed, StateFetched
-from everstep.protocol.facts import Fact
-from everstep.protocol.incidents import Evidence, Incident, IncidentLog, Remedy, TaskIncidents, Verdict
+from everstep.protocol.incidents import Evidence, Fact, Incident, IncidentLog, Remedy, TaskIncidents, Verdict
+from everstep.protocol.messages import IncidentClosed, StateFetched
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 

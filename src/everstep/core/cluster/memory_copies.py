@@ -14,10 +14,10 @@ from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER, Fetched, KeptState, Task
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
+from everstep.protocol.messages import FailedRead
 from everstep.protocol.moment import Moment
-from everstep.protocol.node_reports import FailedRead
 from everstep.protocol.ops import Worker
 
 KEPT_MOVES = 8  # of a task, for the planner and for the page

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from everstep.core.cluster.node_states import ADMIN, LIVENESS, NodeAdmin, NodeLiveness, NodeState, shown
-from everstep.protocol.cluster_messages import Dispatch, MemoryAddress
 from everstep.protocol.lifecycle import move
+from everstep.protocol.messages import Dispatch, MemoryAddress
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from everstep.core.cluster.tasks import Tasks
 from everstep.core.cluster.training import Training
 from everstep.core.faults import remedies
 from everstep.core.faults.severity import ErrorKind, known
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from everstep.core.cluster.node import Node
-from everstep.protocol.cluster_messages import ClusterAction, Dispatch, Order
+from everstep.protocol.messages import ClusterAction, Dispatch, Order
 from everstep.protocol.moment import Moment
 
 Actions = list[ClusterAction]

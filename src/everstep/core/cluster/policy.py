@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from everstep.core.faults.detector import DetectorLimits
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 
 
 @dataclass(slots=True)

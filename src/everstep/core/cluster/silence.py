@@ -21,8 +21,8 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER, Task
 from everstep.core.task.states import Assembling, Gathering, Member, PlaceState, Started, Starting
-from everstep.protocol.cluster_messages import Patience
-from everstep.protocol.facts import usual_sender
+from everstep.protocol.incidents import usual_sender
+from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Worker
 
 UNKNOWN = ""  # the node that a worker waits for

@@ -19,10 +19,9 @@ from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import Task
 from everstep.core.faults.remedies import Effect, Situation, choose, name_of
 from everstep.core.faults.severity import ErrorKind, known
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
-from everstep.protocol.facts import PacesSeen
-from everstep.protocol.incidents import Incident, IncidentLog
+from everstep.protocol import messages as msg
+from everstep.protocol.incidents import Incident, IncidentLog, PacesSeen
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Kind, Worker
 

@@ -17,9 +17,9 @@ from everstep.core.cluster.task import Task
 from everstep.core.cluster.tasks import PlannerQuestion
 from everstep.core.task.recovery import Recovery
 from everstep.errors import UserError
-from everstep.protocol.cluster_messages import Patience
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.incidents import ForgottenIncidents, Incident
+from everstep.protocol.messages import Patience
 
 FORMAT = 3  # of a snapshot: another one is refused, not guessed at
 

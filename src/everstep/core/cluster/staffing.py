@@ -7,8 +7,8 @@ from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.training import Training
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 

@@ -11,8 +11,8 @@ from everstep.core.cluster.wishes import WishedShape
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Lived
 from everstep.protocol.actions import ComputePlan, StartWorker
-from everstep.protocol.cluster_messages import OpOverdue, TaskSubmitted
 from everstep.protocol.lifecycle import move
+from everstep.protocol.messages import OpOverdue, TaskSubmitted
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 

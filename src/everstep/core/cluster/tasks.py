@@ -25,8 +25,8 @@ from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import OVER, Bounds, Ending, NextShape, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.cluster.wishes import WishedShape, circumstances
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident
 from everstep.protocol.moment import Moment
 

@@ -6,7 +6,7 @@ none, a start may be put off, a message to a worker is an order to its node.
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import ClassVar
 
 from everstep.core.cluster.checkpoints import Checkpoints
 from everstep.core.cluster.followups import FollowUps
@@ -22,16 +22,17 @@ from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import RecoveryPolicy
 from everstep.errors import InternalError
 from everstep.protocol import actions as act
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
-
-WorkerWords = act.InterruptWorkers | act.ResumeStep | act.CopyState | act.StopFeeding
+from everstep.protocol.table import Handlers
 
 
 class Training:
     """Changes `task.progress`, `task.starts`, and the process in a seat."""
+
+    on_wish: ClassVar = Handlers[Actions](act.Action)
 
     def __init__(
         self,
@@ -149,52 +150,56 @@ class Training:
         ]
 
     def _carry_out(self, task: Task, wishes: list[act.Action], now: Moment) -> Actions:
-        actions: Actions = []
-        for wish in wishes:
-            match wish:
-                case act.StartWorker():
-                    actions += self._start(task, wish, now)
-                case act.InterruptWorkers():
-                    for worker in wish.workers:
-                        actions += self._notify(task, worker, wish, now)
-                case act.ResumeStep():
-                    actions += self._notify(task, wish.worker, wish, now)
-                case act.CopyState() | act.StopFeeding():
-                    actions += self._notify(task, wish.source, wish, now)
-                case act.ComputePlan():
-                    actions.append(self._think(task, wish, now))
-                case act.RecordStep():
-                    actions += self._record(task, wish, now)
-                case act.CloseIncident(incident=incident, because=because):
-                    actions.append(
-                        msg.IncidentClosed(number=incident.number, because=because, cause=now.event)
-                    )
-                case act.FinishTask():
-                    failed = self._skips.why_failed(task, now)
-                    state = TaskState.FAILED if failed else TaskState.FINISHED
-                    self._ends(task, state, failed or wish.because, gently=True)
-                case act.FinishShape():
-                    self._ends(task, task.after_stop, wish.because, gently=True)
-                case act.FailTask():
-                    self._ends(task, TaskState.FAILED, wish.because)
-                case _:
-                    assert_never(wish)
-        return actions
+        return [action for wish in wishes for action in self.on_wish[type(wish)](self, task, wish, now)]
 
-    def _ends(self, task: Task, state: TaskState, because: str, *, gently: bool = False) -> None:
+    @on_wish
+    def _interrupt(self, task: Task, wish: act.InterruptWorkers, now: Moment) -> Actions:
+        return [action for worker in wish.workers for action in self._notify(task, worker, wish, now)]
+
+    @on_wish
+    def _resume(self, task: Task, wish: act.ResumeStep, now: Moment) -> Actions:
+        return self._notify(task, wish.worker, wish, now)
+
+    @on_wish
+    def _feed(self, task: Task, wish: act.CopyState | act.StopFeeding, now: Moment) -> Actions:
+        return self._notify(task, wish.source, wish, now)
+
+    @on_wish
+    def _close(self, task: Task, wish: act.CloseIncident, now: Moment) -> Actions:
+        return [msg.IncidentClosed(number=wish.number, because=wish.because, cause=now.event)]
+
+    @on_wish
+    def _finish(self, task: Task, wish: act.FinishTask, now: Moment) -> Actions:
+        failed = self._skips.why_failed(task, now)
+        state = TaskState.FAILED if failed else TaskState.FINISHED
+        return self._ends(task, state, failed or wish.because, gently=True)
+
+    @on_wish
+    def _finish_shape(self, task: Task, wish: act.FinishShape, now: Moment) -> Actions:
+        return self._ends(task, task.after_stop, wish.because, gently=True)
+
+    @on_wish
+    def _fail(self, task: Task, wish: act.FailTask, now: Moment) -> Actions:
+        return self._ends(task, TaskState.FAILED, wish.because)
+
+    def _ends(self, task: Task, state: TaskState, because: str, *, gently: bool = False) -> Actions:
         self._later.endings.append((task, Ending(state=state, because=because, gently=gently)))
+        return []
 
-    def _think(self, task: Task, wish: act.ComputePlan, now: Moment) -> msg.Think:
+    @on_wish
+    def _think(self, task: Task, wish: act.ComputePlan, now: Moment) -> Actions:
         task.progress.question = wish
         speeds = self._slowness.asked(task)
-        return msg.Think(task=task.name, question=wish, because=wish.because, slow=speeds, cause=now.event)
+        return [msg.Think(task=task.name, question=wish, because=wish.because, slow=speeds, cause=now.event)]
 
+    @on_wish
     def _record(self, task: Task, wish: act.RecordStep, now: Moment) -> Actions:
         task.progress.recorded = wish.step
         row = msg.RecordRow(task=task.name, record=wish, because=wish.because, cause=now.event)
         found: Actions = [row, *self._skips.recorded(task, wish, now)]
         return [*found, *self._checkpoints.commit(task, now), *self.count_copies(task, now)]
 
+    @on_wish
     def _start(self, task: Task, wish: act.StartWorker, now: Moment) -> Actions:
         seat, starts = task.seats[wish.worker], task.starts
         if starts.not_before.get(wish.worker, now.at) > now.at:
@@ -228,7 +233,7 @@ class Training:
         )
         return self._orders.send(name, order, f"a worker of {task.name} comes to {name}", now)
 
-    def _notify(self, task: Task, worker: Worker, words: WorkerWords, now: Moment) -> Actions:
+    def _notify(self, task: Task, worker: Worker, words: act.Notice, now: Moment) -> Actions:
         seat = task.seats.get(worker)
         if seat is None or not seat.incarnation:
             return []

@@ -38,8 +38,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from everstep.protocol.agent_messages import SAVING
-from everstep.protocol.cluster_messages import OpOverdue, WorkerMoved
+from everstep.protocol.messages import SAVING, OpOverdue, WorkerMoved
 from everstep.protocol.ops import Worker
 
 # ------------------------------------------------------------------ heartbeats

@@ -19,7 +19,7 @@ from enum import StrEnum
 from everstep.core.faults.kinds import SEV1, SEV2, SEV3, ErrorKind, Severity
 from everstep.core.faults.severity import Judgement
 from everstep.errors import InternalError
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 
 
 class Effect(StrEnum):

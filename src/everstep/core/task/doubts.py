@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from everstep.protocol.ops import Kind, Worker
-from everstep.protocol.worker_messages import Ledger
+from everstep.protocol.work import Ledger
 
 
 def unreported(dead: Iterable[Worker], ledgers: Mapping[Worker, Ledger]) -> int | None:

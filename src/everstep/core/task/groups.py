@@ -9,7 +9,7 @@ from everstep.core.task import ownership
 from everstep.core.task.ownership import Holders, without_dead
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.worker_messages import Ledger, Members
+from everstep.protocol.work import Ledger, Members
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from everstep.errors import InternalError
 from everstep.protocol.actions import BrokenStep
 from everstep.protocol.ops import Kind, Microbatch, Worker
+from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
-from everstep.protocol.worker_messages import Ledger, Parcel, ParcelKind, Place
+from everstep.protocol.work import Ledger, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

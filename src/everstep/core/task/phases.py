@@ -79,7 +79,8 @@ class Phases:
 
     def take_ledger(self, event: LedgerReported) -> list[Action]:
         match self.phase:
-            case Gathering() as phase if event.epoch == phase.epoch and event.worker in phase.awaited:
+            case Gathering() as phase if event.worker in phase.awaited:
+                assert event.epoch == phase.epoch
                 phase.ledgers[event.worker] = event.ledger
                 phase.awaited.discard(event.worker)
                 return [] if phase.awaited else self._plan_rest(phase)
@@ -127,8 +128,9 @@ class Phases:
 
     def take_plan(self, event: PlanComputed, now: float) -> list[Action]:
         phase = self.phase
-        if not isinstance(phase, Planning | Restoring) or event.epoch != phase.epoch:
+        if not isinstance(phase, Planning | Restoring):
             return []
+        assert event.epoch == phase.epoch
         kept_outputs = phase.owed.kept_outputs if isinstance(phase, Planning) else 0
         self._log.planned(now, phase.epoch, kept_outputs)
         if isinstance(phase, Restoring):

@@ -26,7 +26,7 @@ from everstep.core.task.states import (
 from everstep.protocol.actions import Action, CopyState, StartWorker
 from everstep.protocol.lifecycle import become
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import Ledger
+from everstep.protocol.work import Ledger
 
 
 @dataclass(slots=True, kw_only=True)

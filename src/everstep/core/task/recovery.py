@@ -17,7 +17,7 @@ and is let in at a step that no worker has entered.
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any, assert_never
+from typing import Any, ClassVar
 
 from everstep.core.task.assembly import Assembly
 from everstep.core.task.groups import Groups
@@ -52,11 +52,14 @@ from everstep.protocol.codec import decode, encode
 from everstep.protocol.incidents import Incident, IncidentLog, TaskIncidents
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.worker_messages import Members
+from everstep.protocol.table import TABLE, Fence, Handlers
+from everstep.protocol.work import Members
 
 
 class Recovery:
     """The state machine. `handle` is the only way it changes."""
+
+    on: ClassVar = Handlers[list[Action]](ev.Event)
 
     def __init__(
         self,
@@ -105,46 +108,25 @@ class Recovery:
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         """Take one event; return what follows from it."""
-        if isinstance(self.phase, Over):
+        if isinstance(self.phase, Over) or self.is_late(event):
             return []
-        match event:
-            case ev.WorkerStarted():
-                return self._handle_started(event)
-            case ev.WorkerExited():
-                return self._handle_exit(event, now)
-            case ev.WorkerRaised():
-                return self._handle_raise(event)
-            case ev.LedgerReported():
-                return self._phases.take_ledger(event)
-            case ev.PlanComputed():
-                return self._finished_if_full(self._phases.take_plan(event, now))
-            case ev.StepSealed():
-                return self._handle_seal(event)
-            case ev.UpdateInvalidated():
-                return self._handle_invalid_update(event)
-            case ev.StateCopied():
-                return self._handle_copied(event)
-            case ev.WorkerResumed():
-                return self._handle_resumed(event)
-            case ev.ProfileChanged() | ev.TrainingStalled() | ev.CopiesLost():
-                return self._phases.interrupt_if_running(event.because)
-            case ev.PlacesGranted():
-                return self._handle_grant(event)
-            case ev.CheckpointCommitted():
-                if event.step <= self.recorded:  # else it was written before the task went back
-                    self._phases.assembly.committed(event.step)
-                return []
-            case ev.StateKept():
-                return self._phases.take_kept(event.step)
-            case ev.RestoreFailed():
-                return self._handle_failed_restore(event)
-            case ev.ChunksFilled():
-                return self._handle_filled(event)
-            case ev.StopRequested():
-                self._book.stop(event.because, final=event.final, saves=event.saves)
-                return self._phases.interrupt_if_running(event.because)
-            case _:
-                assert_never(event)
+        return self.on[type(event)](self, event, now)
+
+    def is_late(self, said: Any) -> bool:
+        """Is it of a process, an epoch or an attempt at a step that is over? The one place where these are
+        compared, by the fences of its row.
+        """
+        for fence in TABLE[type(said)].fences:
+            match fence:
+                case Fence.INCARNATION if not self._places.is_running(said.worker, said.incarnation):
+                    return True
+                case Fence.EPOCH if said.epoch != self.epoch:
+                    return True
+                case Fence.ATTEMPT if said.attempt != self.attempt_of(said.step):
+                    return True
+                case Fence.NEXT_ATTEMPT if said.attempt != self.attempt_of(said.step + 1):
+                    return True
+        return False
 
     def validate(self) -> None:
         """What must hold between events."""
@@ -241,7 +223,8 @@ class Recovery:
 
     # -------------------------------------------------------------- processes come and go
 
-    def _handle_grant(self, event: ev.PlacesGranted) -> list[Action]:
+    @on
+    def _granted(self, event: ev.PlacesGranted, now: float) -> list[Action]:
         """The cluster says which places have a slot. The microbatches of the others run elsewhere."""
         self._places.granted = event.places
         for worker in event.clean:
@@ -250,19 +233,18 @@ class Recovery:
             return self._phases.fill_stages()
         return self._places.start_due(self.recorded)
 
-    def _handle_started(self, event: ev.WorkerStarted) -> list[Action]:
-        place = self.places[event.worker]
-        if not isinstance(place, Starting) or place.incarnation != event.incarnation:
+    @on
+    def _started(self, event: ev.WorkerStarted, now: float) -> list[Action]:
+        if not isinstance(self.places[event.worker], Starting):
             return []
         self._places.to(event.worker, Started(event.incarnation))
         if isinstance(self.phase, Running):
             return self._places.feed_joiners()
         return self._phases.restore_if_assembled()
 
-    def _handle_exit(self, event: ev.WorkerExited, now: float) -> list[Action]:
+    @on
+    def _exited(self, event: ev.WorkerExited, now: float) -> list[Action]:
         worker, place = event.worker, self.places[event.worker]
-        if not self._places.is_running(worker, event.incarnation):
-            return []
         self._places.to(worker, Absent(self.recorded + self.policy.rejoin_after_steps, event.reason))
         actions: list[Action] = []
         if isinstance(place, Fed):
@@ -284,23 +266,23 @@ class Recovery:
             actions += self._phases.fill_stages()
         return actions
 
-    def _handle_raise(self, event: ev.WorkerRaised) -> list[Action]:
+    @on
+    def _raised(self, event: ev.WorkerRaised, now: float) -> list[Action]:
         because = self._raises.repeated(event)
         return [] if because is None else self._phases.fail(because)
 
-    def _handle_copied(self, event: ev.StateCopied) -> list[Action]:
+    @on
+    def _copied(self, event: ev.StateCopied, now: float) -> list[Action]:
         place = self.places[event.worker]
-        if not isinstance(place, Copying):
-            return []
-        if (place.incarnation, place.transfer) != (event.incarnation, event.transfer):
+        if not isinstance(place, Copying) or place.transfer != event.transfer:
             return []
         self._places.to(event.worker, Copied(place.incarnation, place.source))
         return self._phases.interrupt_if_running(f"worker {event.worker} has caught up and joins")
 
-    def _handle_filled(self, event: ev.ChunksFilled) -> list[Action]:
+    @on
+    def _filled(self, event: ev.ChunksFilled, now: float) -> list[Action]:
         """A new holder has its states: where a chunk has more holders than it needs, one is let go."""
-        place = self.places[event.worker]
-        if not isinstance(place, Member | Entering) or place.incarnation != event.incarnation:
+        if not isinstance(self.places[event.worker], Member | Entering):
             return []
         rows = self.members[-1].holders[event.worker.stage]
         if not any(len(row) > COPIES and event.worker.replica in row for row in rows):
@@ -309,13 +291,14 @@ class Recovery:
             f"worker {event.worker} has its share of the optimizer states"
         )
 
-    def _handle_failed_restore(self, event: ev.RestoreFailed) -> list[Action]:
+    @on
+    def _restore_failed(self, event: ev.RestoreFailed, now: float) -> list[Action]:
         """The state that a worker was to load could not be read. A peer of its stage may have loaded it
         already; if none has, all go back to the newest state that the cluster still counts on: the same one
         again, an older one, or the disk's. Either way the others may be at work: they are interrupted first.
         """
         worker, place = event.worker, self.places[event.worker]
-        if not isinstance(place, Member) or place.incarnation != event.incarnation:
+        if not isinstance(place, Member):
             return []
         if 0 < event.epoch < self._phases.assembly.ordered_in:
             return []  # it has been ordered to load a state again since
@@ -333,9 +316,10 @@ class Recovery:
             case _:
                 return []
 
-    def _handle_invalid_update(self, event: ev.UpdateInvalidated) -> list[Action]:
+    @on
+    def _update_invalidated(self, event: ev.UpdateInvalidated, now: float) -> list[Action]:
         """An interruption, no incident: nothing has failed, and the planner counts incidents as failures."""
-        if event.attempt != self.attempt_of(event.step + 1) or isinstance(self.phase, Assembling | Restoring):
+        if isinstance(self.phase, Assembling | Restoring):
             return []
         if isinstance(self.phase, Gathering) and self.phase.rewind is not None:
             return []
@@ -343,19 +327,50 @@ class Recovery:
         because = f"undo the eager update of step {event.step}: its gradient norm {norm}"
         return self._phases.interrupt(because, rewind=event.step)
 
-    def _handle_resumed(self, event: ev.WorkerResumed) -> list[Action]:
-        if event.epoch != self.epoch:
-            return []
+    @on
+    def _resumed(self, event: ev.WorkerResumed, now: float) -> list[Action]:
         return [
-            act.CloseIncident(incident=incident, because=f"worker {event.worker} runs ops again")
+            act.CloseIncident(number=incident.number, because=f"worker {event.worker} runs ops again")
             for incident in self.log.resumed(event.at)
         ]
 
+    # -------------------------------------------------------------- epochs
+
+    @on
+    def _ledger_reported(self, event: ev.LedgerReported, now: float) -> list[Action]:
+        return self._phases.take_ledger(event)
+
+    @on
+    def _plan_computed(self, event: ev.PlanComputed, now: float) -> list[Action]:
+        return self._finished_if_full(self._phases.take_plan(event, now))
+
+    @on
+    def _disturbed(
+        self, event: ev.ProfileChanged | ev.TrainingStalled | ev.CopiesLost, now: float
+    ) -> list[Action]:
+        return self._phases.interrupt_if_running(event.because)
+
+    @on
+    def _stop_requested(self, event: ev.StopRequested, now: float) -> list[Action]:
+        self._book.stop(event.because, final=event.final, saves=event.saves)
+        return self._phases.interrupt_if_running(event.because)
+
+    # -------------------------------------------------------------- states that are kept
+
+    @on
+    def _checkpoint_committed(self, event: ev.CheckpointCommitted, now: float) -> list[Action]:
+        if event.step <= self.recorded:  # else it was written before the task went back
+            self._phases.assembly.committed(event.step)
+        return []
+
+    @on
+    def _state_kept(self, event: ev.StateKept, now: float) -> list[Action]:
+        return self._phases.take_kept(event.step)
+
     # -------------------------------------------------------------- steps
 
-    def _handle_seal(self, event: ev.StepSealed) -> list[Action]:
-        if event.attempt != self.attempt_of(event.step):
-            return []  # the step was taken back since
+    @on
+    def _sealed(self, event: ev.StepSealed, now: float) -> list[Action]:
         book = self._book
         records = book.seal(event, epoch=self.epoch, attempt=self._phases.groups.attempts[-1][1])
         for record in records:

@@ -12,7 +12,7 @@ from everstep.core.task.step_book import StepBook
 from everstep.protocol.actions import Action, ResumeStep
 from everstep.protocol.events import PlanComputed
 from everstep.protocol.ops import Kind, Op, Worker
-from everstep.protocol.worker_messages import Ledger, Resume
+from everstep.protocol.work import Ledger, Resume
 
 
 def restore_orders(

@@ -20,7 +20,7 @@ from typing import Any
 
 from everstep.core.task.owed import Owed
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import Ledger
+from everstep.protocol.work import Ledger
 
 # ------------------------------------------------------------------ a place
 

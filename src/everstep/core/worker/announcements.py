@@ -13,7 +13,8 @@ from dataclasses import replace
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState, SumState
-from everstep.protocol.worker_messages import ParcelKind, TellSealed
+from everstep.protocol.events import StepSealed
+from everstep.protocol.parcels import ParcelKind
 
 _KEPT = 4  # steps, for other stages
 _KEPT_FOR_RECORD = 512  # for the coordinator
@@ -22,19 +23,20 @@ _KEPT_FOR_RECORD = 512  # for the coordinator
 class Announcements:
     def __init__(self, mail: Mailbox, rules: TaskRules) -> None:
         self.mail, self.rules, self.me = mail, rules, mail.me
-        self._recent: dict[int, TellSealed] = {}
-        self._unrecorded: dict[int, TellSealed] = {}  # as far as this worker knows
+        self._recent: dict[int, StepSealed] = {}
+        self._unrecorded: dict[int, StepSealed] = {}  # as far as this worker knows
 
     def announce(self, state: StepState, sum_of_squares: float) -> None:
         assert state.everyone is not None
-        sealed = TellSealed(
-            state.step,
-            len(state.everyone.microbatches),
-            state.everyone.executed,
-            state.everyone.losses,
-            sum_of_squares,
-            self.mail.order.attempt(state.step),
-            state.everyone.scores,
+        sealed = StepSealed(
+            step=state.step,
+            stage=self.me.stage,
+            attempt=self.mail.order.attempt(state.step),
+            microbatches=len(state.everyone.microbatches),
+            executed=state.everyone.executed,
+            losses=state.everyone.losses,
+            sum_of_squares=sum_of_squares,
+            scores=state.everyone.scores,
         )
         self._recent = {**_last(self._recent, state.step, _KEPT), state.step: sealed}
         self._unrecorded = {**_last(self._unrecorded, state.step, _KEPT_FOR_RECORD), state.step: sealed}
@@ -59,11 +61,11 @@ class Announcements:
         self._recent.clear()
         self._unrecorded.clear()
 
-    def _report(self, sealed: TellSealed) -> None:
+    def _report(self, sealed: StepSealed) -> None:
         if self.mail.is_first_peer(sealed.step):
             self.mail.commands.append(replace(sealed, attempt=self.mail.order.attempt(sealed.step)))
 
-    def _send_news(self, sealed: TellSealed) -> None:
+    def _send_news(self, sealed: StepSealed) -> None:
         news = self.mail.name(ParcelKind.NEWS, sealed.step, self.me.stage)
         for worker in self.mail.listeners(sealed.step):
             self.mail.send(news, worker, sealed.sum_of_squares)
@@ -79,6 +81,6 @@ class Announcements:
                     self.mail.send(self.mail.name(ParcelKind.TIED, state.step, self.me.stage), worker)
 
 
-def _last(kept: dict[int, TellSealed], step: int, number: int) -> dict[int, TellSealed]:
+def _last(kept: dict[int, StepSealed], step: int, number: int) -> dict[int, StepSealed]:
     """Of the steps before this one."""
     return {before: sealed for before, sealed in kept.items() if step - number < before < step}

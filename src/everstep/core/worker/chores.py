@@ -8,7 +8,7 @@ from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.open_steps import OpenSteps
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState
-from everstep.protocol.worker_messages import SaveCheckpoint, StoreCopy, WorkItem
+from everstep.protocol.work import SaveCheckpoint, StoreCopy, WorkItem
 
 
 def next_chore(

@@ -13,20 +13,10 @@ from __future__ import annotations
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState, UpdateState
+from everstep.protocol.events import ChunksFilled
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import (
-    AdoptWeights,
-    LoadFill,
-    Parcel,
-    ParcelKind,
-    ReleaseChunks,
-    Resume,
-    Send,
-    TellFilled,
-    Update,
-    Wait,
-    WorkItem,
-)
+from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.work import AdoptWeights, LoadFill, ReleaseChunks, Resume, Send, Update, Wait, WorkItem
 
 
 class Chunks:
@@ -100,7 +90,9 @@ class Chunks:
         for parcel in [p for p in self.mail.box if p.what is ParcelKind.FILL and p.owner == item.fill.owner]:
             self.mail.use(parcel)
         if not self.missing(now.step):
-            self.mail.commands.append(TellFilled(now.step))
+            self.mail.commands.append(
+                ChunksFilled(worker=self.me, incarnation=self.mail.incarnation, step=now.step)
+            )
 
     # -------------------------------------------------------------- the update
 

@@ -9,25 +9,28 @@ A shell (the engine's loop, or a virtual worker) hands over what happens and car
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, ClassVar, assert_never
 
 from everstep.core.worker.mending import LinkMending, MendLimits
 from everstep.core.worker.worker_state import WorkerState
+from everstep.errors import MOST_TRACEBACK, clipped
+from everstep.protocol import actions as act
 from everstep.protocol import events as ev
-from everstep.protocol import worker_messages as wrk
-from everstep.protocol.actions import CopyState, InterruptWorkers, ResumeStep, StopFeeding
-from everstep.protocol.agent_messages import EndWorker, OrderTaken, WorkerReport
-from everstep.protocol.cluster_messages import (
+from everstep.protocol import work
+from everstep.protocol.messages import (
+    EndWorker,
     LinkMended,
     MemoryAddress,
     NotifyWorker,
+    OrderTaken,
     Sender,
     TaskEvent,
     TimePassed,
+    WorkerReport,
 )
-from everstep.protocol.links import LinkBroke, LinkOpened, PeerAddress
 from everstep.protocol.ops import Worker
-from everstep.protocol.text import MOST_TRACEBACK, clipped
+from everstep.protocol.table import Handlers
+from everstep.protocol.work import LinkBroke, LinkOpened, PeerAddress
 
 ControlEvent = NotifyWorker | EndWorker | LinkBroke | LinkOpened | TimePassed
 
@@ -56,10 +59,12 @@ class StateDirections:
 
 
 WorkerAction = SendReport | KeepLinks
-ShellAction = wrk.Command | SendReport
+ShellAction = work.Command | SendReport
 
 
 class WorkerControl:
+    on_notice: ClassVar = Handlers[list[WorkerAction]](act.Notice)
+
     def __init__(self, sender: Sender, state: WorkerState, limits: MendLimits | None = None) -> None:
         self.sender, self.state = sender, state
         self.book: dict[Worker, PeerAddress] = {}
@@ -76,7 +81,8 @@ class WorkerControl:
     def handle(self, event: ControlEvent, now: float) -> list[WorkerAction]:
         match event:
             case NotifyWorker():
-                return [SendReport(OrderTaken()), *self._obey(event)]
+                obey = self.on_notice[type(event.words)]
+                return [SendReport(OrderTaken()), *obey(self, event, event.words)]
             case EndWorker(gently=gently):
                 self._finishing = True
                 self.over = self.over or not gently
@@ -92,26 +98,27 @@ class WorkerControl:
             case _:
                 assert_never(event)
 
-    def _obey(self, order: NotifyWorker) -> list[WorkerAction]:
-        match order.words:
-            case InterruptWorkers(epoch=epoch):
-                ledger = self.state.interrupt(epoch)
-                return [self._event(ev.LedgerReported(worker=self.sender.worker, epoch=epoch, ledger=ledger))]
-            case ResumeStep():
-                return self._resume(order, order.words.order)
-            case CopyState(joiner=joiner, incarnation=incarnation, transfer=transfer):
-                for worker, host, port in order.book:
-                    if worker == joiner:
-                        self.book[joiner] = (host, port)
-                        self.state.copy_to(joiner.replica, incarnation=incarnation, transfer=transfer)
-                return []
-            case StopFeeding(joiner=joiner):
-                self.state.stop_feeding(joiner.replica)
-                return []
-            case _:
-                assert_never(order.words)
+    @on_notice
+    def _interrupt(self, order: NotifyWorker, words: act.InterruptWorkers) -> list[WorkerAction]:
+        ledger = self.state.interrupt(words.epoch)
+        return [self._event(ev.LedgerReported(worker=self.sender.worker, epoch=words.epoch, ledger=ledger))]
 
-    def _resume(self, order: NotifyWorker, resume: wrk.Resume) -> list[WorkerAction]:
+    @on_notice
+    def _copy_state(self, order: NotifyWorker, words: act.CopyState) -> list[WorkerAction]:
+        for worker, host, port in order.book:
+            if worker == words.joiner:
+                self.book[worker] = (host, port)
+                self.state.copy_to(worker.replica, incarnation=words.incarnation, transfer=words.transfer)
+        return []
+
+    @on_notice
+    def _stop_feeding(self, order: NotifyWorker, words: act.StopFeeding) -> list[WorkerAction]:
+        self.state.stop_feeding(words.joiner.replica)
+        return []
+
+    @on_notice
+    def _resume(self, order: NotifyWorker, words: act.ResumeStep) -> list[WorkerAction]:
+        resume = words.order
         if resume.epoch < self.state.epoch:
             return []
         self.book = {worker: (host, port) for worker, host, port in order.book}
@@ -147,12 +154,12 @@ class WorkerControl:
 
     # -------------------------------------------------------------- what it does
 
-    def next(self) -> wrk.WorkItem:
+    def next(self) -> work.WorkItem:
         return self.state.next()
 
-    def finished(self, task: wrk.WorkItem, answer: Any, *, began: float) -> None:
+    def finished(self, task: work.WorkItem, answer: Any, *, began: float) -> None:
         """`began`: when the task was begun, in seconds of the shell's clock."""
-        if type(task) is wrk.Compute and self._resumed_epoch != self.state.epoch:
+        if type(task) is work.Compute and self._resumed_epoch != self.state.epoch:
             self._resumed_epoch = self.state.epoch
             resumed = ev.WorkerResumed(worker=self.sender.worker, epoch=self._resumed_epoch, at=began)
             self._reports.append(self._event(resumed))
@@ -164,12 +171,12 @@ class WorkerControl:
             return []
         found, self._reports = self._reports, []
         for command in self.state.take_commands():
-            found.append(self._event(self._said(command)) if isinstance(command, wrk.Told) else command)
+            found.append(self._event(command) if isinstance(command, ev.Event) else command)
         return found
 
-    def may_leave(self, task: wrk.WorkItem) -> bool:
+    def may_leave(self, task: work.WorkItem) -> bool:
         """Asked to finish, and nothing is in hand."""
-        idle = type(task) is wrk.Paused or type(task) is wrk.Finished
+        idle = type(task) is work.Paused or type(task) is work.Finished
         return self.over or (self._finishing and (idle or self.state.joining))
 
     # -------------------------------------------------------------- what it shows and says
@@ -194,36 +201,6 @@ class WorkerControl:
 
     def _event(self, event: ev.Event) -> SendReport:
         return SendReport(TaskEvent(task=self.sender.task, event=event))
-
-    def _said(self, command: wrk.Told) -> ev.Event:
-        _, worker, incarnation = self.sender
-        match command:
-            case wrk.TellSealed():
-                return ev.StepSealed(
-                    step=command.step,
-                    stage=worker.stage,
-                    attempt=command.attempt,
-                    microbatches=command.microbatches,
-                    executed=command.executed,
-                    losses=command.losses,
-                    sum_of_squares=command.sum_of_squares,
-                    scores=command.scores,
-                )
-            case wrk.TellInvalid(step=step, norm=norm, attempt=attempt):
-                return ev.UpdateInvalidated(worker=worker, step=step, norm=norm, attempt=attempt)
-            case wrk.TellCopied(transfer=transfer):
-                return ev.StateCopied(
-                    worker=worker,
-                    incarnation=incarnation,
-                    transfer=transfer.number,
-                    state_step=transfer.state_step,
-                )
-            case wrk.TellFilled(step=step):
-                return ev.ChunksFilled(worker=worker, incarnation=incarnation, step=step)
-            case wrk.TellUnrestored(state_step=step, epoch=epoch):
-                return ev.RestoreFailed(worker=worker, incarnation=incarnation, step=step, epoch=epoch)
-            case _:
-                assert_never(command)
 
 
 def raised(sender: Sender, error: str, *, where: str, traceback: str) -> TaskEvent:

@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from everstep.core.worker.control import StateDirections
-from everstep.protocol.cluster_messages import MemoryAddress
-from everstep.protocol.node_reports import FailedRead
-from everstep.protocol.text import clipped
+from everstep.errors import clipped
+from everstep.protocol.messages import FailedRead, MemoryAddress
 
 Holder = tuple[MemoryAddress, Any]  # whose memory, part
 MOST_FAILED_READS = 64  # that are reported

@@ -19,19 +19,10 @@ from enum import StrEnum
 
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.step_state import StepState
+from everstep.protocol.events import StateCopied
 from everstep.protocol.lifecycle import move
-from everstep.protocol.worker_messages import (
-    ApplyFeed,
-    Parcel,
-    ParcelKind,
-    Resume,
-    Send,
-    Snapshot,
-    StateTransfer,
-    TellCopied,
-    Wait,
-    WorkItem,
-)
+from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
+from everstep.protocol.work import ApplyFeed, Resume, Send, Snapshot, Wait, WorkItem
 
 
 class WorkerLife(StrEnum):
@@ -58,8 +49,8 @@ class FrameUse(StrEnum):
 class Joiner:
     """Where this worker's state is, and when it takes part."""
 
-    def __init__(self, mail: Mailbox, incarnation: int) -> None:
-        self.mail, self.me, self.incarnation = mail, mail.me, incarnation
+    def __init__(self, mail: Mailbox) -> None:
+        self.mail, self.me = mail, mail.me
         self.life = WorkerLife.EMPTY
         self.newest: StateTransfer | None = None  # the newest transfer of which a frame has arrived
         self.loaded: StateTransfer | None = None
@@ -73,7 +64,7 @@ class Joiner:
         """A frame of a state is here. Frames of an earlier transfer may come late, between those of the one
         that counts; a state is made of one transfer's frames only.
         """
-        if self.life is WorkerLife.MEMBER or transfer.incarnation != self.incarnation:
+        if self.life is WorkerLife.MEMBER or transfer.incarnation != self.mail.incarnation:
             return FrameUse.DROP
         if transfer == self.newest:
             return FrameUse.DROP if transfer == self.loaded else FrameUse.ADD
@@ -91,7 +82,14 @@ class Joiner:
         """All of a transfer that counts is here and loaded."""
         self._to(WorkerLife.FOLLOWING)
         self.loaded, self.state_step = transfer, transfer.state_step
-        self.mail.commands.append(TellCopied(transfer))
+        self.mail.commands.append(
+            StateCopied(
+                worker=self.me,
+                incarnation=self.mail.incarnation,
+                transfer=transfer.number,
+                state_step=transfer.state_step,
+            )
+        )
 
     def let_in(self, order: Resume) -> None:
         """The order says from which step on this worker is a member, if it is."""

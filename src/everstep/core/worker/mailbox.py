@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from everstep.protocol.events import Event
 from everstep.protocol.ops import Microbatch, Worker
-from everstep.protocol.worker_messages import Command, Forget, Parcel, ParcelKind, Resume, Send
+from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.work import Command, Forget, Resume, Send
 
 
 class Mailbox:
     """Names only. The shell keeps the payloads, and frees them on the command `Forget`."""
 
-    def __init__(self, me: Worker) -> None:
-        self.me = me
+    def __init__(self, me: Worker, *, incarnation: int) -> None:
+        self.me, self.incarnation = me, incarnation
         self.order = Resume(epoch=0, attempts=((0, 0),), step=1)  # the last one this worker was given
         self.box: dict[Parcel, Any] = {}  # parcels here and not yet used, with their small facts
         self.outbox: dict[Parcel, int] = {}  # boundary parcels of open steps -> replica they went to
-        self.commands: list[Command] = []
+        self.commands: list[Command | Event] = []  # an event is reported
 
     def name(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from everstep.protocol.links import PeerAddress
+from everstep.protocol.work import PeerAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

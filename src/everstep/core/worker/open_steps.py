@@ -9,15 +9,8 @@ from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState, SumState
 from everstep.protocol.ops import Kind, Op
-from everstep.protocol.worker_messages import (
-    Compute,
-    DropStashes,
-    Parcel,
-    ParcelKind,
-    ReleaseSum,
-    Wait,
-    WorkItem,
-)
+from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.work import Compute, DropStashes, ReleaseSum, Wait, WorkItem
 
 
 class OpenSteps:

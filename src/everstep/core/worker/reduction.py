@@ -30,18 +30,8 @@ from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState, SumState
 from everstep.errors import InternalError
 from everstep.protocol.ops import Microbatch, Worker
-from everstep.protocol.worker_messages import (
-    AssembleSum,
-    Contribute,
-    Parcel,
-    ParcelKind,
-    Part,
-    ReleaseGradients,
-    Scores,
-    SumChunk,
-    Wait,
-    WorkItem,
-)
+from everstep.protocol.parcels import Parcel, ParcelKind, Part, Scores
+from everstep.protocol.work import AssembleSum, Contribute, ReleaseGradients, SumChunk, Wait, WorkItem
 
 
 class Reduction:

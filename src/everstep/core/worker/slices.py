@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.core.worker.joining import FrameUse
 from everstep.protocol import shard_messages as sh
-from everstep.protocol.worker_messages import Parcel, ParcelKind, StateTransfer
+from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
 
 SMALL = frozenset({ParcelKind.HELD, ParcelKind.NEWS})  # without tensors: only leaders send them
 

@@ -21,7 +21,7 @@ from enum import StrEnum
 
 from everstep.protocol.lifecycle import move
 from everstep.protocol.ops import Kind, Microbatch, Op
-from everstep.protocol.worker_messages import Part
+from everstep.protocol.parcels import Part
 
 
 class SumState(StrEnum):

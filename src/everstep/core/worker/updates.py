@@ -15,16 +15,9 @@ from everstep.core.worker.open_steps import OpenSteps
 from everstep.core.worker.reduction import Reduction
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import SealState, StepState, SumState, UpdateState
-from everstep.protocol.worker_messages import (
-    AdoptWeights,
-    CombineTied,
-    ParcelKind,
-    ReleaseGradients,
-    TellInvalid,
-    Update,
-    Wait,
-    WorkItem,
-)
+from everstep.protocol.events import UpdateInvalidated
+from everstep.protocol.parcels import ParcelKind
+from everstep.protocol.work import AdoptWeights, CombineTied, ReleaseGradients, Update, Wait, WorkItem
 
 
 class Updates:
@@ -66,7 +59,9 @@ class Updates:
         else:
             state.invalidated()
             attempt = self.mail.order.attempt(state.step + 1)
-            self.mail.commands.append(TellInvalid(state.step, norm, attempt))
+            self.mail.commands.append(
+                UpdateInvalidated(worker=self.me, step=state.step, norm=norm, attempt=attempt)
+            )
 
     def next(self) -> WorkItem:
         """The update of the current step, or what it waits for."""

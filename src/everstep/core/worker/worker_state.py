@@ -32,8 +32,10 @@ from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState, SumState, UpdateState
 from everstep.core.worker.updates import Updates
 from everstep.errors import InternalError
+from everstep.protocol.events import Event, RestoreFailed
 from everstep.protocol.ops import Kind, Worker
-from everstep.protocol.worker_messages import (
+from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
+from everstep.protocol.work import (
     AdoptWeights,
     ApplyFeed,
     AssembleSum,
@@ -46,17 +48,13 @@ from everstep.protocol.worker_messages import (
     Finished,
     Ledger,
     LoadFill,
-    Parcel,
-    ParcelKind,
     Paused,
     Restore,
     Resume,
     SaveCheckpoint,
     Snapshot,
-    StateTransfer,
     StoreCopy,
     SumChunk,
-    TellUnrestored,
     Undo,
     Update,
     Wait,
@@ -72,13 +70,13 @@ class WorkerState:
         self.rules = rules
         self.epoch = 0
         self.paused = True
-        self.mail = Mailbox(me)
+        self.mail = Mailbox(me, incarnation=incarnation)
         self.steps = OpenSteps(self.mail, rules)
         self.chunks = Chunks(self.mail, rules)
         self.reduction = Reduction(self.mail, rules, self.chunks)
         self.news = Announcements(self.mail, rules)
         self.updates = Updates(self.mail, rules, self.steps, self.reduction, self.news)
-        self.joiner = Joiner(self.mail, incarnation)
+        self.joiner = Joiner(self.mail)
         self.feeder = Feeder(self.mail)
         self._first: list[WorkItem] = []  # what comes before anything else: a restore, an undo
 
@@ -189,7 +187,7 @@ class WorkerState:
 
     # -------------------------------------------------------------- what a worker does next
 
-    def take_commands(self) -> list[Command]:
+    def take_commands(self) -> list[Command | Event]:
         """What the shell does besides the work item; empties the list."""
         commands, self.mail.commands = self.mail.commands, []
         return commands
@@ -358,4 +356,11 @@ class WorkerState:
     def _restore_failed(self, item: Restore) -> None:
         self.joiner.restore_failed()
         self.paused = True
-        self.mail.commands.append(TellUnrestored(item.state_step, self.mail.order.epoch))
+        self.mail.commands.append(
+            RestoreFailed(
+                worker=self.me,
+                incarnation=self.mail.incarnation,
+                step=item.state_step,
+                epoch=self.mail.order.epoch,
+            )
+        )

@@ -13,7 +13,8 @@ from everstep.engine.stage.stage import Stage
 from everstep.engine.sums.sum_parts import SumPart, peaks_of
 from everstep.engine.sums.sums import MOST_PROMOTED
 from everstep.net import host_memory
-from everstep.protocol.worker_messages import AssembleSum, Parcel, SumChunk
+from everstep.protocol.parcels import Parcel
+from everstep.protocol.work import AssembleSum, SumChunk
 from everstep.schedule.footprint import CHUNK
 
 Received = Mapping[Parcel, tuple[tuple[Tensor, ...], Any]]

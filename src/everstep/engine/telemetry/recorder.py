@@ -26,7 +26,7 @@ from typing import Any
 
 from everstep.diagnose import ring
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import Parcel, ParcelKind
+from everstep.protocol.parcels import Parcel, ParcelKind
 
 KIND = {name: number for number, name in enumerate(ring.KINDS)}
 SEND, RECV, COMPUTE = KIND["send"], KIND["recv"], KIND["compute"]

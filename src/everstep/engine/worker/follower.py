@@ -16,9 +16,9 @@ from everstep.errors import InternalError
 from everstep.net import frames
 from everstep.net.transfers import ArrivingState
 from everstep.protocol import shard_messages as sh
-from everstep.protocol import worker_messages as msg
-from everstep.protocol.links import LinkBroke, LinkOpened
-from everstep.protocol.worker_messages import Parcel
+from everstep.protocol import work
+from everstep.protocol.parcels import Parcel
+from everstep.protocol.work import LinkBroke, LinkOpened
 
 FollowerItem = frames.Incoming | LinkBroke | LinkOpened | BaseException | sh.ToShard
 
@@ -57,7 +57,7 @@ class Follower:
                 case BaseException():
                     raise item
 
-    def _look(self) -> msg.WorkItem:
+    def _look(self) -> work.WorkItem:
         state, before = self.loop.state, self.loop.state.now.step
         item = self.loop.turn()
         if state.now.step != before:

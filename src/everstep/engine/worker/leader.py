@@ -11,8 +11,7 @@ from torch import Tensor
 
 from everstep.core.worker.slices import SliceCount
 from everstep.protocol import shard_messages as sh
-from everstep.protocol.agent_messages import WorkerReport
-from everstep.protocol.cluster_messages import PartWritten
+from everstep.protocol.messages import PartWritten, WorkerReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from torch import Tensor
 from everstep.engine.sums.sums import GradientSums
 from everstep.errors import PeerError
 from everstep.net import transport
-from everstep.protocol.worker_messages import Parcel
+from everstep.protocol.parcels import Parcel
 
 PIECE = {"cpu": 1 << 20, "cuda": 16 << 20}  # bytes, at least
 AHEAD = "ahead"  # among a message's facts

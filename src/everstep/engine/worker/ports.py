@@ -12,7 +12,7 @@ from torch import Tensor
 from everstep.core.worker.control import StateDirections
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.sharded import ChunkSlice
-from everstep.protocol.agent_messages import WorkerReport
+from everstep.protocol.messages import WorkerReport
 
 Groups = list[dict[str, Any]]  # of an optimizer
 

@@ -14,8 +14,9 @@ from everstep.engine.telemetry.signs import WorkerSigns
 from everstep.engine.worker.step_tensors import StepTensors
 from everstep.net.courier import Courier
 from everstep.net.links import Address
-from everstep.protocol import worker_messages as msg
+from everstep.protocol import work
 from everstep.protocol.ops import Kind, Worker
+from everstep.protocol.parcels import Parcel
 
 
 class SendingAhead:
@@ -31,7 +32,7 @@ class SendingAhead:
         self._control, self._tensors, self._courier = control, tensors, courier
         self._signs, self._recorder, self._address = signs, recorder, address
 
-    def during(self, task: msg.Compute) -> Begins | None:
+    def during(self, task: work.Compute) -> Begins | None:
         """For a W that is about to run. Only after the last one of a step its sums are final."""
         ahead, state = self._tensors.ahead, self._control.state
         ahead.clear()
@@ -47,7 +48,7 @@ class SendingAhead:
         if not parts:
             return None
 
-        def post(parcel: msg.Parcel, facts: Any, tensor: Tensor) -> None:
+        def post(parcel: Parcel, facts: Any, tensor: Tensor) -> None:
             to = self._to(parcel)
             assert to is not None
             self._courier.post(to, parcel.what, parcel, facts, (tensor,))
@@ -66,6 +67,6 @@ class SendingAhead:
         gone = {worker for worker, at in book.items() if at == address}
         self._tensors.ahead.lost(lambda parcel: Worker(parcel.owner, parcel.stage) in gone)
 
-    def _to(self, parcel: msg.Parcel) -> Address | None:
+    def _to(self, parcel: Parcel) -> Address | None:
         at = self._control.book.get(Worker(parcel.owner, parcel.stage))
         return None if at is None else self._address(at)

@@ -12,32 +12,32 @@ from everstep.engine.state.sharded import ShardedUpdater
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.step_tensors import StepTensors
 from everstep.net import host_memory
-from everstep.protocol import worker_messages as msg
+from everstep.protocol import work
 
 
 class ShardedSteps:
     def __init__(self, updater: ShardedUpdater, tensors: StepTensors, chunks: Chunks) -> None:
         self.updater, self.tensors, self.chunks = updater, tensors, chunks
 
-    def update(self, task: msg.Update) -> None:
+    def update(self, task: work.Update) -> None:
         """The chunks that this worker holds. A skipped step changes none."""
         assert self.tensors.by_chunk is not None
         if task.scale is not None:
             means = self.tensors.by_chunk.means[task.step]
             self.updater.apply(task.step, {chunk: means[chunk] for chunk in task.chunks}, task.scale)
 
-    def adopt(self, task: msg.AdoptWeights) -> None:
+    def adopt(self, task: work.AdoptWeights) -> None:
         for parcel in task.weights:
             (weights,) = self.tensors.payloads[parcel].tensors
             self.updater.weights_of(parcel.owner).copy_(
                 host_memory.to_device(weights, self.updater.stage.device)
             )
 
-    def load_fill(self, task: msg.LoadFill) -> None:
+    def load_fill(self, task: work.LoadFill) -> None:
         payload = self.tensors.payloads[task.fill]
         self.updater.take_fill(task.fill.owner, payload.tensors, payload.facts)
 
-    def apply_feed(self, task: msg.ApplyFeed) -> None:
+    def apply_feed(self, task: work.ApplyFeed) -> None:
         """The working weights after a step that this joiner took no part in."""
         self.updater.stage.working.copy_(self.tensors.fed(task.step, task.feed))
         self.tensors.updated(task.step)
@@ -49,12 +49,12 @@ class ShardedSteps:
     def load(self, state_step: int, state: Mapping[str, Tensor]) -> None:
         self.updater.load(state, state_step, self.chunks.held(state_step + 1))
 
-    def store(self, task: msg.StoreCopy, ports: Ports, directions: StateDirections) -> None:
+    def store(self, task: work.StoreCopy, ports: Ports, directions: StateDirections) -> None:
         slices = {chunk: self.updater.slices(chunk, task.state_step) for chunk in task.chunks}
         count = len(self.updater.ranges)
         ports.copy_chunks(task.state_step, task.attempt, task.leaving, count, slices, directions)
 
-    def save(self, task: msg.SaveCheckpoint, ports: Ports) -> None:
+    def save(self, task: work.SaveCheckpoint, ports: Ports) -> None:
         groups = self.updater.groups(task.state_step)
         slices = {chunk: self.updater.slices(chunk, task.state_step) for chunk in task.chunks}
         ports.save_chunks(task.state_step, task.attempt, task.count, slices, groups)

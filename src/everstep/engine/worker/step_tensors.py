@@ -34,7 +34,8 @@ from everstep.engine.sums.sum_parts import SumPart, owned, peaks_of, virtual_chu
 from everstep.engine.worker.parts_ahead import ArrivingParts, PartsAhead
 from everstep.net import frames, host_memory
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import AssembleSum, CombineTied, Parcel, ParcelKind, Send, SumChunk
+from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.work import AssembleSum, CombineTied, Send, SumChunk
 
 Borrowed = Callable[[Tensor], bool]  # is any of this tensor's memory queued for sending?
 

@@ -33,23 +33,23 @@ from everstep.net.courier import Courier
 from everstep.net.links import Address
 from everstep.net.sockets import FlowProgress
 from everstep.net.transfers import StateSender
-from everstep.protocol import worker_messages as msg
-from everstep.protocol.agent_messages import SAVING
-from everstep.protocol.cluster_messages import TimesReported
+from everstep.protocol import work
+from everstep.protocol.messages import SAVING, TimesReported
 from everstep.protocol.ops import Kind, Microbatch, Worker
+from everstep.protocol.parcels import Parcel, Scores
 from everstep.schedule.profile import ALLOCATED, HELD_FORWARD, HELD_WEIGHT, PEAK, ROOM
 
 # What changes the state that a joiner is being sent.
 _WRITES = (
-    msg.Update,
-    msg.Commit,
-    msg.Undo,
-    msg.ApplyFeed,
-    msg.AdoptWeights,
-    msg.LoadFill,
-    msg.Restore,
+    work.Update,
+    work.Commit,
+    work.Undo,
+    work.ApplyFeed,
+    work.AdoptWeights,
+    work.LoadFill,
+    work.Restore,
 )
-_OF_CHUNKS = (msg.AdoptWeights, msg.LoadFill, msg.ApplyFeed, msg.SaveCheckpoint, msg.StoreCopy)
+_OF_CHUNKS = (work.AdoptWeights, work.LoadFill, work.ApplyFeed, work.SaveCheckpoint, work.StoreCopy)
 
 
 class WorkItems:
@@ -94,67 +94,67 @@ class WorkItems:
         if isinstance(made, ShardedUpdater):
             self.sharded = ShardedSteps(made, self.tensors, self.state.chunks)
 
-    def do(self, task: msg.WorkItem) -> Any:
+    def do(self, task: work.WorkItem) -> Any:
         if isinstance(task, _WRITES):
             self._sender.settle(self._fed(), lambda: self.signs.show(busy=True, doing=SAVING))
         if self.sharded is not None and isinstance(task, _OF_CHUNKS):
             return self._do_sharded(task, self.sharded)
         match task:
-            case msg.Compute():
+            case work.Compute():
                 return self._compute(task)
-            case msg.Contribute():
+            case work.Contribute():
                 self.signs.maybe_die(task.step, "R", "before")
                 return self._losses(task.step), self._weights(task.step), self._scores(task.step)
-            case msg.SumChunk():
+            case work.SumChunk():
                 return self._sum_chunk(task)
-            case msg.AssembleSum():
+            case work.AssembleSum():
                 return self._assemble(task)
-            case msg.CombineTied():
+            case work.CombineTied():
                 return self.tensors.combine(task)
-            case msg.Update():
+            case work.Update():
                 return self._update(task)
-            case msg.Commit():
+            case work.Commit():
                 self.signs.show(busy=True, doing=f"{self.me.stage}U")
                 return self.updater.commit(task.step, self.tensors.sum_of(task.step))
-            case msg.Undo():
+            case work.Undo():
                 return self.updater.undo()
-            case msg.Snapshot():
+            case work.Snapshot():
                 return self._snapshot(task)
-            case msg.ApplyFeed():
+            case work.ApplyFeed():
                 self._apply(task.step, self.tensors.fed(task.step, task.feed), task.scale)
                 return self.tensors.updated(task.step)
-            case msg.Restore():
+            case work.Restore():
                 return self._all_have(self._restore(task.state_step))
-            case msg.SaveCheckpoint():
+            case work.SaveCheckpoint():
                 self.signs.show(busy=True, doing=SAVING)  # it may wait for the disk: no op's time is billed
                 share = task.index, task.count
                 groups = self.updater.groups(task.state_step)
                 state = self.updater.state(task.state_step)
                 return self.ports.save(task.state_step, task.attempt, share, state, groups)
-            case msg.StoreCopy():
+            case work.StoreCopy():
                 self.signs.show(busy=True, doing=SAVING)
                 directions, state = self.control.directions, self.updater.state(task.state_step)
                 return self.ports.copy_to_memory(
                     task.state_step, task.attempt, task.leaving, state, directions
                 )
 
-    def _do_sharded(self, task: msg.WorkItem, sharded: ShardedSteps) -> None:
+    def _do_sharded(self, task: work.WorkItem, sharded: ShardedSteps) -> None:
         match task:
-            case msg.AdoptWeights():
+            case work.AdoptWeights():
                 sharded.adopt(task)
-            case msg.LoadFill():
+            case work.LoadFill():
                 self.signs.maybe_die(self.state.now.step, "U", "during")
                 sharded.load_fill(task)
-            case msg.ApplyFeed():
+            case work.ApplyFeed():
                 sharded.apply_feed(task)
-            case msg.SaveCheckpoint():
+            case work.SaveCheckpoint():
                 self.signs.show(busy=True, doing=SAVING)
                 sharded.save(task, self.ports)
-            case msg.StoreCopy():
+            case work.StoreCopy():
                 self.signs.show(busy=True, doing=SAVING)
                 sharded.store(task, self.ports, self.control.directions)
 
-    def _compute(self, task: msg.Compute) -> None:
+    def _compute(self, task: work.Compute) -> None:
         op = task.op
         microbatch = op.microbatch
         assert microbatch is not None
@@ -214,7 +214,7 @@ class WorkItems:
         found = torch.stack(losses).tolist() if losses else []  # the host waits once, not for each
         return list(zip(done, found, strict=True))
 
-    def _scores(self, step: int) -> msg.Scores:
+    def _scores(self, step: int) -> Scores:
         if not (self.stage.is_last and self.stage.evaluates(step)):
             return ()
         done = self.state.now.accumulated()
@@ -224,7 +224,7 @@ class WorkItems:
         done = self.state.now.accumulated()
         return {microbatch: self.stage.weight(step, self.number(microbatch)) for microbatch in done}
 
-    def _sum_chunk(self, task: msg.SumChunk) -> tuple[float, ...]:
+    def _sum_chunk(self, task: work.SumChunk) -> tuple[float, ...]:
         began = self.times.begin()
         self.signs.begin(task.step, "R")
         self.signs.maybe_die(task.step, "R", "during")
@@ -232,12 +232,12 @@ class WorkItems:
         self._time(Kind.R, began)
         return squares
 
-    def _assemble(self, task: msg.AssembleSum) -> float | None:
+    def _assemble(self, task: work.AssembleSum) -> float | None:
         squares = self.tensors.assemble(task)
         self.signs.maybe_die(task.step, "R", "after")
         return squares
 
-    def _update(self, task: msg.Update) -> None:
+    def _update(self, task: work.Update) -> None:
         began = self.times.begin()
         self.signs.show(busy=True, doing=f"{self.me.stage}U")
         self.signs.maybe_die(task.step, "U", "before")
@@ -269,7 +269,7 @@ class WorkItems:
         if scale is not None:
             self.updater.apply(step, host_memory.to_device(mean, self.stage.device), scale)
 
-    def _snapshot(self, task: msg.Snapshot) -> None:
+    def _snapshot(self, task: work.Snapshot) -> None:
         address = self.control.book.get(Worker(task.joiner, self.me.stage))
         if address is None:
             return
@@ -278,7 +278,7 @@ class WorkItems:
         state = self.updater.weights(step) if self.sharded is not None else self.updater.state(step)
         self._sender.begin(target, task.transfer, state)
 
-    def send_fill(self, to: Address, parcel: msg.Parcel, facts: Any, tensors: tuple[Tensor, ...]) -> None:
+    def send_fill(self, to: Address, parcel: Parcel, facts: Any, tensors: tuple[Tensor, ...]) -> None:
         """The state of a chunk, to a new holder: live tensors, in pieces until the next update."""
         self._sender.begin_fill(to, parcel, facts, tensors)
 

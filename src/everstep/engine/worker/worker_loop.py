@@ -39,13 +39,12 @@ from everstep.net.courier import Courier
 from everstep.net.links import Address
 from everstep.net.transfers import ArrivingState
 from everstep.protocol import shard_messages as sh
-from everstep.protocol import worker_messages as msg
+from everstep.protocol import work
 from everstep.protocol.actions import InterruptWorkers
-from everstep.protocol.agent_messages import SAVING, PlantFaults, WorkerOrder
-from everstep.protocol.cluster_messages import NotifyWorker, TimePassed
-from everstep.protocol.links import LinkBroke, LinkOpened
+from everstep.protocol.messages import SAVING, NotifyWorker, PlantFaults, TimePassed, WorkerOrder
 from everstep.protocol.ops import Worker
-from everstep.protocol.worker_messages import ParcelKind
+from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
+from everstep.protocol.work import LinkBroke, LinkOpened
 
 # the last: the links failed
 InboxItem = frames.Incoming | WorkerOrder | LinkBroke | LinkOpened | FollowerSays | BaseException
@@ -105,18 +104,18 @@ class WorkerLoop:
             if self.control.may_leave(task):
                 self.show_saving()  # what its saver has in hand is written after this
                 return
-            if isinstance(task, msg.Wait | msg.Paused | msg.Finished):
+            if isinstance(task, work.Wait | work.Paused | work.Finished):
                 self._wait()
 
-    def turn(self) -> msg.WorkItem:
+    def turn(self) -> work.WorkItem:
         """Look for the next work item, and run it if there is one to run."""
         task = self.control.next()
         self._carry_out(self.control.take_actions())
         if self.control.may_leave(task):
             return task
-        if isinstance(task, msg.Wait | msg.Paused | msg.Finished):
+        if isinstance(task, work.Wait | work.Paused | work.Finished):
             self.signs.show(
-                busy=False, doing=task.missing if isinstance(task, msg.Wait) else type(task).__name__
+                busy=False, doing=task.missing if isinstance(task, work.Wait) else type(task).__name__
             )
             return task
         began = self.ports.clock_ns() / 1e9
@@ -211,7 +210,7 @@ class WorkerLoop:
             return None
         return Contents(facts, tensors, beside)
 
-    def accept(self, parcel: msg.Parcel, contents: Contents) -> bool:
+    def accept(self, parcel: Parcel, contents: Contents) -> bool:
         """A parcel is here, on every shard. False: it is of no use."""
         wanted = self.state.arrived(parcel, frames.value_of(parcel.what, contents.facts))
         if wanted:
@@ -233,7 +232,7 @@ class WorkerLoop:
             elif self.leader.slices.own_state(transfer, state):
                 self.load_state(transfer, self.leader.slices.take_state(transfer))
 
-    def load_state(self, transfer: msg.StateTransfer, state: Mapping[str, Tensor]) -> None:
+    def load_state(self, transfer: StateTransfer, state: Mapping[str, Tensor]) -> None:
         """All frames of a transfer are here, on every shard."""
         self.work.load_arrived(transfer.state_step, state)
         self.state.state_arrived(transfer)
@@ -250,23 +249,23 @@ class WorkerLoop:
                 case KeepLinks():
                     self.courier.forget({self.work.address(address) for address in command.addresses})
                     self.courier.prepare(self._neighbours())
-                case msg.Send():
+                case work.Send():
                     self._send(command)
-                case msg.Forget():
+                case work.Forget():
                     self.tensors.forget(command.parcels)
-                case msg.ReleaseGradients():
+                case work.ReleaseGradients():
                     pass  # the next step's sums begin with the update
-                case msg.DropStashes():
+                case work.DropStashes():
                     for microbatch in command.microbatches:
                         self.work.stage.drop(command.step, self.work.number(microbatch))
-                case msg.ReleaseChunks():
+                case work.ReleaseChunks():
                     self.work.updater.release(command.chunks)
-                case msg.ReleaseSum():
+                case work.ReleaseSum():
                     self.tensors.release_sum(command.step)
-                case msg.DiscardWork():
+                case work.DiscardWork():
                     self.tensors.discard(command.from_step, self.state.mail.box)
 
-    def _send(self, command: msg.Send) -> None:
+    def _send(self, command: work.Send) -> None:
         address = self.control.book.get(Worker(command.replica, command.stage))
         if address is not None and (self.shard == 0 or command.parcel.what not in SMALL):
             parcel = command.parcel
@@ -280,7 +279,7 @@ class WorkerLoop:
             elif parcel.what is ParcelKind.WEIGHTS:
                 self.signs.maybe_die(parcel.step, "U", "sending")
 
-    def _post(self, address: Address, command: msg.Send, facts: Any, tensors: tuple[Tensor, ...]) -> None:
+    def _post(self, address: Address, command: work.Send, facts: Any, tensors: tuple[Tensor, ...]) -> None:
         parcel = command.parcel
         if parcel.what is ParcelKind.FILL:
             self.work.send_fill(address, parcel, facts, tensors)

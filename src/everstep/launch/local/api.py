@@ -52,7 +52,7 @@ from everstep.launch.local.resuming import refuse_another_model
 from everstep.launch.local.run import LocalTask, Watcher
 from everstep.log import say
 from everstep.node.fork_server import ForkServer
-from everstep.protocol.cluster_messages import Patience
+from everstep.protocol.messages import Patience
 
 Batch = Callable[[int, int], Any]
 USUAL_STEPS = 100  # if neither steps nor epochs are given

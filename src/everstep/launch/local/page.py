@@ -30,7 +30,7 @@ from everstep.drive.step_rows import KEPT_ROWS, rows_document
 from everstep.errors import UserError
 from everstep.log import warn
 from everstep.node.worker_lines import Loop
-from everstep.protocol import cluster_messages as msg
+from everstep.protocol import messages as msg
 from everstep.protocol.codec import encode
 from everstep.protocol.ops import Worker, parse_worker
 

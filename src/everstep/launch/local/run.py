@@ -33,8 +33,8 @@ from everstep.node.fork_server import ForkServer
 from everstep.node.recent_ops import last_steps
 from everstep.node.worker_processes import NodeSettings, WorkerProcess, WorkerProcesses
 from everstep.protocol import actions as act
-from everstep.protocol import cluster_messages as msg
 from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
 from everstep.protocol.codec import encode
 from everstep.protocol.ops import Worker
 from everstep.schedule.task_scheduler import TaskScheduler

@@ -1,6 +1,5 @@
-"""What a worker reports, what it is ordered, and what its state asks of the loop that runs it.
-
-Parcels, which workers send each other, are in `parcels` and exported here.
+"""The work of a worker: what it reports of it, what it is ordered, and what its state asks of the loop that
+runs it. Parcels, which workers send each other, are in `parcels`.
 """
 
 from __future__ import annotations
@@ -10,11 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.protocol.ops import Microbatch, Op
-from everstep.protocol.parcels import Parcel as Parcel
-from everstep.protocol.parcels import ParcelKind as ParcelKind
-from everstep.protocol.parcels import Part as Part
-from everstep.protocol.parcels import Scores as Scores
-from everstep.protocol.parcels import StateTransfer as StateTransfer
+from everstep.protocol.parcels import Parcel, StateTransfer
 
 Place = tuple[Microbatch, int]  # (microbatch, stage)
 
@@ -63,9 +58,8 @@ class Resume:
     shares: tuple[tuple[int, int, float], ...] = ()  # step, stage, its part of the norm: who knew may be dead
     fills: tuple[tuple[int, int, int], ...] = ()  # sharded: chunk, replica to send its state to, from step
     restore: int | None = None  # load the state kept of this step (0: the initial state)
-    until: int | None = (
-        None  # the last step of this shape: after it the state is copied to memory, and that is all
-    )
+    # The last step of this shape: after it the state is copied to memory, and that is all.
+    until: int | None = None
     saves: bool = False  # the state of the step `until` is saved as a checkpoint
     recorded: int = 0  # the coordinator knows that this step and all before it are sealed
 
@@ -327,55 +321,29 @@ class DiscardWork:
 
 
 @dataclass(frozen=True, slots=True)
-class TellSealed:
-    """For the record: this stage's sum of this step is in the hands of every live peer."""
-
-    step: int
-    microbatches: int
-    executed: int
-    losses: tuple[tuple[Microbatch, float], ...]
-    sum_of_squares: float
-    attempt: int
-    scores: Scores = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TellInvalid:
-    """The norm of all stages forbids an update that was made eagerly."""
-
-    step: int
-    norm: float
-    attempt: int  # of the step after it, which is in vain
-
-
-@dataclass(frozen=True, slots=True)
-class TellCopied:
-    """A joining worker holds the whole state of this transfer."""
-
-    transfer: StateTransfer
-
-
-@dataclass(frozen=True, slots=True)
 class ReleaseChunks:
     """Sharded: other replicas hold these chunks now; their state here is not needed again."""
 
     chunks: tuple[int, ...]
 
 
+Command = Send | Forget | ReleaseGradients | DropStashes | ReleaseSum | ReleaseChunks | DiscardWork
+
+
+# ------------------------------------------------------------------ its connections, as it hears of them
+
+PeerAddress = tuple[str, int]  # host, port
+
+
 @dataclass(frozen=True, slots=True)
-class TellFilled:
-    """Sharded: this worker has the state of every chunk that it is a holder of."""
+class LinkBroke:
+    """A connection to or from this address broke."""
 
-    step: int
+    address: PeerAddress
 
 
 @dataclass(frozen=True, slots=True)
-class TellUnrestored:
-    """No holder of the state that was to be loaded could be read. `epoch`: of the order to load it."""
+class LinkOpened:
+    """The peer at this address has answered on a new connection."""
 
-    state_step: int
-    epoch: int = 0
-
-
-Told = TellSealed | TellInvalid | TellCopied | TellUnrestored | TellFilled  # what becomes a report
-Command = Send | Forget | ReleaseGradients | DropStashes | ReleaseSum | ReleaseChunks | DiscardWork | Told
+    address: PeerAddress

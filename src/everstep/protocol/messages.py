@@ -1,0 +1,839 @@
+"""The messages of coordinator, agents and workers, by wire: what happens to the cluster, what nodes report,
+what they are ordered, what is decided, and what a worker and its agent say to each other.
+
+    operator ──► TaskSubmitted, CancelRequested, DrainRequested …  ┐
+    agent    ──► FromNode(number, report)                          ├─► Coordinator ─► Dispatch(number, order)
+    clock    ──► NodeFellSilent, TimePassed                        ┘              └─► Think, TaskEnded …
+
+Both directions of a node's line are numbered, from 1 for each life of the agent (`boot`). What was received
+before is ignored; after a reconnection each side says how far it is, so nothing is lost or doubled.
+
+    worker ──► WorkerHello, then WorkerReports      the agent numbers these and passes them on
+    agent  ──► WorkerOrders                         most are the coordinator's, passed on as they are
+
+A worker and its agent talk over a Unix socket of their machine, in the coordinator's own words: a report is
+said once, by the worker it is about, and nothing on its way has to know its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from everstep.protocol.actions import ComputePlan, Notice, RecordStep
+from everstep.protocol.events import Event
+from everstep.protocol.incidents import OpsTook
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
+from everstep.protocol.table import AGENT, ATTEMPT, COORDINATOR, OPERATOR, PROTOCOL, WORKER, message
+
+SAVING = "saving"  # what a beacon shows of a worker that hands over or writes a state
+
+# ------------------------------------------------------------------ the wires
+
+
+class ClusterEvent:
+    """What happens to the cluster, in the order of the coordinator's journal."""
+
+    __slots__ = ()
+
+
+class NodeEvent(ClusterEvent):
+    """About a node that has joined before; else it does not count."""
+
+    __slots__ = ()
+    node: str
+
+
+class TaskRequest(ClusterEvent):
+    """About a task that was submitted before; else it does not count."""
+
+    __slots__ = ()
+    task: str
+
+
+class NodeReport:
+    """What an agent reports, about its node or for one of its workers."""
+
+    __slots__ = ()
+
+
+class TaskReport(NodeReport):
+    """About a task."""
+
+    __slots__ = ()
+    task: str
+
+
+class Order:
+    """What the coordinator orders an agent to do."""
+
+    __slots__ = ()
+
+
+class ClusterAction:
+    """What the coordinator decides: orders to nodes, questions to scheduler and planner, what is recorded."""
+
+    __slots__ = ()
+    because: str
+    cause: int  # the number of the event it follows from
+
+
+class FromWorker:
+    """What a worker's process says to its agent."""
+
+    __slots__ = ()
+
+
+class WorkerReport(FromWorker):
+    """After its hello."""
+
+    __slots__ = ()
+
+
+class WorkerOrder:
+    """What an agent says to a worker's process."""
+
+    __slots__ = ()
+
+
+# ------------------------------------------------------------------ what nodes report
+
+
+class Sender(NamedTuple):
+    """The process a report comes from; see `core.cluster.fences`."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+
+
+@message(by=(WORKER, AGENT), says="an event of task {task}")
+class TaskEvent(TaskReport, WorkerReport):
+    """Something happened to a task's worker, or its recovery has an answer."""
+
+    task: str
+    event: Event
+
+
+@message(by=AGENT, says="the newest checkpoint of {task} is of step {step}")
+class CheckpointFound(TaskReport):
+    """The newest whole checkpoint of a task, 0 if there is none."""
+
+    task: str
+    step: int
+    refused: tuple[str, ...] = ()
+    search: int = 1  # the number of the search
+    loss: float | None = None  # of that step, where the checkpoint says it
+
+
+@message(by=AGENT, says="the checkpoints of {task} cannot be used: {because}")
+class CheckpointUnusable(TaskReport):
+    """A task's checkpoints give no step to start from. `passing`: it may be otherwise later."""
+
+    task: str
+    because: str
+    passing: bool
+    search: int = 1
+
+
+@message(by=WORKER, fences=(ATTEMPT,), says="stage {stage} of {task} has written its state of step {step}")
+class PartWritten(TaskReport, WorkerReport):
+    """One stage's part of a checkpoint is in the directory, or in the memory of a node.
+
+    `part` is for the one who commits or loads it.
+    """
+
+    task: str
+    step: int
+    stage: int
+    attempt: int  # at this step
+    part: Any
+    memory_of: str | None = None  # the node, for a copy in memory
+    share: tuple[int, int] = (0, 1)  # which of how many parts of the stage this is
+
+
+@message(
+    by=(WORKER, AGENT),
+    fences=(ATTEMPT,),
+    says="the state of {task} after step {step} was not saved: {because}",
+)
+class SaveFailed(TaskReport, WorkerReport):
+    """A state was not saved: a worker could not write its part, or an agent could not commit the whole."""
+
+    task: str
+    step: int
+    attempt: int  # at this step
+    because: str
+    memory_of: str | None = None  # the node whose memory was to keep it; None: on disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRead:
+    """A part of a state that a worker could not read from the memory of a node."""
+
+    part: int  # its number among the parts of the state
+    node: str
+    because: str
+    then: str = ""  # the node that it was read from instead; empty: no holder was left
+
+
+@message(by=WORKER, says="worker {worker} of {task} has loaded the state of step {step}")
+class StateFetched(TaskReport, WorkerReport):
+    """A worker has loaded its state from memory, or tried to: how much of it was on its own node, how much
+    elsewhere, and which reads failed.
+    """
+
+    task: str
+    worker: Worker
+    step: int
+    bytes_here: int
+    bytes_elsewhere: int
+    seconds: float
+    failed: tuple[FailedRead, ...] = ()
+
+
+@message(by=WORKER, fleeting=True, says="worker {worker} of {task} is overdue in {doing}")
+class OpOverdue(TaskReport):
+    """A worker's op takes longer than it should, as its agent sees it; see `core.faults.detector`."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    doing: str
+    busy: bool
+    stopped: bool  # the kernel says so
+    elapsed_s: float
+    expected_s: float
+    step: int
+    active_s: float = 0.0  # of that time its threads ran, or waited for a CPU
+    unanswered_s: float = 0.0  # it only waits, and for so long it has not taken an order
+    shard: int | None = None  # of the worker: the others wait for this one
+
+
+@message(by=WORKER, fleeting=True, says="worker {worker} of {task} makes progress again")
+class WorkerMoved(TaskReport):
+    """A worker that was overdue has gone on: it was slow, not hung."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+
+
+@message(by=WORKER, says="worker {worker} of {task} has reopened its link to {peer}")
+class LinkMended(TaskReport, WorkerReport):
+    """A connection between two live workers broke and was opened again."""
+
+    task: str
+    worker: Worker
+    peer: Worker
+
+
+@message(by=WORKER, fleeting=True, says="worker {worker} of {task} reports its times")
+class TimesReported(TaskReport, WorkerReport):
+    """How long ops take on a worker, in seconds by kind. For the scheduler, and for who looks for slowness.
+
+    `times` are smoothed; `ops` are those since the last telling: how many, and their own seconds together.
+    """
+
+    task: str
+    worker: Worker
+    times: Mapping[str, float]
+    incarnation: int = 0
+    step: int = 0
+    ops: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    seconds: float = 0.0  # since the last telling
+    carriers: Mapping[str, str] = field(default_factory=dict)  # by peer: the transport of tensors to it
+    shard_waits: tuple[float, ...] = ()  # seconds inside collectives of each of its shards
+    sent: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """By peer on another machine, since the last telling: bytes acknowledged, and for how many seconds some
+    were on their way."""
+
+
+@message(
+    by=(WORKER, COORDINATOR),
+    fleeting=True,
+    says="the link between workers {worker} and {peer} of {task} is slow",
+)
+class SlowLinkFound(TaskReport, TaskRequest):
+    """Messages between these two take longer than elsewhere, or than before: their rings say so, or, between
+    machines, the rate of what was acknowledged.
+    """
+
+    task: str
+    worker: Worker
+    peer: Worker
+    because: str
+    evidence: tuple[str, ...] = ()
+    ruled_out: tuple[str, ...] = ()
+
+
+@message(
+    by=(WORKER, COORDINATOR),
+    fleeting=True,
+    says="the link between workers {worker} and {peer} of {task} is no longer slow",
+)
+class SlowLinkEnded(TaskReport, TaskRequest):
+    """Messages between these two are as fast as usual again."""
+
+    task: str
+    worker: Worker
+    peer: Worker
+    because: str
+
+
+@message(by=AGENT, says="the kernel of node {node} says: {text}")
+class KernelSpoke(NodeReport):
+    """A line of the kernel's log that names a device's fault. `slots`: those of the device, if known."""
+
+    text: str
+    slots: tuple[int, ...] = ()
+
+
+@message(by=AGENT, says="node {node} leaves in {leaves_in_s:.0f} s, says {by}")
+class LeaveNoticed(NodeReport):
+    """The node has a notice that it will be taken away, as spot instances get."""
+
+    leaves_in_s: float
+    by: str
+
+
+@message(by=AGENT, says="slot {slot} of node {node} is free again")
+class SlotFreed(NodeReport):
+    """A process that outlived SIGKILL has ended after all: its slot can be used again."""
+
+    slot: int
+
+
+# ------------------------------------------------------------------ what nodes are ordered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFolder:
+    """Where a task's checkpoints are."""
+
+    base: str  # a relative folder is seen from here
+    folder: str  # or a URL
+    keep: int  # older ones are removed
+    start_over: bool = False  # continue without checkpoints that cannot be used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskNeeds:
+    """What an agent needs to know of a job; the job itself is for workers alone."""
+
+    device: str = "cpu"
+    threads: int = 1  # of each worker
+    modules: tuple[str, ...] = ()  # to import before workers are forked
+    log: str | None = None  # folder for what workers print
+    checkpoints: CheckpointFolder | None = None
+
+
+@message(says="prepare task {task} on {node}")
+class OpenTask(Order):
+    """Workers of this task will come to this node: what they need to know."""
+
+    task: str
+    job: Any  # handed to workers as it is
+    secret: str
+    script: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    shape: Shape | None = None  # None, also below: the coordinator or its journal is of the version before
+    needs: TaskNeeds | None = None
+
+
+@message(says="start worker {worker} of {task} on {node}")
+class StartProcess(Order):
+    """Start a process for this worker in this slot."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    slot: int
+    more_slots: tuple[int, ...] = ()  # of its other shards
+
+
+@message(says="stop worker {worker} of {task} on {node}")
+class KillProcess(Order):
+    """End this process at once."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+
+
+class MemoryAddress(NamedTuple):
+    """The memory of a node, as other nodes reach it."""
+
+    node: str
+    host: str
+    port: int
+
+
+@message(says="notify worker {worker} of {task} on {node}")
+class NotifyWorker(Order, WorkerOrder):
+    """Pass this on to a worker. `book`: where every worker of the task can be reached. `copy_to`: where
+    it puts copies of its state; `copy_at_end`: whether it leaves one on its own node when its shape ends (a
+    peer on its node may do so); `copy_away`: that one goes to `copy_to` too, because its node is to be
+    emptied; `copies`: the state it restores, where that is in memory; `other_holders`: of every part of it
+    the other nodes that have it, in the order in which they are asked if a read fails.
+    """
+
+    task: str
+    worker: Worker
+    words: Notice
+    book: tuple[tuple[Worker, str, int], ...] = ()
+    copy_to: MemoryAddress | None = None
+    copy_at_end: bool = True
+    copy_away: bool = False
+    copies: tuple[tuple[MemoryAddress, Any], ...] = ()  # whose memory, part
+    other_holders: tuple[tuple[tuple[MemoryAddress, Any], ...], ...] = ()
+
+
+@message(says="reserve memory for copies of {task} on {node}")
+class OpenMemory(Order):
+    """Workers of this task, on other nodes, will put copies of their states here."""
+
+    task: str
+    secret: str
+
+
+@message(says="drop old memory copies of {task} on {node}")
+class DropCopies(Order):
+    """States of this task older than this step are not needed any more."""
+
+    task: str
+    before: int
+
+
+@message(says="stop the workers of {task} on {node}")
+class CloseTask(Order):
+    """End this task's workers: `gently` lets them finish the update and the checkpoint in hand."""
+
+    task: str
+    gently: bool
+
+
+@message(says="reconcile the workers on {node}")
+class KeepOnly(Order):
+    """End every worker that is not one of these: they were given up while this node was away."""
+
+    keep: tuple[tuple[str, Worker, int], ...]
+
+
+@message(says="search checkpoints of {task} on {node}")
+class FindCheckpoint(Order):
+    """Look for the newest checkpoint of this task that can be used."""
+
+    task: str
+    job: Any  # for agents of the version before
+    known: int = 0  # a step that was committed: the newest cannot be older
+    search: int = 1  # to be said again in the answer: an answer to an earlier search does not count
+    needs: TaskNeeds | None = None  # None: as in OpenTask
+
+
+@message(says="commit a checkpoint of {task} on {node}")
+class CommitCheckpoint(Order):
+    """All parts of this step are written: make them a checkpoint."""
+
+    task: str
+    step: int
+    parts: tuple[Any, ...]
+    attempt: int = 0  # to be said again if it fails
+    loss: float | None = None  # of this step
+
+
+@message(says="remove an incomplete checkpoint of {task} on {node}")
+class DiscardPartial(Order):
+    """Remove what was written of a checkpoint that will not be complete. `keep`: steps being written."""
+
+    task: str
+    step: int
+    keep: tuple[int, ...] = ()
+
+
+# ------------------------------------------------------------------ how patient to be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """Budgets, back-off and windows of the coordinator's remedies."""
+
+    restarts_per_node: int = 2  # of one place on one machine, before the machine is suspected
+    restarts_per_place: int = 3  # in all, where there is no other machine
+    backoff_first_s: float = 0.0
+    backoff_s: float = 1.0
+    backoff_most_s: float = 60.0
+    forget_after_s: float = 3600.0  # a failure older than this no longer counts
+    mends_before_restart: int = 3  # of one link
+    isolation_s: float = 600.0
+    isolations_before_lemon: int = 2
+    lonely_silence_s: float = 30.0  # a silent node that no other node can speak for is given up after this
+    awaited_silence_s: float = 10.0  # one that owes a ledger; an agent may be looking for us
+    start_silence_s: float = 3.0  # one on which a worker was to start, and nothing trains
+    rejoin_after_steps: int = 0
+    checkpoint_retries: int = 6  # of reading a task's checkpoints, with back-off; then the task fails
+
+
+# ------------------------------------------------------------------ what the planner weighed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeighedOption:
+    """One thing a task could do, in the best plan of the whole cluster in which it does that.
+
+    Amounts are in the work of one worker in one second, times the task's weight.
+    """
+
+    task: str
+    what: str  # continue with rerouting, change shape to 4x1 …
+    workers: int
+    shape: str  # 2x2; empty: none
+    throughput: float  # in the work of one worker
+    transition_s: float
+    earns: float  # until the next event
+    pays: float  # for the change, and for the way back after a promised repair
+    behind: float  # how much less the whole cluster's plan is worth than the best plan
+    chosen: bool
+    because: str
+
+
+# ------------------------------------------------------------------ what happens to the cluster
+
+
+@message(by=AGENT, says="node {node} reports")
+class FromNode(ClusterEvent):
+    """A node's report. `number` counts up in one life of its agent."""
+
+    node: str
+    boot: str
+    number: int
+    report: NodeReport
+    sender: Sender | None = None  # None: the agent itself
+
+
+@message(by=AGENT, says="node {node} joined")
+class NodeJoined(ClusterEvent):
+    """An agent is there: for the first time, again after a cut (same `boot`), or restarted (another)."""
+
+    node: str
+    boot: str
+    slots: int
+    host: str
+    memory_port: int = 0  # where other nodes reach its memory store; 0: nowhere
+
+
+@message(says="node {node} fell silent")
+class NodeFellSilent(NodeEvent):
+    node: str
+    silent_s: float
+
+
+@message(by=AGENT, says="node {node} left")
+class NodeLeft(NodeEvent):
+    """Its agent ended in good order, and its workers with it."""
+
+    node: str
+
+
+@message(by=OPERATOR, says="an operator drains node {node}")
+class DrainRequested(NodeEvent):
+    """An operator wants a node emptied. A task that would lose steps makes its state safe first, at the end
+    of its step. `force`: at once, whatever is lost.
+    """
+
+    node: str
+    force: bool = False
+
+
+@message(by=OPERATOR, says="node {node} is readmitted by {by}")
+class ReadmitRequested(NodeEvent):
+    """A person, or a health check, says this node is fit again."""
+
+    node: str
+    by: str
+
+
+@message(by=OPERATOR, says="node {node} is expected back in {back_in_s:.0f} s")
+class RepairPromised(NodeEvent):
+    """An operator, or a repair system, says when this node will be back."""
+
+    node: str
+    back_in_s: float
+
+
+@message(by=OPERATOR, says="node {node} leaves in {leaves_in_s:.0f} s, says {by}")
+class LeaveAnnounced(NodeEvent):
+    """This node will be taken away: an operator, or the provider of a spot instance, says when."""
+
+    node: str
+    leaves_in_s: float
+    by: str
+
+
+@message(by=OPERATOR, says="task {task} is submitted")
+class TaskSubmitted(ClusterEvent):
+    """`job` is opaque here: agents hand it to workers. By `secret` the task's workers know each other."""
+
+    task: str
+    job: Any
+    shape: Shape
+    steps: int
+    secret: str
+    weight: float = 1.0
+    has_checkpoints: bool = False
+    least_stages: int = 0  # the planner may cut the model into so many stages …
+    most_stages: int = 0  # … up to so many; 0: it keeps the shape
+    least_shards: int = 0  # where that pays, workers may have so few shards …
+    most_shards: int = 0  # … up to so many, in divisors of these; 0: as many as now
+    script: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()  # scripted ones, for demonstrations
+    closes: bool = False  # after the last step follows one that only evaluates
+    needs: TaskNeeds | None = None  # None: submitted to the version before
+
+
+@message(by=OPERATOR, says="an operator cancels task {task}")
+class CancelRequested(TaskRequest):
+    task: str
+
+
+@message(by=OPERATOR, says="task {task} is to finish early")
+class FinishRequested(TaskRequest):
+    """Train to the end of the step it is in, save that state, and be finished."""
+
+    task: str
+    because: str
+
+
+@message(by=OPERATOR, says="an operator pauses task {task}")
+class PauseRequested(TaskRequest):
+    task: str
+
+
+@message(by=OPERATOR, says="an operator resumes task {task}")
+class UnpauseRequested(TaskRequest):
+    task: str
+
+
+@message(by=OPERATOR, says="an operator resizes task {task} to {workers} workers")
+class ResizeRequested(TaskRequest):
+    """At most this many workers from now on, until an operator releases it."""
+
+    task: str
+    workers: int
+
+
+@message(by=OPERATOR, says="an operator lets the planner choose the size of task {task}")
+class ResizeReleased(TaskRequest):
+    """The planner may choose workers and shape again."""
+
+    task: str
+
+
+@message(by=OPERATOR, says="an operator changes the shape of task {task}")
+class ReshapeRequested(TaskRequest):
+    """Another shape from the next step boundary on, kept until an operator releases it. `job`: the same one,
+    in that shape.
+    """
+
+    task: str
+    job: Any
+    shape: Shape
+
+
+@message(says="the scheduler answers for task {task}")
+class PlanAnswered(TaskRequest):
+    """The scheduler's answer to `Think`, or its wish for a new schedule."""
+
+    task: str
+    event: Event
+
+
+class ChosenShape(NamedTuple):
+    """Another shape for a task, and its job in that shape."""
+
+    job: Any
+    shape: Shape
+
+
+@message(says="the planner allocates the slots")
+class AssignmentChosen(ClusterEvent):
+    """The planner's answer to `ChooseAssignment`: how many workers each task shall have, and in which shape.
+
+    `shapes`: changes of shape, now. `wishes`: changes that would pay if nothing else happened; they are made
+    once staying has cost as much as the change would, which is when `review_s` have passed. `losses`: what
+    staying costs those tasks per second. `gains`: by how much changes of shape were expected to be faster.
+    """
+
+    version: int
+    workers: Mapping[str, int]
+    because: str
+    shapes: Mapping[str, ChosenShape] = field(default_factory=dict)
+    wishes: Mapping[str, Shape] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict)
+    gains: Mapping[str, float] = field(default_factory=dict)
+    review_s: float | None = None
+    weighed: tuple[WeighedOption, ...] = ()
+    is_prepared: bool = False  # the answer was thought of before it was asked for
+
+
+@message(says="worker {worker} of {task} is slow")
+class SlownessFound(TaskRequest):
+    """A worker takes `factor` times as long as it should. Reported again when the factor has changed.
+
+    `ops` are the values behind `evidence`, in the same order; `paces` are those of all workers.
+    """
+
+    task: str
+    worker: Worker
+    incarnation: int
+    factor: float
+    since_step: int
+    because: str
+    evidence: tuple[str, ...] = ()
+    ruled_out: tuple[str, ...] = ()
+    ops: tuple[OpsTook, ...] = ()
+    paces: Mapping[Worker, float] = field(default_factory=dict)
+
+
+@message(says="worker {worker} of {task} is no longer slow")
+class SlownessEnded(TaskRequest):
+    task: str
+    worker: Worker
+    incarnation: int
+    because: str
+
+
+@message(says="the policy is set")
+class PolicySet(ClusterEvent):
+    """How patient to be from now on, and whether a planner is asked. An event like any other: what was
+    decided under another policy must be replayed under that one.
+    """
+
+    patience: Patience
+    planned: bool
+
+
+@message(says="a waiting time is over")
+class TimePassed(ClusterEvent):
+    """Something was put off until now."""
+
+
+# ------------------------------------------------------------------ what is decided
+
+
+@message(says="order {number} to node {node}")
+class Dispatch(ClusterAction):
+    node: str
+    number: int
+    order: Order
+    because: str
+    cause: int = 0  # the number of the event it follows from
+
+
+@message(says="task {task}: reschedule the rest of the step")
+class Think(ClusterAction):
+    """Have the scheduler answer; its answer comes back as `PlanAnswered`."""
+
+    task: str
+    question: ComputePlan
+    because: str
+    slow: Mapping[Worker, float] = field(default_factory=dict)  # workers that take so many times as long
+    cause: int = 0  # the number of the event it follows from
+
+
+@message(says="ask the planner to allocate the slots")
+class ChooseAssignment(ClusterAction):
+    """Have the planner say how many workers each task gets; its answer comes back as `AssignmentChosen`."""
+
+    version: int
+    because: str
+    cause: int = 0  # the number of the event it follows from
+
+
+@message(says="record step {record.step} of {task}")
+class RecordRow(ClusterAction):
+    task: str
+    record: RecordStep
+    because: str
+    cause: int = 0  # the number of the event it follows from
+
+
+@message(says="incident {number} is closed")
+class IncidentClosed(ClusterAction):
+    number: int
+    because: str
+    cause: int = 0  # the number of the event it follows from
+
+
+@message(says="task {task} is {state}")
+class TaskEnded(ClusterAction):
+    task: str
+    state: str  # finished, failed, cancelled
+    because: str
+    cause: int = 0  # the number of the event it follows from
+
+
+@message(says="task {task} changes its shape")
+class TaskReshaped(ClusterAction):
+    """The task's workers of its old shape are gone; it begins anew in this one, where it was."""
+
+    task: str
+    shape: Shape
+    because: str
+    cause: int = 0  # the number of the event it follows from
+
+
+@message(says="node {node} is {state}")
+class NodeChanged(ClusterAction):
+    node: str
+    state: str
+    because: str
+    cause: int = 0  # the number of the event it follows from
+
+
+# ------------------------------------------------------------------ a worker and its agent
+
+
+@message(by=WORKER, says="worker {worker} of {task} calls")
+class WorkerHello(FromWorker):
+    """A process calls its agent: which one it is."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    pid: int
+    protocol: int = PROTOCOL
+
+
+@message(by=WORKER, says="an order was taken")
+class OrderTaken(WorkerReport):
+    """The worker has taken one more of the coordinator's orders. For the agent only: a worker that waits and
+    yet takes no order is hung.
+    """
+
+
+@message(by=WORKER, says="shard {shard} of worker {worker} of {task} ended: {how}")
+class ShardEnded(FromWorker):
+    """One of a worker's shards is gone, and so the worker is. For its agent, which says why it ended."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    shard: int
+    how: str  # killed by SIGKILL
+
+
+@message(by=AGENT, says="leave")
+class EndWorker(WorkerOrder):
+    """Leave. `gently`: first finish the update, the checkpoint and the copies in hand."""
+
+    gently: bool
+
+
+@message(by=AGENT, says="plant faults")
+class PlantFaults(WorkerOrder):
+    """These faults and no others from now on, for demonstrations."""
+
+    faults: tuple[str, ...]

@@ -1,0 +1,142 @@
+"""The table of messages. Every message is declared once, where its class is:
+
+    @message(by=WORKER, fences=(EPOCH,), says="worker {worker} of {task} runs ops again, epoch {epoch}")
+    class WorkerResumed(Event): ...
+
+The base class is the wire it travels on: an empty class, which annotations and the codec use for any of its
+messages. From the rows of the table follow which reports a coordinator accepts (`core.cluster.fences`), what
+can be decoded (`codec`), the sentences that people read (`server.words`), what an agent keeps while the line
+is cut (`core.agent.reports`) and `docs/protocol.md`. A machine that takes the messages of a wire has
+`Handlers`; a test compares them with the rows, so a message without a handler fails there.
+
+To add a message: its row, its sender, its handler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from types import UnionType
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform, get_args, get_type_hints
+
+from everstep.errors import InternalError
+
+PROTOCOL = 3  # raised when a message changes in a way that an older program would misread
+Message = TypeVar("Message")
+Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Speaker(StrEnum):
+    """Who may say a message."""
+
+    WORKER = "worker"  # or its agent, about this one process: the report names it (`Sender`)
+    AGENT = "agent"
+    COORDINATOR = "coordinator"  # its machine, its clock, its scheduler and its planner
+    OPERATOR = "operator"
+
+
+class Fence(StrEnum):
+    """A number of a message that must be the current one; else it is of the past and does not count. Beside
+    that, whatever a worker says counts only if its process (`Sender`) holds the worker's place on that node.
+    """
+
+    INCARNATION = "incarnation"  # of the worker that it names
+    EPOCH = "epoch"
+    ATTEMPT = "attempt"  # at the step that it names
+    NEXT_ATTEMPT = "attempt at the next step"
+
+
+WORKER, AGENT, COORDINATOR, OPERATOR = Speaker
+INCARNATION, EPOCH, ATTEMPT, NEXT_ATTEMPT = Fence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    kind: type[Any]
+    by: tuple[Speaker, ...]
+    fences: tuple[Fence, ...]
+    says: str  # with the message's fields, and `node` and `task` where they are around it
+    since: int  # the protocol version that brought it
+    fleeting: bool  # of no use later: not kept while the line is cut
+
+    def sentence(self, message: object, **around: object) -> str:
+        known = {each.name: getattr(message, each.name) for each in fields(self.kind)}
+        return self.says.format(**around | known)
+
+
+TABLE: dict[type[Any], Row] = {}
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+def message(
+    *,
+    says: str,
+    by: Speaker | tuple[Speaker, ...] = COORDINATOR,
+    fences: tuple[Fence, ...] = (),
+    since: int = 1,
+    fleeting: bool = False,
+) -> Callable[[type[Message]], type[Message]]:
+    """Make the class a frozen dataclass and give it its row."""
+
+    def declare(kind: type[Message]) -> type[Message]:
+        made = dataclass(frozen=True, slots=True, kw_only=True)(kind)
+        speakers = (by,) if isinstance(by, Speaker) else by
+        TABLE[made] = Row(kind=made, by=speakers, fences=fences, says=says, since=since, fleeting=fleeting)
+        return made
+
+    return declare
+
+
+def rows(wire: type[Any]) -> Iterator[Row]:
+    """The messages of a wire, in the order of their declaration."""
+    return (row for kind, row in TABLE.items() if issubclass(kind, wire))
+
+
+def is_wire(kind: object) -> bool:
+    """An empty base class of messages?"""
+    return isinstance(kind, type) and kind not in TABLE and any(issubclass(each, kind) for each in TABLE)
+
+
+class Handlers(Generic[Result]):
+    """What a machine does about each message of a wire: its methods, by the class in their annotation.
+
+    on = Handlers[Actions](NodeReport)
+
+    @on
+    def _slot_freed(self, report: SlotFreed, now: float) -> Actions: ...
+
+    def handle(self, report: NodeReport, now: float) -> Actions:
+        return on[type(report)](self, report, now)
+    """
+
+    ALL: ClassVar[list[Handlers[Any]]] = []
+
+    def __init__(self, *wires: type[Any]) -> None:
+        self.wires = wires
+        self.methods: dict[type[Any], Callable[..., Result]] = {}
+        self.ALL.append(self)
+
+    def __call__(self, method: Method) -> Method:
+        kinds = [kind for hint in get_type_hints(method).values() for kind in _kinds(hint)]
+        found = [kind for kind in kinds if kind in TABLE and issubclass(kind, self.wires)]
+        assert found, f"{method.__qualname__} takes no message of {self.wires}"
+        for kind in found:
+            assert kind not in self.methods, f"{kind.__name__} has two handlers"
+            self.methods[kind] = method
+        return method
+
+    def __getitem__(self, kind: type[Any]) -> Callable[..., Result]:
+        if kind not in self.methods:
+            raise InternalError(f"{kind.__name__} has no handler")
+        return self.methods[kind]
+
+    def missing(self) -> set[str]:
+        """The messages that would not be handled."""
+        wanted = {row.kind.__name__ for wire in self.wires for row in rows(wire)}
+        return wanted - {kind.__name__ for kind in self.methods}
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
