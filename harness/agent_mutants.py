@@ -7,7 +7,6 @@ are what the code did before that item was closed. All are sought by storms arou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from everstep.core.agent.agent import AgentState, LeaveLine, LineClosed
@@ -222,16 +221,16 @@ def leaves_with_work_in_hand() -> list[Patch]:
 
 def late_reports_count() -> list[Patch]:
     """Issue 16, 4: seals of processes that were given up count, whatever attempt they are of."""
-    right, counted = Recovery._handle_seal, fences.refused
+    right, counted = Recovery.is_late, fences.refused
 
-    def wrong(self: Recovery, event: StepSealed, *rest: Any) -> Any:
-        return right(self, replace(event, attempt=self.attempt_of(event.step)), *rest)
+    def wrong(self: Recovery, said: Any) -> bool:
+        return not isinstance(said, StepSealed) and right(self, said)
 
     def lenient(node: str, report: Any, sender: Any, tasks: Any) -> str:
         is_seal = isinstance(report, msg.TaskEvent) and isinstance(report.event, StepSealed)
         return "" if is_seal else counted(node, report, sender, tasks)
 
-    return [(fences, "refused", lenient), (Recovery, "_handle_seal", wrong)]
+    return [(fences, "refused", lenient), (Recovery, "is_late", wrong)]
 
 
 def drained_node_not_given_up() -> list[Patch]:

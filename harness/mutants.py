@@ -17,6 +17,7 @@ from everstep.core.task import phases as phases_module
 from everstep.core.task.groups import Groups
 from everstep.core.task.phases import Phases
 from everstep.core.task.places import Places
+from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Entering, Gathering
 from everstep.core.worker.chunks import Chunks
 from everstep.core.worker.mailbox import Mailbox
@@ -55,15 +56,15 @@ def reduce_sums_two_rounds() -> list[Patch]:
 
 def stale_epoch_accepted() -> list[Patch]:
     """A ledger of an earlier epoch counts for this one."""
-    right = Phases.take_ledger
+    right = Recovery.handle
 
-    def wrong(self: Phases, event: LedgerReported) -> list[Any]:
+    def wrong(self: Recovery, event: Any, now: float) -> list[Any]:
         phase = self.phase
-        if isinstance(phase, Gathering) and event.epoch != phase.epoch:
+        if isinstance(phase, Gathering) and isinstance(event, LedgerReported):
             event = replace(event, epoch=phase.epoch)
-        return right(self, event)
+        return right(self, event, now)
 
-    return [(Phases, "take_ledger", wrong)]
+    return [(Recovery, "handle", wrong)]
 
 
 def ledger_without_done_before() -> list[Patch]:

@@ -108,14 +108,14 @@ class Handlers(Generic[Result]):
     def _slot_freed(self, report: SlotFreed, now: float) -> Actions: ...
 
     def handle(self, report: NodeReport, now: float) -> Actions:
-        return on[type(report)](self, report, now)
+        return self.on.handler(self, report)(report, now)
     """
 
     ALL: ClassVar[list[Handlers[Any]]] = []
 
     def __init__(self, *wires: type[Any]) -> None:
         self.wires = wires
-        self.methods: dict[type[Any], Callable[..., Result]] = {}
+        self._names: dict[type[Any], str] = {}
         self.ALL.append(self)
 
     def __call__(self, method: Method) -> Method:
@@ -123,19 +123,22 @@ class Handlers(Generic[Result]):
         found = [kind for kind in kinds if kind in TABLE and issubclass(kind, self.wires)]
         assert found, f"{method.__qualname__} takes no message of {self.wires}"
         for kind in found:
-            assert kind not in self.methods, f"{kind.__name__} has two handlers"
-            self.methods[kind] = method
+            assert kind not in self._names, f"{kind.__name__} has two handlers"
+            self._names[kind] = method.__name__
         return method
 
-    def __getitem__(self, kind: type[Any]) -> Callable[..., Result]:
-        if kind not in self.methods:
-            raise InternalError(f"{kind.__name__} has no handler")
-        return self.methods[kind]
+    def handler(self, machine: object, message: object) -> Callable[..., Result]:
+        """The method of this machine for this message."""
+        name = self._names.get(type(message))
+        if name is None:
+            raise InternalError(f"{type(message).__name__} has no handler in {type(machine).__name__}")
+        method: Callable[..., Result] = getattr(machine, name)
+        return method
 
     def missing(self) -> set[str]:
         """The messages that would not be handled."""
         wanted = {row.kind.__name__ for wire in self.wires for row in rows(wire)}
-        return wanted - {kind.__name__ for kind in self.methods}
+        return wanted - {kind.__name__ for kind in self._names}
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:

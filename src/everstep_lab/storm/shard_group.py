@@ -19,7 +19,7 @@ from everstep.core.worker.slices import SMALL, SliceCount, SlicesInHand
 from everstep.core.worker.worker_state import WorkerState
 from everstep.protocol import shard_messages as sh
 from everstep.protocol import work
-from everstep.protocol.messages import PlantFaults, Sender
+from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, StateTransfer
 from everstep.protocol.work import LinkBroke, LinkOpened, PeerAddress
@@ -194,7 +194,7 @@ class VirtualFollower:
 
     def _hear(self, item: Any) -> None:
         match item:
-            case sh.ShardTakes(event=event, now=now) if not isinstance(event, PlantFaults):
+            case sh.ShardTakes(event=event, now=now):
                 self._carry_out(self.control.handle(event, now))
                 self._carry_out(self.control.take_actions())
             case sh.ShardReceives(parcel=parcel, value=value):

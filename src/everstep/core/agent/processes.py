@@ -77,7 +77,7 @@ class NodeProcesses:
     def handle(self, event: ProcessEvent, now: float) -> Actions:
         match event:
             case OrderGiven(order=order):
-                return self.on_order[type(order)](self, order, now)
+                return self.on_order.handler(self, order)(order, now)
             case ProcessSpawned():
                 return self._spawned(event.sender, now)
             case SpawnFailed():

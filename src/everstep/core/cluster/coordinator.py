@@ -189,16 +189,16 @@ class Coordinator:
 
     def _handle(self, event: ClusterEvent, now: Moment) -> Actions:
         """What is about a node or a task that is not known does not count."""
-        method = self.on[type(event)]
+        handle = self.on.handler(self, event)
         match event:
             case msg.NodeEvent():
                 node = self.nodes.get(event.node)
-                return [] if node is None else method(self, node, event, now)
+                return [] if node is None else handle(node, event, now)
             case msg.TaskRequest():
                 task = self.tasks.get(event.task)
-                return [] if task is None else method(self, task, event, now)
+                return [] if task is None else handle(task, event, now)
             case _:
-                return method(self, event, now)
+                return handle(event, now)
 
     # -------------------------------------------------------------- the cluster
 
@@ -321,11 +321,11 @@ class Coordinator:
         node.heard = event.number
         if fences.refused(node.name, report, event.sender, self.tasks):
             return []
-        method = self.on_report[type(report)]
+        handle = self.on_report.handler(self, report)
         if not isinstance(report, msg.TaskReport):
-            return method(self, node, report, now)
+            return handle(node, report, now)
         task = self.tasks.get(report.task)
-        return [] if task is None else method(self, node, task, report, now)
+        return [] if task is None else handle(node, task, report, now)
 
     @on_report
     def _kernel_spoke(self, node: Node, report: msg.KernelSpoke, now: Moment) -> Actions:

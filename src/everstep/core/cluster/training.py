@@ -150,7 +150,7 @@ class Training:
         ]
 
     def _carry_out(self, task: Task, wishes: list[act.Action], now: Moment) -> Actions:
-        return [action for wish in wishes for action in self.on_wish[type(wish)](self, task, wish, now)]
+        return [action for wish in wishes for action in self.on_wish.handler(self, wish)(task, wish, now)]
 
     @on_wish
     def _interrupt(self, task: Task, wish: act.InterruptWorkers, now: Moment) -> Actions:

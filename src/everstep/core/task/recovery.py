@@ -110,7 +110,7 @@ class Recovery:
         """Take one event; return what follows from it."""
         if isinstance(self.phase, Over) or self.is_late(event):
             return []
-        return self.on[type(event)](self, event, now)
+        return self.on.handler(self, event)(event, now)
 
     def is_late(self, said: Any) -> bool:
         """Is it of a process, an epoch or an attempt at a step that is over? The one place where these are

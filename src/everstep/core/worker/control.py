@@ -9,7 +9,7 @@ A shell (the engine's loop, or a virtual worker) hands over what happens and car
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, assert_never
+from typing import Any, ClassVar
 
 from everstep.core.worker.mending import LinkMending, MendLimits
 from everstep.core.worker.worker_state import WorkerState
@@ -23,16 +23,18 @@ from everstep.protocol.messages import (
     MemoryAddress,
     NotifyWorker,
     OrderTaken,
+    PlantFaults,
     Sender,
     TaskEvent,
     TimePassed,
+    WorkerOrder,
     WorkerReport,
 )
 from everstep.protocol.ops import Worker
 from everstep.protocol.table import Handlers
 from everstep.protocol.work import LinkBroke, LinkOpened, PeerAddress
 
-ControlEvent = NotifyWorker | EndWorker | LinkBroke | LinkOpened | TimePassed
+ControlEvent = WorkerOrder | LinkBroke | LinkOpened | TimePassed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ ShellAction = work.Command | SendReport
 
 
 class WorkerControl:
+    on_order: ClassVar = Handlers[list[WorkerAction]](WorkerOrder)
     on_notice: ClassVar = Handlers[list[WorkerAction]](act.Notice)
 
     def __init__(self, sender: Sender, state: WorkerState, limits: MendLimits | None = None) -> None:
@@ -80,13 +83,6 @@ class WorkerControl:
 
     def handle(self, event: ControlEvent, now: float) -> list[WorkerAction]:
         match event:
-            case NotifyWorker():
-                obey = self.on_notice[type(event.words)]
-                return [SendReport(OrderTaken()), *obey(self, event, event.words)]
-            case EndWorker(gently=gently):
-                self._finishing = True
-                self.over = self.over or not gently
-                return []
             case LinkBroke(address=address):
                 self.mending.broke(address, now)
                 return []
@@ -96,7 +92,22 @@ class WorkerControl:
             case TimePassed():
                 return self._mend(now)
             case _:
-                assert_never(event)
+                return self.on_order.handler(self, event)(event)
+
+    @on_order
+    def _notified(self, order: NotifyWorker) -> list[WorkerAction]:
+        return [SendReport(OrderTaken()), *self.on_notice.handler(self, order.words)(order, order.words)]
+
+    @on_order
+    def _ended(self, order: EndWorker) -> list[WorkerAction]:
+        self._finishing = True
+        self.over = self.over or not order.gently
+        return []
+
+    @on_order
+    def _faults_planted(self, order: PlantFaults) -> list[WorkerAction]:
+        """Its shell has them."""
+        return []
 
     @on_notice
     def _interrupt(self, order: NotifyWorker, words: act.InterruptWorkers) -> list[WorkerAction]:
