@@ -5,7 +5,7 @@ import pytest
 from tools import protocol
 from tools.pages import DOCS
 
-MESSAGES = {message for _, _, kind in protocol.PARTS for message in protocol.classes(kind)}
+MESSAGES = {message for _, _, kinds in protocol.PARTS for message in kinds}
 
 
 def test_the_page_is_current(request: pytest.FixtureRequest) -> None:

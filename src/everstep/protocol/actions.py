@@ -109,12 +109,16 @@ class RecordStep(Action):
 
 @message(says="close incident {number}")
 class CloseIncident(Action):
+    """This incident is over."""
+
     number: int
     because: str
 
 
 @message(says="the task is finished")
 class FinishTask(Action):
+    """All steps are complete."""
+
     because: str
 
 
@@ -128,4 +132,6 @@ class FinishShape(Action):
 
 @message(says="the task has failed")
 class FailTask(Action):
+    """The task cannot continue."""
+
     because: str

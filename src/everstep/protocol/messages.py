@@ -526,6 +526,8 @@ class NodeJoined(ClusterEvent):
 
 @message(says="node {node} fell silent")
 class NodeFellSilent(NodeEvent):
+    """No heartbeat of this node has come for so long."""
+
     node: str
     silent_s: float
 
@@ -595,6 +597,8 @@ class TaskSubmitted(ClusterEvent):
 
 @message(by=OPERATOR, says="an operator cancels task {task}")
 class CancelRequested(TaskRequest):
+    """End the task now; its state is not saved."""
+
     task: str
 
 
@@ -608,11 +612,15 @@ class FinishRequested(TaskRequest):
 
 @message(by=OPERATOR, says="an operator pauses task {task}")
 class PauseRequested(TaskRequest):
+    """End its workers after the step they are in; the task keeps its place."""
+
     task: str
 
 
 @message(by=OPERATOR, says="an operator resumes task {task}")
 class UnpauseRequested(TaskRequest):
+    """Train again from where it was paused."""
+
     task: str
 
 
@@ -699,6 +707,8 @@ class SlownessFound(TaskRequest):
 
 @message(says="worker {worker} of {task} is no longer slow")
 class SlownessEnded(TaskRequest):
+    """This worker is as fast as it should be again."""
+
     task: str
     worker: Worker
     incarnation: int
@@ -725,6 +735,8 @@ class TimePassed(ClusterEvent):
 
 @message(says="order {number} to node {node}")
 class Dispatch(ClusterAction):
+    """Send this order to a node."""
+
     node: str
     number: int
     order: Order
@@ -754,6 +766,8 @@ class ChooseAssignment(ClusterAction):
 
 @message(says="record step {record.step} of {task}")
 class RecordRow(ClusterAction):
+    """Write down a step that is complete."""
+
     task: str
     record: RecordStep
     because: str
@@ -762,6 +776,8 @@ class RecordRow(ClusterAction):
 
 @message(says="incident {number} is closed")
 class IncidentClosed(ClusterAction):
+    """An incident is over."""
+
     number: int
     because: str
     cause: int = 0  # the number of the event it follows from
@@ -769,6 +785,8 @@ class IncidentClosed(ClusterAction):
 
 @message(says="task {task} is {state}")
 class TaskEnded(ClusterAction):
+    """A task has ended."""
+
     task: str
     state: str  # finished, failed, cancelled
     because: str
@@ -787,6 +805,8 @@ class TaskReshaped(ClusterAction):
 
 @message(says="node {node} is {state}")
 class NodeChanged(ClusterAction):
+    """A node is in another state."""
+
     node: str
     state: str
     because: str

@@ -73,11 +73,15 @@ class ShardLooks(ToShard):
 
 @message(by=WORKER, says="{parcel} is here")
 class ParcelIsHere(FromShard):
+    """This shard has its slice of the parcel."""
+
     parcel: Parcel
 
 
 @message(by=WORKER, says="the state of {transfer} is here")
 class StateIsHere(FromShard):
+    """This shard has its slice of the state."""
+
     transfer: StateTransfer
 
 
@@ -90,10 +94,14 @@ class ShardLink(FromShard):
 
 @message(by=WORKER, says="a report of this shard")
 class ShardReports(FromShard):
+    """A report of this shard, for the agent."""
+
     report: PartWritten | SaveFailed | StateFetched
 
 
 @message(by=WORKER, says="this shard raised {error}")
 class ShardRaised(FromShard):
+    """This shard has raised an exception."""
+
     error: str
     traceback: str

@@ -324,7 +324,7 @@ def finite(value: float | None) -> float | None:
 
 # What a diagnosis found, for a picture: who waits for whom, and how fast each worker is.
 #
-# It is made of the facts behind the evidence of an incident (`protocol.facts`), not of its sentences.
+# It is made of the facts behind the evidence of an incident (`protocol.incidents`), not of its sentences.
 
 
 def picture(one: Incident) -> dict[str, Any]:
