@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from everstep.engine.layers.gpt import gpt
+from everstep.engine.layers.gpt import check_tokens, gpt
 from everstep.engine.layers.model import Model, _balanced, check_tied, parameter_count, partition, slots
 from everstep.errors import UserError
 from everstep.job.presets import MODELS, GptShape, flops_per_token, matmul_parameters, shape
@@ -132,3 +132,12 @@ def test_rotary_positions_are_relative() -> None:
 
 def test_a_shape_is_a_preset_too() -> None:
     assert parameter_count(gpt(GptShape())) == parameter_count(gpt("gpt-tiny"))
+
+
+def test_targets_that_no_loss_counts_are_no_unknown_tokens() -> None:
+    """Masked targets (-100) were refused: "data gives tokens -100 to 87 … raise model.vocab"."""
+    tokens = torch.tensor([[1, 2, 3]])
+    check_tokens(8, tokens, torch.tensor([[2, -100, 7]]))
+    for inputs, targets in ((torch.tensor([[1, -100, 3]]), tokens), (tokens, torch.tensor([[2, -100, 8]]))):
+        with pytest.raises(UserError, match=r"the model knows 0 to 7; raise model\.vocab"):
+            check_tokens(8, inputs, targets)

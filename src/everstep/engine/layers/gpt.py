@@ -57,17 +57,21 @@ def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
     )
 
 
+IGNORED = -100  # torch's `ignore_index`: a target that no loss counts
+
+
 def check_tokens(vocab: int, inputs: Value, targets: Value) -> None:
-    """The first batch: rows of tokens that the model knows?"""
+    """The first batch: rows of tokens that the model knows? Targets of -100 do not count in a loss."""
     for tokens, what in ((inputs, "inputs"), (targets, "targets")):
         if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
             kind = f" and {tokens.dtype}" if isinstance(tokens, Tensor) else ""
             raise UserError(
                 f"data gives as {what} {described(tokens)}{kind}; a GPT takes token numbers in rows x length."
             )
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
+        known = tokens[tokens != IGNORED] if what == "targets" else tokens
+        if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < vocab:
             raise UserError(
-                f"data gives tokens {int(tokens.min())} to {int(tokens.max())} and the model "
+                f"data gives tokens {int(known.min())} to {int(known.max())} and the model "
                 f"knows 0 to {vocab - 1}; raise model.vocab."
             )
 
