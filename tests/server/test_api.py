@@ -112,6 +112,23 @@ def test_a_wrong_submission_is_one_sentence(lasting: str, body: bytes, sentence:
     assert sentence in json.loads(answer)["error"]
 
 
+def test_two_tasks_do_not_share_a_checkpoint_folder(address: str) -> None:
+    """Both finished, and two of three checkpoints were one task's index over the other's bytes."""
+
+    def submit(name: str, folder: str) -> tuple[int, dict[str, Any]]:
+        job = {**JOB, "base": "/data", "checkpoint": {"folder": folder}}
+        status, answer = call(address, "/v1/tasks", body=json.dumps({"name": name, "job": job}).encode())
+        return status, json.loads(answer)
+
+    assert submit("x", "runs/ck")[0] == 201
+    status, answer = submit("y", "runs/../runs/ck/")
+    assert status == 400
+    assert "where task x (waiting) keeps its checkpoints; give this task another folder" in answer["error"]
+    assert submit("z", "runs/other")[0] == 201
+    assert call(address, "/v1/tasks/x/cancel", body=b"")[0] == 200
+    assert submit("y", "runs/ck")[0] == 201
+
+
 def test_too_large_a_body_is_refused(lasting: str) -> None:
     assert call(lasting, "/v1/tasks", body=b" " * (2 << 20))[0] == 413
 

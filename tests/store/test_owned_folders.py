@@ -7,11 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from everstep.store.owned_folders import temporary_folder
+import pytest
+
+from everstep.errors import UserError
+from everstep.store.owned_folders import one_run_at_a_time, temporary_folder
 
 _OWNER = """
 import os, signal, sys
-from everstep.store.owned_folders import temporary_folder
+from everstep.errors import UserError
+from everstep.store.owned_folders import one_run_at_a_time, temporary_folder
 with temporary_folder("everstep-test-") as folder:
     (folder / "beacon").write_text("1")
     print(folder, flush=True)
@@ -47,3 +51,23 @@ def test_a_folder_goes_with_its_owner() -> None:
     with temporary_folder("everstep-test-") as folder:
         assert folder.is_dir()
     assert not folder.exists()
+
+
+def test_two_runs_do_not_write_into_one_checkpoint_folder(tmp_path: Path) -> None:
+    """Both ended with exit code 0, and the folder held checkpoints of one over bytes of the other."""
+    with one_run_at_a_time(tmp_path / "new", "checkpoint.folder"):
+        with (
+            pytest.raises(UserError, match=r"checkpoint\.folder '.*new' is in use by another run; give"),
+            one_run_at_a_time(tmp_path / "new", "checkpoint.folder"),
+        ):
+            pass
+        with one_run_at_a_time(tmp_path / "other", "checkpoint.folder"):
+            pass
+    with one_run_at_a_time(tmp_path / "new", "checkpoint.folder"):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_for_the_saves_to_say(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with one_run_at_a_time(tmp_path / "file", "checkpoint.folder"):
+        pass

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -14,12 +15,19 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.progress import costs_of_drain
 from everstep.core.cluster.roster import Roster
-from everstep.core.cluster.task import Task, TaskState
+from everstep.core.cluster.task import OVER, Task, TaskState
 from everstep.engine.telemetry.faults import check_fault, parse_fault
 from everstep.errors import UserError
 from everstep.job.job import MOST_WORKERS, Job
 from everstep.job.tables import shown
-from everstep.protocol.messages import DrainRequested, LeaveAnnounced, ReshapeRequested, TaskSubmitted
+from everstep.protocol.messages import (
+    CheckpointFolder,
+    DrainRequested,
+    LeaveAnnounced,
+    ReshapeRequested,
+    TaskSubmitted,
+)
+from everstep.store.places import root_of
 
 MOST_WEIGHT = 1_000_000
 MOST_REPAIR_S = 365 * 86_400
@@ -27,8 +35,8 @@ NAMED = 20  # tasks or nodes, in a sentence that says what is there
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
-def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted:
-    """The task that a submission asks for. `known`: names that are taken."""
+def submission(given: dict[str, Any], *, known: Mapping[str, Task]) -> TaskSubmitted:
+    """The task that a submission asks for. `known`: those whose names are taken."""
     unknown = given.keys() - {"name", "job", "weight", "script", "faults"}
     if unknown:
         raise UserError(f"{shown(min(unknown))} is not a key of a submission; give name, job and weight.")
@@ -41,6 +49,9 @@ def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted
         raise UserError("job is missing; give the job's table.")
     job = Job.from_dict(given["job"])
     job.refuse_contradictions()
+    needs = job.needs()
+    if needs.checkpoints is not None:
+        _refuse_shared_folder(needs.checkpoints, known)
     weight = given.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MOST_WEIGHT:
         raise UserError(f"weight is {shown(weight)}; give a number above 0, at most {MOST_WEIGHT:,}.")
@@ -60,8 +71,23 @@ def submission(given: dict[str, Any], *, known: Container[str]) -> TaskSubmitted
         script=script,
         faults=_faults(given.get("faults", []), job),
         closes=job.evaluation is not None,
-        needs=job.needs(),
+        needs=needs,
     )
+
+
+def _refuse_shared_folder(wanted: CheckpointFolder, known: Mapping[str, Task]) -> None:
+    """Two tasks in one folder would continue from each other's states and damage each other's checkpoints."""
+    for task in known.values():
+        theirs = None if task.request.needs is None else task.request.needs.checkpoints
+        if theirs is not None and task.state not in OVER and _root(theirs) == _root(wanted):
+            raise UserError(
+                f"checkpoint.folder is {wanted.folder!r}, where task {task.name} ({task.state}) keeps its "
+                "checkpoints; give this task another folder, or cancel that one."
+            )
+
+
+def _root(at: CheckpointFolder) -> str:
+    return os.path.normpath(str(root_of(at.base, at.folder)))
 
 
 def reshape(task: Task, given: Mapping[str, Any], *, slots: Sequence[int]) -> ReshapeRequested:

@@ -1,4 +1,4 @@
-"""Folders that belong to a living process: temporary files, states in memory.
+"""Folders that belong to a living process: temporary files, states in memory, the checkpoints of a local run.
 
 A process that is killed removes nothing. So its folder carries a lock that the system releases with the
 process, and whoever makes the next folder of the kind removes those whose lock is free. A lock, not a pid in
@@ -14,6 +14,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from everstep.errors import UserError
 
 
 def new_folder(prefix: str, root: Path) -> tuple[Path, int]:
@@ -37,6 +39,27 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def one_run_at_a_time(folder: Path, key: str) -> Iterator[None]:
+    """The only local run that writes checkpoints into this folder: two would damage each other's. `key`: of
+    the job, for the sentence of the second one.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _locked(folder)
+    except BlockingIOError:
+        raise UserError(
+            f"{key} {str(folder)!r} is in use by another run; give this one another folder, or end that one."
+        ) from None
+    except OSError:  # a file system without locks; or no folder at all, which saves will say
+        yield
+        return
+    try:
+        yield
+    finally:
         os.close(lock)
 
 

@@ -39,7 +39,8 @@ from everstep.protocol.codec import encode
 from everstep.protocol.ops import Worker
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt
-from everstep.store.owned_folders import temporary_folder
+from everstep.store.owned_folders import one_run_at_a_time, temporary_folder
+from everstep.store.places import root_of
 
 if TYPE_CHECKING:
     from everstep.launch.local.page import RunPage
@@ -103,8 +104,11 @@ class LocalTask:
     # -------------------------------------------------------------- life
 
     def run(self) -> Outcome:
-        # Short, because the path of a Unix socket may have no more than 107 characters.
-        with temporary_folder("everstep-run-") as folder:
+        with contextlib.ExitStack() as held:
+            # Short, because the path of a Unix socket may have no more than 107 characters.
+            folder = held.enter_context(temporary_folder("everstep-run-"))
+            if isinstance(root := self._checkpoint_root(), Path):
+                held.enter_context(one_run_at_a_time(root, "checkpoint.folder"))
             self.workers = WorkerProcesses(
                 NodeSettings(folder=folder, slots=self._slots, detect=self._node.detect),
                 loop=self._loop,
@@ -131,6 +135,10 @@ class LocalTask:
             self.outcome.issued = (last - self.outcome.resumed_from) * self.job.microbatches_in_step
             self.outcome.unsaved = self.job.checkpoint is not None and self.outcome.saved < last
         return self.outcome
+
+    def _checkpoint_root(self) -> str | Path | None:
+        spec = self.job.checkpoint
+        return None if spec is None else root_of(self.job.base, spec.folder)
 
     @property
     def recovery(self) -> Recovery | None:
