@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from everstep.core.faults.detector import (
     Glance,
     Heartbeats,
     Hung,
+    OverdueReports,
     ProgressWatch,
     Stalled,
     locate,
@@ -146,11 +148,49 @@ def overdue(worker: Worker, *, busy: bool, elapsed_s: float, stopped: bool = Fal
     )
 
 
+def located(reports: dict[Worker, OpOverdue], members: tuple[Worker, ...]) -> Hung | Stalled | None:
+    known = OverdueReports(dict(reports))
+    return locate(known, is_member=members.__contains__, num_members=len(members), limits=LIMITS)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_reports_that_came_one_by_one_add_up_to_the_same_as_all_at_once(seed: int) -> None:
+    """What is counted as they come and go says the same as looking at all of them."""
+    chance = random.Random(seed)
+    workers = [Worker(k, s) for k in range(3) for s in range(2)]
+    members = tuple(workers[: chance.randint(1, 6)])
+    one_by_one = OverdueReports()
+    for _ in range(80):
+        worker = chance.choice(workers)
+        match chance.randrange(8):
+            case 0:
+                one_by_one.drop(worker)
+            case 1 if chance.random() < 0.2:
+                one_by_one.clear()
+            case _:
+                report = overdue(
+                    worker,
+                    busy=chance.random() < 0.1,
+                    elapsed_s=chance.choice([0.2, 1.0, 3.0, 4.0, 70.0]) + chance.random() / 8,
+                    stopped=chance.random() < 0.03,
+                )
+                one_by_one.put(
+                    replace(report, unanswered_s=6 + chance.random() if chance.random() < 0.02 else 0.0)
+                )
+        found = locate(one_by_one, is_member=members.__contains__, num_members=len(members), limits=LIMITS)
+        assert found == located(one_by_one.reports, members)
+        theirs = [report for w, report in one_by_one.items() if w in members]
+        calm = not any(r.busy or r.stopped or r.unanswered_s for r in one_by_one.values())
+        if calm and theirs:
+            everyone = len(theirs) == len(members) and min(r.elapsed_s for r in theirs) >= 3.0
+            assert isinstance(found, Stalled) == everyone
+
+
 def test_a_hang_needs_somebody_who_waits() -> None:
     alone = {W: overdue(W, busy=True, elapsed_s=5.0)}
-    assert locate(alone, members=(W, V), limits=LIMITS) is None
+    assert located(alone, (W, V)) is None
     both = alone | {V: overdue(V, busy=False, elapsed_s=1.0)}
-    found = locate(both, members=(W, V), limits=LIMITS)
+    found = located(both, (W, V))
     assert isinstance(found, Hung)
     assert found.worker == W
     assert found.waiting == (V,)
@@ -158,42 +198,42 @@ def test_a_hang_needs_somebody_who_waits() -> None:
 
 def test_a_slow_op_is_no_hang() -> None:
     both = {W: overdue(W, busy=True, elapsed_s=0.9), V: overdue(V, busy=False, elapsed_s=1.0)}
-    assert locate(both, members=(W, V), limits=LIMITS) is None
+    assert located(both, (W, V)) is None
 
 
 def test_a_process_that_stood_in_line_for_a_cpu_is_starved_not_hung() -> None:
     starved = replace(overdue(W, busy=True, elapsed_s=5.0), active_s=4.9)
     both = {W: starved, V: overdue(V, busy=False, elapsed_s=5.0)}
-    assert locate(both, members=(W, V), limits=LIMITS) is None
+    assert located(both, (W, V)) is None
     for_long = {W: replace(starved, elapsed_s=20.0, active_s=19.0), V: overdue(V, busy=False, elapsed_s=20.0)}
-    assert isinstance(locate(for_long, members=(W, V), limits=LIMITS), Hung)
+    assert isinstance(located(for_long, (W, V)), Hung)
 
 
 def test_of_a_stopped_and_a_slow_worker_the_stopped_one_is_it() -> None:
     both = {W: overdue(W, busy=True, elapsed_s=9.0), X: overdue(X, busy=False, elapsed_s=0.2, stopped=True)}
-    found = locate(both, members=(W, V, X), limits=LIMITS)
+    found = located(both, (W, V, X))
     assert isinstance(found, Hung)
     assert found.worker == X
 
 
 def test_if_everybody_waits_nobody_is_it() -> None:
     all_wait = {w: overdue(w, busy=False, elapsed_s=4.0) for w in (W, V, X)}
-    assert isinstance(locate(all_wait, members=(W, V, X), limits=LIMITS), Stalled)
-    assert locate(all_wait, members=(W, V, X, Worker(3, 3)), limits=LIMITS) is None
+    assert isinstance(located(all_wait, (W, V, X)), Stalled)
+    assert located(all_wait, (W, V, X, Worker(3, 3))) is None
 
 
 def test_a_worker_that_joins_does_not_hide_that_all_members_wait() -> None:
     """It waits for a state, for as long as that takes, and no member waits for it."""
     all_wait = {w: overdue(w, busy=False, elapsed_s=4.0) for w in (W, V)}
-    assert isinstance(locate(all_wait, members=(W, V), limits=LIMITS), Stalled)
+    assert isinstance(located(all_wait, (W, V)), Stalled)
     with_joiner = all_wait | {X: overdue(X, busy=False, elapsed_s=0.3)}
-    assert isinstance(locate(with_joiner, members=(W, V), limits=LIMITS), Stalled)
+    assert isinstance(located(with_joiner, (W, V)), Stalled)
 
 
 def test_a_worker_that_only_waits_and_takes_no_order_is_hung() -> None:
     waits = {w: overdue(w, busy=False, elapsed_s=1.0) for w in (W, V)}
-    assert locate(waits, members=(W, V), limits=LIMITS) is None
-    found = locate({**waits, V: replace(waits[V], unanswered_s=6.0)}, members=(W, V), limits=LIMITS)
+    assert located(waits, (W, V)) is None
+    found = located({**waits, V: replace(waits[V], unanswered_s=6.0)}, (W, V))
     assert isinstance(found, Hung)
     assert found.worker == V
     assert "has not taken an order for 6.00 s" in found.because

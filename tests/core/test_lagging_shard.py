@@ -1,6 +1,6 @@
 """Which shard of a worker do the others wait for?"""
 
-from everstep.core.faults.detector import DetectorLimits, Hung, locate
+from everstep.core.faults.detector import DetectorLimits, Hung, OverdueReports, locate
 from everstep.core.faults.lagging_shard import ShardProgress, hung_shard, slow_shard
 from everstep.protocol.messages import OpOverdue
 from everstep.protocol.ops import Worker
@@ -51,14 +51,19 @@ def overdue(*, stopped: bool, shard: int | None) -> OpOverdue:
     )
 
 
+def located(report: OpOverdue) -> object:
+    known = OverdueReports({W: report})
+    return locate(known, is_member=lambda worker: worker == W, num_members=1, limits=DetectorLimits())
+
+
 def test_the_verdict_names_the_shard() -> None:
     for stopped, words in (
         (True, "the process of shard 1 of worker 0:1 is stopped"),
         (False, "shard 1 of worker 0:1 hung"),
     ):
-        found = locate({W: overdue(stopped=stopped, shard=1)}, members=[W], limits=DetectorLimits())
+        found = located(overdue(stopped=stopped, shard=1))
         assert isinstance(found, Hung)
         assert found.because.startswith(words)
-    found = locate({W: overdue(stopped=True, shard=None)}, members=[W], limits=DetectorLimits())
+    found = located(overdue(stopped=True, shard=None))
     assert isinstance(found, Hung)
     assert found.because.startswith("the process of worker 0:1 is stopped")

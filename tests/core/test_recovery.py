@@ -171,11 +171,12 @@ def test_a_place_whose_process_worked_for_long_has_its_restarts_again() -> None:
     places.restarts[W01] = places.restarts[W11] = 4
     places.states[W01] = Member(4, 30)
     places.states[W11] = Absent(0, "killed by SIGKILL")
+    places.__post_init__()  # it counts again
     places.forgive(30 + enough - 1)
     assert places.restarts[W01] == 4
     places.forgive(30 + enough)
     assert (places.restarts[W01], places.restarts[W11]) == (1, 4)  # who is not there has shown nothing
-    places.states[W01] = Absent(0, "killed by SIGKILL")
+    places.to(W01, Absent(0, "killed by SIGKILL"))
     (start,) = places.start_due(60)
     assert isinstance(start, act.StartWorker)
     assert start.worker == W01

@@ -12,9 +12,11 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import KeptState, Seat, Task
+from everstep.plan.ahead import after
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
+from tests.core.fake_cluster import FakeCluster
 
 
 def by_trying_all(roster: Roster, task: Task) -> dict[Worker, Seat]:
@@ -157,3 +159,35 @@ def test_whether_a_node_can_be_spared_is_known_without_looking_at_all_seats(seed
         assert roster.can_do_without(name) == (_have_room(free, needed) and len(roster.nodes) > 1)
         here = [(t.name, w) for t in roster.tasks.values() for w, s in t.seats.items() if s.node == name]
         assert [(task.name, worker) for task, worker in roster.on_node(name)] == here
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_workers_that_a_smaller_task_gives_up_are_those_of_the_fullest_stages(seed: int) -> None:
+    """One by one: of a stage with the most workers, the highest replica; never the last of a stage."""
+    chance = random.Random(seed)
+    shape = Shape(chance.randint(1, 5), chance.randint(1, 4), 2)
+    cluster = FakeCluster(nodes={f"n{k}": chance.randint(1, 3) for k in range(chance.randint(2, 8))})
+    cluster.submit(shape=shape)
+    task = cluster.coordinator.tasks["t"]
+    left = list(task.seats)
+    wanted = max(shape.stages, chance.randint(1, 20))
+    while len(left) > wanted:
+        of = Counter(w.stage for w in left)
+        crowded = [w for w in left if of[w.stage] > 1]
+        if not crowded:
+            break
+        left.remove(max(crowded, key=lambda w: (of[w.stage], w.replica)))
+    if task.seats:
+        cluster.hear(msg.ResizeRequested(task="t", workers=wanted))
+        assert set(task.seats) == set(left)
+
+
+def test_a_lost_node_leaves_its_workers_to_others_in_what_is_prepared_for() -> None:
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
+    cluster.submit()
+    task = cluster.coordinator.tasks["t"]
+    node = task.seats[Worker(0, 0)].node
+    then = after("lose", node, cluster.coordinator).tasks["t"]
+    assert len(then.seats) == len(task.seats) == 4
+    assert node not in {seat.node for seat in then.seats.values()}
+    assert task.seats[Worker(0, 0)].node == node, "it has not happened"

@@ -94,8 +94,10 @@ def after(kind: str, name: str, view: ClusterView) -> SupposedCluster:
 
 def _fill(nodes: Mapping[str, Node], tasks: Mapping[str, Task]) -> None:
     roster = Roster()
-    roster.nodes.update(nodes)
-    roster.tasks.update(tasks)
+    for node in nodes.values():
+        roster.add_node(node)
+    for task in tasks.values():
+        roster.add_task(task)
     for task in sorted(tasks.values(), key=lambda t: (-t.weight, t.submitted_at, t.name)):
         if task.state in WANTS_WORKERS and task.state not in OVER:
             roster.seat_workers(task)

@@ -22,13 +22,14 @@ from everstep.plan.offers import Offer
 from everstep.plan.shape import ParallelShape
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from everstep.schedule.bounds import lower_bound
+from everstep.schedule.bounds import balanced_bound, lower_bound
 from everstep.schedule.instance import Grid, Instance, uniform
 from everstep.schedule.modes import TRAINING
 
 MOST_WORKERS = 64  # of a shape that the task does not have: larger ones are not offered
 MOST_SHAPES = 24
 SMALL = 16  # workers
+MOST_COUNTS = 64  # numbers of whole replicas that are looked at
 DIGITS = 2  # significant ones of a measured time: noise must not make another question of the same one
 
 
@@ -90,7 +91,7 @@ def throughput_of(shape: Shape, workers: int) -> float:
         return 0.0
     base = _base(shape, TaskMeasurements(), {})
     filled = min(workers, shape.replicas * shape.stages)
-    return shape.shards * _work(base) / _period(replace(base, dead=_balanced(shape, filled)))
+    return shape.shards * _work(base) / _balanced_period(base, filled)
 
 
 def rounded(seconds: float) -> float:
@@ -104,10 +105,11 @@ def _base(shape: Shape, known: TaskMeasurements, slow: Mapping[Worker, float]) -
         shape.stages,
     ):
         return _smooth(known.instance)
-    even = uniform(replicas=shape.replicas, stages=shape.stages, value=1.0)
-    grid = tuple(
-        tuple(slow.get(Worker(k, s), 1.0) * t for s, t in enumerate(row)) for k, row in enumerate(even)
-    )
+    grid: Grid = uniform(replicas=shape.replicas, stages=shape.stages, value=1.0)
+    if slow:
+        grid = tuple(
+            tuple(slow.get(Worker(k, s), 1.0) * t for s, t in enumerate(row)) for k, row in enumerate(grid)
+        )
     return Instance(
         replicas=shape.replicas,
         stages=shape.stages,
@@ -119,8 +121,15 @@ def _base(shape: Shape, known: TaskMeasurements, slow: Mapping[Worker, float]) -
 
 
 def _smooth(instance: Instance) -> Instance:
-    def grid(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(rounded(t) if t else 0.0 for t in row) for row in rows)
+    known: dict[tuple[float, ...], tuple[float, ...]] = {}  # thousands of replicas, most of them alike
+
+    def smooth(row: tuple[float, ...]) -> tuple[float, ...]:
+        if row not in known:
+            known[row] = tuple(rounded(t) if t else 0.0 for t in row)
+        return known[row]
+
+    def grid(rows: Grid) -> Grid:
+        return tuple(map(smooth, rows))
 
     return replace(
         instance,
@@ -136,7 +145,7 @@ def _smooth(instance: Instance) -> Instance:
 def _stage_work(base: Instance) -> tuple[float, float, float]:
     """F, I and W of one microbatch through all stages, on the quickest worker of each."""
     grids = (base.forward, base.input_grad, base.weight_grad)
-    f, i, w = (sum(min(row[s] for row in grid) for s in range(base.stages)) for grid in grids)
+    f, i, w = (sum(map(min, zip(*set(grid), strict=True))) for grid in grids)
     return f, i, w
 
 
@@ -150,8 +159,7 @@ def learn(shape: Shape, known: TaskMeasurements, slow: Mapping[Worker, float]) -
         return
     measured = known.step_s(known.last)
     if measured and known.last[2] >= shape.stages:
-        dead = _balanced(shape, known.last[2])
-        bound = _period(replace(_base(shape, known, slow), dead=dead))
+        bound = _balanced_period(_base(shape, known, slow), known.last[2])
         known.off_by[known.last] = rounded(max(1.0, measured / bound))
 
 
@@ -212,7 +220,7 @@ def _offer(
 ) -> Offer:
     throughput = [0.0] * (shape.replicas * shape.stages + 1)
     for workers in _counts(shape):
-        seconds = _period(replace(base, dead=_balanced(shape, workers)))
+        seconds = _balanced_period(base, workers)
         seconds *= off_by.get((shape.replicas, shape.stages, workers), off)
         throughput[workers] = work / seconds
     parallel = ParallelShape(shape.replicas, shape.stages, shape.shards)
@@ -220,20 +228,35 @@ def _offer(
 
 
 def _counts(shape: Shape) -> list[int]:
-    """Numbers of workers that are looked at: of a large shape whole replicas, and the last few."""
+    """Numbers of workers that are looked at: of a large shape whole replicas, and the last few; of a very
+    large one not every number of replicas, but those near all of them.
+    """
     places = shape.replicas * shape.stages
-    every = range(shape.stages, places + 1)
     if places <= SMALL:
-        return list(every)
-    return [n for n in every if n % shape.stages == 0 or places - n < max(shape.stages, 4)]
+        return list(range(shape.stages, places + 1))
+    stride = -(-2 * shape.replicas // MOST_COUNTS) if shape.replicas > MOST_COUNTS else 1
+    near = shape.replicas - MOST_COUNTS // 2
+    whole = [k for k in range(1, shape.replicas + 1) if k % stride == 0 or k == 1 or k > near]
+    last = range(places - max(shape.stages, 4) + 1, places + 1)
+    return sorted({*(k * shape.stages for k in whole), *last})
 
 
-def _balanced(shape: Shape, workers: int) -> frozenset[Worker]:
-    """The places that are empty when so many workers are spread evenly over the stages."""
-    each, more = divmod(workers, shape.stages)
-    return frozenset(
-        Worker(k, s) for s in range(shape.stages) for k in range(each + (s < more), shape.replicas)
-    )
+def _balanced_period(base: Instance, workers: int) -> float:
+    """With so many workers, spread evenly over the stages."""
+    grids = (base.forward, base.input_grad, base.weight_grad)
+    return _balanced_bound(grids, base.microbatches, base.hop, base.reduce, base.update, workers)
+
+
+@lru_cache(maxsize=8192)
+def _balanced_bound(
+    grids: tuple[Grid, Grid, Grid],
+    microbatches: int,
+    hop: float,
+    reduce: tuple[float, ...],
+    update: tuple[float, ...],
+    workers: int,
+) -> float:
+    return balanced_bound(_instance(grids, microbatches, hop, reduce, update), TRAINING, workers)
 
 
 def _period(instance: Instance) -> float:
@@ -241,7 +264,7 @@ def _period(instance: Instance) -> float:
     return _bound(grids, instance.microbatches, instance.hop, instance.reduce, instance.update, instance.dead)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=64)  # with who is dead: sets of up to thousands
 def _bound(
     grids: tuple[Grid, Grid, Grid],
     microbatches: int,
@@ -250,8 +273,19 @@ def _bound(
     update: tuple[float, ...],
     dead: frozenset[Worker],
 ) -> float:
+    return lower_bound(replace(_instance(grids, microbatches, hop, reduce, update), dead=dead), TRAINING)
+
+
+@lru_cache(maxsize=64)
+def _instance(
+    grids: tuple[Grid, Grid, Grid],
+    microbatches: int,
+    hop: float,
+    reduce: tuple[float, ...],
+    update: tuple[float, ...],
+) -> Instance:
     forward, input_grad, weight_grad = grids
-    instance = Instance(
+    return Instance(
         replicas=len(forward),
         stages=len(forward[0]),
         microbatches=microbatches,
@@ -261,6 +295,4 @@ def _bound(
         hop=hop,
         reduce=reduce,
         update=update,
-        dead=dead,
     )
-    return lower_bound(instance, TRAINING)

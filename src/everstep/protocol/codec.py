@@ -4,7 +4,7 @@ coordinator, agents and workers.
 The types are the schema, and what a wire may carry is in the table of messages. A dataclass becomes an object
 of its fields, and "is" names its class. Ops, workers and microbatches are their own text, several ops one
 text. A mapping with keys that are not text becomes a list of pairs. A field of type Any is JSON already and
-is left alone.
+is left alone. A field that is not given to `__init__` is derived from the others, and is left out.
 
 Nothing is listed by hand, so no field can be forgotten. Decoding checks every value against its type: a
 message that is not what it claims to be is refused by name before it reaches a decision. A field that this
@@ -68,7 +68,7 @@ def _encoder(kind: type) -> Coder:
 
 def _object_encoder(kind: Any) -> Coder:
     name = kind.__name__
-    getters = [(field.name, attrgetter(field.name)) for field in fields(kind)]
+    getters = [(field.name, attrgetter(field.name)) for field in fields(kind) if field.init]
     return lambda value: {"is": name, **{field: encode(get(value)) for field, get in getters}}
 
 
@@ -205,10 +205,9 @@ def _named_tuple_decoder(kind: Any) -> Coder:
 
 def _object_decoder(kind: Any) -> Coder:
     hints = get_type_hints(kind)
-    coders = {field.name: _decoder(hints[field.name]) for field in fields(kind)}
-    needed = [
-        field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING
-    ]
+    given = [field for field in fields(kind) if field.init]
+    coders = {field.name: _decoder(hints[field.name]) for field in given}
+    needed = [field.name for field in given if field.default is MISSING and field.default_factory is MISSING]
 
     def whole(data: Any) -> Any:
         _of(dict, data)

@@ -223,6 +223,8 @@ class IncidentLog:
         self.incidents: list[Incident] = []
         self.forgotten = ForgottenIncidents()
         self.event = 0  # the number of the event that is being handled
+        self._open: list[Incident] = []  # of the first `_looked_at`
+        self._looked_at = 0
 
     def of_task(self, task: str) -> TaskIncidents:
         return TaskIncidents(self, task)
@@ -241,12 +243,16 @@ class IncidentLog:
         return incident
 
     def open_ones(self) -> list[Incident]:
-        return [incident for incident in self.incidents if not incident.closed]
+        """Asked for at many events, where a thousand closed ones are kept: it looks only at what is new."""
+        new, self._looked_at = self.incidents[self._looked_at :], len(self.incidents)
+        self._open = [incident for incident in (*self._open, *new) if not incident.closed]
+        return list(self._open)
 
     def forget_closed(self, most: int) -> None:
         """All but the last `most` to close; those that are open stay."""
         if len(self.incidents) <= most:
             return
+        self.open_ones()
         closed = sorted(
             (i for i in self.incidents if i.closed), key=lambda i: (i.resumed_at or 0.0, i.number)
         )
@@ -255,6 +261,7 @@ class IncidentLog:
             self.forgotten.add(incident)
         numbers = {incident.number for incident in over}
         self.incidents = [incident for incident in self.incidents if incident.number not in numbers]
+        self._looked_at = len(self.incidents)
 
 
 class TaskIncidents:

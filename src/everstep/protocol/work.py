@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.protocol.ops import Microbatch, Op
+from everstep.protocol.ops import Kind, Microbatch, Op
 from everstep.protocol.parcels import Parcel, StateTransfer
 
 Place = tuple[Microbatch, int]  # (microbatch, stage)
@@ -36,6 +36,24 @@ class Ledger:
     chunks: tuple[int, ...] = ()  # sharded: those whose optimizer state it has
     shares: tuple[tuple[int, int, float], ...] = ()  # step, stage, its part of the norm, of other stages
     norms: tuple[tuple[int, bool], ...] = ()  # step, did its norm allow an eager update; where it is known
+    # The same, as a recovery needs it: found when a ledger arrives, not for thousands of them when all have.
+    kinds: Mapping[Place, str] = field(init=False, compare=False, repr=False)  # of `done`, in the order FIW
+    kinds_before: Mapping[Place, str] = field(init=False, compare=False, repr=False)  # of `done_before`
+    has_sum: bool = field(init=False, compare=False, repr=False)  # of the step it is in
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", _kinds(self.done))
+        object.__setattr__(self, "kinds_before", _kinds(self.done_before))
+        object.__setattr__(self, "has_sum", any(op.kind is Kind.R for op in self.done))
+
+
+def _kinds(ops: tuple[Op, ...]) -> dict[Place, str]:
+    found: dict[Place, str] = {}
+    for op in ops:
+        if op.microbatch is not None:
+            place = (op.microbatch, op.stage)
+            found[place] = found.get(place, "") + op.kind
+    return {place: "".join(kind for kind in "FIW" if kind in done) for place, done in found.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,6 +133,15 @@ def lower_bound(instance: Instance, mode: str, caps: list[int] | None = None) ->
     return _slowest(instance, _stages(instance, mode, caps), mode)
 
 
+def balanced_bound(instance: Instance, mode: str, workers: int) -> float:
+    """`lower_bound` with so many workers, evenly spread over the stages; of each the first replicas live."""
+    each, more = divmod(workers, instance.stages)
+    fused, alike = MODES[mode].fused, _are_alike(instance)
+    live = [range(each + (s < more)) for s in range(instance.stages)]
+    stages = [_stage(instance, s, here, fused, None, alike=alike) for s, here in enumerate(live)]
+    return _slowest(instance, stages, mode)
+
+
 def stage_costs(instance: Instance, mode: str, most: int) -> list[list[float]]:
     """[s][j]: the bound if only stage s had losses, the first j replicas, up to `most`.
 
@@ -152,8 +161,15 @@ def stage_costs(instance: Instance, mode: str, most: int) -> list[list[float]]:
 
 
 def _stages(instance: Instance, mode: str, caps: list[int] | None) -> list[_Stage]:
-    fused = MODES[mode].fused
-    return [_stage(instance, s, instance.live(s), fused, caps) for s in range(instance.stages)]
+    fused, alike = MODES[mode].fused, _are_alike(instance)
+    return [_stage(instance, s, instance.live(s), fused, caps, alike=alike) for s in range(instance.stages)]
+
+
+def _are_alike(instance: Instance) -> bool:
+    """Thousands of replicas often share their times."""
+    grids = instance.forward, instance.input_grad, instance.weight_grad
+    free = instance.stash_cap is None and instance.memory is None
+    return free and all(len(set(map(id, grid))) == 1 for grid in grids)
 
 
 def _slowest(instance: Instance, stages: list[_Stage], mode: str) -> float:
@@ -196,11 +212,17 @@ def stash_of_mode(instance: Instance, mode: str) -> list[int] | None:
 
 
 def _stage(
-    instance: Instance, stage: int, live: Sequence[int], fused: bool, caps: list[int] | None
+    instance: Instance,
+    stage: int,
+    live: Sequence[int],
+    fused: bool,
+    caps: list[int] | None,
+    *,
+    alike: bool = False,
 ) -> _Stage:
     sorts: dict[_Sort, int] = {}
     counts: Counter[float] = Counter()
-    for (forward, input_grad, weight, early, late), count in _sorts(instance, stage, live).items():
+    for (forward, input_grad, weight, early, late), count in _sorts(instance, stage, live, alike).items():
         if caps is not None:
             early, late = min(early, caps[stage]), min(late, caps[stage])
         sort = _Sort(
@@ -225,12 +247,16 @@ def _stage(
 
 
 def _sorts(
-    instance: Instance, stage: int, live: Sequence[int]
+    instance: Instance, stage: int, live: Sequence[int], alike: bool
 ) -> Counter[tuple[float, float, float, float, float]]:
     """The live workers of a stage by what tells them apart: F, I, W, and the two limits of their stash."""
     unlimited = (UNLIMITED, UNLIMITED)
     free = instance.stash_cap is None and instance.memory is None
     found: Counter[tuple[float, float, float, float, float]] = Counter()
+    if alike:
+        times = instance.forward[0][stage], instance.input_grad[0][stage], instance.weight_grad[0][stage]
+        found[*times, *unlimited] = len(live)
+        return found
     for k in live:
         limits = unlimited if free else stash_limit(instance, Worker(k, stage))
         times = instance.forward[k][stage], instance.input_grad[k][stage], instance.weight_grad[k][stage]

@@ -160,7 +160,7 @@ def _is_a_time(value: float) -> bool:
 
 def uniform(*, replicas: int, stages: int, value: float) -> Grid:
     """The same time for every worker."""
-    return tuple((value,) * stages for _ in range(replicas))
+    return ((value,) * stages,) * replicas
 
 
 def per_stage(*, replicas: int, values: tuple[float, ...]) -> Grid:

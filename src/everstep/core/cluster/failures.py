@@ -62,7 +62,7 @@ class Failures:
 
     def exited(self, task: Task, event: ev.WorkerExited, now: Moment) -> Actions:
         worker, seat = event.worker, task.seats[event.worker]
-        task.failures.overdue.pop(worker, None)
+        task.failures.overdue.drop(worker)
         if event.stuck:
             return self._slot_lost(task, event, seat, now)
         if task.recovery is None or task.state is not TaskState.RUNNING or seat.leaving:
@@ -130,11 +130,15 @@ class Failures:
     def overdue(self, task: Task, report: msg.OpOverdue, now: Moment) -> Actions:
         if task.state is not TaskState.RUNNING:
             return []
-        task.failures.overdue[report.worker] = report
+        task.failures.overdue.put(report)
         actions = self._nodes.witnessed(task, report.worker, now)
         places = task.recovery.places if task.recovery is not None else {}
-        members = [worker for worker, place in places.items() if isinstance(place, Member)]
-        found = detector.locate(task.failures.overdue, members=members, limits=self._policy.limits)
+        found = detector.locate(
+            task.failures.overdue,
+            is_member=lambda worker: isinstance(places.get(worker), Member),
+            num_members=0 if task.recovery is None else task.recovery.num_members,
+            limits=self._policy.limits,
+        )
         match found:
             case detector.Hung():
                 return actions + self._hung(task, found, now)

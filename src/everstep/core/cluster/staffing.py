@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from heapq import heapify, heapreplace
+
 from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.roster import Roster
@@ -26,14 +28,24 @@ class Staffing:
 
     def shrink(self, task: Task, because: str, now: Moment) -> Actions:
         """Take away workers until the task has no more than it may; never the last of a stage."""
+        staying = task.staying()
+        too_many = len(staying) - task.wanted()
+        if too_many <= 0:
+            return []
+        stages: dict[int, list[Worker]] = {}
+        for worker in sorted(staying):
+            stages.setdefault(worker.stage, []).append(worker)
+        fullest = [(-len(peers), -peers[-1].replica, stage) for stage, peers in stages.items()]
+        heapify(fullest)
+        going: list[Worker] = []
+        while len(going) < too_many and fullest[0][0] < -1:
+            peers = stages[fullest[0][2]]
+            going.append(peers.pop())
+            heapreplace(fullest, (-len(peers), -peers[-1].replica, fullest[0][2]))
         actions: Actions = []
-        while True:
-            staying = [w for w, seat in task.seats.items() if not seat.leaving]
-            crowded = [w for w in staying if sum(x.stage == w.stage for x in staying) > 1]
-            if len(staying) <= task.wanted() or not crowded:
-                return actions
-            worker = max(crowded, key=lambda w: (sum(x.stage == w.stage for x in staying), w.replica))
+        for worker in going:
             actions += self.ask_to_go(task, worker, because, now)
+        return actions
 
     def ask_to_go(self, task: Task, worker: Worker, because: str, now: Moment) -> Actions:
         seat = task.seats[worker]
@@ -60,7 +72,7 @@ class Staffing:
     def gone(self, task: Task, worker: Worker, seat: Seat, reason: str, now: Moment) -> Actions:
         """A worker that will not come back where it was: its node is gone, or it was asked to go."""
         task.starts.waiting.pop(worker, None)
-        task.failures.overdue.pop(worker, None)
+        task.failures.overdue.drop(worker)
         if task.recovery is None or task.state is not TaskState.RUNNING:
             self._later.vacated.append(task)
             return []

@@ -8,11 +8,12 @@ from enum import StrEnum
 from typing import Any
 
 from everstep.core.cluster.wishes import WishedShape
+from everstep.core.faults.detector import OverdueReports
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Lived
 from everstep.protocol.actions import ComputePlan, StartWorker
 from everstep.protocol.lifecycle import move
-from everstep.protocol.messages import OpOverdue, TaskSubmitted
+from everstep.protocol.messages import TaskSubmitted
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 
@@ -120,7 +121,7 @@ class FailureHistory:
     times: dict[Worker, list[float]] = field(default_factory=dict)  # on its present node
     raised: dict[Worker, tuple[int, str]] = field(default_factory=dict)  # incarnation, what it raised
     retries: dict[str, list[float]] = field(default_factory=dict)  # in place, per link
-    overdue: dict[Worker, OpOverdue] = field(default_factory=dict)
+    overdue: OverdueReports = field(default_factory=OverdueReports)
 
 
 @dataclass(slots=True)

@@ -35,8 +35,9 @@ blind for five minutes; an op of the same job lasts a second or two.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from everstep.protocol.messages import SAVING, OpOverdue, WorkerMoved
 from everstep.protocol.ops import Worker
@@ -262,51 +263,165 @@ class Stalled:
     because: str
 
 
+@dataclass(slots=True, eq=False)
+class OverdueReports(Mapping[Worker, OpOverdue]):
+    """The last report of each worker of a task that is overdue or waits. When a pipeline stands still all its
+    workers say so, so what `locate` asks for is counted as reports come and go.
+    """
+
+    reports: dict[Worker, OpOverdue] = field(default_factory=dict)
+    num_waiting: int = field(init=False, default=0)
+    stopped: dict[Worker, OpOverdue] = field(init=False, default_factory=dict)
+    unanswered: dict[Worker, OpOverdue] = field(init=False, default_factory=dict)
+    _busy: list[tuple[float, int, Worker]] = field(init=False, default_factory=list)  # a heap
+    _came: dict[Worker, int] = field(init=False, default_factory=dict)
+    _num_came: int = field(init=False, default=0)
+    _not_stalled: tuple[OpOverdue, OpOverdue] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        known, self.reports = self.reports, {}
+        for report in known.values():
+            self.put(report)
+
+    def __getitem__(self, worker: Worker) -> OpOverdue:
+        return self.reports[worker]
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self.reports)
+
+    def __len__(self) -> int:
+        return len(self.reports)
+
+    def put(self, report: OpOverdue) -> None:
+        worker = report.worker
+        if worker in self.reports:
+            self._uncount(worker)
+        else:
+            self._num_came += 1
+            self._came[worker] = self._num_came
+        self.reports[worker] = report
+        self.num_waiting += _waits(report)
+        if report.stopped:
+            self.stopped[worker] = report
+        if report.unanswered_s > 0:
+            self.unanswered[worker] = report
+        if report.busy:
+            heappush(self._busy, (-_times_usual(report), self._came[worker], worker))
+        if len(self._busy) > 2 * len(self.reports) + 64:  # most of it is out of date
+            self._busy = [(-_times_usual(r), self._came[w], w) for w, r in self.reports.items() if r.busy]
+            heapify(self._busy)
+
+    def drop(self, worker: Worker) -> None:
+        if worker in self.reports:
+            self._uncount(worker)
+            del self.reports[worker], self._came[worker]
+
+    def clear(self) -> None:
+        for worker in list(self.reports):
+            self.drop(worker)
+
+    def _uncount(self, worker: Worker) -> None:
+        self.num_waiting -= _waits(self.reports[worker])
+        self.stopped.pop(worker, None)
+        self.unanswered.pop(worker, None)
+
+    def waiting(self) -> tuple[Worker, ...]:
+        return tuple(sorted(worker for worker, report in self.reports.items() if _waits(report)))
+
+    def busiest(self) -> OpOverdue | None:
+        """The one that has been in its op the most times as long as usual."""
+        while self._busy:
+            times, came, worker = self._busy[0]
+            report = self.reports.get(worker)
+            if (
+                report is not None
+                and report.busy
+                and (-_times_usual(report), self._came[worker])
+                == (
+                    times,
+                    came,
+                )
+            ):
+                return report
+            heappop(self._busy)
+        return None
+
+    def all_wait_too_long(
+        self, is_member: Callable[[Worker], bool], members: int, limits: DetectorLimits
+    ) -> bool:
+        """Do all members wait, and each longer than any of them should? Two reports that say no are kept: as
+        long as they stand, the others need not be looked at.
+        """
+        if not members or len(self.reports) < members:
+            return False
+        if self._not_stalled is not None and all(
+            self.reports.get(one.worker) is one and is_member(one.worker) for one in self._not_stalled
+        ):
+            return False
+        theirs = [report for worker, report in self.reports.items() if is_member(worker)]
+        if len(theirs) < members:
+            return False
+        shortest = min(theirs, key=lambda report: report.elapsed_s)
+        patient = max(theirs, key=lambda report: _stall_after(report, limits))
+        stalled = shortest.elapsed_s >= _stall_after(patient, limits)
+        self._not_stalled = None if stalled else (shortest, patient)
+        return stalled
+
+
+def _waits(report: OpOverdue) -> bool:
+    return not report.busy and not report.stopped
+
+
+def _times_usual(report: OpOverdue) -> float:
+    return report.elapsed_s / max(report.expected_s, 1e-6)
+
+
 def locate(
-    overdue: Mapping[Worker, OpOverdue], *, members: Collection[Worker], limits: DetectorLimits
+    overdue: OverdueReports,
+    *,
+    is_member: Callable[[Worker], bool],
+    num_members: int,
+    limits: DetectorLimits,
 ) -> Hung | Stalled | None:
-    """What the overdue reports of one task add up to. `members`: the workers that train. A joiner waits for
+    """What the overdue reports of one task add up to. Members are the workers that train. A joiner waits for
     a state, so how long it waits says nothing about them.
     """
-    waiting = tuple(sorted(w for w, report in overdue.items() if not report.busy and not report.stopped))
-    stopped = [report for report in overdue.values() if report.stopped]
-    if stopped:
-        worst = max(stopped, key=lambda report: report.elapsed_s)
+    if overdue.stopped:
+        worst, waiting = max(overdue.stopped.values(), key=lambda r: r.elapsed_s), overdue.waiting()
         return Hung(
             worker=worst.worker,
             because=f"the process of {_subject(worst)} is stopped, {_duration(worst.elapsed_s)} in "
             f"{worst.doing}{_and_waiting(waiting)}",
             waiting=waiting,
         )
-    deaf = [report for report in overdue.values() if report.unanswered_s > limits.deaf_s]
+    deaf = [report for report in overdue.unanswered.values() if report.unanswered_s > limits.deaf_s]
     if deaf:
         worst = max(deaf, key=lambda report: report.unanswered_s)
         return Hung(
             worker=worst.worker,
             because=f"worker {worst.worker} has not taken an order for {worst.unanswered_s:.2f} s, "
             f"though it only waits for {worst.doing}",
-            waiting=tuple(worker for worker in waiting if worker != worst.worker),
+            waiting=tuple(worker for worker in overdue.waiting() if worker != worst.worker),
         )
-    busy = [report for report in overdue.values() if report.busy]
-    if busy:
-        worst = max(busy, key=lambda report: report.elapsed_s / max(report.expected_s, 1e-6))
+    busy = overdue.busiest()
+    if busy is not None:
+        worst = busy
         patience = max(limits.hang_floor_s, limits.hang_factor * worst.expected_s)
         if worst.active_s > 0.5 * worst.elapsed_s:
             patience *= limits.active_factor
-        if not waiting:
+        if not overdue.num_waiting:
             patience = max(patience, limits.hang_alone_s)
         if worst.elapsed_s < patience:
             return None
+        waiting = overdue.waiting()
         return Hung(
             worker=worst.worker,
             because=f"{_subject(worst)} hung in {worst.doing} for {_duration(worst.elapsed_s)} "
             f"(usual {_duration(worst.expected_s)}){_and_waiting(waiting)}",
             waiting=waiting,
         )
-    theirs = [report for worker, report in overdue.items() if worker in members]
-    patience = max((_stall_after(report, limits) for report in theirs), default=0.0)
-    if theirs and len(theirs) == len(members) and min(r.elapsed_s for r in theirs) >= patience:
-        because = f"all {len(members)} workers wait and none is busy: a message between them is lost"
+    if overdue.all_wait_too_long(is_member, num_members, limits):
+        because = f"all {num_members} workers wait and none is busy: a message between them is lost"
         return Stalled(because=because)
     return None
 

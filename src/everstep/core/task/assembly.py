@@ -36,7 +36,7 @@ class Assembly:
         every_stage = frozenset(range(groups.shape.stages))
         if phase.wait_for_all and places.are_starting():
             return None
-        if {worker.stage for worker in places.joiners()} != every_stage:
+        if places.stages_joining() != every_stage:
             return None
         epoch = groups.next_epoch()
         places.all_enter(phase.restore + 1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from everstep.protocol.ops import Kind, Worker
+from everstep.protocol.ops import Worker
 from everstep.protocol.work import Ledger
 
 
@@ -41,8 +41,7 @@ def _in_doubt(stage: int, ledgers: Mapping[Worker, Ledger]) -> int | None:
 
 def _last_sum(ledger: Ledger) -> int:
     """The last step whose sum this worker has held."""
-    holds = any(op.kind is Kind.R for op in ledger.done)
-    return ledger.step if holds else ledger.step - 1
+    return ledger.step if ledger.has_sum else ledger.step - 1
 
 
 def _has_work_of(stage: int, step: int, ledger: Ledger) -> bool:

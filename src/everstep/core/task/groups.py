@@ -25,9 +25,11 @@ class Groups:
 
     def lost_chunk(self, ledgers: Mapping[Worker, Ledger]) -> tuple[int, int] | None:
         """Sharded: a stage and a chunk of it whose optimizer state no live worker has."""
-        for stage in range(self.shape.stages if self.shape.chunks and self.members else 0):
-            holders = self.members[-1].holders[stage]
-            if (chunk := ownership.lost_chunk(holders, _filled(ledgers, stage))) is not None:
+        if not self.shape.chunks or not self.members:
+            return None
+        filled = _filled(ledgers)
+        for stage, holders in enumerate(self.members[-1].holders):
+            if (chunk := ownership.lost_chunk(holders, filled.get(stage, {}))) is not None:
                 return stage, chunk
         return None
 
@@ -66,16 +68,19 @@ class Groups:
         the new map is for later steps. Without ledgers, everyone loads a kept state.
         """
         table = []
+        stages: list[list[tuple[int, int]]] = [
+            [] for _ in range(self.shape.stages)
+        ]  # replica, its first step
+        for worker, step in since.items():
+            stages[worker.stage].append((worker.replica, step))
         firsts = {low - 1, *(step for step in since.values() if step >= low)}
         holders: list[Holders] = []
         if self.shape.chunks:
-            holders = [self._new_holders(stage, since, ledgers) for stage in range(self.shape.stages)]
+            filled = None if ledgers is None else _filled(ledgers)
+            holders = [self._new_holders(stage, here, filled) for stage, here in enumerate(stages)]
             firsts |= set(range(low, max((settled or {}).values(), default=low) + 2))  # each by its own map
         for first in sorted(firsts):
-            live = tuple(
-                tuple(sorted(w.replica for w, s in since.items() if w.stage == stage and s <= first))
-                for stage in range(self.shape.stages)
-            )
+            live = tuple(tuple(sorted(k for k, step in here if step <= first)) for here in stages)
             if not all(live) and not (self.shape.chunks and first >= low):
                 continue  # sharded: a stage whose workers all came later does not take the others' map away
             rounds = tuple(
@@ -92,12 +97,12 @@ class Groups:
         self.members = tuple(table)
 
     def _new_holders(
-        self, stage: int, since: Mapping[Worker, int], ledgers: Mapping[Worker, Ledger] | None
+        self, stage: int, here: list[tuple[int, int]], filled: Mapping[int, ownership.Filled] | None
     ) -> Holders:
-        live = sorted(worker.replica for worker in since if worker.stage == stage)
-        if ledgers is None:
+        live = sorted(replica for replica, _ in here)
+        if filled is None:
             return ownership.first_holders(self.shape.chunks, live)
-        return ownership.reassigned(self.members[-1].holders[stage], live, _filled(ledgers, stage))
+        return ownership.reassigned(self.members[-1].holders[stage], live, filled.get(stage, {}))
 
     def _holders_at(self, stage: int, step: int) -> Holders:
         fitting = [m for m in self.members if m.from_step <= step] or self.members[:1]
@@ -111,7 +116,7 @@ class Groups:
 
     def without(self) -> frozenset[Worker]:
         """The places that take no part once every joiner that is let in has entered."""
-        live = self.members[-1].live
+        live = [set(replicas) for replicas in self.members[-1].live]
         return frozenset(w for w in self.shape.workers() if w.replica not in live[w.stage])
 
     @property
@@ -134,8 +139,12 @@ class Groups:
         self.attempts = ((0, settled[0] if settled else 0), *unrecorded, (step, attempt))
 
 
-def _filled(ledgers: Mapping[Worker, Ledger], stage: int) -> dict[int, frozenset[int]]:
-    return {w.replica: frozenset(ledger.chunks) for w, ledger in ledgers.items() if w.stage == stage}
+def _filled(ledgers: Mapping[Worker, Ledger]) -> dict[int, dict[int, frozenset[int]]]:
+    """By stage and replica, the chunks whose state it has."""
+    found: dict[int, dict[int, frozenset[int]]] = {}
+    for worker, ledger in ledgers.items():
+        found.setdefault(worker.stage, {})[worker.replica] = frozenset(ledger.chunks)
+    return found
 
 
 def _is_settled(settled: Mapping[int, int] | None, stage: int, step: int) -> bool:

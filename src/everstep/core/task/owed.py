@@ -14,7 +14,7 @@ weights from before the update; they are still known, because no update is final
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from everstep.errors import InternalError
@@ -61,8 +61,11 @@ def what_is_owed(
     owing: set[int] = set()
     kept_outputs = 0
     settled = dict.fromkeys(range(shape.stages), low - 1) if shape.chunks else {}
+    peers: list[list[Worker]] = [[] for _ in range(shape.stages)]
+    for worker in ledgers:
+        peers[worker.stage].append(worker)
     for step in range(low, min(high, steps) + 1):
-        view = _StepView(shape, ledgers, step)
+        view = _StepView(shape, ledgers, peers, step)
         kept_outputs += view.kept_outputs()
         alive = {*ledgers, *(w for w, first in entering.items() if first <= step)}
         for stage in range(shape.stages):
@@ -74,12 +77,12 @@ def what_is_owed(
                 else:
                     owing.add(stage)  # its reduce starts over, whoever holds what
                 continue
-            holders = view.holders(stage)
-            lacking = tuple(w.replica for w in view.peers(stage) if w not in holders)
-            if holders and lacking:
+            holders = frozenset(view.holders[stage])
+            lacking = tuple(w.replica for w in peers[stage] if w not in holders) if holders else ()
+            if lacking:
                 give.setdefault(view.giver(stage), {})[step] = lacking
-            if not holders and view.is_owing(stage):
-                owing.add(stage)
+        if not shape.chunks:
+            owing |= {stage for stage in view.owing() if not view.holders[stage]}
         for (microbatch, stage), (host, kinds) in view.ghosts().items():
             ghosts.setdefault(Worker(host, stage), set()).add((step, microbatch))
             view.done[microbatch, stage] = (host, kinds)
@@ -101,57 +104,60 @@ def what_is_owed(
 class _StepView:
     """One step as the ledgers show it."""
 
-    def __init__(self, shape: Shape, ledgers: Mapping[Worker, Ledger], step: int) -> None:
+    def __init__(
+        self, shape: Shape, ledgers: Mapping[Worker, Ledger], peers: Sequence[Sequence[Worker]], step: int
+    ) -> None:
+        """`peers`: the workers of each stage that have reported."""
         self.shape = shape
         self.ledgers = ledgers
         self.step = step
-        self.run = self._run_by_the_living()
+        self.peers = peers
+        self.holders = [[w for w in workers if self._holds_sum(w)] for workers in peers]
         self.complete = [self._is_complete(stage) for stage in range(shape.stages)]
-        self.done: dict[Place, tuple[int, str]] = {}
-        for stage in range(shape.stages):
-            for microbatch in shape.all_microbatches():
-                place = (microbatch, stage)
-                if self.complete[stage]:
-                    host = self.run[place][0] if place in self.run else self.holders(stage)[0].replica
-                    self.done[place] = (host, "FIW")
-                elif place in self.run:
-                    self.done[place] = self.run[place]
+        self.run = self._run_by_the_living()
+        self.done = self.run if not any(self.complete) else self._done()
 
-    def peers(self, stage: int) -> list[Worker]:
-        return [w for w in self.ledgers if w.stage == stage]
-
-    def holders(self, stage: int) -> list[Worker]:
-        """The workers that hold the stage's sum of this step."""
-        return [
-            w
-            for w in self.peers(stage)
-            if self.ledgers[w].step > self.step
-            or (self.ledgers[w].step == self.step and any(op.kind is Kind.R for op in self.ledgers[w].done))
-        ]
+    def _holds_sum(self, worker: Worker) -> bool:
+        ledger = self.ledgers[worker]
+        return ledger.step > self.step or (ledger.step == self.step and ledger.has_sum)
 
     def _is_complete(self, stage: int) -> bool:
         """Does the stage owe nothing for its sum? Where states are sharded no worker has all of it, so every
         live one must have its chunks. If one lacks them, no worker can have sealed the step, or updated it.
         """
-        holders = self.holders(stage)
-        return len(holders) == len(self.peers(stage)) if self.shape.chunks else bool(holders)
+        holders = self.holders[stage]
+        return len(holders) == len(self.peers[stage]) if self.shape.chunks else bool(holders)
+
+    def _done(self) -> dict[Place, tuple[int, str]]:
+        """What is run, and all of a stage that holds its sum."""
+        done = {place: by for place, by in self.run.items() if not self.complete[place[1]]}
+        for stage in (stage for stage, complete in enumerate(self.complete) if complete):
+            anyone = self.holders[stage][0].replica
+            for microbatch in self.shape.all_microbatches():
+                place = (microbatch, stage)
+                done[place] = (self.run[place][0] if place in self.run else anyone, "FIW")
+        return done
 
     def ahead_and_behind(self, stage: int) -> dict[Worker, tuple[int, ...]]:
         """Sharded: those who have updated the step, and the replicas that may lack their weights."""
-        behind = tuple(w.replica for w in self.peers(stage) if self.ledgers[w].step == self.step)
-        return {w: behind for w in self.peers(stage) if behind and self.ledgers[w].step > self.step}
+        behind = tuple(w.replica for w in self.peers[stage] if self.ledgers[w].step == self.step)
+        return {w: behind for w in self.peers[stage] if behind and self.ledgers[w].step > self.step}
 
     def giver(self, stage: int) -> Worker:
         """A holder that has reduced the step itself: one that entered after it has the state, not the sum."""
-        return next((w for w in self.holders(stage) if self._has_reduced(w)), self.holders(stage)[0])
+        return next((w for w in self.holders[stage] if self._has_reduced(w)), self.holders[stage][0])
 
     def _has_reduced(self, worker: Worker) -> bool:
         ledger = self.ledgers[worker]
         ops = ledger.done if ledger.step == self.step else ledger.done_before
         return any(op.kind is Kind.R for op in ops)
 
-    def is_owing(self, stage: int) -> bool:
-        return any(self.run.get((m, stage), (0, ""))[1] != "FIW" for m in self.shape.all_microbatches())
+    def owing(self) -> set[int]:
+        """The stages of which a microbatch is not run to its end."""
+        left = [self.shape.replicas * self.shape.microbatches] * self.shape.stages
+        for (_, stage), (_, kinds) in self.run.items():
+            left[stage] -= kinds == "FIW"
+        return {stage for stage, count in enumerate(left) if count}
 
     def ghosts(self) -> dict[Place, tuple[int, str]]:
         """What must be run again at complete stages, as (host, kinds that need not be)."""
@@ -179,8 +185,8 @@ class _StepView:
                 want_gradient(microbatch, stage)
 
         for stage in range(self.shape.stages):
-            if self.complete[stage]:
-                continue
+            if self.complete[stage] or not any(self.complete[max(0, stage - 1) : stage + 2]):
+                continue  # what it needs is made by stages that owe it anyway
             for microbatch in self.shape.all_microbatches():
                 kinds = self._kinds(microbatch, stage)
                 if "F" not in kinds:
@@ -211,31 +217,36 @@ class _StepView:
             if (microbatch, stage) in self.run:
                 host = Worker(self.run[microbatch, stage][0], stage)
             else:
-                host = min(self.peers(stage), key=lambda w: (self.ledgers[w].step, load.get(w, 0), w))
+                host = min(self.peers[stage], key=lambda w: (self.ledgers[w].step, load.get(w, 0), w))
             load[host] = load.get(host, 0) + 1
             hosted[microbatch, stage] = (host.replica, "".join(k for k in "FIW" if k not in kinds))
         return hosted
 
     def _run_by_the_living(self) -> dict[Place, tuple[int, str]]:
         run: dict[Place, tuple[int, str]] = {}
+        count = 0
         for worker, ledger in self.ledgers.items():
-            ops = (
-                ledger.done
-                if ledger.step == self.step
-                else (ledger.done_before if ledger.step == self.step + 1 else ())
-            )
-            kinds: dict[Place, str] = {}
-            for op in ops:
-                if op.microbatch is not None:
-                    place = (op.microbatch, op.stage)
-                    kinds[place] = kinds.get(place, "") + op.kind
-            for place, which in kinds.items():
-                if place in run:
-                    raise InternalError(
-                        f"{place[0]} was run by two workers of stage {place[1]} in step {self.step}"
-                    )
-                run[place] = (worker.replica, "".join(k for k in "FIW" if k in which))
+            kinds = self._kinds_of(ledger)
+            replica, count = worker.replica, count + len(kinds)
+            for place, done in kinds.items():
+                run[place] = (replica, done)
+        if len(run) != count:
+            raise InternalError(self._run_twice())
         return run
+
+    def _kinds_of(self, ledger: Ledger) -> Mapping[Place, str]:
+        if ledger.step == self.step:
+            return ledger.kinds
+        return ledger.kinds_before if ledger.step == self.step + 1 else {}
+
+    def _run_twice(self) -> str:
+        seen: set[Place] = set()
+        for ledger in self.ledgers.values():
+            for microbatch, stage in self._kinds_of(ledger):
+                if (microbatch, stage) in seen:
+                    return f"{microbatch} was run by two workers of stage {stage} in step {self.step}"
+                seen.add((microbatch, stage))
+        return ""
 
     def _kinds(self, microbatch: Microbatch, stage: int) -> str:
         return self.run.get((microbatch, stage), (0, ""))[1]

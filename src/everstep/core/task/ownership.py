@@ -11,7 +11,9 @@ is known from the ledgers. A change keeps these rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 
 Holders = tuple[tuple[int, ...], ...]  # by chunk
 Filled = Mapping[int, frozenset[int]]  # by replica, the chunks whose state it has
@@ -38,41 +40,52 @@ def first_holders(chunks: int, live: Sequence[int]) -> Holders:
 
 def without_dead(holders: Holders, live: Sequence[int]) -> Holders:
     """The same map among those who live."""
-    return tuple(tuple(replica for replica in chunk if replica in live) for chunk in holders)
+    alive = frozenset(live)
+    return tuple(
+        chunk if alive.issuperset(chunk) else tuple(replica for replica in chunk if replica in alive)
+        for chunk in holders
+    )
 
 
 def lost_chunk(holders: Holders, filled: Filled) -> int | None:
     """A chunk of which no live replica has the state; `filled` is of the live ones."""
-    for chunk in range(len(holders)):
-        if not any(chunk in chunks for chunks in filled.values()):
-            return chunk
-    return None
+    there = frozenset().union(*filled.values())
+    return next((chunk for chunk in range(len(holders)) if chunk not in there), None)
 
 
 def reassigned(holders: Holders, live: Sequence[int], filled: Filled) -> Holders:
     """The map for these live replicas. No chunk is lost."""
-    rows = [_survivors(chunk, before, live, filled) for chunk, before in enumerate(holders)]
-    load = {replica: sum(replica in row for row in rows) for replica in live}
-    for chunk, row in enumerate(rows):
-        _let_go(chunk, row, load, filled)
+    having: list[list[int]] = [[] for _ in holders]  # by chunk: who has its state
+    for replica in live:
+        for chunk in filled.get(replica, ()):
+            having[chunk].append(replica)
+    alive = frozenset(live)
+    rows = [_survivors(*both, alive) for both in zip(holders, having, strict=True)]
+    held = Counter(replica for row in rows for replica in row)
+    load = {replica: held[replica] for replica in live}
+    for row, ready in zip(rows, having, strict=True):
+        if len(ready) > COPIES:
+            _let_go(row, ready, load)
+    least = _Least(load)
     for row in rows:
         while len(row) < min(COPIES, len(live)):
-            _add(row, load)
-    _even_out(rows, load, filled)
-    return _with_owners(rows, live, filled)
+            added = least.but(row)
+            row.append(added)
+            least.change(added, +1)
+    _even_out(rows, load, having)
+    return _with_owners(rows, live, having)
 
 
-def _survivors(chunk: int, before: Sequence[int], live: Sequence[int], filled: Filled) -> list[int]:
+def _survivors(before: Sequence[int], having: Sequence[int], alive: Collection[int]) -> list[int]:
     """Filled ones first, in their order; then those on their way."""
-    known = [replica for replica in before if replica in live]
-    others = [replica for replica in live if replica not in known and chunk in filled.get(replica, ())]
-    ready = [replica for replica in (*known, *others) if chunk in filled.get(replica, ())]
+    known = [replica for replica in before if replica in alive]
+    ready = [k for k in known if k in having] + [k for k in having if k not in known]
     return ready + [replica for replica in known if replica not in ready]
 
 
-def _let_go(chunk: int, row: list[int], load: dict[int, int], filled: Filled) -> None:
+def _let_go(row: list[int], having: Sequence[int], load: dict[int, int]) -> None:
     """Where more than two are filled, those with the most chunks."""
-    ready = [replica for replica in row if chunk in filled.get(replica, ())]
+    ready = [replica for replica in row if replica in having]
     while len(ready) > COPIES:
         gone = max(ready, key=lambda replica: (load[replica], ready.index(replica)))
         ready.remove(gone)
@@ -80,36 +93,59 @@ def _let_go(chunk: int, row: list[int], load: dict[int, int], filled: Filled) ->
         load[gone] -= 1
 
 
-def _add(row: list[int], load: dict[int, int]) -> None:
-    added = min(
-        (replica for replica in load if replica not in row), key=lambda replica: (load[replica], replica)
-    )
-    row.append(added)
-    load[added] += 1
+class _Least:
+    """Replicas by load, the least first; `load` is changed here while it is in use."""
+
+    def __init__(self, load: dict[int, int]) -> None:
+        self.load = load
+        self._heap = [(count, replica) for replica, count in load.items()]
+        heapify(self._heap)
+
+    def but(self, others: Collection[int]) -> int:
+        """The least loaded one that is none of these."""
+        passed = []
+        while True:
+            count, replica = self._heap[0]
+            if self.load[replica] == count and replica not in others:
+                break
+            heappop(self._heap)
+            if self.load[replica] == count:
+                passed.append((count, replica))
+        for one in passed:
+            heappush(self._heap, one)
+        return replica
+
+    def change(self, replica: int, by: int) -> None:
+        self.load[replica] += by
+        heappush(self._heap, (self.load[replica], replica))
 
 
-def _even_out(rows: list[list[int]], load: dict[int, int], filled: Filled) -> None:
+def _even_out(rows: list[list[int]], load: dict[int, int], having: Sequence[Sequence[int]]) -> None:
     """A replica with few chunks becomes the third holder of chunks of one with many."""
     due = dict(load)  # as it will be, once the third holders are filled and another has gone
     for row in rows:
         if len(row) > COPIES:
-            due[max(row[:COPIES], key=lambda replica: due[replica])] -= 1
-    for chunk, row in enumerate(rows):
-        if len(row) != COPIES or not all(chunk in filled.get(replica, ()) for replica in row):
+            due[max(row[:COPIES], key=due.__getitem__)] -= 1
+    if max(due.values()) - min(due.values()) < 2:
+        return
+    least = _Least(due)
+    for row, ready in zip(rows, having, strict=True):
+        if len(row) != COPIES or not all(replica in ready for replica in row):
             continue
         rich = max(row, key=lambda replica: (due[replica], -replica))
-        poor = min(due, key=lambda replica: (due[replica], replica))
+        poor = least.but(())
         if poor not in row and due[rich] - due[poor] >= 2:
             row.append(poor)
-            due[rich] -= 1
-            due[poor] += 1
+            least.change(rich, -1)
+            least.change(poor, +1)
 
 
-def _with_owners(rows: list[list[int]], live: Sequence[int], filled: Filled) -> Holders:
+def _with_owners(rows: list[list[int]], live: Sequence[int], having: Sequence[Sequence[int]]) -> Holders:
     """An owner stays, unless a guard that has the state too owns fewer by two or more."""
-    ready = [[k for k in row if chunk in filled.get(k, ())] for chunk, row in enumerate(rows)]
+    ready = [[k for k in row if k in there] for row, there in zip(rows, having, strict=True)]
     owners = [one[0] for one in ready]
-    owned = {replica: owners.count(replica) for replica in live}
+    counts = Counter(owners)
+    owned = {replica: counts[replica] for replica in live}
     changed = True
     while changed:  # each change makes the counts more even, so there are few
         changed = False

@@ -100,7 +100,8 @@ class Phases:
         if {worker.stage for worker in ledgers} != set(range(self.groups.shape.stages)):
             return self.assemble()
         book, groups = self._book, self.groups
-        book.hear_shares(share for ledger in ledgers.values() for share in ledger.shares)
+        known = dict.fromkeys(ledger.shares for ledger in ledgers.values())  # most know the same
+        book.hear_shares(share for shares in known for share in shares)
         if groups.lost_chunk(ledgers) is not None:
             return self.assemble()
         owed = what_is_owed(groups.shape, ledgers, steps=book.last_step, entering=self._places.entering())

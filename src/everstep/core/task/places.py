@@ -2,12 +2,19 @@
 
 Owns every place's state, the slots that the cluster has granted, and the count of starts. It starts processes
 and finds sources for those that join; which step a joiner enters is decided by `core.task.recovery`.
+
+There may be 16,384 places and most of them are members. So those that are not are kept in lists of their own,
+by state, and no report of a worker makes this walk over all places.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+from operator import itemgetter
+from typing import TypeVar
 
 from everstep.core.task.states import (
     PLACE,
@@ -28,6 +35,9 @@ from everstep.protocol.lifecycle import become
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import Ledger
 
+P = TypeVar("P")
+_worker = itemgetter(0)
+
 
 @dataclass(slots=True, kw_only=True)
 class Places:
@@ -37,6 +47,16 @@ class Places:
     incarnations: dict[Worker, int]
     restarts: dict[Worker, int]  # on the machine it has now, none of which has helped for long
     transfers: int = 0  # how many copies of a state were ordered
+    _others: dict[type[PlaceState], set[Worker]] = field(init=False)  # by state: all but the members
+    _there: Counter[tuple[type[PlaceState], int]] = field(init=False)  # by state and stage: how many
+    _started_again: set[Worker] = field(init=False)  # more than one restart
+
+    def __post_init__(self) -> None:
+        self._others = {kind: set() for kind in PLACE if kind is not Member}
+        self._there = Counter()
+        self._started_again = {worker for worker, count in self.restarts.items() if count > 1}
+        for worker, place in self.states.items():
+            self._count(worker, place, +1)
 
     @classmethod
     def all_absent(
@@ -53,16 +73,39 @@ class Places:
 
     def to(self, worker: Worker, state: PlaceState) -> None:
         """The only way a place changes its state."""
-        self.states[worker] = become(PLACE, self.states[worker], state, f"worker {worker}")
+        before = self.states[worker]
+        self.states[worker] = become(PLACE, before, state, f"worker {worker}")
+        self._count(worker, before, -1)
+        self._count(worker, state, +1)
+
+    def _count(self, worker: Worker, place: PlaceState, number: int) -> None:
+        kind = type(place)
+        self._there[kind, worker.stage] += number
+        if kind is not Member:
+            (self._others[kind].add if number > 0 else self._others[kind].remove)(worker)
+
+    def _all(self, kind: type[P]) -> list[tuple[Worker, P]]:
+        """The places in this state, which is not a member's, in the order of workers."""
+        return [(worker, self.states[worker]) for worker in sorted(self._others[kind])]  # type: ignore[index,misc]
+
+    def _fed(self) -> list[tuple[Worker, Fed]]:
+        return sorted([*self._all(Copying), *self._all(Copied), *self._all(Entering)], key=_worker)
 
     # -------------------------------------------------------------- processes
 
     def start(self, worker: Worker, because: str) -> Action:
         self.restarts[worker] += 1
+        if self.restarts[worker] > 1:
+            self._started_again.add(worker)
         self.incarnations[worker] += 1
         incarnation = self.incarnations[worker]
         self.to(worker, Starting(incarnation))
         return StartWorker(worker=worker, incarnation=incarnation, because=because)
+
+    def clear_restarts(self, worker: Worker) -> None:
+        """It has another machine: what happened on the last one does not count."""
+        self.restarts[worker] = 0
+        self._started_again.discard(worker)
 
     def start_due(self, recorded: int) -> list[Action]:
         """Start the absent places that may be filled again now that step `recorded` is recorded."""
@@ -71,29 +114,35 @@ class Places:
                 worker,
                 f"worker {worker} was lost ({place.because}); start number {self.restarts[worker] + 1}",
             )
-            for worker, place in self.states.items()
-            if isinstance(place, Absent) and place.due_step <= recorded and self._may_start(worker)
+            for worker, place in self._all(Absent)
+            if place.due_step <= recorded and self._may_start(worker)
         ]
 
     def start_all(self) -> list[Action]:
         """Start every absent place that may be filled again: training waits for them."""
         return [
             self.start(worker, f"stage {worker.stage} needs a worker ({place.because})")
-            for worker, place in self.states.items()
-            if isinstance(place, Absent) and self._may_start(worker)
+            for worker, place in self._all(Absent)
+            if self._may_start(worker)
         ]
 
     def exhausted(self) -> str | None:
         """Why the task cannot continue, if a stage has slots, but no process and no restart left."""
-        for stage in sorted({worker.stage for worker in self.granted}):  # one without a slot waits for one
-            places = [place for worker, place in self.states.items() if worker.stage == stage]
-            absent = [place for place in places if isinstance(place, Absent)]
-            if len(absent) == len(places):
+        absent: dict[int, list[Worker]] = {}
+        for worker, _ in self._all(Absent):
+            absent.setdefault(worker.stage, []).append(worker)
+        for stage in sorted(stage for stage in absent if not self._is_filled(stage)):
+            if any(worker in self.granted for worker in absent[stage]):  # one without a slot waits for one
+                first = self.states[absent[stage][0]]
+                assert isinstance(first, Absent)
                 return (
                     f"stage {stage} has no worker left and its restarts are used up "
-                    f"({self.policy.max_restarts} in a row per place); the last one: {absent[0].because}"
+                    f"({self.policy.max_restarts} in a row per place); the last one: {first.because}"
                 )
         return None
+
+    def _is_filled(self, stage: int) -> bool:
+        return any(self._there[kind, stage] for kind in PLACE if kind is not Absent)
 
     def is_running(self, worker: Worker, incarnation: int) -> bool:
         """Is this the process that fills the place? A report of an earlier one does not count."""
@@ -107,16 +156,23 @@ class Places:
 
     def feed_joiners(self) -> list[Action]:
         """Every joiner without a live source gets one: the member of its stage that feeds the fewest."""
+        waiting = [(worker, place) for worker, place in self.joiners().items() if not self._is_fed(place)]
+        if not waiting:
+            return []
         actions: list[Action] = []
-        sources = [place.source for place in self.states.values() if isinstance(place, Fed)]
-        for joiner, place in self.joiners().items():
-            if self._is_fed(place):
+        feeds = Counter(place.source for _, place in self._fed())
+        stages = {joiner.stage for joiner, _ in waiting}
+        peers: dict[int, list[tuple[int, Worker]]] = {stage: [] for stage in stages}
+        for worker in self.members():
+            if worker.stage in stages:
+                peers[worker.stage].append((feeds[worker], worker))
+        for few in peers.values():
+            heapify(few)
+        for joiner, place in waiting:
+            if not peers[joiner.stage]:
                 continue
-            peers = [w for w in self.members() if w.stage == joiner.stage]
-            if not peers:
-                continue
-            source = min(peers, key=lambda w: (sources.count(w), w))
-            sources.append(source)
+            num_fed, source = peers[joiner.stage][0]
+            heapreplace(peers[joiner.stage], (num_fed + 1, source))
             self.transfers += 1
             self.to(joiner, Copying(place.incarnation, source, self.transfers))
             actions.append(
@@ -132,7 +188,7 @@ class Places:
 
     def ready(self) -> list[Worker]:
         """The joiners that can be let in. One whose source is dead must copy again first."""
-        return [w for w, place in self.states.items() if isinstance(place, Copied) and self._is_fed(place)]
+        return [worker for worker, place in self._all(Copied) if self._is_fed(place)]
 
     def let_in(self, step: int) -> None:
         """Every joiner that is ready enters at `step`, which no worker has begun. So does one that was let in
@@ -163,14 +219,16 @@ class Places:
 
     def forgive(self, recorded: int) -> None:
         """A place whose process has worked for long enough may be filled again as often as a new one."""
-        for worker, place in self.states.items():
+        for worker in list(self._started_again):
+            place = self.states[worker]
             if isinstance(place, Member) and recorded - place.since >= self.policy.forgiven_after_steps:
-                self.restarts[worker] = min(1, self.restarts[worker])
+                self.restarts[worker] = 1
+                self._started_again.discard(worker)
 
     def promote_entered(self, recorded: int) -> None:
         """An entering joiner whose part is in a recorded sum is a member."""
-        for worker, place in self.joiners().items():
-            if isinstance(place, Entering) and place.enter_at <= recorded:
+        for worker, place in self._all(Entering):
+            if place.enter_at <= recorded:
                 self.to(worker, Member(place.incarnation, place.enter_at))
 
     def _is_fed(self, place: Joining) -> bool:
@@ -198,11 +256,11 @@ class Places:
         return [worker for worker, place in self.states.items() if isinstance(place, Member | Entering)]
 
     def joiners(self) -> dict[Worker, Joining]:
-        return {worker: place for worker, place in self.states.items() if isinstance(place, Joining)}
+        return dict(sorted([*self._all(Started), *self._fed()], key=_worker))
 
     def entering(self) -> dict[Worker, int]:
         """Joiners that are let in, and the step at which each enters."""
-        return {w: place.enter_at for w, place in self.states.items() if isinstance(place, Entering)}
+        return {worker: place.enter_at for worker, place in self._all(Entering)}
 
     def since(self) -> dict[Worker, int]:
         """The first step of every member, and of every joiner that is let in."""
@@ -210,12 +268,29 @@ class Places:
         return own | self.entering()
 
     def are_starting(self) -> bool:
-        return any(isinstance(place, Starting) for place in self.states.values())
+        return bool(self._others[Starting])
 
-    def fed_by(self, source: Worker) -> dict[int, int | None]:
-        """The replicas that `source` feeds, each with the last step it needs (None: not known yet)."""
+    def num_members(self) -> int:
+        return len(self.states) - sum(map(len, self._others.values()))
+
+    def stages_joining(self) -> set[int]:
+        """The stages of which a process is up and no member."""
         return {
-            joiner.replica: place.enter_at - 1 if isinstance(place, Entering) else None
-            for joiner, place in self.states.items()
-            if isinstance(place, Fed) and place.source == source
+            stage
+            for (kind, stage), number in self._there.items()
+            if number and kind in (Started, Copying, Copied, Entering)
         }
+
+    def feeds(self) -> dict[Worker, dict[int, int | None]]:
+        """By source: the replicas that it feeds, each with the last step it needs (None: not known yet)."""
+        found: dict[Worker, dict[int, int | None]] = {}
+        for joiner, place in self._fed():
+            last = place.enter_at - 1 if isinstance(place, Entering) else None
+            found.setdefault(place.source, {})[joiner.replica] = last
+        return found
+
+    def validate(self) -> None:
+        for kind, workers in self._others.items():
+            assert workers == {w for w, place in self.states.items() if type(place) is kind}
+        assert +self._there == Counter((type(place), w.stage) for w, place in self.states.items())
+        assert self._started_again == {w for w, count in self.restarts.items() if count > 1}

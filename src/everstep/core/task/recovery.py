@@ -130,6 +130,7 @@ class Recovery:
 
     def validate(self) -> None:
         """What must hold between events."""
+        self._places.validate()
         if isinstance(self.phase, Running) and self.members:
             for worker in self._places.members():
                 live = self.members[-1].live[worker.stage]
@@ -149,6 +150,10 @@ class Recovery:
     @property
     def places(self) -> dict[Worker, PlaceState]:
         return self._places.states
+
+    @property
+    def num_members(self) -> int:
+        return self._places.num_members()
 
     @property
     def granted(self) -> frozenset[Worker]:
@@ -228,7 +233,7 @@ class Recovery:
         """The cluster says which places have a slot. The microbatches of the others run elsewhere."""
         self._places.granted = event.places
         for worker in event.clean:
-            self._places.restarts[worker] = 0
+            self._places.clear_restarts(worker)
         if isinstance(self.phase, Assembling):
             return self._phases.fill_stages()
         return self._places.start_due(self.recorded)

@@ -44,7 +44,9 @@ def resume_orders(
 ) -> list[Action]:
     """Every member gets the rest of the steps that are broken, every joiner that is let in its first ones."""
     owed, rewind = phase.owed, phase.rewind
-    entering = places.entering()
+    entering, feeds, shares = places.entering(), places.feeds(), book.all_shares()
+    awaited = {} if groups.shape.chunks else _awaited(owed, rewind)
+    fills = _fills(phase, groups)
     actions: list[Action] = []
     for worker in sorted({*phase.ledgers, *entering}):
         ledger = phase.ledgers.get(worker)
@@ -69,11 +71,11 @@ def resume_orders(
             rewind=rewind,
             until=book.until,
             saves=book.saves,
-            awaits=frozenset() if groups.shape.chunks else _awaited(worker, owed, rewind),
-            fills=_fills(worker, phase, groups),
-            shares=book.all_shares(),
+            awaits=frozenset(awaited.get(worker, ())),
+            fills=fills.get(worker, ()),
+            shares=shares,
             recorded=book.recorded,
-            feeds=places.fed_by(worker),
+            feeds=feeds.get(worker, {}),
         )
         actions.append(ResumeStep(worker=worker, order=order, because=phase.because))
     return actions
@@ -101,36 +103,43 @@ def _without_reduce(ops: tuple[Op, ...], ledger: Ledger, step: int, settled: int
     """A worker that holds a step's sum has no reduce left in it; sharded: if its peers hold theirs, too."""
     if settled is not None and step > settled:
         return ops
-    if ledger.step > step or (ledger.step == step and any(op.kind is Kind.R for op in ledger.done)):
+    if ledger.step > step or (ledger.step == step and ledger.has_sum):
         return tuple(op for op in ops if op.kind is not Kind.R)
     return ops
 
 
-def _fills(worker: Worker, phase: Planning, groups: Groups) -> tuple[tuple[int, int, int], ...]:
-    """Sharded: the chunks that this worker owns and whose state another holder lacks, with the first step
-    that the holder is to update. In a step that is reduced already it has the sums of its chunks and waits
-    for their states: they must not wait for an update that the owner makes after its own fill has come.
+def _fills(phase: Planning, groups: Groups) -> dict[Worker, tuple[tuple[int, int, int], ...]]:
+    """Sharded, by owner: the chunks whose state another holder lacks, with the first step that the holder is
+    to update. In a step that is reduced already it has the sums of its chunks and waits for their states:
+    they must not wait for an update that the owner makes after its own fill has come.
     """
-    found: dict[tuple[int, int], int] = {}
-    owned = groups.members[-1].holders[worker.stage] if groups.shape.chunks else ()
-    for members in groups.members if groups.shape.chunks else ():
-        for chunk, holders in enumerate(members.holders[worker.stage]):
-            for replica in holders if owned[chunk][0] == worker.replica else ():
-                ledger = phase.ledgers.get(Worker(replica, worker.stage))
-                if replica != worker.replica and (ledger is None or chunk not in ledger.chunks):
-                    first = members.from_step if ledger is None else max(members.from_step, ledger.step)
-                    found.setdefault((chunk, replica), first)
-    return tuple((chunk, replica, first) for (chunk, replica), first in found.items())
+    if not groups.shape.chunks:
+        return {}
+    found: dict[Worker, dict[tuple[int, int], int]] = {}
+    for stage, owned in enumerate(groups.members[-1].holders):
+        ledgers = {worker.replica: led for worker, led in phase.ledgers.items() if worker.stage == stage}
+        for members in groups.members:
+            for chunk, holders in enumerate(members.holders[stage]):
+                owner = owned[chunk][0]
+                for replica in holders:
+                    ledger = ledgers.get(replica)
+                    if replica != owner and (ledger is None or chunk not in ledger.chunks):
+                        first = members.from_step if ledger is None else max(members.from_step, ledger.step)
+                        found.setdefault(Worker(owner, stage), {}).setdefault((chunk, replica), first)
+    return {
+        worker: tuple((chunk, replica, first) for (chunk, replica), first in fills.items())
+        for worker, fills in found.items()
+    }
 
 
-def _awaited(worker: Worker, owed: Owed, rewind: int | None) -> frozenset[int]:
-    """The steps whose sum a peer gives to this worker."""
-    return frozenset(
-        step
-        for giver, steps in owed.give.items()
-        for step, peers in _up_to(rewind, steps).items()
-        if giver.stage == worker.stage and worker.replica in peers
-    )
+def _awaited(owed: Owed, rewind: int | None) -> dict[Worker, set[int]]:
+    """By worker: the steps whose sum a peer gives to it."""
+    found: dict[Worker, set[int]] = {}
+    for giver, steps in owed.give.items():
+        for step, peers in _up_to(rewind, steps).items():
+            for replica in peers:
+                found.setdefault(Worker(replica, giver.stage), set()).add(step)
+    return found
 
 
 def _up_to(rewind: int | None, steps: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
