@@ -22,7 +22,7 @@ from everstep.job.job import CheckpointSpec, Job, ModelSpec, OptimizerSpec
 from harness.sweep import SHORT, Sweep
 
 STEPS, SAVED, KILLED = 8, 4, 6
-OPTIONS = {"depth": 2, "width": 32, "heads": 2, "hidden": 48, "vocab": 64}
+OPTIONS = {"depth": 2, "width": 64, "heads": 2, "hidden": 96, "vocab": 64}
 Weights = dict[str, Tensor]
 
 
@@ -112,7 +112,10 @@ def _difference(job: Job, outcome: Any, expected: tuple[dict[int, float], Weight
         return outcome.failure
     losses, weights = expected
     assert job.checkpoint is not None
-    ours = export.load(job.checkpoint.folder)
+    try:
+        ours = export.load(job.checkpoint.folder)
+    except UserError as error:
+        return str(error)
     found = outcome.all_losses()
     worst = max(abs(found[step] - loss) / abs(loss) for step, loss in losses.items() if step in found)
     return max(worst, max(float((ours[name] - value).abs().max()) for name, value in weights.items()))

@@ -2,6 +2,7 @@
 they are refused before they train a different model without a word.
 """
 
+import random
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from toy_optimizers import CARRIED, REFUSED, Attributes, Coupled, Drawing, Group
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.prepare.preflight import preflight
+from everstep.engine.prepare.program import Program
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater
 from everstep.engine.state.optimizer_state import OptimizerState
@@ -193,6 +195,49 @@ def test_an_optimizer_with_modes_trains_and_saves_the_weights_to_use_as_the_aver
         assert not torch.equal(found[f"model/{name}"], view)
     with pytest.raises(UserError, match="keeps an average itself"):
         updaters(Modes, ema=0.9)
+
+
+def no_decay_for_embeddings(named):
+    """As minGPT and many recipes have it."""
+    kept = [p for name, p in named if "embed" in name or p.ndim < 2]
+    decayed = [p for name, p in named if "embed" not in name and p.ndim >= 2]
+    groups = [{"params": kept, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.1}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_tied_parameters_with_other_numbers_in_their_groups_are_refused_naming_both(count: int) -> None:
+    job = Job(model=ModelSpec(preset="gpt-tiny"), stages=count)
+    preflight(job, model=gpt(**SMALL), data=DATA, optimizer=no_decay_for_embeddings)
+    names = (
+        "embed.tokens.weight and head.logits.weight are one tensor, and the optimizer has weight_decay = 0.0"
+    )
+    tied = gpt(**SMALL, tied=True)
+    with pytest.raises(UserError, match=names):
+        preflight(job, model=tied, data=DATA, optimizer=no_decay_for_embeddings)
+    with pytest.raises(UserError, match=names):  # in a worker, too: nobody else checks a task of a cluster
+        Program(job, tied, DATA, no_decay_for_embeddings).build(0)
+
+
+@pytest.mark.parametrize(("kind", "says"), [(Drawing, "others for each half"), (Coupled, "count twice")])
+def test_what_an_optimizer_does_to_one_tensor_it_must_do_to_two_halves(kind, says: str) -> None:
+    job = Job(model=ModelSpec(preset="gpt-tiny"))
+    preflight(job, model=gpt(**SMALL), data=DATA, optimizer=of(kind))
+    with pytest.raises(UserError, match=says):
+        preflight(job, model=gpt(**SMALL, tied=True), data=DATA, optimizer=of(kind))
+
+
+def test_replicas_and_eager_updates_draw_the_same_random_numbers() -> None:
+    one, other = updaters(Drawing), updaters(Drawing)
+    for (updater,), noise in ((one, 1), (other, 2)):
+        torch.manual_seed(noise)
+        random.seed(noise)
+        updater.apply(2, gradient(updater.stage, 2))
+    assert torch.equal(one[0].stage.masters, other[0].stage.masters)
+    before = one[0].stage.masters.clone()
+    (elsewhere,) = updaters(Drawing)
+    elsewhere.apply(3, gradient(elsewhere.stage, 2))  # other draws in another step
+    assert not torch.equal(before, elsewhere.stage.masters)
 
 
 def test_torchs_own_optimizers_have_no_other_state_than_before() -> None:

@@ -39,6 +39,7 @@ from everstep.engine.prepare.resolve import (
     model_of,
     optimizer_of,
     parameters_of,
+    refuse_untied,
     schedule_of,
     tried_optimizer,
 )
@@ -107,6 +108,7 @@ def preflight(
             if job.optimizer.shard:
                 refuse_unless_elementwise(made)
         _try_steps(job, model, optimizer)
+        refuse_untied(model, parts, optimizer)
     if job.optimizer.shard and model.tied:
         raise UserError(tied_refused(model.tied[0][0]))
     checkpoints = None if job.checkpoint is None else job.checkpoint.folder
@@ -133,7 +135,8 @@ def _try_steps(job: Job, model: Model, optimizer: OptimizerFactory) -> None:
     if is_elementwise(made):
         return
     try:
-        try_optimizer(optimizer, made, named, device=torch.device("cpu"), several=job.stages > 1)
+        here, tied = torch.device("cpu"), bool(model.tied)
+        try_optimizer(optimizer, made, named, device=here, several=job.stages > 1, tied=tied)
     except CannotTry:
         if device.pick(job.device).type == "cpu":
             raise

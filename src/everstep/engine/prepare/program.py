@@ -12,7 +12,14 @@ from everstep.engine import device as devices
 from everstep.engine.datasets.data import Dataset
 from everstep.engine.layers.model import Model, partition, slots
 from everstep.engine.prepare.fitting import GIB
-from everstep.engine.prepare.resolve import data_of, evaluation_of, model_of, optimizer_of, schedule_of
+from everstep.engine.prepare.resolve import (
+    data_of,
+    evaluation_of,
+    model_of,
+    optimizer_of,
+    refuse_untied,
+    schedule_of,
+)
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.recordings import CudaRecorder, has_room
@@ -95,6 +102,8 @@ class Program:
                 raise UserError(tied_refused(made.tied_names[0]))
             ema = job.optimizer.ema
             return made, ShardedUpdater(made, self.optimizer, rate, chunks=job.chunks, ema=ema)
+        if made.tied_names:
+            refuse_untied(self.model, partition(self.model, job.stages), self.optimizer)
         return made, Updater(made, self.optimizer, rate, job.optimizer.ema)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,25 @@ def tried_optimizer(
             f"{type(made).__name__} {why}, which a pipeline does not do; use another one, such as AdamW."
         )
     return made
+
+
+def refuse_untied(model: Model, parts: Sequence[range], build: OptimizerFactory) -> None:
+    """The halves of a tied pair are parameters of their own: one step must do the same to both."""
+    tied = {name for pair in model.tied for name in pair}
+    groups: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        named = parameters_of(model, part)
+        here = {id(p): name for name, p in named if name in tied}
+        for group in tried_optimizer(build, model, part, named).param_groups if here else ():
+            numbers = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups |= {here[id(p)]: numbers for p in group["params"] if id(p) in here}
+    for a, b in [pair for pair in model.tied if groups.keys() & set(pair)]:
+        one, other = groups.get(a, {}), groups.get(b, {})
+        for key in [key for key in {**one, **other} if one.get(key) != other.get(key)]:
+            raise UserError(
+                f"tied parameters {a} and {b} are one tensor, and the optimizer has {key} = {one.get(key)} "
+                f"for the first and {other.get(key)} for the second; put both into groups with equal values."
+            )
 
 
 def base_rate(job: Job, model: Model, optimizer: OptimizerFactory | None = None) -> float:

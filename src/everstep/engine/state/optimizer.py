@@ -191,8 +191,10 @@ class Updater:
     def _try(self) -> None:
         """Before the first step of a run: a job that nobody has checked may name any optimizer."""
         if self.optimizer is not None and not is_elementwise(self.optimizer):
-            here, several = self.stage.device, not (self.stage.is_first and self.stage.is_last)
-            try_optimizer(self._factory, self.optimizer, self.named, device=here, several=several)
+            several = not (self.stage.is_first and self.stage.is_last)
+            tried = self._factory, self.optimizer, self.named
+            tied = bool(self.stage.model.tied)
+            try_optimizer(*tried, device=self.stage.device, several=several, tied=tied)
 
     def _step_bucket(
         self, bucket: Named, mean: Tensor, joined: Mapping[tuple[str, str], Tensor], scale: float
@@ -308,7 +310,7 @@ def plain_groups(
     for group, base in zip(groups, rates, strict=True):
         plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         numbers = {key: _in_json(value) for key, value in plain.items() if _is_plain(value)}
-        now = {"lr": base * multiplier, "initial_lr": base}
+        now = {"lr": float(base * multiplier), "initial_lr": float(base)}  # some keep it in a tensor
         found.append({"params": [names[id(p)] for p in group["params"]], **numbers, **now})
     return found
 

@@ -41,6 +41,8 @@ STEPS, HALF = 4, 2
 OF_EACH_KIND = 4  # parameters that are tried of each group and number of dimensions
 MOST_ELEMENTS, MOST_ROWS = 1 << 14, 64  # of a tried parameter; a larger one is cut in all its dimensions
 _SEED = 0x7E57
+_APART = "with several stages those are on other workers; use stages = 1, or another optimizer"
+_TWICE = "the model's tied parameters count twice there; do not tie them, or use another optimizer"
 
 Factory = Callable[[Named], torch.optim.Optimizer]
 
@@ -59,9 +61,17 @@ class CannotTry(UserError):
 
 
 def try_optimizer(
-    build: Factory, made: torch.optim.Optimizer, named: Named, *, device: torch.device, several: bool
+    build: Factory,
+    made: torch.optim.Optimizer,
+    named: Named,
+    *,
+    device: torch.device,
+    several: bool = False,
+    tied: bool = False,
 ) -> None:
-    """`made`: what `build` gives for `named`. `several`: is this one of several stages?"""
+    """`made`: what `build` gives for `named`. `several`: is this one of several stages? `tied`: has the model
+    tied parameters, each of which is two here?
+    """
     kind = type(made).__name__
     instead = "use another optimizer, such as AdamW"
     with devices.kept_generators(device):
@@ -75,6 +85,11 @@ def try_optimizer(
                 raise NotCarried(made, where)
         if plain.rates() != rates:
             raise UserError(f"{kind} changes the learning rate of its groups, which the job sets; {instead}.")
+        if tied and plain.draws:
+            raise UserError(
+                f"{kind} draws random numbers, others for each half of the model's tied parameters; do not "
+                f"tie them, or {instead}."
+            )
         eager = _Tried(build, chosen, device).steps(0, STEPS, eager=True)
         if not _same(expected, eager):
             raise UserError(f"{kind} does not forget a step that is undone; {instead}.")
@@ -83,14 +98,14 @@ def try_optimizer(
         second.take_over(first)
         if not _same(expected[HALF * len(chosen) :], second.steps(HALF, STEPS)):
             raise UserError(f"{kind} continues differently from a copy of its state; {instead}.")
-        for half in (0, 1) if several else ():
+        for half in (0, 1) if several or tied else ():
             apart = _Tried(build, chosen, device, other=half)
             apart.steps(0, STEPS)
             for one in [one for one in chosen if one.half != half]:
                 if not _same(plain.all_of(one.name), apart.all_of(one.name)):
                     raise UserError(
-                        f"{kind} computes the step of a parameter from other parameters too, and with "
-                        "several stages those are on other workers; use stages = 1, or another optimizer."
+                        f"{kind} computes the step of a parameter from other parameters too, and "
+                        f"{_APART if several else _TWICE}."
                     )
 
 
@@ -101,6 +116,7 @@ class _Tried:
         self, build: Factory, chosen: list[_Small], device: torch.device, other: int | None = None
     ) -> None:
         self._chosen, self._device, self._other = chosen, device, other
+        self.draws = False  # random numbers
         devices.seed(device, _SEED)
         drawn = zip(chosen, self._drawn(0), strict=True)
         self.named = [(one.name, nn.Parameter(0.1 * values)) for one, values in drawn]
@@ -150,6 +166,7 @@ class _Tried:
         except Exception as error:  # the user's optimizer
             kind = type(self.optimizer).__name__
             raise CannotTry(f"{kind} raised {in_short(error)} in step {step} of a trial.") from error
+        self.draws |= devices.has_drawn(self._device, keys.key(_SEED, step))
         for _, p in self.named:
             p.grad = None
 
